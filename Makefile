@@ -1,0 +1,47 @@
+# Short names for the workshop's commands. Each target first prepares the environment in $(VENV)
+# with setup/environment_setup.sh, which takes a moment when it is ready.
+#
+#   make compare ARGS="--config medium"     options for the tool behind the target
+#   make setup BUILD=rocm                   PyTorch's build: auto, cpu, cuda, rocm
+#   make setup PYTHON=python3.12 VENV=/scratch/me/venv
+
+VENV ?= .venv
+BUILD ?= auto
+PYTHON ?=
+ARGS ?=
+
+RUN = "$(VENV)/bin/python"
+PREPARE = bash setup/environment_setup.sh --venv "$(VENV)" --build $(BUILD) \
+	$(if $(PYTHON),--python "$(PYTHON)")
+
+.DEFAULT_GOAL := help
+.PHONY: help setup compare test lint clean environment test-environment
+# Two targets at once would prepare the same environment at once.
+.NOTPARALLEL:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo 'Options go into ARGS: make compare ARGS="--help"'
+
+setup: environment ## prepare the Python environment (VENV, BUILD, PYTHON)
+
+compare: environment ## time the versions against each other, after proving that they agree
+	@$(RUN) analysis_tools/compare_versions.py $(ARGS)
+
+test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)
+	@$(RUN) -m pytest $(ARGS)
+
+lint: test-environment ## check style, formatting and types
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+
+clean: ## delete caches; results and the environment stay
+	@find . -path "./$(VENV)" -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+environment:
+	@$(PREPARE)
+
+test-environment:
+	@$(PREPARE) --with-tests

@@ -1,0 +1,607 @@
+"""The set-up script, the validation scripts, the Makefile and .ci/run.
+
+No test needs a network: Pythons, PyTorch builds and tools are stand-ins that the tests make.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = ROOT / "setup"
+SCRIPT = SETUP / "environment_setup.sh"
+SCRIPTS = SETUP / "validation_scripts"
+# Nothing listens on port 9: each index is unreachable, at once, whatever the network.
+NO_NETWORK = {"https_proxy": "http://127.0.0.1:9", "no_proxy": "", "PIP_NO_INDEX": "1"}
+
+Run = subprocess.CompletedProcess[str]
+
+
+def run(command: list[str | Path], environment: dict[str, str] | None = None) -> Run:
+    """Runs a command offline, with stderr in .stderr, and nothing of this session's settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON", "ROCM_"))}
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        env={**kept, **NO_NETWORK, **(environment or {})},
+        timeout=120,
+    )
+
+
+def set_up(*arguments: str | Path, environment: dict[str, str] | None = None) -> Run:
+    return run(["bash", SCRIPT, *arguments], environment)
+
+
+def set_up_with(functions: str, *arguments: str | Path) -> Run:
+    """The script with some of its functions replaced: what a test cannot fake by PATH."""
+    command = f'source "$1" && shift; {functions}; main "$@"'
+    return run(["bash", "-c", command, "bash", SCRIPT, *arguments])
+
+
+def make_torch(folder: Path, version: str, *, hip: str = "", cuda: str = "") -> Path:
+    """A package that claims to be a PyTorch build."""
+    package = folder / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        f"__version__ = {version!r}\n"
+        f"version = N(hip={hip or None!r}, cuda={cuda or None!r})\n"
+        "cuda = N(is_available=lambda: True, device_count=lambda: 2,"
+        " get_device_name=lambda i: 'Test GPU')\n"
+    )
+    make_distribution(folder, "torch", version)
+    return folder
+
+
+def make_distribution(folder: Path, name: str, version: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def make_program(folder: Path, name: str, body: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    return program
+
+
+def make_python(folder: Path, *options: str) -> Path:
+    """A Python that has no packages: whatever torch the machine has is out of its sight."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", *options, folder], check=True)
+    return folder / "bin" / "python"
+
+
+def packages_of(python: Path) -> Path:
+    return next((python.parents[1] / "lib").glob("python3*")) / "site-packages"
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_python(tmp_path_factory.mktemp("bare") / "venv")
+
+
+# --- Command line ---------------------------------------------------------------------------------
+
+
+def test_help_names_every_option() -> None:
+    result = set_up("--help")
+    assert result.returncode == 0
+    for option in ("--venv", "--python", "--build", "--with-tests", "--dry-run", "--help"):
+        assert f"  {option} " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["--build", "tpu"], "tpu"),
+        (["--venv"], "--venv"),
+        (["--python", "/no/such/python"], "/no/such/python"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments: list[str], named: str, tmp_path: Path
+) -> None:
+    result = set_up("--venv", tmp_path / "venv", *arguments)
+    assert result.returncode == 2
+    assert named in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "venv").exists()
+
+
+def test_old_python_is_refused(tmp_path: Path) -> None:
+    old = make_program(tmp_path, "python3.6", "exit 1")
+    result = set_up("--venv", tmp_path / "venv", "--python", old)
+    assert result.returncode == 1
+    assert "not Python 3.10 or newer" in result.stderr
+
+
+def test_folder_that_is_not_ours_is_not_deleted(bare_python: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "work" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("years")
+    result = set_up("--venv", precious.parent, "--python", bare_python)
+    assert result.returncode == 2
+    assert "not made by this script" in result.stderr
+    assert precious.read_text() == "years"
+
+
+# --- Which PyTorch --------------------------------------------------------------------------------
+
+
+def plan(python: Path, tmp_path: Path, *arguments: str, torch: Path | None = None) -> str:
+    """What a dry run says it would do; it must do nothing."""
+    environment = {"PYTHONPATH": str(torch)} if torch else {}
+    venv = tmp_path / "planned"
+    result = set_up(
+        *("--venv", venv, "--python", python, "--dry-run", *arguments), environment=environment
+    )
+    assert result.returncode == 0, result.stderr
+    assert not venv.exists()
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("build", [{"hip": "7.2"}, {"cuda": "13.0"}])
+@pytest.mark.parametrize("options", [[], ["--system-site-packages"]])
+def test_existing_gpu_build_is_kept(
+    build: dict[str, str], options: list[str], tmp_path: Path
+) -> None:
+    site = make_torch(tmp_path / "site", "2.9.0+gpu", **build)
+    make_distribution(site, "pytorch-triton-rocm", "3.5.0")
+    text = plan(make_python(tmp_path / "python", *options), tmp_path, torch=site)
+    # Our environment sees what the Python that it is built on sees, no more and no less.
+    assert ("-m venv --system-site-packages" in text) == bool(options)
+    assert "site.addsitedir" in text
+    assert "torch==2.9.0+gpu" in text
+    assert "pytorch-triton-rocm==3.5.0" in text
+    assert "torch==2.13.0" not in text
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "arguments", "reason"),
+    [
+        ("2.5.1+rocm6.2", "6.2", [], "needs 2.6 or newer"),
+        ("2.13.0+cpu", "", [], ""),
+        ("2.9.0+rocm7.2", "7.2", ["--build", "cpu"], "--build cpu was asked for"),
+    ],
+)
+def test_unfit_build_is_not_used(
+    version: str,
+    hip: str,
+    arguments: list[str],
+    reason: str,
+    bare_python: Path,
+    tmp_path: Path,
+) -> None:
+    site = make_torch(tmp_path / "site", version, hip=hip)
+    text = plan(bare_python, tmp_path, *arguments, torch=site)
+    assert reason in text
+    assert "--system-site-packages" not in text
+    assert "torch==2.13.0" in text
+
+
+def test_version_2_10_is_newer_than_2_6(bare_python: Path, tmp_path: Path) -> None:
+    site = make_torch(tmp_path / "site", "2.10.1", cuda="13.0")
+    assert "left as it is" in plan(bare_python, tmp_path, torch=site)
+
+
+@pytest.mark.parametrize(
+    ("functions", "nvidia_smi", "expected"),
+    [
+        ("has_kfd() { true; }", "exit 9", "rocm"),
+        ("has_kfd() { false; }", "echo 'GPU 0: Test GPU (UUID: 1)'", "cuda"),
+        ("has_kfd() { false; }", "echo 'Failed to initialize NVML' && exit 9", "cpu"),
+    ],
+)
+def test_hardware_decides(
+    functions: str, nvidia_smi: str, expected: str, bare_python: Path, tmp_path: Path
+) -> None:
+    make_program(tmp_path / "bin", "nvidia-smi", nvidia_smi)
+    prepare = f'{functions}; export PATH="{tmp_path / "bin"}:$PATH" ROCM_PATH="{tmp_path}"'
+    result = set_up_with(prepare, "--venv", tmp_path / "venv", "--python", bare_python, "--dry-run")
+    assert f"PyTorch 2.13.0, {expected} build" in result.stdout
+
+
+@pytest.mark.parametrize(("build", "folder"), [("cpu", "cpu"), ("rocm", "rocm7.2")])
+def test_pytorch_index_first_then_the_default(
+    build: str, folder: str, bare_python: Path, tmp_path: Path
+) -> None:
+    arguments = ["--venv", tmp_path / "v", "--python", bare_python, "--build", build, "--dry-run"]
+    index = f"https://download.pytorch.org/whl/{folder}"
+
+    reached = set_up_with("index_reachable() { true; }", *arguments)
+    assert f"--index-url {index} torch==2.13.0" in reached.stdout
+    assert not reached.stderr
+
+    fallen_back = set_up(*arguments)
+    assert f"{index} cannot be reached" in fallen_back.stdout
+    assert "--index-url" not in fallen_back.stdout
+    assert "torch==2.13.0" in fallen_back.stdout
+    assert ("will NOT use the AMD" in fallen_back.stderr) == (build == "rocm")
+
+
+def test_a_gpu_that_the_environment_ignores_is_reported(tmp_path: Path) -> None:
+    stamp = tmp_path / "stamp"
+    ask = f'STAMP="{stamp}"; detect_hardware() {{ echo rocm; }}; warn_if_gpu_is_idle'
+    for asked, kind, warned in [("auto", "cpu", True), ("cpu", "cpu", False), ("auto", "rocm", 0)]:
+        stamp.write_text(f"asked={asked}\ntorch_kind={kind}\n")
+        result = run(["bash", "-c", f'source "$1"; {ask}', "bash", SCRIPT])
+        assert ("--build rocm" in result.stderr) == bool(warned), (asked, kind)
+
+
+# --- A real environment, on a site's own PyTorch --------------------------------------------------
+
+
+class Site:
+    """A Python inside a venv (as on many GPU machines) with a GPU PyTorch, and our venv on it.
+
+    The set-up under test is a copy whose requirements no machine happens to have.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "repository"
+        shutil.copytree(SETUP, self.root / "setup")
+        (self.root / "workshop").mkdir()
+        (self.root / "workshop" / "__init__.py").touch()
+        (self.root / "setup" / "requirements.txt").write_text("absent-one==1.0\n")
+        (self.root / "setup" / "requirements-test.txt").write_text("absent-two==2.0\n")
+        self.python = make_python(folder / "parent")
+        self.packages = packages_of(self.python)
+        self.venv = self.root / ".venv"
+        self.stamp = self.venv / "workshop-setup.stamp"
+        make_torch(self.packages, "2.9.0+rocm7.2", hip="7.2")
+        # The first attempt must fail: a package is missing, and there is no index to get it from.
+        self.failed = self.set_up("--python", self.python)
+        self.stamp_after_failure = self.stamp.exists()
+        make_distribution(self.packages, "absent-one", "0.9")
+        self.done = self.set_up("--python", self.python, environment={"CXX": "/no/such/compiler"})
+
+    def set_up(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Run:
+        script = self.root / "setup" / "environment_setup.sh"
+        return run(["bash", script, *arguments], environment)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site"))
+
+
+def test_interrupted_set_up_is_not_taken_for_complete(site: Site) -> None:
+    assert site.failed.returncode != 0
+    assert "is not complete" in site.failed.stderr
+    assert not site.stamp_after_failure
+    assert "Creating" in site.done.stdout  # the next run started over
+
+
+def test_the_environment_sees_the_parents_torch_and_the_workshop(
+    site: Site, tmp_path: Path
+) -> None:
+    assert site.done.returncode == 0, site.done.stderr
+    code = "import torch, workshop; print(torch.__file__); print(workshop.__path__[0])"
+    seen = subprocess.run(
+        [site.venv / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert seen.stdout.splitlines() == [
+        str(site.packages / "torch" / "__init__.py"),
+        str(site.root / "workshop"),
+    ], seen.stderr
+    constraints = (site.venv / "workshop-constraints.txt").read_text().split()
+    assert constraints == ["torch==2.9.0+rocm7.2"]
+
+
+def test_summary_says_what_was_found(site: Site) -> None:
+    assert "2.9.0+rocm7.2 (rocm build)" in site.done.stdout
+    assert "2 x Test GPU" in site.done.stdout
+    assert "no C++ compiler: torch.compile is off on the CPU" in site.done.stdout
+    assert "make compare" in site.done.stdout
+
+
+def test_second_run_does_nothing_and_is_quick(site: Site) -> None:
+    before = {path: path.stat().st_mtime_ns for path in site.venv.iterdir()}
+    start = time.monotonic()
+    again = site.set_up()
+    seconds = time.monotonic() - start
+    assert again.returncode == 0
+    assert "is ready" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in site.venv.iterdir()} == before
+    assert seconds < 5  # about 0.1 s; a shared machine may be busy
+
+
+def test_changed_requirements_are_installed(site: Site) -> None:
+    """The stamp knows the requirements files: --with-tests is more than what was installed."""
+    more = site.set_up("--with-tests", "--dry-run")
+    assert " absent-two==2.0" in more.stdout
+    assert "absent-one" not in more.stdout  # there in another version: the site's choice
+    assert "Creating" not in more.stdout  # added to the environment, which is kept
+
+
+def test_a_package_that_cannot_be_had_does_not_cost_the_environment(site: Site) -> None:
+    before = site.stamp.read_text()
+    failed = site.set_up("--with-tests")
+    assert failed.returncode == 1
+    assert "stays as it was" in failed.stderr
+    assert site.stamp.read_text() == before
+
+
+@pytest.mark.parametrize("lost", ["torch", "python"])
+def test_lost_module_is_named_and_nothing_is_installed_instead(lost: str, site: Site) -> None:
+    path = {"torch": site.packages / "torch", "python": site.venv / "bin" / "python"}[lost]
+    hidden = path.with_name("away")
+    path.rename(hidden)
+    try:
+        result = site.set_up()
+    finally:
+        hidden.rename(path)
+    assert result.returncode == 1
+    assert "load its module again" in result.stderr
+    assert site.stamp.exists()
+
+
+def test_an_activated_environment_is_rebuilt_from_the_python_below_it(site: Site) -> None:
+    ours = site.venv / "bin" / "python"
+    result = site.set_up("--python", ours, "--build", "cpu", "--dry-run")
+    assert f"would run: {site.python} -m venv" in result.stdout
+
+
+def test_another_torch_in_front_is_noticed(site: Site, tmp_path: Path) -> None:
+    older = make_torch(tmp_path / "older", "1.13.0")
+    functions = f'FACTS=torch_version=2.9.0; ORIGIN=existing; VENV="{site.venv}"; verify'
+    command = ["bash", "-c", f'source "$1"; {functions}', "bash", SCRIPT]
+    result = run(command, {"PYTHONPATH": str(older)})
+    assert result.returncode == 1
+    assert "1.13.0" in result.stderr
+    assert "PYTHONPATH" in result.stderr
+
+
+# --- Validation scripts ---------------------------------------------------------------------------
+
+
+def validate(
+    name: str, *arguments: str, environment: dict[str, str] | None = None, python: str = ""
+) -> Run:
+    """One of the scripts, in this Python, with the repository importable as after set-up."""
+    command = [python or sys.executable, SCRIPTS / f"{name}.py", *arguments]
+    return run(command, {"PYTHONPATH": str(ROOT), **(environment or {})})
+
+
+def rows_of(result: Run) -> dict[str, dict[str, object]]:
+    return {row["what"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+def no_rocm() -> bool:
+    return not (Path("/dev/kfd").exists() or Path("/opt/rocm").exists() or shutil.which("rocminfo"))
+
+
+def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module(name)
+
+
+# -S hides site-packages: that is the state before set-up, when these scripts must work already.
+@pytest.mark.parametrize(
+    ("name", "status", "last_words"),
+    [
+        ("test_environment", 1, "torch (missing)"),
+        ("test_profiling_tools", 1, "torch.profiler (missing)"),
+        pytest.param(
+            *("test_rocm_installation", 77, "No ROCm on this machine"),
+            marks=pytest.mark.skipif(not no_rocm(), reason="this machine has ROCm"),
+        ),
+    ],
+)
+def test_scripts_before_set_up(name: str, status: int, last_words: str) -> None:
+    script = SCRIPTS / f"{name}.py"
+    result = run([sys.executable, "-S", script], {"COLUMNS": "100"})
+    assert result.returncode == status
+    *lines, last = result.stdout.splitlines()
+    assert last_words in last
+    assert all(len(line) <= 100 for line in lines[1:])
+    assert "setup/environment_setup.sh" in result.stdout
+
+    helped = run([sys.executable, "-S", script, "--help"])
+    assert (helped.returncode, "--json" in helped.stdout) == (0, True)
+    assert run([sys.executable, "-S", script, "--no-such-option"]).returncode == 2
+
+
+def test_table_wraps_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load_script("report_table", monkeypatch)
+    words = [f"word{i}" for i in range(40)]
+    row = module.Row("what", module.MISSING, " ".join(words), "why", " ".join(words))
+    lines = module.table([row], 100).splitlines()
+    assert max(map(len, lines)) <= 100
+    heading = lines[0]
+    for name, following in (("version", "what it is for"), ("how to get it", "")):
+        start, end = heading.index(name), heading.index(following) if following else 100
+        column = " ".join(line[start:end] for line in lines[2:]).split()
+        assert column == words
+
+
+def test_environment_is_in_order_here() -> None:
+    result = validate("test_environment", "--json")
+    rows = rows_of(result)
+    broken = [row for row in rows.values() if row["found"] == "BROKEN"]
+    assert result.returncode == 0, broken
+    assert rows["matrix product"]["found"] == "yes"
+    assert rows["workshop"]["found"] == "yes"
+    assert rows["torch.compile"]["found"] == "untried"
+
+
+@pytest.mark.parametrize("fault", ["raise OSError('libamdhip64.so: no such file')", "os.abort()"])
+def test_broken_torch_is_a_finding_and_not_a_crash(fault: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"import os\n{fault}\n")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for name, row in [("test_environment", "torch"), ("test_profiling_tools", "torch.profiler")]:
+        result = validate(name, "--json", environment=environment)
+        assert result.returncode == 1
+        assert rows_of(result)[row]["found"] == "BROKEN"
+        assert row in json.loads(result.stdout)["verdict"]
+
+
+def test_wrong_arithmetic_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if '--probe' in sys.argv and 'torch' in sys.argv:\n"
+        "    import torch\n"
+        "    right = torch.Tensor.__matmul__\n"
+        "    torch.Tensor.__matmul__ = lambda a, b: right(a, b) + a.is_floating_point()\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    result = validate("test_environment", "--json", environment=environment)
+    assert result.returncode == 1
+    assert rows_of(result)["matrix product"]["found"] == "BROKEN"
+
+
+@pytest.mark.skipif(not no_rocm(), reason="this machine has ROCm")
+def test_rocm_script_skips_without_rocm_and_fails_on_half_of_it(tmp_path: Path) -> None:
+    absent = validate("test_rocm_installation", "--json")
+    assert absent.returncode == 77
+    assert json.loads(absent.stdout)["exit_status"] == 77
+
+    (tmp_path / ".info").mkdir()
+    (tmp_path / ".info" / "version").write_text("7.2.0-43\n")
+    make_program(tmp_path / "bin", "rocminfo", "echo 'Unable to open /dev/kfd' && exit 1")
+    half = validate("test_rocm_installation", "--json", environment={"ROCM_PATH": str(tmp_path)})
+    assert half.returncode == 1
+    rows = rows_of(half)
+    assert "7.2.0-43" in str(rows["ROCm"]["version"])
+    assert rows["/dev/kfd"]["found"] == "no"
+    assert "Unable to open" in str(rows["rocminfo"]["version"])
+    assert "/dev/kfd" in json.loads(half.stdout)["verdict"]
+
+
+ROCMINFO = """\
+Agent 1
+  Name:                    A Test CPU
+  Device Type:             CPU
+Agent 2
+  Name:                    gfx90a
+  Marketing Name:          A Test GPU
+  Device Type:             GPU
+  ISA Info:
+      Name:                    amdgcn-amd-amdhsa--gfx90a:sramecc+:xnack-
+Agent 3
+  Name:                    gfx90a
+  Device Type:             GPU
+"""
+
+
+def test_rocm_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rocm_module = load_script("test_rocm_installation", monkeypatch)
+    assert rocm_module.gpu_names(ROCMINFO) == ["gfx90a", "gfx90a"]
+    assert rocm_module.versions_row("7.2.26015", "7.2.0-43").found == "yes"
+    assert rocm_module.versions_row("6.4.1", "7.2.0-43").found == "no"
+
+    device = tmp_path / "kfd"
+    device.touch()
+    assert rocm_module.device_file_row(device, "", "").found == "yes"
+    monkeypatch.setattr(rocm_module.os, "access", lambda path, mode: False)
+    row = rocm_module.device_file_row(device, "", "")
+    assert (row.found, row.needed) == ("BROKEN", True)
+    assert "render" in row.remedy
+
+
+def test_profiling_script_without_gpu_profilers(tmp_path: Path) -> None:
+    shut = {"PATH": str(tmp_path), "ROCM_PATH": str(tmp_path)}
+    result = validate("test_profiling_tools", "--json", environment=shut)
+    assert result.returncode == 77
+    assert rows_of(result)["torch.profiler"]["found"] == "yes"
+
+
+def test_profiling_script_tells_some_from_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load_script("test_profiling_tools", monkeypatch)
+    row = module.Row("torch.profiler", module.OK, "", "", "", needed=True)  # saves importing torch
+    monkeypatch.setattr(module, "torch_profiler_row", lambda: row)
+    monkeypatch.setattr(module, "ROCM_BIN", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["test_profiling_tools.py"])
+
+    notice = "Test Profiler\nCopyright (c) 2018-2025\nVersion 2025.3.1.0 (build 1.2)"
+    make_program(tmp_path, "ncu", f"echo '{notice}'")
+    assert module.main() == 0
+    assert "2025.3.1.0" in capsys.readouterr().out
+
+    make_program(tmp_path, "rocprofv3", "echo 'no module named yaml'; exit 1")
+    assert module.main() == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "rocprofv3" in last and "no module named yaml" in last
+
+
+def test_pytest_leaves_the_validation_scripts_alone(tmp_path: Path) -> None:
+    scripts = tmp_path / "setup" / "validation_scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "test_script.py").write_text("def test_script():\n    pass\n")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("def test_one():\n    pass\n")
+    result = run(["env", "-C", tmp_path, sys.executable, "-m", "pytest", "--collect-only", "-q"])
+    assert result.stdout.splitlines()[0] == "tests/test_one.py::test_one"
+    assert "1 test collected" in result.stdout
+
+
+# --- Requirements, Makefile, .ci/run --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(SETUP.glob("requirements*.txt")), ids=lambda p: p.name)
+def test_requirements_are_exact_and_without_torch(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if line and line[0] != "#"]
+    assert lines
+    for line in lines:
+        name, _, version = line.partition("==")
+        assert version, f"{path.name}: {line} is not pinned"
+        assert name != "torch"  # environment_setup.sh decides on it
+
+
+def make(*arguments: str, environment: dict[str, str] | None = None) -> Run:
+    return run(["make", "-C", ROOT, "--no-print-directory", *arguments], environment)
+
+
+def test_make_alone_lists_the_targets() -> None:
+    result = make()
+    assert result.returncode == 0
+    for target in ("setup", "compare", "test", "lint", "help", "clean"):
+        assert f"make {target} " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "with_tests", "last"),
+    [
+        ("compare", False, "analysis_tools/compare_versions.py --preset tiny"),
+        ("test", True, "-m pytest --preset tiny"),
+        ("lint", True, "-m mypy"),
+    ],
+)
+def test_make_prepares_the_environment_first(target: str, with_tests: bool, last: str) -> None:
+    first, *rest = make("-n", target, "ARGS=--preset tiny", "VENV=/x").stdout.splitlines()
+    assert "environment_setup.sh" in first
+    text = "\n".join([first, *rest])
+    assert ("--with-tests" in text) == with_tests
+    assert rest[-1].endswith(last)
+
+
+@pytest.mark.parametrize(("lint", "tests", "expected"), [(0, 0, 0), (2, 0, 2), (0, 2, 2)])
+def test_ci_runs_both_and_its_status_tells(
+    lint: int, tests: int, expected: int, tmp_path: Path
+) -> None:
+    body = f'for last; do :; done; echo "$last"; test "$last" = lint && exit {lint}; exit {tests}'
+    make_program(tmp_path, "make", body)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = run(["bash", ROOT / ".ci" / "run"], {"PATH": path})
+    assert result.returncode == expected
+    assert result.stdout.split() == ["lint", "test"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
