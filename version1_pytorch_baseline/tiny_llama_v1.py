@@ -1,0 +1,208 @@
+"""Tiny-LLaMA, version 1: plain PyTorch.
+
+Changed since V0: there is no V0. This is the baseline: every formula is written out in
+ordinary PyTorch operations, as one would write it first, and each later version must train
+exactly this model. `workshop.parity` holds them to it.
+
+Shapes in the comments:
+    B batch   T tokens of a sequence   V vocabulary
+    C hidden_dim   F intermediate_dim   H query heads   K key/value heads   D head size = C / H
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+
+@dataclass
+class TinyLlamaConfig:
+    """Sizes of the model; the defaults are the workshop's `small` preset."""
+
+    vocab_size: int = 1000
+    hidden_dim: int = 512  # C
+    intermediate_dim: int = 2048  # F
+    num_layers: int = 8
+    num_heads: int = 8  # H
+    num_kv_heads: int = 4  # K: each key/value head serves H / K query heads
+    max_seq_len: int = 2048  # rows of the RoPE tables
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_dim // self.num_heads
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, one line, for sizes that do not make a model."""
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}: it must be positive")
+        if self.hidden_dim % self.num_heads:
+            raise ValueError(
+                f"hidden_dim {self.hidden_dim} is not divisible by num_heads {self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head size {self.head_dim} (hidden_dim / num_heads) is odd: RoPE rotates pairs"
+            )
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def rope_tables(config: TinyLlamaConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency, each (max_seq_len, D); the two halves of D are equal."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / config.rope_theta**exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair (x[i], x[i + D/2]) of x (B, heads, T, D) by its position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x * cos + rotated * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped query heads; the (T, T) scores are materialised."""
+
+    def __init__(self, config: TinyLlamaConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_dim, q_rows, bias=False)
+        self.k_proj = nn.Linear(config.hidden_dim, kv_rows, bias=False)
+        self.v_proj = nn.Linear(config.hidden_dim, kv_rows, bias=False)
+        self.o_proj = nn.Linear(q_rows, config.hidden_dim, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, T, D), k and v (B, K, T, D) of x (B, T, C); q and k rotated."""
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """softmax(q k' / sqrt(D), no future) v, (B, H, T, D)."""
+        T = q.shape[2]
+        group = self.num_heads // self.num_kv_heads
+        k = k.repeat_interleave(group, dim=1)  # (B, H, T, D)
+        v = v.repeat_interleave(group, dim=1)
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # (B, H, T, T)
+        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
+        scores = scores.masked_fill(future, float("-inf"))
+        return scores.softmax(dim=-1) @ v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = self.attend(*self.project(x, cos, sin))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: TinyLlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.up_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer layer: x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, config: TinyLlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        with record_function("attention"):
+            x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        with record_function("ffn"):
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TinyLlama(nn.Module):
+    """Decoder-only Llama with tied embeddings.
+
+    `model(tokens)` gives the logits (B, T, V); `model(tokens, targets)` the mean cross-entropy,
+    a scalar. `targets[b, t]` is the token that follows `tokens[b, t]`: shifted once, by the data.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: TinyLlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_dim, config.vocab_size, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        cos, sin = rope_tables(config)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+        self.apply(self._init_weights)
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        # PyTorch draws embeddings from N(0, 1): as the head too, it would start at a loss of 100s.
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        T = tokens.shape[1]
+        if T > self.config.max_seq_len:
+            limit = self.config.max_seq_len
+            raise ValueError(f"sequence of {T} tokens is longer than the model's {limit}")
+        cos, sin = self.rope_cos[:T], self.rope_sin[:T]
+        x = self.embed_tokens(tokens)  # (B, T, C)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW as PyTorch gives it, over all parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from workshop.cli import main
+
+    sys.exit(main(sys.modules[__name__]))
