@@ -1,0 +1,87 @@
+"""What the tests share: a model small enough for a CPU and odd enough to show mistakes."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from workshop import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# No size is a power of two or a multiple of another's tile, except where the model demands it.
+ODD_SIZES = {
+    "vocab_size": 311,
+    "hidden_dim": 72,
+    "intermediate_dim": 152,
+    "num_layers": 2,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "max_seq_len": 128,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--keep-figures",
+        type=Path,
+        metavar="DIR",
+        help="write what the measuring tests measured to DIR, as JSON",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture
+def odd_config() -> object:
+    return versions.load("v1").TinyLlamaConfig(**ODD_SIZES)
+
+
+@pytest.fixture
+def copy_of() -> Callable[[str], ModuleType]:
+    """Loads a version's file anew under another name, for a test to break."""
+
+    def load(key: str) -> ModuleType:
+        name = f"copy_{uuid.uuid4().hex}"
+        path = versions.get_version(key).path
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command as a user types it, from a folder of the repository."""
+
+    def run(
+        *words: str | Path, folder: Path = ROOT, timeout: float = 240, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable if word == "python" else str(word) for word in words]
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run

@@ -1,0 +1,610 @@
+"""The command line of every `tiny_llama_vN.py`: check the arguments, gate, train, print, save."""
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workshop import data, errors, flops, hardware, parity, plausibility, results, timing, trainer
+from workshop.errors import OutOfMemory, WorkshopError
+from workshop.precision import Precision, get_precision
+from workshop.presets import PRESETS, default_preset, get_preset
+from workshop.results import RunResult
+from workshop.versions import VERSIONS, Version
+
+_SIZES = (
+    "vocab_size",
+    "hidden_dim",
+    "intermediate_dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "max_seq_len",
+)
+_PROGRESS_LINES = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run that has been checked: everything in it exists here and fits together."""
+
+    module: ModuleType
+    version: Version
+    config_name: str
+    config: Any
+    batch_size: int
+    seq_len: int
+    precision: Precision
+    device: torch.device
+    compile_mode: str
+    cuda_graph: bool
+    switches: dict[str, bool]
+    arguments: argparse.Namespace
+
+    def build(self) -> nn.Module:
+        """The model as it will be timed: its switches set, on the device, compiled if asked."""
+        options = {}
+        if self.switches:
+            options["fusions"] = self.module.Fusions(**self.switches)
+        with torch.device(self.device):  # the weights are loaded later: draw these quickly
+            model: nn.Module = self.module.TinyLlama(self.config, **options)
+        if self.compile_mode != "none":
+            model.compile(mode=self.compile_mode, dynamic=False)
+        return model
+
+
+def main(module: ModuleType, argv: list[str] | None = None) -> int:
+    """Runs a version's module from the command line; returns the exit status."""
+    version = VERSIONS[Path(str(module.__file__)).stem.removeprefix("tiny_llama_")]
+    arguments = build_parser(version, module).parse_args(argv)
+    try:
+        return _run(check_arguments(version, module, arguments))
+    except WorkshopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted before a timed step was complete: nothing saved", file=sys.stderr)
+        return errors.INTERRUPTED
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParser:
+    """The flags of one version; `Fusions` in its module adds a `--no-...` switch a field."""
+    parser = argparse.ArgumentParser(
+        description=f"Trains Tiny-LLaMA {version.key} ({version.title}), after showing that it "
+        "is V1's model, and prints what a step takes.",
+        epilog="Exit status: 0 done, 1 the gate is red or memory ran out, 2 wrong usage, "
+        "130 interrupted.",
+    )
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_training_flags(parser.add_argument_group("training"), version)
+    fields = dataclasses.fields(module.Fusions) if hasattr(module, "Fusions") else ()
+    if fields:
+        group = parser.add_argument_group("ablation: run V1's code for one part")
+        for field in fields:
+            flag = f"--no-{field.name.replace('_', '-')}"
+            group.add_argument(flag, dest=field.name, action="store_false")
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--config",
+        metavar="PRESET",
+        help=f"{', '.join(PRESETS)}: model, batch size and sequence length, which the flags below "
+        "override (default: tiny without a GPU, else small)",
+    )
+    for name in _SIZES:
+        flag = f"--{name.replace('_', '-')}"
+        default = " (default 2048)" if name == "max_seq_len" else ""
+        group.add_argument(flag, type=int, metavar="N", help=f"overrides the preset's{default}")
+
+
+def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> None:
+    add = group.add_argument
+    add("--batch-size", type=int, metavar="N", help="sequences a step (default: the preset's)")
+    add("--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the preset's)")
+    add("--num-steps", type=int, default=50, metavar="N", help="timed steps (default %(default)s)")
+    add(
+        "--warmup-steps",
+        type=int,
+        default=10,
+        metavar="N",
+        help="steps trained before the clock starts (default %(default)s)",
+    )
+    add("--learning-rate", type=float, default=3e-4, help="AdamW's (default %(default)s)")
+    add("--seed", type=int, default=42, help="of weights and batches (default %(default)s)")
+    add(
+        "--precision",
+        default="auto",
+        help="fp32, tf32, bf16, fp16; auto is bf16 on a GPU that has it, else fp32 (default auto)",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default auto: GPU if any)")
+    add("--data", choices=("text", "synthetic"), default="text", help="default %(default)s")
+    add(
+        "--text-file",
+        type=Path,
+        metavar="PATH",
+        help="the text, byte by byte (default: the Python standard library's sources)",
+    )
+    add(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=trainer.COMPILE_MODES,
+        help=f"torch.compile's mode (default here: {version.compile})",
+    )
+    add(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        help="capture the whole step, CUDA or HIP, and replay it "
+        f"(default here: {'on a GPU' if version.cuda_graph else 'no'})",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER,
+        help="the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
+    )
+    add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
+    add(
+        "--no-gate",
+        action="store_true",
+        help="skip the comparison with V1; the result says so and earns no speed-up",
+    )
+    add(
+        "--validate-setup",
+        action="store_true",
+        help="check machine, arguments and gate, then stop without timing anything",
+    )
+
+
+def check_arguments(version: Version, module: ModuleType, arguments: argparse.Namespace) -> Request:
+    """Turns arguments into a Request.
+
+    Raises:
+        WorkshopError: something is wrong with them, in one line.
+    """
+    for name in ("batch_size", "seq_len", "num_steps", "warmup_steps", "learning_rate"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise WorkshopError(f"--{name.replace('_', '-')} {value}: it must be positive")
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
+    if arguments.text_file is not None and arguments.data != "text":
+        raise WorkshopError("--text-file goes with --data text")
+    device = hardware.get_device(arguments.device)
+    precision = get_precision(arguments.precision, device)
+    preset = get_preset(arguments.config or default_preset(device.type))
+    config, config_name = _model_config(module, arguments, device)
+    seq_len = arguments.seq_len or preset.seq_len
+    if seq_len > config.max_seq_len:
+        raise WorkshopError(
+            f"--seq-len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}: "
+            "lower it or raise --max-seq-len"
+        )
+    compile_mode, cuda_graph = _execution(version, arguments, device)
+    switches = {}
+    if hasattr(module, "Fusions"):
+        names = [field.name for field in dataclasses.fields(module.Fusions)]
+        switches = {name: getattr(arguments, name) for name in names}
+    request = Request(
+        module=module,
+        version=version,
+        config_name=config_name,
+        config=config,
+        batch_size=arguments.batch_size or preset.batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        device=device,
+        compile_mode=compile_mode,
+        cuda_graph=cuda_graph,
+        switches=switches,
+        arguments=arguments,
+    )
+    trainer.check_options(device, precision, compile_mode, cuda_graph)
+    results.prepare_folder(arguments.output_dir)
+    return request
+
+
+def _model_config(
+    module: ModuleType, arguments: argparse.Namespace, device: torch.device
+) -> tuple[Any, str]:
+    """The model's sizes and their name: a preset's, or `custom` once a flag differs from it."""
+    name = arguments.config or default_preset(device.type)
+    preset = get_preset(name)
+    sizes = preset.model()
+    given = {size: getattr(arguments, size) for size in _SIZES}
+    overrides = {size: value for size, value in given.items() if value is not None}
+    try:
+        config = module.TinyLlamaConfig(**(sizes | overrides))
+    except ValueError as error:
+        raise WorkshopError(str(error)) from None
+    batch_size = arguments.batch_size or preset.batch_size
+    seq_len = arguments.seq_len or preset.seq_len
+    as_named = config == module.TinyLlamaConfig(**sizes) and (batch_size, seq_len) == (
+        preset.batch_size,
+        preset.seq_len,
+    )
+    return config, name if as_named else "custom"
+
+
+def _execution(
+    version: Version, arguments: argparse.Namespace, device: torch.device
+) -> tuple[str, bool]:
+    """Compile mode and graph: what was asked for, else the version's defaults where they work."""
+    compile_mode = arguments.compile
+    if compile_mode is None:
+        compile_mode = version.compile
+        if compile_mode != "none" and trainer.compiler_for(device) is None:
+            print("note: no C++ compiler found, so this runs without torch.compile")
+            compile_mode = "none"
+    cuda_graph = arguments.cuda_graph
+    if cuda_graph is None:
+        cuda_graph = version.cuda_graph and device.type == "cuda"
+    return compile_mode, cuda_graph
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def _run(request: Request) -> int:
+    _check_memory(request)
+    try:
+        return _gate_train_save(request)
+    except (RuntimeError, MemoryError) as error:
+        asked = _memory_asked_for(error)
+        if asked is None:
+            raise
+        raise OutOfMemory(_out_of_memory(request, f"a further {asked} was asked for")) from None
+
+
+def _gate_train_save(request: Request) -> int:
+    arguments = request.arguments
+    batches, data_record = _load_data(request)
+    result = _new_result(request, data_record)
+    _print_configuration(request, data_record)
+    model = request.build()
+    if not arguments.no_gate:
+        report = _gate(request, model)
+        result.parity = report.record()
+        if not report.passed:
+            result.status = "gate failed"
+            return _finish(request, result, errors.ANSWER_IS_NO)
+    if arguments.validate_setup:
+        print("This machine is ready. Nothing was timed.")
+        return errors.DONE
+    training = _train(request, model, batches)
+    _record_training(request, result, training, model)
+    if training.interrupted:
+        result.status = "interrupted"
+        if not training.step_ms:
+            raise KeyboardInterrupt
+        return _finish(request, result, errors.INTERRUPTED)
+    return _finish(request, result, errors.DONE)
+
+
+def _load_data(request: Request) -> tuple[Tensor, dict[str, str | int]]:
+    arguments = request.arguments
+    shape: dict[str, int] = {
+        "steps": trainer.batches_needed(arguments.warmup_steps, arguments.num_steps),
+        "batch_size": request.batch_size,
+        "seq_len": request.seq_len,
+        "vocab_size": request.config.vocab_size,
+        "seed": arguments.seed,
+    }
+    if arguments.data == "synthetic":
+        return data.synthetic_batches(**shape), {"name": "synthetic: uniformly random tokens"}
+    corpus = data.read_corpus(arguments.text_file)
+    record: dict[str, str | int] = {
+        "name": corpus.name,
+        "bytes": len(corpus.data),
+        "sha256": corpus.sha256,
+    }
+    return data.text_batches(corpus, **shape), record
+
+
+def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
+    print("gate: comparing logits, loss, gradients and training with V1 ...", flush=True)
+    shape = (request.batch_size, request.seq_len)
+    setting = parity.Setting(
+        request.config, request.precision, request.device, request.arguments.seed, *shape
+    )
+    report = parity.check_model(
+        model, setting, request.module.configure_optimizer, cuda_graph=request.cuda_graph
+    )
+    print(f"gate: {report.summary()}")
+    for failure in report.failures:
+        print(f"  {failure}")
+    return report
+
+
+def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Training:
+    arguments = request.arguments
+    parity.load_canonical(model, parity.canonical_state(request.config, arguments.seed))
+    request.precision.set_matmul_mode()
+    print(f"warming up for {arguments.warmup_steps} steps ...", flush=True)
+    return trainer.train(
+        model,
+        request.module.configure_optimizer(model, arguments.learning_rate),
+        batches,
+        request.precision,
+        warmup_steps=arguments.warmup_steps,
+        num_steps=arguments.num_steps,
+        cuda_graph=request.cuda_graph,
+        progress=_progress(request),
+    )
+
+
+def _progress(request: Request) -> trainer.Progress:
+    """Prints a line every few steps."""
+    total = request.arguments.num_steps
+    every = max(1, total // _PROGRESS_LINES)
+
+    def report(step: int, loss: float, milliseconds: float) -> None:
+        if step != 1 and step % every and step != total:
+            return
+        samples = request.batch_size / milliseconds * 1e3
+        line = (
+            f"step {step:>{len(str(total))}}/{total}  loss {loss:7.4f}  "
+            f"{samples:9,.1f} samples/s  {samples * request.seq_len:11,.0f} tokens/s  "
+            f"{milliseconds:8.2f} ms"
+        )
+        if request.device.type == "cuda":
+            line += f"  peak {torch.cuda.max_memory_allocated(request.device) / 1e6:,.0f} MB"
+        print(line, flush=True)
+
+    return report
+
+
+def _check_memory(request: Request) -> None:
+    """Refuses at once what can't fit: a CPU that runs out of memory is killed without a word.
+
+    The bound is a low one: the training state, and of the activations the feed-forward layers'
+    two products alone, which every version keeps for its backward pass.
+    """
+    c = request.config
+    state = flops.parameter_count(c) * flops.ADAMW_STATE_BYTES_PER_PARAMETER
+    tokens = request.batch_size * request.seq_len
+    bytes_each = 2 if request.precision.autocast_dtype else 4
+    activations = tokens * c.num_layers * 2 * c.intermediate_dim * bytes_each
+    available = hardware.memory_bytes(request.device)
+    if available is not None and state + activations > available:
+        needed = f"at least {(state + activations) / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
+        raise OutOfMemory(_out_of_memory(request, needed))
+
+
+def _memory_asked_for(error: Exception) -> str | None:
+    """How much the allocation that failed asked for; None for an error of another kind."""
+    match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    if match and match[2] == "bytes":
+        return f"{int(match[1]) / 1e9:,.2f} GB"
+    if match:
+        return f"{match[1]} {match[2]}"
+    return "block" if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else None
+
+
+def _out_of_memory(request: Request, what: str) -> str:
+    state = flops.parameter_count(request.config) * flops.ADAMW_STATE_BYTES_PER_PARAMETER
+    return (
+        f"out of memory on {hardware.device_name(request.device)}: {what} at batch size "
+        f"{request.batch_size}, sequence length {request.seq_len}, hidden dimension "
+        f"{request.config.hidden_dim} (weights, gradients and AdamW alone take "
+        f"{state / 1e9:,.2f} GB); lower --batch-size or --seq-len, or take a smaller --config"
+    )
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def _new_result(request: Request, data_record: dict[str, str | int]) -> RunResult:
+    arguments = request.arguments
+    options: dict[str, str | int | float | bool | None] = {
+        "compile": request.compile_mode,
+        "cuda_graph": request.cuda_graph,
+        "learning_rate": arguments.learning_rate,
+        "seed": arguments.seed,
+        "num_steps": arguments.num_steps,
+        **request.switches,
+    }
+    peak_tflops, peak_source = _peak(request)
+    return RunResult(
+        schema_version=results.SCHEMA_VERSION,
+        version=request.version.key,
+        session=arguments.session or results.new_session(),
+        created=results.now(),
+        status="complete",
+        error=None,
+        config_name=request.config_name,
+        config=dataclasses.asdict(request.config),
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+        precision=request.precision.name,
+        options=options,
+        command=_command(),
+        git_commit=results.git_commit(),
+        device=hardware.describe(request.device),
+        software=results.describe_software(),
+        data=data_record,
+        warmup_steps=arguments.warmup_steps,
+        step_ms=[],
+        forward_ms=[],
+        backward_ms=[],
+        optimizer_ms=[],
+        setup_s={},
+        memory_mb={},
+        losses=[],
+        gradients=None,
+        parity=results.Parity(),
+        plausibility=[],
+        peak_tflops=peak_tflops,
+        peak_source=peak_source,
+    )
+
+
+def _command() -> list[str]:
+    """The command line, without the folders in which this machine keeps things."""
+    return ["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]
+
+
+def _peak(request: Request) -> tuple[float | None, str | None]:
+    """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches."""
+    name = hardware.device_name(request.device)
+    peaks = hardware.find_peaks(name) if request.device.type == "cuda" else None
+    if peaks and request.precision.name in peaks.tflops:
+        return peaks.tflops[request.precision.name], peaks.source
+    request.precision.set_matmul_mode()
+    dtype = request.precision.autocast_dtype
+    measured = hardware.measure_matmul_tflops(request.device, dtype)
+    return measured, "measured: a large matrix product"
+
+
+def _record_training(
+    request: Request, result: RunResult, training: trainer.Training, model: nn.Module
+) -> None:
+    result.step_ms = training.step_ms
+    result.forward_ms = training.forward_ms
+    result.backward_ms = training.backward_ms
+    result.optimizer_ms = training.optimizer_ms
+    result.losses = results.finite(training.losses)
+    result.memory_mb = training.memory_mb
+    result.setup_s = training.setup_s
+    result.gradients = parity.count_gradients(model)
+    if result.step_ms:
+        result.plausibility = plausibility.check(_claim(request, result))
+
+
+def _claim(request: Request, result: RunResult) -> plausibility.Claim:
+    peaks = None
+    if request.device.type == "cuda":
+        peaks = hardware.find_peaks(hardware.device_name(request.device))
+    return plausibility.Claim(
+        name=f"{request.version.key} {request.config_name} {request.precision.name}",
+        model=request.config,
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+        step_ms=timing.median(result.step_ms),
+        forward_ms=_median(result.forward_ms),
+        backward_ms=_median(result.backward_ms),
+        optimizer_ms=_median(result.optimizer_ms),
+        memory_mb=float(result.memory_mb["peak"]),
+        memory_is_peak=True,
+        params_with_grad=result.gradients.params_with_grad if result.gradients else None,
+        loss_first=result.losses[0],
+        # What a product reached here is no law of nature: only data sheets refute a figure.
+        peak_tflops=peaks.tflops.get(request.precision.name) if peaks else None,
+        bandwidth_gbs=peaks.bandwidth_gbs if peaks else None,
+    )
+
+
+def _median(samples: list[float]) -> float | None:
+    return timing.median(samples) if samples else None
+
+
+def _finish(request: Request, result: RunResult, status: int) -> int:
+    path = results.save(result, request.arguments.output_dir)
+    if result.step_ms:
+        _print_summary(request, result)
+    print(f"Result: {path}")
+    return status
+
+
+# --- printing ------------------------------------------------------------------------------------
+
+
+def _print_lines(rows: list[tuple[str, str]]) -> None:
+    for label, value in rows:
+        print(f"  {label:<18} {value}")
+
+
+def _print_configuration(request: Request, data_record: dict[str, str | int]) -> None:
+    c = request.config
+    print(f"Tiny-LLaMA {request.version.key}: {request.version.title}")
+    off = [name for name, on in request.switches.items() if not on]
+    _print_lines(
+        [
+            (
+                "model",
+                f"{request.config_name}: hidden {c.hidden_dim}, FFN {c.intermediate_dim}, "
+                f"{c.num_layers} layers, {c.num_heads} heads, {c.num_kv_heads} kv heads, "
+                f"vocab {c.vocab_size} ({flops.parameter_count(c) / 1e6:,.1f} M parameters)",
+            ),
+            ("batch", f"{request.batch_size} sequences of {request.seq_len} tokens"),
+            ("device", hardware.device_name(request.device)),
+            ("precision", request.precision.name),
+            ("compile", request.compile_mode),
+            ("graph", "whole step captured" if request.cuda_graph else "no"),
+            ("data", str(data_record["name"])),
+            *([("switched off", ", ".join(off))] if off else []),
+        ]
+    )
+
+
+def _print_summary(request: Request, result: RunResult) -> None:
+    step_ms = timing.median(result.step_ms)
+    samples = request.batch_size / step_ms * 1e3
+    phases: list[tuple[str, Callable[[RunResult], list[float]]]] = [
+        ("forward", lambda r: r.forward_ms),
+        ("backward", lambda r: r.backward_ms),
+        ("optimizer", lambda r: r.optimizer_ms),
+    ]
+    rows = [
+        ("speed", f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s"),
+        (
+            "batch",
+            f"{step_ms:.2f} ms (median of {len(result.step_ms)}, "
+            f"half within {timing.spread(result.step_ms):.1%})",
+        ),
+    ]
+    rows += [(n, f"{timing.median(get(result)):.2f} ms") for n, get in phases if get(result)]
+    rows += [
+        ("loss", f"{_loss(result.losses[0])} first, {_loss(result.losses[-1])} final"),
+        ("memory", _memory_line(result)),
+        ("rate", _rate_line(request, result, step_ms)),
+        ("gradients", _gradients_line(result)),
+        ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
+    ]
+    print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")
+    _print_lines(rows)
+    for sentence in result.plausibility:
+        print(f"  IMPLAUSIBLE: {sentence}")
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _memory_line(result: RunResult) -> str:
+    m = result.memory_mb
+    parts = ("weights", "gradients", "optimizer_state", "rest")
+    split = ", ".join(f"{part.replace('_', ' ')} {m[part]:,.0f}" for part in parts)
+    return f"{m['peak']:,.0f} MB peak ({split})"
+
+
+def _rate_line(request: Request, result: RunResult, step_ms: float) -> str:
+    work = flops.step_flops(request.config, request.batch_size, request.seq_len)
+    rate = work.total / (step_ms / 1e3) / 1e12
+    line = f"{rate:,.3g} TFLOP/s"
+    if result.peak_tflops:
+        share, peak = rate / result.peak_tflops, result.peak_tflops
+        line += f", {share:.1%} of {peak:,.3g} ({result.peak_source})"
+    return line
+
+
+def _gradients_line(result: RunResult) -> str:
+    g = result.gradients
+    assert g is not None
+    return (
+        f"{g.tensors_with_grad}/{g.tensors_total} tensors, "
+        f"{g.params_with_grad:,}/{g.params_total:,} parameters"
+    )

@@ -1,0 +1,212 @@
+"""From result files to the rows of a comparison: one a version, size, precision and device."""
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from workshop import flops, timing
+from workshop.results import RunResult
+from workshop.versions import BASELINE, VERSIONS
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class Row:
+    """One line of the table; None where there is nothing that may be printed.
+
+    A row whose gate is red has no times at all; `note` says why. `speedup` is V1's median step
+    over this one's, measured in the same session, and `speedup_ci` its 95% interval.
+    """
+
+    version: str
+    variant: str
+    config: str
+    precision: str
+    device: str
+    batch_size: int
+    seq_len: int
+    session: str
+    runs: int
+    parity: str
+    plausibility: list[str] = field(default_factory=list)
+    note: str = ""
+    step_ms: float | None = None
+    step_spread: float | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    speedup: float | None = None
+    speedup_ci: list[float] | None = None
+    peak_memory_mb: float | None = None
+    memory_mb: dict[str, float | str] = field(default_factory=dict)
+    memory_reduction: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    params_total: int | None = None
+    params_with_grad: int | None = None
+    tensors_total: int | None = None
+    tensors_with_grad: int | None = None
+    tflops: float | None = None
+    peak_tflops: float | None = None
+    peak_share: float | None = None
+    peak_source: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.version} {self.variant}".strip()
+
+    @property
+    def group(self) -> tuple[str, str, int, int, str]:
+        """Rows of one group are comparable: same device, size and precision."""
+        return (self.device, self.config, self.batch_size, self.seq_len, self.precision)
+
+    @property
+    def failed(self) -> bool:
+        return self.parity == "fail" or (self.step_ms is None and bool(self.note))
+
+    def verdict(self) -> str:
+        """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference`, or a dash."""
+        if self.version == BASELINE and not self.variant and self.speedup is not None:
+            return "baseline"
+        if self.speedup is None or self.speedup_ci is None:
+            return "-"
+        low, high = self.speedup_ci
+        if low <= 1.0 <= high:
+            return f"no significant difference [{low:.2f}, {high:.2f}]"
+        return f"{self.speedup:.2f}x [{low:.2f}, {high:.2f}]"
+
+
+def build_rows(runs: Iterable[RunResult]) -> list[Row]:
+    """The rows of the newest session of each version and group, in the ladder's order.
+
+    Only runs of one session are set against each other: across sessions the machine may have
+    changed. A session that has no V1 gives way to an older one that has.
+    """
+    by_row: dict[tuple[object, ...], dict[str, list[RunResult]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    baselines: dict[tuple[object, ...], list[RunResult]] = defaultdict(list)
+    for run in runs:
+        by_row[_group(run), run.version, _variant(run)][run.session].append(run)
+        if run.version == BASELINE and not _variant(run):
+            baselines[_group(run), run.session].append(run)
+    rows = []
+    for (group, *_), sessions in by_row.items():
+        newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
+        rows.append(_build_row(sessions[newest], baselines.get((group, newest), [])))
+    order = {key: index for index, key in enumerate(VERSIONS)}
+    return sorted(rows, key=lambda row: (*_size_order(row), order[row.version], row.variant))
+
+
+def _size_order(row: Row) -> tuple[object, ...]:
+    return (row.device, row.batch_size * row.seq_len, row.config, row.precision)
+
+
+def _group(run: RunResult) -> tuple[object, ...]:
+    sizes = tuple(sorted(run.config.items()))
+    return (run.device.get("name"), sizes, run.batch_size, run.seq_len, run.precision)
+
+
+def _variant(run: RunResult) -> str:
+    """What of a run differs from its version's defaults, for example `no-fuse-qkv`."""
+    version, options = VERSIONS[run.version], run.options
+    switched_off = [name for name, on in options.items() if name.startswith("fuse_") and not on]
+    parts = [f"no-{name.replace('_', '-')}" for name in switched_off]
+    if options.get("compile", version.compile) != version.compile:
+        parts.append(f"compile={options['compile']}")
+    default_graph = version.cuda_graph and run.device.get("type") == "cuda"
+    if options.get("cuda_graph", default_graph) != default_graph:
+        parts.append("cuda-graph" if options["cuda_graph"] else "no-cuda-graph")
+    return " ".join(parts)
+
+
+def _build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
+    first = runs[0]
+    row = Row(
+        version=first.version,
+        variant=_variant(first),
+        config=first.config_name,
+        precision=first.precision,
+        device=str(first.device.get("name")),
+        batch_size=first.batch_size,
+        seq_len=first.seq_len,
+        session=first.session,
+        runs=len(runs),
+        parity=_parity(runs),
+    )
+    broken = [run for run in runs if run.error]
+    if row.parity == "fail":
+        failures = next(run.parity.failures for run in runs if run.parity.status == "fail")
+        row.note = f"gate red, not timed: {failures[0]}"
+        if len(failures) > 1:
+            row.note += f" (and {len(failures) - 1} more)"
+        return row
+    timed = [run for run in runs if run.step_ms]
+    if broken or not timed:
+        row.note = (broken[0].error if broken else None) or "no timed step"
+        return row
+    _fill_figures(row, timed)
+    _fill_speedup(row, timed, baseline)
+    return row
+
+
+def _parity(runs: list[RunResult]) -> str:
+    statuses = {run.parity.status for run in runs}
+    return next((status for status in ("fail", "pass") if status in statuses), "not run")
+
+
+def _fill_figures(row: Row, timed: list[RunResult]) -> None:
+    first = timed[0]
+    steps = [milliseconds for run in timed for milliseconds in run.step_ms]
+    row.step_ms = timing.median(steps)
+    row.step_spread = timing.spread(steps)
+    row.samples_per_s = row.batch_size / row.step_ms * 1e3
+    row.tokens_per_s = row.samples_per_s * row.seq_len
+    for name in ("forward_ms", "backward_ms", "optimizer_ms"):
+        samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
+        setattr(row, name, timing.median(samples) if samples else None)
+    row.memory_mb = first.memory_mb
+    row.peak_memory_mb = max(float(run.memory_mb["peak"]) for run in timed)
+    row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
+    if first.gradients is not None:
+        for name, value in dataclasses.asdict(first.gradients).items():
+            setattr(row, name, value)
+    names = [f.name for f in dataclasses.fields(flops.Sizes)]
+    sizes = flops.Sizes(**{name: int(first.config[name]) for name in names})
+    work = flops.step_flops(sizes, row.batch_size, row.seq_len)
+    row.tflops = work.total / (row.step_ms / 1e3) / 1e12
+    # Repeats measure an unlisted chip's ceiling anew each time: the highest is the best estimate.
+    row.peak_tflops = max((run.peak_tflops for run in timed if run.peak_tflops), default=None)
+    row.peak_source = first.peak_source
+    row.peak_share = row.tflops / row.peak_tflops if row.peak_tflops else None
+    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
+    interrupted = sum(run.status == "interrupted" for run in timed)
+    if interrupted:
+        row.note = f"{interrupted} of {len(timed)} runs interrupted"
+
+
+def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -> None:
+    if row.parity != "pass":
+        row.note = _join(row.note, "gate not run: no speed-up")
+        return
+    if not baseline:
+        row.note = _join(row.note, "no V1 in the same session: no speed-up")
+        return
+    baseline_steps = [run.step_ms for run in baseline if run.step_ms]
+    if _parity(baseline) != "pass" or not baseline_steps:
+        row.note = _join(row.note, "V1 failed in this session: no speed-up")
+        return
+    ratio = timing.speedup(baseline_steps, [run.step_ms for run in timed])
+    row.speedup, row.speedup_ci = ratio.value, [ratio.low, ratio.high]
+    peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
+    if peaks and row.peak_memory_mb is not None:
+        row.memory_reduction = 1 - row.peak_memory_mb / statistics.fmean(peaks)
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)

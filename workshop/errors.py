@@ -1,0 +1,22 @@
+"""The errors that a user can mend, and the exit codes of every tool."""
+
+DONE = 0
+ANSWER_IS_NO = 1  # the gate is red, a regression was found, a run ran out of memory
+WRONG_USAGE = 2
+NOT_ON_THIS_MACHINE = 77
+INTERRUPTED = 130
+
+
+class WorkshopError(Exception):
+    """Something the user can mend; its text is one line: what, where, what to do.
+
+    Command lines print it on stderr and exit with `exit_code`, without a traceback.
+    """
+
+    exit_code = WRONG_USAGE
+
+
+class OutOfMemory(WorkshopError):
+    """The device has not the memory that a run of this size asks for."""
+
+    exit_code = ANSWER_IS_NO

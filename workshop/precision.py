@@ -1,0 +1,83 @@
+"""What `--precision` means: the arithmetic of a training step. Weights and AdamW stay fp32."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from workshop.errors import WorkshopError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One arithmetic for the matrix products of a step."""
+
+    name: str
+    autocast_dtype: torch.dtype | None
+    unit_roundoff: float
+    """Largest relative error of rounding one number to it: 2^-(bits of its significand)."""
+    loss_scaling: bool = False
+    """fp16 gradients underflow below 6e-8, so the loss is scaled up before the backward pass."""
+
+    def autocast(self, device_type: str) -> AbstractContextManager[None]:
+        """The context of a forward pass."""
+        return torch.autocast(
+            device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )
+
+    def set_matmul_mode(self) -> None:
+        """fp32 products run as real fp32 unless this is tf32: a process-wide switch of PyTorch."""
+        torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32", None, 2.0**-24),
+        Precision("tf32", None, 2.0**-11),
+        Precision("bf16", torch.bfloat16, 2.0**-8),
+        Precision("fp16", torch.float16, 2.0**-11, loss_scaling=True),
+    )
+}
+
+
+def get_precision(name: str, device: torch.device) -> Precision:
+    """The named precision; `auto` is bf16 on a GPU that has it, else fp32.
+
+    Raises:
+        WorkshopError: unknown name, or the device has no such arithmetic.
+    """
+    if name == "auto":
+        name = "bf16" if "bf16" in supported(device) and device.type == "cuda" else "fp32"
+    if name not in PRECISIONS:
+        raise WorkshopError(
+            f"unknown precision {name!r}: choose from auto, {', '.join(PRECISIONS)}"
+        )
+    if name not in supported(device):
+        raise WorkshopError(
+            f"precision {name}: {_describe(device)} does not have it; "
+            f"choose from {', '.join(supported(device))}"
+        )
+    return PRECISIONS[name]
+
+
+def supported(device: torch.device) -> list[str]:
+    """Names of the precisions that the device has units for."""
+    if device.type == "cpu":
+        return ["fp32", "bf16"]
+    names = ["fp32", "fp16"]
+    if torch.version.hip:
+        # xf32, AMD's tf32, exists on the MI300 series alone; bf16 on all Instinct cards.
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        tf32 = architecture.startswith("gfx942")
+    else:
+        tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
+    if tf32:
+        names.append("tf32")
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        names.append("bf16")
+    return [name for name in PRECISIONS if name in names]
+
+
+def _describe(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)

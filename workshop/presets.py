@@ -1,0 +1,50 @@
+"""The named sizes: `--config tiny`, ..., `very_large`."""
+
+from dataclasses import dataclass
+
+from workshop.errors import WorkshopError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a model and of its training batch."""
+
+    hidden_dim: int
+    num_layers: int
+    num_heads: int
+    seq_len: int
+    batch_size: int
+    vocab_size: int = 1000
+
+    def model(self) -> dict[str, int]:
+        """The fields of `TinyLlamaConfig` that this preset sets: two query heads share a
+        key/value head, and the feed-forward layer is four times as wide as the model."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": 4 * self.hidden_dim,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_heads // 2,
+        }
+
+
+PRESETS = {
+    "tiny": Preset(256, 4, 8, seq_len=128, batch_size=8),
+    "small": Preset(512, 8, 8, seq_len=128, batch_size=8),
+    "medium": Preset(1024, 12, 16, seq_len=512, batch_size=16),
+    "large": Preset(2048, 16, 32, seq_len=1024, batch_size=8, vocab_size=32000),
+    "very_large": Preset(4096, 24, 32, seq_len=2048, batch_size=4, vocab_size=32000),
+}
+
+
+def get_preset(name: str) -> Preset:
+    """Raises WorkshopError for a name that is not in PRESETS."""
+    if name not in PRESETS:
+        raise WorkshopError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def default_preset(device_type: str) -> str:
+    """What a run uses when no `--config` is given: `tiny` without a GPU, else `small`."""
+    return "tiny" if device_type == "cpu" else "small"

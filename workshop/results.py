@@ -1,0 +1,295 @@
+"""Result files: one JSON a run, with everything needed to print its numbers again.
+
+Files are written whole or not at all, under names that no second run takes. Loading checks every
+field's type, so that a broken file is named, with the field, instead of failing somewhere later.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import platform
+import subprocess
+import tempfile
+import types
+import typing
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from workshop.errors import WorkshopError
+from workshop.versions import ROOT
+
+SCHEMA_VERSION = 1
+DEFAULT_FOLDER = ROOT / "results"
+
+T = TypeVar("T")
+
+
+@dataclass
+class Gradients:
+    """What the last timed step's backward pass reached: tensors under V1's names, and weights."""
+
+    tensors_total: int
+    tensors_with_grad: int
+    params_total: int
+    params_with_grad: int
+
+
+@dataclass
+class Parity:
+    """The gate's verdict; `failures` are sentences, `measures` the errors behind it."""
+
+    status: str = "not run"  # or "pass", "fail"
+    failures: list[str] = field(default_factory=list)
+    batch_size: int | None = None
+    seq_len: int | None = None
+    reference: str | None = None
+    measures: dict[str, dict[str, float | str | None]] = field(default_factory=dict)
+
+
+@dataclass
+class RunResult:
+    """One training run of one version. Times in ms, memory in MB (10^6 bytes)."""
+
+    schema_version: int
+    version: str
+    session: str
+    created: str
+    status: str  # "complete", "interrupted" (fewer steps than asked for), "gate failed", "failed"
+    error: str | None
+    """Why a failed run failed, as far as it could say; null otherwise."""
+    config_name: str
+    config: dict[str, int | float]
+    batch_size: int
+    seq_len: int
+    precision: str
+    options: dict[str, str | int | float | bool | None]
+    command: list[str]
+    git_commit: str | None
+    device: dict[str, str | int | float | None]
+    software: dict[str, str | None]
+    data: dict[str, str | int]
+    warmup_steps: int
+    step_ms: list[float]
+    forward_ms: list[float]
+    backward_ms: list[float]
+    optimizer_ms: list[float]
+    setup_s: dict[str, float]
+    memory_mb: dict[str, float | str]
+    losses: list[float | None]
+    """Of every step, warm-up first; null where it was not finite."""
+    gradients: Gradients | None
+    parity: Parity
+    plausibility: list[str]
+    peak_tflops: float | None
+    peak_source: str | None
+
+
+def new_session() -> str:
+    """A name for a run or a comparison that sorts by time and that no other takes."""
+    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def finite(values: list[float]) -> list[float | None]:
+    """JSON has no NaN: a value that is not finite becomes null."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def describe_software() -> dict[str, str | None]:
+    """Versions of everything that decides how fast a step is."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": triton_version,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def git_commit() -> str | None:
+    """The checkout's commit, with "-dirty" for uncommitted changes; None outside a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+# --- writing ------------------------------------------------------------------------------
+
+
+def prepare_folder(folder: Path) -> Path:
+    """Makes the folder and shows that a file can be written there, before any work is done.
+
+    Raises:
+        WorkshopError: it can't be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise WorkshopError(
+            f"output folder {folder} can't be written ({error.strerror}): "
+            "choose another --output-dir"
+        ) from None
+    return folder
+
+
+@contextlib.contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """A temporary path beside `target` that takes its place if the block succeeds, and vanishes
+    if it fails or is interrupted. It keeps the suffix, from which writers guess the format."""
+    temporary = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{target.suffix}")
+    try:
+        yield temporary
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(target: Path, text: str) -> None:
+    with atomic_path(target) as path:
+        path.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, content: dict[str, Any]) -> None:
+    write_text(target, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def save(result: RunResult, folder: Path) -> Path:
+    """Writes `folder/runs/SESSION/VERSION_CONFIG_PRECISION_ID.json` and returns its path."""
+    name = f"{result.version}_{result.config_name}_{result.precision}_{uuid.uuid4().hex[:6]}.json"
+    target = prepare_folder(folder / "runs" / result.session) / name
+    write_json(target, dataclasses.asdict(result))
+    return target
+
+
+# --- reading ------------------------------------------------------------------------------
+
+
+def load(path: Path) -> RunResult:
+    """Reads one result file.
+
+    Raises:
+        WorkshopError: it can't be read, is no JSON, has another schema, or lacks a field or has
+            one of the wrong type; the message names the file and the field.
+    """
+    content = read_json(path)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise WorkshopError(
+            f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; "
+            "run it again with this checkout"
+        )
+    result = _decode(RunResult, content, path, "")
+    if result.status == "complete" and not result.step_ms:
+        raise WorkshopError(f"{path}: field step_ms is empty in a complete run")
+    return result
+
+
+def load_folder(folder: Path) -> list[RunResult]:
+    """All runs of a folder, oldest session first: `folder/*.json` and what lies in any `runs`
+    folder below it. Comparisons, which are derived from runs, are passed over.
+
+    Raises:
+        WorkshopError: there is none, or one of them is broken.
+    """
+    if folder.is_file():
+        return [load(folder)]
+    if not folder.is_dir():
+        raise WorkshopError(f"results {folder}: no such folder")
+    below = {path for runs in [folder, *folder.rglob("runs")] for path in _run_files(folder, runs)}
+    if not below:
+        raise WorkshopError(
+            f"results {folder}: no result files (*.json, runs/SESSION/*.json) in it"
+        )
+    return sorted((load(path) for path in sorted(below)), key=lambda result: result.session)
+
+
+def _run_files(top: Path, folder: Path) -> Iterator[Path]:
+    found = (
+        folder.glob("*.json") if folder == top and folder.name != "runs" else folder.rglob("*.json")
+    )
+    return (path for path in found if path.name != "comparison.json" and path.name[0] != ".")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; WorkshopError names the file and what is wrong with it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise WorkshopError(
+            f"{path}: no valid JSON at line {error.lineno}, column {error.colno} ({error.msg}); "
+            "is the file truncated?"
+        ) from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise WorkshopError(f"{path}: no valid JSON ({type(error).__name__})") from None
+    if not isinstance(content, dict):
+        raise WorkshopError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _decode(kind: type[T], content: Any, path: Path, where: str) -> T:
+    """Builds the dataclass `kind` from parsed JSON, checking every field's type."""
+    if not isinstance(content, dict):
+        raise WorkshopError(f"{path}: field {where or '(top)'} should be an object")
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
+    missing = [name for name in names if name not in content]
+    if missing:
+        raise WorkshopError(f"{path}: field {where}{missing[0]} is missing")
+    unknown = sorted(set(content) - set(names))
+    if unknown:
+        raise WorkshopError(f"{path}: field {where}{unknown[0]} is unknown")
+    values = {name: _check(hints[name], content[name], path, where + name) for name in names}
+    return kind(**values)
+
+
+def _check(hint: Any, value: Any, path: Path, where: str) -> Any:
+    """The value, decoded as the type hint says; WorkshopError where it does not fit."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _decode(typing.cast(Any, hint), value, path, f"{where}.")
+    if origin in (types.UnionType, typing.Union):
+        dataclass_options = [a for a in arguments if dataclasses.is_dataclass(a)]
+        if dataclass_options and isinstance(value, dict):
+            return _check(dataclass_options[0], value, path, where)
+        if any(_fits(option, value) for option in arguments):
+            return value
+    elif origin is list and isinstance(value, list):
+        return [_check(arguments[0], v, path, f"{where}[{i}]") for i, v in enumerate(value)]
+    elif origin is dict and isinstance(value, dict):
+        return {k: _check(arguments[1], v, path, f"{where}.{k}") for k, v in value.items()}
+    elif _fits(hint, value):
+        return value
+    wanted = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
+    raise WorkshopError(f"{path}: field {where} should be {wanted}, found {value!r:.40}")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if hint is float:  # JSON writes 2.0 as 2; a bool is an int to Python, and neither here
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else False

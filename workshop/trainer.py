@@ -1,0 +1,397 @@
+"""Training: one step (eager, compiled or captured), the timed loop, the phases, the memory."""
+
+import gc
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from workshop import memory
+from workshop.errors import WorkshopError
+from workshop.precision import Precision
+from workshop.timing import StepClock
+
+COMPILE_MODES = (
+    "none",
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
+EAGER_STEPS_BEFORE_CAPTURE = 3
+"""Steps that really train before a graph is captured: they compile, choose kernels and create
+the optimizer's state, none of which a capture may do."""
+MAX_PHASE_STEPS = 10
+
+Progress = Callable[[int, float, float], None]
+"""Called with a step's number (from 1), its loss and its time in ms, some steps late."""
+
+
+class Phases(Protocol):
+    """A training step in its parts."""
+
+    def clear(self) -> None: ...
+    def forward(self) -> Tensor: ...
+    def backward(self, loss: Tensor) -> None: ...
+    def update(self) -> None: ...
+
+
+class EagerStep:
+    """zero_grad, forward, backward, update: the whole step, launched operation by operation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        inputs: Tensor,
+    ) -> None:
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self.inputs = inputs
+        self.device_type = inputs.device.type
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision.loss_scaling)
+
+    def forward(self) -> Tensor:
+        with self.precision.autocast(self.device_type):
+            loss: Tensor = self.model(self.inputs[0], self.inputs[1])
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:  # a version whose backward pass is cut still has a time to show
+            self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self) -> Tensor:
+        self.clear()
+        loss = self.forward()
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+
+class GraphedStep:
+    """The whole step captured once and replayed with one launch.
+
+    Everything that changes from step to step lives on the device, where the graph finds it: the
+    batch (copied into the step's inputs), the learning rate and step count (`make_capturable`),
+    the loss scale. The capture itself trains nothing.
+    """
+
+    def __init__(self, step: EagerStep, stream: torch.cuda.Stream) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        step.clear()  # so that the gradients are allocated inside the graph's memory
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss = step()
+
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.loss
+
+
+class GraphedPhases:
+    """Forward, backward and update captured apart, so that each can be timed as it runs."""
+
+    def __init__(self, step: EagerStep, stream: torch.cuda.Stream) -> None:
+        self._forward, self._backward, self._update = (torch.cuda.CUDAGraph() for _ in range(3))
+        pool = torch.cuda.graph_pool_handle()
+        step.clear()
+        with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+            self._loss = step.forward()
+        with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+            step.backward(self._loss)
+        with torch.cuda.graph(self._update, pool=pool, stream=stream):
+            step.update()
+
+    def clear(self) -> None:
+        """Nothing: the captured backward pass overwrites the gradients."""
+
+    def forward(self) -> Tensor:
+        self._forward.replay()
+        return self._loss
+
+    def backward(self, loss: Tensor) -> None:
+        self._backward.replay()
+
+    def update(self) -> None:
+        self._update.replay()
+
+
+@dataclass
+class Training:
+    """What a training run measured. Times in ms, memory in MB, set-up in seconds."""
+
+    step_ms: list[float] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    memory_mb: dict[str, float | str] = field(default_factory=dict)
+    setup_s: dict[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the learning rate and step count on the device, where a captured graph reads them
+    anew at each replay. Call it before the first step."""
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        group["capturable"] = True
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+
+
+def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    if precision.loss_scaling and not optimizer.defaults.get("fused"):
+        raise WorkshopError(
+            "--precision fp16 with --cuda-graph needs a fused optimizer: the plain one asks the "
+            "host at every step whether a gradient overflowed, which a graph can't"
+        )
+
+
+def compiler_for(device: torch.device) -> str | None:
+    """The compiler that torch.compile will call for code of this device, or None: $CXX or the
+    system's C++ compiler for the CPU, a C compiler for the launchers of GPU kernels."""
+    if device.type == "cpu":
+        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
+    else:
+        names = [os.environ.get("CC", "gcc"), "clang"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def check_options(
+    device: torch.device, precision: Precision, compile_mode: str, cuda_graph: bool
+) -> None:
+    """Raises WorkshopError for a combination that can't run here."""
+    if compile_mode != "none" and compiler_for(device) is None:
+        raise WorkshopError("--compile needs a C++ compiler (g++ or clang++); use --compile none")
+    if not cuda_graph:
+        return
+    if device.type == "cpu":
+        raise WorkshopError("--cuda-graph needs a GPU; use --no-cuda-graph")
+    if compile_mode in ("reduce-overhead", "max-autotune"):
+        raise WorkshopError(
+            f"--compile {compile_mode} captures graphs of its own, which can't be captured again: "
+            "use --no-cuda-graph, or --compile default or max-autotune-no-cudagraphs"
+        )
+
+
+class Runner:
+    """Carries a model through its batches: load a batch, step, note the loss, all without waiting
+    for the device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Tensor,
+        precision: Precision,
+        *,
+        cuda_graph: bool,
+    ) -> None:
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.model, self.optimizer = model, optimizer
+        self.done = 0
+        self._batches = batches
+        self._inputs = torch.empty_like(batches[0], device=self.device)
+        self._losses = torch.empty(len(batches), dtype=parameter.dtype)
+        if self.device.type == "cuda":
+            # From pinned memory, and into it, copies run in the stream while the host goes on.
+            self._batches = batches if batches.is_cuda else batches.pin_memory()
+            self._losses = self._losses.pin_memory()
+        self._stream = torch.cuda.Stream(self.device) if cuda_graph else None
+        if cuda_graph:
+            _check_capturable(optimizer, precision)
+            make_capturable(optimizer)
+        self._eager = EagerStep(model, optimizer, precision, self._inputs)
+        self._step: Callable[[], Tensor] = self._eager
+
+    def load(self) -> None:
+        """Puts the next batch where the step reads it."""
+        self._inputs.copy_(self._batches[self.done], non_blocking=True)
+
+    def advance(self) -> None:
+        self.load()
+        loss = self._step()
+        self._losses[self.done].copy_(loss, non_blocking=True)
+        self.done += 1
+
+    def loss(self, index: int) -> float:
+        """The loss of a step that the device has finished."""
+        return float(self._losses[index])
+
+    def losses(self) -> Tensor:
+        """The losses so far, (done,), after waiting for the device."""
+        self.wait()
+        return self._losses[: self.done].clone()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def warm_up(self, steps: int) -> None:
+        """Trains `steps` steps (at least 1) in which compilers and allocators settle; then the
+        graph is captured, if one is wanted, and the peak of memory counted anew."""
+        if self._stream is None:
+            for _ in range(steps):
+                self.advance()
+            self._count_peak_anew()
+            return
+        eager_steps = min(steps, EAGER_STEPS_BEFORE_CAPTURE)
+        # A capture runs on a side stream, and autograd's nodes stay with the first they meet.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(eager_steps):
+                self.advance()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        # The allocator sees a graph's memory only while it is captured: the peak counts from here.
+        self._count_peak_anew()
+        self._step = GraphedStep(self._eager, self._stream)
+        for _ in range(steps - eager_steps):
+            self.advance()
+
+    def _count_peak_anew(self) -> None:
+        if self.device.type == "cuda":
+            self.wait()
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def memory_mb(self) -> dict[str, float | str]:
+        """The peak since the warm-up, and what it is made of. On the CPU one more step is
+        trained, under the profiler, to find it."""
+        if self.device.type == "cpu":
+            self._eager.clear()
+            peak = memory.cpu_step_peak(self.advance, self._live_bytes)
+            return memory.break_down(peak, self.model, self.optimizer, "profiled allocations")
+        self.wait()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        breakdown = memory.break_down(peak, self.model, self.optimizer, "allocator")
+        breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
+        return breakdown
+
+    def _live_bytes(self) -> int:
+        state = memory.optimizer_tensors(self.optimizer)
+        return memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
+
+    def phases(self, steps: int) -> tuple[list[float], list[float], list[float]]:
+        """Trains `steps` more steps with marks between their parts; the forward, backward and
+        optimizer times in ms. Kept apart from the timed steps, which the marks would slow."""
+        parts: Phases = self._eager
+        if self._stream is not None:
+            self._step = self._eager  # lets go of the whole step's graph and its memory
+            self._count_peak_anew()
+            parts = GraphedPhases(self._eager, self._stream)
+        clock = StepClock(self.device)
+        for _ in range(steps):
+            self.load()
+            clock.mark()
+            parts.clear()
+            clock.mark()
+            loss = parts.forward()
+            clock.mark()
+            parts.backward(loss)
+            clock.mark()
+            parts.update()
+            clock.mark()
+            self.done += 1
+        self.wait()
+        starts = range(0, 5 * steps, 5)
+        forward = [clock.between_ms(i + 1, i + 2) for i in starts]
+        backward = [clock.between_ms(i + 2, i + 3) for i in starts]
+        optimizer = [clock.between_ms(i, i + 1) + clock.between_ms(i + 3, i + 4) for i in starts]
+        return forward, backward, optimizer
+
+
+def train_losses(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Tensor,
+    precision: Precision,
+    *,
+    cuda_graph: bool = False,
+) -> Tensor:
+    """Trains on each of `batches` (n, 2, B, T) once, as `train` does; the losses, (n,)."""
+    runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
+    runner.warm_up(min(EAGER_STEPS_BEFORE_CAPTURE, len(batches)))
+    while runner.done < len(batches):
+        runner.advance()
+    return runner.losses()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Tensor,
+    precision: Precision,
+    *,
+    warmup_steps: int,
+    num_steps: int,
+    cuda_graph: bool,
+    progress: Progress | None = None,
+) -> Training:
+    """Trains `warmup_steps` + `num_steps` steps, of which the latter are timed, then measures
+    memory and phases over some more.
+
+    Args:
+        batches: int64 (n, 2, B, T) on the host, n = `batches_needed(warmup_steps, num_steps)`.
+            Each step copies its own batch to the device, and that copy is in its time.
+
+    A KeyboardInterrupt in the timed steps ends the run: what was completed is returned, marked
+    `interrupted`, without phases.
+    """
+    runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
+    start = time.perf_counter()
+    runner.warm_up(warmup_steps)
+    runner.wait()
+    training = Training(setup_s={"warm_up": time.perf_counter() - start})
+
+    clock = StepClock(runner.device)
+    try:
+        _timed_steps(runner, clock, num_steps, progress)
+    except KeyboardInterrupt:
+        training.interrupted = True
+    training.step_ms = clock.durations_ms()
+    training.losses = runner.losses()[: warmup_steps + len(training.step_ms)].tolist()
+    training.memory_mb = runner.memory_mb()
+    if not training.interrupted:
+        phases = runner.phases(_phase_steps(num_steps))
+        training.forward_ms, training.backward_ms, training.optimizer_ms = phases
+    return training
+
+
+def _timed_steps(
+    runner: Runner, clock: StepClock, num_steps: int, progress: Progress | None
+) -> None:
+    """Enqueues the steps; reports those that the device has meanwhile finished, never waiting."""
+    first, reported = runner.done, 0
+    clock.mark()
+    for step in range(1, num_steps + 1):
+        runner.advance()
+        clock.mark()
+        if step == num_steps:
+            runner.wait()
+        while progress and reported < step and clock.reached(reported + 1):
+            reported += 1
+            time_ms = clock.between_ms(reported - 1, reported)
+            progress(reported, runner.loss(first + reported - 1), time_ms)
+
+
+def batches_needed(warmup_steps: int, num_steps: int) -> int:
+    """Steps trained in all: warm-up, timed, one for the memory of a CPU, and the phases."""
+    return warmup_steps + num_steps + 1 + _phase_steps(num_steps)
+
+
+def _phase_steps(num_steps: int) -> int:
+    return min(MAX_PHASE_STEPS, num_steps)

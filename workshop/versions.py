@@ -1,0 +1,109 @@
+"""The registry of versions: where each lives, what it is measured against, what it may change."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from workshop.errors import WorkshopError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Version:
+    """One rung of the ladder."""
+
+    key: str
+    title: str
+    folder: str
+    parent: str | None
+    """The version that its docstring's "Changed since" speaks of."""
+    changes: frozenset[str] = frozenset()
+    """Top-level definitions that may differ from the parent's; all others are identical."""
+    compile: str = "none"
+    """Its default of `--compile`."""
+    cuda_graph: bool = False
+    """Its default of `--cuda-graph`, on a GPU."""
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.folder / f"tiny_llama_{self.key}.py"
+
+    @property
+    def exists(self) -> bool:
+        return self.path.is_file()
+
+
+# Every speed-up is derived from this version's time and every gradient compared with its gradient.
+BASELINE = "v1"
+
+VERSIONS = {
+    version.key: version
+    for version in (
+        Version("v1", "plain PyTorch", "version1_pytorch_baseline", parent=None),
+        Version(
+            "v2",
+            "fused operations",
+            "version2_pytorch_fused",
+            parent="v1",
+            changes=frozenset(
+                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
+                " configure_optimizer".split()
+            ),
+        ),
+        Version("v3", "Triton kernels", "version3_triton", parent="v2", cuda_graph=True),
+        Version(
+            "v4",
+            "SDPA, compiler, graph",
+            "version4_pytorch_sdpa",
+            parent="v2",
+            changes=frozenset(
+                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
+                " configure_optimizer".split()
+            ),
+            compile="default",
+            cuda_graph=True,
+        ),
+    )
+}
+
+
+def available() -> list[str]:
+    """Keys of the versions whose file is in this checkout, in the ladder's order."""
+    return [key for key, version in VERSIONS.items() if version.exists]
+
+
+def get_version(key: str) -> Version:
+    """Raises WorkshopError for an unknown key and for a version that is not in this checkout."""
+    if key not in VERSIONS:
+        raise WorkshopError(f"unknown version {key!r}: choose from {', '.join(available())}")
+    version = VERSIONS[key]
+    if not version.exists:
+        raise WorkshopError(
+            f"version {key} ({version.title}) is not in this checkout: "
+            f"{version.folder}/{version.path.name} is missing; choose from {', '.join(available())}"
+        )
+    return version
+
+
+def load(key: str) -> ModuleType:
+    """Imports a version's file, once, as the module `tiny_llama_vN`."""
+    version = get_version(key)
+    name = version.path.stem
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, version.path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while it is being executed
+    sys.path.insert(0, str(version.path.parent))  # V3 imports its kernels from its own folder
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(version.path.parent))
+    return module
