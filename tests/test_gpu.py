@@ -1,0 +1,237 @@
+"""What only a GPU can show: graphs, compiled gates, memory, and what the harness itself costs."""
+
+import json
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from workshop import data, hardware, parity, presets, results, trainer, versions
+from workshop.precision import get_precision
+
+pytestmark = pytest.mark.gpu
+
+
+def make(key: str, preset: str, *, compiled: bool = False):
+    module = versions.load(key)
+    config = module.TinyLlamaConfig(**presets.get_preset(preset).model())
+    torch.manual_seed(0)
+    model = module.TinyLlama(config).cuda()
+    if compiled:
+        model.compile(dynamic=False)
+    return module, model
+
+
+def text(preset: str, steps: int) -> torch.Tensor:
+    sizes = presets.get_preset(preset)
+    return data.text_batches(
+        data.read_corpus(),
+        steps=steps,
+        batch_size=sizes.batch_size,
+        seq_len=sizes.seq_len,
+        vocab_size=sizes.vocab_size,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "seeds"), [("bf16", 20), ("fp32", 5), ("tf32", 5), ("fp16", 5)]
+)
+@pytest.mark.parametrize("key", versions.available())
+def test_the_gate_raises_no_false_alarm(key: str, precision: str, seeds: int) -> None:
+    module = versions.load(key)
+    config = module.TinyLlamaConfig(**presets.get_preset("tiny").model() | {"num_layers": 2})
+    alarms, closest = [], 0.0
+    for seed in range(seeds):
+        report = parity.check(
+            module.TinyLlama,
+            config,
+            precision=precision,
+            device="cuda",
+            seed=seed,
+            configure_optimizer=module.configure_optimizer,
+        )
+        alarms += report.failures
+        worst = report.worst[1]
+        closest = max(closest, worst.error / worst.allowed)
+    print(f"{key} {precision}: at most {closest:.2f} of what is allowed")
+    assert not alarms
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_gate_passes_v4_as_it_is_timed_compiled_and_captured(precision: str) -> None:
+    module = versions.load("v4")
+    config = module.TinyLlamaConfig(**presets.get_preset("tiny").model())
+
+    def build(config: object) -> torch.nn.Module:
+        model = module.TinyLlama(config)
+        model.compile(dynamic=False)
+        return model
+
+    for seed in range(3):
+        report = parity.check(
+            build,
+            config,
+            precision=precision,
+            device="cuda",
+            seed=seed,
+            configure_optimizer=module.configure_optimizer,
+            cuda_graph=True,
+        )
+        print(f"v4 compiled, captured, {precision}: {report.summary()}")
+        assert report.passed, report.failures
+
+
+@pytest.mark.parametrize("key", ["v1", "v4"])
+def test_a_captured_step_trains_as_the_eager_one(key: str) -> None:
+    curves = []
+    for cuda_graph in (False, True):
+        module, model = make(key, "tiny")
+        optimizer = module.configure_optimizer(model, 3e-4)
+        batches = text("tiny", 100)
+        precision = get_precision("fp32", torch.device("cuda", 0))
+        precision.set_matmul_mode()
+        curves.append(
+            trainer.train_losses(model, optimizer, batches, precision, cuda_graph=cuda_graph)
+        )
+    torch.testing.assert_close(curves[0], curves[1], rtol=2e-3, atol=0)
+    assert curves[1][-1] < 0.6 * curves[1][0]
+
+
+def test_the_learning_rate_lives_inside_the_graph() -> None:
+    """A rate set to zero on the device stops training without a new capture."""
+    module, model = make("v4", "tiny")
+    optimizer = module.configure_optimizer(model, 3e-4)
+    precision = get_precision("bf16", torch.device("cuda", 0))
+    runner = trainer.Runner(model, optimizer, text("tiny", 20), precision, cuda_graph=True)
+    runner.warm_up(10)
+    optimizer.param_groups[0]["lr"].zero_()
+    before = model.norm.weight.clone()
+    runner.advance()
+    assert torch.equal(before, model.norm.weight)
+
+
+def test_a_graphs_memory_is_counted() -> None:
+    peaks = {}
+    for cuda_graph in (False, True):
+        module, model = make("v2", "small")
+        precision = get_precision("bf16", torch.device("cuda", 0))
+        optimizer = module.configure_optimizer(model, 3e-4)
+        runner = trainer.Runner(
+            model, optimizer, text("small", 20), precision, cuda_graph=cuda_graph
+        )
+        runner.warm_up(10)
+        for _ in range(5):
+            runner.advance()
+        peaks[cuda_graph] = float(runner.memory_mb()["peak"])
+        del runner, model, optimizer
+    print(f"peak eager {peaks[False]:.0f} MB, captured {peaks[True]:.0f} MB")
+    assert 0.9 < peaks[True] / peaks[False] < 1.3
+
+
+def test_measured_ceilings_stay_below_the_data_sheets() -> None:
+    device = torch.device("cuda", 0)
+    peaks = hardware.find_peaks(hardware.device_name(device))
+    if peaks is None:
+        pytest.skip("chip not listed")
+    tflops = hardware.measure_matmul_tflops(device, torch.bfloat16)
+    bandwidth = hardware.measure_copy_gbs(device)
+    print(f"measured {tflops:.0f} TFLOP/s bf16, {bandwidth:.0f} GB/s")
+    assert 0.5 * peaks.tflops["bf16"] < tflops < peaks.tflops["bf16"]
+    assert 0.5 * peaks.bandwidth_gbs < bandwidth < peaks.bandwidth_gbs
+
+
+def bare_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callable[[int], float]:
+    """The step as one writes it by hand, with nothing around it; milliseconds of n steps."""
+    optimizer = module.configure_optimizer(model, 3e-4)
+    inputs = batches[0].cuda()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(inputs[0], inputs[1])
+        loss.backward()
+        optimizer.step()
+
+    run = captured(step, optimizer).replay if graph else step
+    pinned = batches.pin_memory()
+
+    def timed(steps: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for index in range(steps):
+            inputs.copy_(pinned[index], non_blocking=True)
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / steps
+
+    timed.needs = (model, optimizer, step)  # a graph does not keep what it reads alive
+    return timed
+
+
+def captured(step: Callable[[], None], optimizer) -> torch.cuda.CUDAGraph:
+    trainer.make_capturable(optimizer)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def harness_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callable[[int], float]:
+    """The same through the harness, every mark and every loss included."""
+    precision = get_precision("bf16", torch.device("cuda", 0))
+    optimizer = module.configure_optimizer(model, 3e-4)
+    runner = trainer.Runner(model, optimizer, batches, precision, cuda_graph=graph)
+    runner.warm_up(5)
+
+    def timed(steps: int) -> float:
+        runner.done = 0
+        clock = trainer.StepClock(runner.device)
+        torch.cuda.synchronize()
+        trainer._timed_steps(runner, clock, steps, lambda step, loss, milliseconds: None)
+        return sum(clock.durations_ms()) / steps
+
+    return timed
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("key", "compiled"), [("v1", False), ("v2", False), ("v4", True)])
+def test_the_harness_costs_under_1_percent_of_a_medium_step(
+    key: str, compiled: bool, tmp_path, request: pytest.FixtureRequest
+) -> None:
+    batches = text("medium", 20)
+    torch.set_float32_matmul_precision("highest")
+    times: dict[str, list[float]] = {"bare": [], "harness": []}
+    loops = {}
+    for name, loop in (("bare", bare_loop), ("harness", harness_loop)):
+        module, model = make(key, "medium", compiled=compiled)
+        loops[name] = loop(module, model, batches, graph=compiled)
+    for repeat in range(10):
+        for name in ("bare", "harness") if repeat % 2 else ("harness", "bare"):
+            times[name].append(loops[name](15))
+    bare, harness = (statistics.median(times[name][1:]) for name in ("bare", "harness"))
+    print(f"{key} medium bf16: bare loop {bare:.3f} ms, harness {harness:.3f} ms")
+    folder = request.config.getoption("--keep-figures")
+    if folder:
+        record = {
+            "version": key,
+            "config": "medium",
+            "precision": "bf16",
+            "bare_ms": times["bare"],
+            "harness_ms": times["harness"],
+            "device": hardware.describe(torch.device("cuda", 0)),
+            "software": results.describe_software(),
+        }
+        results.write_text(folder / f"harness_{key}.json", json.dumps(record, indent=1) + "\n")
+    assert harness < 1.01 * bare
