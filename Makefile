@@ -15,7 +15,7 @@ PREPARE = bash setup/environment_setup.sh --venv "$(VENV)" --build $(BUILD) \
 	$(if $(PYTHON),--python "$(PYTHON)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test lint clean environment test-environment
+.PHONY: help setup compare test lint docs clean environment test-environment
 # Two targets at once would prepare the same environment at once.
 .NOTPARALLEL:
 
@@ -35,6 +35,9 @@ lint: test-environment ## check style, formatting and types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+
+docs: environment ## write the documentation's tables from results/reference
+	@$(RUN) analysis_tools/update_docs.py $(ARGS)
 
 clean: ## delete caches; results and the environment stay
 	@find . -path "./$(VENV)" -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

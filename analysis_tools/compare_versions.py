@@ -171,9 +171,10 @@ def run_plans(
     console = Console(stderr=True)
     failed: set[tuple[str, str, str]] = set()
     folder = arguments.output_dir / "runs" / session
-    columns = (BarColumn(20), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
     interrupted = False
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+    count, what = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}")
+    columns = (BarColumn(20), count, TimeElapsedColumn(), what)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(plans))
         for plan in plans:
             key = (plan.version, plan.config, plan.precision)

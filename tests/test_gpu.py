@@ -1,6 +1,5 @@
 """What only a GPU can show: graphs, compiled gates, memory, and what the harness itself costs."""
 
-import json
 import statistics
 from collections.abc import Callable
 
@@ -233,5 +232,5 @@ def test_the_harness_costs_under_1_percent_of_a_medium_step(
             "device": hardware.describe(torch.device("cuda", 0)),
             "software": results.describe_software(),
         }
-        results.write_text(folder / f"harness_{key}.json", json.dumps(record, indent=1) + "\n")
+        results.write_json(results.prepare_folder(folder) / f"harness_{key}.json", record)
     assert harness < 1.01 * bare

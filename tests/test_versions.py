@@ -1,0 +1,170 @@
+"""The version files: what may differ between them, and that each is Hugging Face's Llama."""
+
+import ast
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workshop import parity, versions
+from workshop.versions import VERSIONS
+
+KEYS = versions.available()
+
+
+def definitions(key: str) -> dict[str, str]:
+    """Source text of each top-level class and function."""
+    text = VERSIONS[key].path.read_text(encoding="utf-8")
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            source = ast.get_source_segment(text, node)
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            found[node.name] = "\n".join([*decorators, source or ""])
+    return found
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if VERSIONS[key].parent])
+def test_a_version_changes_what_the_registry_says_and_nothing_else(key: str) -> None:
+    version = VERSIONS[key]
+    assert version.parent is not None
+    before, after = definitions(version.parent), definitions(key)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed == set(version.changes)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_config_is_the_same_in_every_version(key: str) -> None:
+    assert definitions(key)["TinyLlamaConfig"] == definitions("v1")["TinyLlamaConfig"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_version_file_needs_torch_alone(key: str) -> None:
+    allowed = {"torch", *sys.stdlib_module_names} | ({"triton_kernels"} if key == "v3" else set())
+    tree = ast.parse(VERSIONS[key].path.read_text(encoding="utf-8"))
+    imported = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+    assert imported <= allowed
+    assert (ast.get_docstring(tree) or "").split("\n\n")[1].startswith("Changed since V")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_weights_of_a_hugging_face_llama_give_its_logits_and_loss(key: str, odd_config) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=odd_config.vocab_size,
+            hidden_size=odd_config.hidden_dim,
+            intermediate_size=odd_config.intermediate_dim,
+            num_hidden_layers=odd_config.num_layers,
+            num_attention_heads=odd_config.num_heads,
+            num_key_value_heads=odd_config.num_kv_heads,
+            max_position_embeddings=odd_config.max_seq_len,
+            rms_norm_eps=odd_config.norm_eps,
+            rope_theta=odd_config.rope_theta,
+            tie_word_embeddings=True,
+            attention_bias=False,
+            attn_implementation="eager",
+        )
+    )
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # large enough for attention to look somewhere
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.15)
+    ours = versions.load(key).TinyLlama(odd_config)
+    parity.load_canonical(ours, parity.from_hugging_face(theirs.state_dict()))
+
+    tokens = torch.randint(odd_config.vocab_size, (3, 63))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    expected = theirs(tokens)  # shifts the labels itself
+    logits = expected.logits[:, :-1]
+    torch.testing.assert_close(ours(inputs), logits, rtol=1e-4, atol=1e-4 * logits.std().item())
+    loss = theirs(tokens, labels=tokens).loss
+    torch.testing.assert_close(ours(inputs, targets), loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_initialisation_starts_at_the_loss_of_guessing(key: str) -> None:
+    module = versions.load(key)
+    torch.manual_seed(0)
+    config = module.TinyLlamaConfig(num_layers=2)
+    model = module.TinyLlama(config)
+    tokens = torch.randint(config.vocab_size, (2, 65))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.dim() == 0
+    assert abs(loss.item() - torch.tensor(config.vocab_size).log().item()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_dim": 100, "num_heads": 8}, "hidden_dim 100 is not divisible by num_heads 8"),
+        ({"num_heads": 8, "num_kv_heads": 3}, "num_heads 8 is not divisible by num_kv_heads 3"),
+        ({"hidden_dim": 24, "num_heads": 8}, "head size 3 .* is odd"),
+        ({"num_layers": 0}, "num_layers is 0: it must be positive"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan: it must be positive"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(sizes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        versions.load("v1").TinyLlamaConfig(**sizes)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_sequence_longer_than_the_tables_is_refused(key: str, odd_config) -> None:
+    model = versions.load(key).TinyLlama(odd_config)
+    with pytest.raises(ValueError, match="sequence of 129 tokens is longer"):
+        model(torch.zeros(1, 129, dtype=torch.long))
+
+
+# --- V2's switches ----------------------------------------------------------------------------
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operation with its shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+        self.operations.append(f"{func} {shapes}")
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(module, model: nn.Module) -> list[str]:
+    optimizer = module.configure_optimizer(model, 1e-3)
+    tokens = torch.arange(2 * 9).view(2, 9)
+    with Recorder() as recorder:
+        model(tokens, tokens).backward()
+        optimizer.step()
+    return recorder.operations
+
+
+def test_each_switch_changes_the_code_that_runs_and_all_together_give_v1(odd_config) -> None:
+    v1, v2 = versions.load("v1"), versions.load("v2")
+    names = [field.name for field in dataclasses.fields(v2.Fusions)]
+    fused = operations_of_a_step(v2, v2.TinyLlama(odd_config))
+    seen = {tuple(fused)}
+    for name in names:
+        model = v2.TinyLlama(odd_config, v2.Fusions(**{name: False}))
+        operations = operations_of_a_step(v2, model)
+        assert tuple(operations) not in seen, f"{name} changes nothing"
+        seen.add(tuple(operations))
+        report = parity.check(
+            lambda config, n=name: v2.TinyLlama(config, v2.Fusions(**{n: False})), odd_config
+        )
+        assert report.passed, (name, report.failures)
+    nothing = v2.Fusions(**dict.fromkeys(names, False))
+    plain = operations_of_a_step(v2, v2.TinyLlama(odd_config, nothing))
+    assert plain == operations_of_a_step(v1, v1.TinyLlama(odd_config))
+    assert len(fused) < 0.7 * len(plain)
