@@ -114,7 +114,7 @@ class Attention(nn.Module):
         v = v.repeat_interleave(group, dim=1)
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # (B, H, T, T)
         future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
-        scores = scores.masked_fill(future, float("-inf"))
+        scores.masked_fill_(future, float("-inf"))
         return scores.softmax(dim=-1) @ v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-2, -1)  # (B, H, T, T)
         future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
-        scores = scores.masked_fill(future, float("-inf"))
+        scores.masked_fill_(future, float("-inf"))
         return scores.softmax(dim=-1) @ v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import platform
 import subprocess
 import tempfile
@@ -124,12 +125,13 @@ def describe_software() -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """The checkout's commit, with "-dirty" for uncommitted changes; None outside a checkout."""
+    """The checkout's commit, with "-dirty" for uncommitted changes. A copy without its history
+    may be told in $GIT_COMMIT, as CI systems do; None if nobody knows."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("GIT_COMMIT")
     return answer.stdout.strip()
 
 

@@ -348,8 +348,9 @@ def train(
         batches: int64 (n, 2, B, T) on the host, n = `batches_needed(warmup_steps, num_steps)`.
             Each step copies its own batch to the device, and that copy is in its time.
 
-    A KeyboardInterrupt in the timed steps ends the run: what was completed is returned, marked
-    `interrupted`, without phases.
+    A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
+    marked `interrupted`, without phases, and on the CPU, where it takes a step more, without
+    memory.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     start = time.perf_counter()
@@ -360,14 +361,15 @@ def train(
     clock = StepClock(runner.device)
     try:
         _timed_steps(runner, clock, num_steps, progress)
+        training.memory_mb = runner.memory_mb()
+        phases = runner.phases(_phase_steps(num_steps))
+        training.forward_ms, training.backward_ms, training.optimizer_ms = phases
     except KeyboardInterrupt:
         training.interrupted = True
     training.step_ms = clock.durations_ms()
     training.losses = runner.losses()[: warmup_steps + len(training.step_ms)].tolist()
-    training.memory_mb = runner.memory_mb()
-    if not training.interrupted:
-        phases = runner.phases(_phase_steps(num_steps))
-        training.forward_ms, training.backward_ms, training.optimizer_ms = phases
+    if not training.memory_mb and runner.device.type == "cuda":
+        training.memory_mb = runner.memory_mb()
     return training
 
 
