@@ -123,10 +123,10 @@ How to read the tables:
   Forward, backward and optimizer come from a separate pass with marks between them.
 - **speed-up** is V1's median step over this version's, from the same session, with the 95%
   interval of a bootstrap over processes and steps.
-- **gate** says whether the same process showed, before its clock started, that it trains V1's
-  model: logits, loss, each gradient and a short training run, within twice what the precision
-  costs V1 itself. **gradients** counts the tensors, under V1's names, that the timed run's
-  backward pass reached.
+- **gate** says whether the version's first process showed, before any clock was started, that it
+  trains V1's model: logits, loss, each gradient and a short training run, within twice what the
+  precision costs V1 itself. **gradients** counts the tensors, under V1's names, that the timed
+  run's backward pass reached.
 - **peak MB** (10^6 bytes) is the true peak of the timed steps, a captured graph's memory included.
 - **of peak** compares the useful operations (causal attention counts half) with the data sheet.
 

@@ -142,9 +142,11 @@ def describe(device: torch.device) -> dict[str, str | int | float | None]:
     if device.type == "cpu":
         return record | {"threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
-    architecture = getattr(properties, "gcnArchName", "").split(":")[0]
+    architecture = f"sm_{properties.major}{properties.minor}"
+    if torch.version.hip:
+        architecture = properties.gcnArchName.split(":")[0]
     return record | {
-        "architecture": architecture or f"sm_{properties.major}{properties.minor}",
+        "architecture": architecture,
         "multiprocessors": properties.multi_processor_count,
         "memory_gb": round(properties.total_memory / 1e9, 1),
     }
