@@ -79,7 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--output-dir",
         type=Path,
-        default=results.DEFAULT_FOLDER,
         help="comparison.json, .md, .png and runs/ go there (default: results/ of this checkout); "
         "with --from-results nothing is written unless it is given",
     )
@@ -105,10 +104,15 @@ def main(argv: list[str] | None = None) -> int:
     except WorkshopError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted: --from-results shows what was completed", file=sys.stderr)
+        return errors.INTERRUPTED
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     interrupted = False
+    writes = arguments.from_results is None or arguments.output_dir is not None
+    arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
     if arguments.from_results is not None:
         runs = results.load_folder(arguments.from_results)
         session = runs[-1].session
@@ -122,8 +126,11 @@ def _compare(arguments: argparse.Namespace) -> int:
         print("interrupted before a run was complete: nothing saved", file=sys.stderr)
         return errors.INTERRUPTED
     show(rows, arguments.format)
-    if arguments.from_results is None or "--output-dir" in sys.argv:
-        write_outputs(rows, runs, session, arguments.output_dir)
+    if writes:
+        names = write_outputs(rows, runs, session, arguments.output_dir)
+        # Not among what a program is to read.
+        stream = sys.stdout if arguments.format == "table" else sys.stderr
+        print(f"Written: {', '.join(names)}", file=stream)
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -143,6 +150,8 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
         if getattr(arguments, name) < 1:
             value = getattr(arguments, name)
             raise WorkshopError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     device = hardware.get_device(arguments.device)
     keys = [versions.get_version(key).key for key in dict.fromkeys(arguments.versions)]
     configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
@@ -172,7 +181,8 @@ def run_plans(
     failed: set[tuple[str, str, str]] = set()
     folder = arguments.output_dir / "runs" / session
     interrupted = False
-    count, what = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}")
+    count = TextColumn("{task.completed}/{task.total}")
+    what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(plans))
@@ -183,11 +193,11 @@ def run_plans(
                 try:
                     for line in run.lines():
                         progress.update(task, description=f"{plan.label}: {line[:70]}")
+                    outcome = run.outcome(folder)
                 except KeyboardInterrupt:
                     run.interrupt()
                     interrupted = True
                     break
-                outcome = run.outcome(folder)
                 line = f"{plan.label}, run {plan.repeat + 1} of {arguments.repeats}: {outcome}"
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
                 if run.failed:
@@ -242,7 +252,7 @@ class _Child:
         """Asks the process to end as at Ctrl-C, so that it saves what it has; then insists."""
         self._process.send_signal(signal.SIGINT)
         try:
-            self._process.communicate(timeout=SECONDS_TO_STOP)
+            self._process.wait(timeout=SECONDS_TO_STOP)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
 
@@ -366,7 +376,8 @@ def proof_cells(row: Row) -> list[str]:
     loss = (
         "-" if row.loss_first is None else f"{row.loss_first:.3f} → {_number(row.loss_last, '.3f')}"
     )
-    reduction = "-" if not row.memory_reduction else f"{-row.memory_reduction:+.0%}"
+    compared = row.memory_reduction is not None and row.verdict() != "baseline"
+    reduction = f"{-row.memory_reduction:+.0%}" if compared and row.memory_reduction else "-"
     return [
         row.label,
         {"pass": "pass", "fail": "FAIL"}.get(row.parity, row.parity),
@@ -420,9 +431,9 @@ def _show_tables(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(width=110, highlight=False)
+        console = Console(width=110, highlight=False, markup=False)
     for group in groups(rows):
         for header, cells, caption in (
             (SPEED_HEADER, speed_cells, title(group)),
@@ -476,7 +487,7 @@ def as_csv(rows: list[Row]) -> str:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def write_outputs(rows: list[Row], runs: list[RunResult], session: str, folder: Path) -> None:
+def write_outputs(rows: list[Row], runs: list[RunResult], session: str, folder: Path) -> list[str]:
     """comparison.json, .md and .png. They are derived from runs/, so where two comparisons share
     a folder the later one's stand there, and --from-results rebuilds the other's."""
     results.prepare_folder(folder)
@@ -489,7 +500,7 @@ def write_outputs(rows: list[Row], runs: list[RunResult], session: str, folder: 
     if any(row.step_ms for row in rows):
         plot(rows, folder / "comparison.png")
         names.append("comparison.png")
-    print(f"Written: {', '.join(str(folder / name) for name in names)}")
+    return [str(folder / name) for name in names]
 
 
 PHASES = (("forward_ms", "forward", "#3b7dd8"), ("backward_ms", "backward", "#e07b39"))
@@ -560,7 +571,8 @@ def _plot_stack(axis, group, parts, label, value) -> None:  # type: ignore[no-un
             ha="center",
         )
     axis.set_ylabel(label)
-    axis.yaxis.set_major_formatter("{x:,.0f}")
+    if max(bottoms) >= 1000:
+        axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.margins(y=0.3)
     axis.legend(frameon=False, fontsize=13, loc="upper right", ncols=2)
 

@@ -177,8 +177,9 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     """
     for name in ("batch_size", "seq_len", "num_steps", "warmup_steps", "learning_rate"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise WorkshopError(f"--{name.replace('_', '-')} {value}: it must be positive")
+        if value is not None and not 0 < value < 1e30:  # what AdamW computes with in fp32
+            flag = name.replace("_", "-")
+            raise WorkshopError(f"--{flag} {value}: it must be a positive number below 1e30")
     if not 0 <= arguments.seed < 2**63:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     if arguments.text_file is not None and arguments.data != "text":
@@ -192,6 +193,10 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(
             f"--seq-len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}: "
             "lower it or raise --max-seq-len"
+        )
+    if seq_len == 1:
+        raise WorkshopError(
+            "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
         )
     compile_mode, cuda_graph = _execution(version, arguments, device)
     switches = {}
@@ -213,7 +218,6 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         arguments=arguments,
     )
     trainer.check_options(device, precision, compile_mode, cuda_graph)
-    results.prepare_folder(arguments.output_dir)
     return request
 
 
@@ -272,6 +276,7 @@ def _run(request: Request) -> int:
 def _gate_train_save(request: Request) -> int:
     arguments = request.arguments
     batches, data_record = _load_data(request)
+    results.prepare_folder(arguments.output_dir)  # after all that is checked without it
     result = _new_result(request, data_record)
     _print_configuration(request, data_record)
     model = request.build()
@@ -370,18 +375,27 @@ def _progress(request: Request) -> trainer.Progress:
 def _check_memory(request: Request) -> None:
     """Refuses at once what can't fit: a CPU that runs out of memory is killed without a word.
 
-    The bound is a low one: the training state, and of the activations the feed-forward layers'
-    two products alone, which every version keeps for its backward pass.
+    The bound is a low one: the training state, RoPE's tables, and of the activations the
+    feed-forward layers' two products alone, which every version keeps for its backward pass; on
+    the host the batches, drawn before the clock starts.
     """
-    c = request.config
-    state = flops.parameter_count(c) * flops.ADAMW_STATE_BYTES_PER_PARAMETER
+    c, arguments = request.config, request.arguments
     tokens = request.batch_size * request.seq_len
     bytes_each = 2 if request.precision.autocast_dtype else 4
-    activations = tokens * c.num_layers * 2 * c.intermediate_dim * bytes_each
-    available = hardware.memory_bytes(request.device)
-    if available is not None and state + activations > available:
-        needed = f"at least {(state + activations) / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
-        raise OutOfMemory(_out_of_memory(request, needed))
+    on_device = {
+        "--hidden-dim, --num-layers or --vocab-size": flops.parameter_count(c)
+        * flops.ADAMW_STATE_BYTES_PER_PARAMETER,
+        "--max-seq-len": 2 * 4 * c.max_seq_len * c.head_dim,
+        "--batch-size or --seq-len": tokens * c.num_layers * 2 * c.intermediate_dim * bytes_each,
+    }
+    steps = trainer.batches_needed(arguments.warmup_steps, arguments.num_steps)
+    windows = 3 * 8 * tokens * steps  # in int64, beside the tokens and targets cut from them
+    on_host = {"--num-steps, --warmup-steps or --batch-size": windows}
+    for device, parts in ((request.device, on_device), (torch.device("cpu"), on_host)):
+        available, total = hardware.memory_bytes(device), sum(parts.values())
+        if available is not None and total > available:
+            needed = f"at least {total / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
+            raise OutOfMemory(_out_of_memory(request, needed, max(parts, key=lambda k: parts[k])))
 
 
 def _memory_asked_for(error: Exception) -> str | None:
@@ -394,13 +408,13 @@ def _memory_asked_for(error: Exception) -> str | None:
     return "block" if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else None
 
 
-def _out_of_memory(request: Request, what: str) -> str:
+def _out_of_memory(request: Request, what: str, lower: str = "--batch-size or --seq-len") -> str:
     state = flops.parameter_count(request.config) * flops.ADAMW_STATE_BYTES_PER_PARAMETER
     return (
         f"out of memory on {hardware.device_name(request.device)}: {what} at batch size "
         f"{request.batch_size}, sequence length {request.seq_len}, hidden dimension "
         f"{request.config.hidden_dim} (weights, gradients and AdamW alone take "
-        f"{state / 1e9:,.2f} GB); lower --batch-size or --seq-len, or take a smaller --config"
+        f"{state / 1e9:,.2f} GB); lower {lower}, or take a smaller --config"
     )
 
 
@@ -479,7 +493,8 @@ def _record_training(
     result.losses = results.finite(training.losses)
     result.memory_mb = training.memory_mb
     result.setup_s = training.setup_s
-    result.gradients = parity.count_gradients(model)
+    if not training.interrupted:  # which may have cut a backward pass short
+        result.gradients = parity.count_gradients(model)
     if result.step_ms:
         result.plausibility = plausibility.check(_claim(request, result))
 
@@ -497,7 +512,7 @@ def _claim(request: Request, result: RunResult) -> plausibility.Claim:
         forward_ms=_median(result.forward_ms),
         backward_ms=_median(result.backward_ms),
         optimizer_ms=_median(result.optimizer_ms),
-        memory_mb=float(result.memory_mb["peak"]),
+        memory_mb=float(result.memory_mb["peak"]) if result.memory_mb else None,
         memory_is_peak=True,
         params_with_grad=result.gradients.params_with_grad if result.gradients else None,
         loss_first=result.losses[0],
@@ -586,6 +601,8 @@ def _loss(value: float | None) -> str:
 
 def _memory_line(result: RunResult) -> str:
     m = result.memory_mb
+    if not m:
+        return "not measured"
     parts = ("weights", "gradients", "optimizer_state", "rest")
     split = ", ".join(f"{part.replace('_', ' ')} {m[part]:,.0f}" for part in parts)
     return f"{m['peak']:,.0f} MB peak ({split})"
@@ -603,7 +620,8 @@ def _rate_line(request: Request, result: RunResult, step_ms: float) -> str:
 
 def _gradients_line(result: RunResult) -> str:
     g = result.gradients
-    assert g is not None
+    if g is None:
+        return "not counted"
     return (
         f"{g.tensors_with_grad}/{g.tensors_total} tensors, "
         f"{g.params_with_grad:,}/{g.params_total:,} parameters"

@@ -170,8 +170,10 @@ def _fill_figures(row: Row, timed: list[RunResult]) -> None:
     for name in ("forward_ms", "backward_ms", "optimizer_ms"):
         samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
         setattr(row, name, timing.median(samples) if samples else None)
-    row.memory_mb = first.memory_mb
-    row.peak_memory_mb = max(float(run.memory_mb["peak"]) for run in timed)
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
     row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
     if first.gradients is not None:
         for name, value in dataclasses.asdict(first.gradients).items():

@@ -38,13 +38,13 @@ def read_corpus(path: Path | None = None) -> Corpus:
     """
     if path is None:
         return Corpus(f"Python {platform.python_version()} standard library", _standard_library())
-    if path.is_dir():
-        raise WorkshopError(f"--text-file {path} is a directory: name one file")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES)
     except FileNotFoundError:
         raise WorkshopError(f"--text-file {path} does not exist") from None
+    except IsADirectoryError:
+        raise WorkshopError(f"--text-file {path} is a directory: name one file") from None
     except OSError as error:
         raise WorkshopError(f"--text-file {path} can't be read: {error.strerror}") from None
     if not content:

@@ -11,11 +11,12 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import types
 import typing
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,10 +24,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from workshop import flops
 from workshop.errors import WorkshopError
-from workshop.versions import ROOT
+from workshop.versions import ROOT, VERSIONS
 
 SCHEMA_VERSION = 1
+LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
+STATUSES = ("complete", "interrupted", "gate failed", "failed")
+PARITY_STATUSES = ("not run", "pass", "fail")
 DEFAULT_FOLDER = ROOT / "results"
 
 T = TypeVar("T")
@@ -169,8 +174,12 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
-    with atomic_path(target) as path:
-        path.write_text(text, encoding="utf-8")
+    """Raises WorkshopError where there is no room or no right to write; nothing is left then."""
+    try:
+        with atomic_path(target) as path:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WorkshopError(f"{target} can't be written: {error.strerror}") from None
 
 
 def write_json(target: Path, content: dict[str, Any]) -> None:
@@ -192,8 +201,9 @@ def load(path: Path) -> RunResult:
     """Reads one result file.
 
     Raises:
-        WorkshopError: it can't be read, is no JSON, has another schema, or lacks a field or has
-            one of the wrong type; the message names the file and the field.
+        WorkshopError: it can't be read, is no JSON, has another schema, lacks a field, or has one
+            of the wrong type or with a value that no run gives; the message names the file and
+            the field.
     """
     content = read_json(path)
     version = content.get("schema_version")
@@ -203,9 +213,51 @@ def load(path: Path) -> RunResult:
             "run it again with this checkout"
         )
     result = _decode(RunResult, content, path, "")
-    if result.status == "complete" and not result.step_ms:
-        raise WorkshopError(f"{path}: field step_ms is empty in a complete run")
+    for where, wrong in _senseless(result):
+        raise WorkshopError(f"{path}: field {where} {wrong}")
     return result
+
+
+def _senseless(run: RunResult) -> Iterator[tuple[str, str]]:
+    """Fields of the right type whose values no run gives, and what is wrong with them. Whoever
+    reads a result looks its values up, divides by them and takes medians without asking again."""
+    choices: tuple[tuple[str, str, Collection[str]], ...] = (
+        ("version", run.version, VERSIONS),
+        ("status", run.status, STATUSES),
+        ("parity.status", run.parity.status, PARITY_STATUSES),
+    )
+    for where, value, known in choices:
+        if value not in known:
+            yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
+    if run.parity.status == "fail" and not run.parity.failures:
+        yield "parity.failures", "is empty, though the gate is red"
+    if run.status == "complete" and not run.step_ms:
+        yield "step_ms", "is empty in a complete run"
+    if len(run.losses) < len(run.step_ms):
+        yield "losses", "is shorter than step_ms"
+    if "peak" not in run.memory_mb and (run.memory_mb or run.status == "complete"):
+        yield "memory_mb.peak", "is missing"
+    for part, amount in run.memory_mb.items():
+        if isinstance(amount, str) != (part == "source"):
+            yield (
+                f"memory_mb.{part}",
+                f"should be a number (and source a text), found {amount!r:.40}",
+            )
+    for where, figure, least in _bounded_figures(run):
+        if not isinstance(figure, (int, float)) or not least <= figure <= MOST:
+            yield where, f"should lie between {least:g} and {MOST:g}, found {figure!r:.40}"
+
+
+def _bounded_figures(run: RunResult) -> Iterator[tuple[str, object, float]]:
+    """What others divide by, and the least that it can be."""
+    yield from (("batch_size", run.batch_size, 1), ("seq_len", run.seq_len, 1))
+    for size in dataclasses.fields(flops.Sizes):
+        yield f"config.{size.name}", run.config.get(size.name), 1
+    yield from ((f"step_ms[{i}]", time, LEAST) for i, time in enumerate(run.step_ms))
+    if "peak" in run.memory_mb:
+        yield "memory_mb.peak", run.memory_mb["peak"], LEAST
+    if run.peak_tflops is not None:
+        yield "peak_tflops", run.peak_tflops, LEAST
 
 
 def load_folder(folder: Path) -> list[RunResult]:
@@ -237,7 +289,7 @@ def _run_files(top: Path, folder: Path) -> Iterator[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; WorkshopError names the file and what is wrong with it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except OSError as error:
         raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -245,17 +297,21 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path}: no valid JSON at line {error.lineno}, column {error.colno} ({error.msg}); "
             "is the file truncated?"
         ) from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise WorkshopError(f"{path}: no valid JSON ({type(error).__name__})") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, NaN, a number of 5000 digits
+        raise WorkshopError(f"{path}: no valid JSON ({error!s:.60})") from None
     if not isinstance(content, dict):
         raise WorkshopError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _decode(kind: type[T], content: Any, path: Path, where: str) -> T:
     """Builds the dataclass `kind` from parsed JSON, checking every field's type."""
     if not isinstance(content, dict):
-        raise WorkshopError(f"{path}: field {where or '(top)'} should be an object")
+        raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
     missing = [name for name in names if name not in content]
@@ -291,7 +347,9 @@ def _check(hint: Any, value: Any, path: Path, where: str) -> Any:
 
 def _fits(hint: Any, value: Any) -> bool:
     if hint is float:  # JSON writes 2.0 as 2; a bool is an int to Python, and neither here
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and abs(value) <= sys.float_info.max  # 1e999 reads as infinity
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return is_integer and abs(value) < 2**63
     return isinstance(value, hint) if isinstance(hint, type) else False

@@ -1,0 +1,511 @@
+"""`python tiny_llama_vN.py` as a user types it: what is refused, shown, saved, and interrupted."""
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from test_compare import copy_repository
+from test_results import files
+
+from workshop import cli, results, trainer, versions
+from workshop.results import RunResult
+
+ROOT = Path(__file__).resolve().parents[1]
+Finished = subprocess.CompletedProcess[str]
+TypeCommand = Callable[..., Finished]
+
+SIZES = "--hidden-dim 64 --intermediate-dim 128 --num-layers 1 --num-heads 4 --num-kv-heads 2"
+SHAPE = "--vocab-size 300 --seq-len 16 --batch-size 2"
+SMALL = ["--device", "cpu", *SIZES.split(), *SHAPE.split()]
+SHORT = ["--num-steps", "3", "--warmup-steps", "1"]
+# Models this small are quickest on one core, and two commands run at a time.
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
+
+
+def script(key: str, root: Path = ROOT) -> dict[str, Path]:
+    """The folder in which a version's command is typed, as `type_command` takes it."""
+    return {"folder": root / versions.VERSIONS[key].folder}
+
+
+def command(key: str, output: Path, *words: str | Path) -> list[str | Path]:
+    return ["python", f"tiny_llama_{key}.py", *SMALL, *SHORT, "--output-dir", output, *words]
+
+
+def the_run(output: Path) -> RunResult:
+    """The one result in a folder, in which nothing else lies."""
+    (run,) = results.load_folder(output)
+    assert len(files(output)) == 1
+    return run
+
+
+# --- wrong input ------------------------------------------------------------------------------
+
+# What is typed after a good command, and what the answer must name. FOLDER is the test's own.
+WRONG = {
+    "heads do not divide": ("--num-heads 3", "hidden_dim 64 is not divisible by num_heads 3"),
+    "kv heads do not divide": ("--num-kv-heads 3", "num_heads 4 .* by num_kv_heads 3"),
+    "more kv heads than heads": ("--num-kv-heads 8", "num_heads 4 .* by num_kv_heads 8"),
+    "odd head size": ("--hidden-dim 12", "head size 3 .* is odd"),
+    "sequence too long": ("--seq-len 4096", "--seq-len 4096 .* 2048: lower it or raise --max-seq"),
+    "model too short": ("--max-seq-len 8", "--seq-len 16 is longer than the model's max_seq_len 8"),
+    "sequence of one": ("--seq-len 1", "--seq-len 1: .* at least 2"),
+    **{
+        f"--{name} {value}": (
+            f"--{name} {value}",
+            f"{name.replace('-', '.')}.* {re.escape(str(value))}: it must",
+        )
+        for name, value in [
+            *[("vocab-size", 0), ("hidden-dim", -64), ("intermediate-dim", 0), ("num-layers", 0)],
+            *[("num-heads", -4), ("num-kv-heads", 0), ("max-seq-len", 0), ("batch-size", 0)],
+            *[("batch-size", -2), ("seq-len", 0), ("num-steps", 0), ("warmup-steps", -1)],
+            *[("learning-rate", -1.0), ("learning-rate", "nan"), ("learning-rate", "inf")],
+            ("learning-rate", "1e+30"),
+            *[("seed", -1), ("seed", 2**63)],
+        ]
+    },
+    "no number": ("--batch-size two", "argument --batch-size: invalid int value: 'two'"),
+    "preset": ("--config giant", "unknown preset 'giant': choose from tiny, small"),
+    "precision": ("--precision int8", "unknown precision 'int8': choose from auto, fp32"),
+    "tf32": (
+        "--precision tf32",
+        "precision tf32: the CPU does not have it; choose from fp32, bf16",
+    ),
+    "fp16": (
+        "--precision fp16",
+        "precision fp16: the CPU does not have it; choose from fp32, bf16",
+    ),
+    "device": ("--device tpu", "unknown device 'tpu': use auto, cpu, cuda"),
+    "no GPU": ("--device cuda:97", "device cuda:97: "),
+    "compile mode": ("--compile warp", "argument --compile: invalid choice: 'warp'"),
+    "graph": ("--cuda-graph", "--cuda-graph needs a GPU; use --no-cuda-graph"),
+    "unknown flag": ("--fuse-everything", "unrecognized arguments: --fuse-everything"),
+    "text missing": ("--text-file FOLDER/absent", "--text-file FOLDER/absent does not exist"),
+    "text empty": ("--text-file FOLDER/empty", "--text-file FOLDER/empty is empty"),
+    "text a directory": ("--text-file FOLDER", "--text-file FOLDER is a directory: name one file"),
+    "text short": ("--text-file FOLDER/short", "short has 16 bytes, .* lower --seq-len"),
+    "text and synthetic": ("--text-file FOLDER/short --data synthetic", "goes with --data text"),
+    "vocabulary too small": (
+        "--vocab-size 255",
+        "vocab_size 255 .* 256 .* raise --vocab-size or use --data",
+    ),
+    "output is a file": (
+        "--output-dir FOLDER/empty",
+        "output folder FOLDER/empty can't be .* exists",
+    ),
+    "output in a file": (
+        "--output-dir FOLDER/empty/x",
+        "output folder FOLDER/empty/x can't be writ",
+    ),
+}
+if Path("/proc/self/mem").exists():  # opens, and fails when it is read, even for root
+    WRONG["text unreadable"] = ("--text-file /proc/self/mem", "/proc/self/mem can't be read: ")
+
+# As WRONG; the last is what the message must say to lower.
+TOO_LARGE = {
+    "width": ("--hidden-dim 200000", "hidden dimension 200000", "--hidden-dim"),
+    "depth": ("--num-layers 99999999999999999999", "hidden dimension 64", "--num-layers"),
+    "vocabulary": ("--vocab-size 99999999999999999999", "hidden dimension 64", "--vocab-size"),
+    "batch": (
+        "--batch-size 10000000 --seq-len 2048",
+        "batch size 10000000, sequence length 2048",
+        "--batch-size or --seq-len",
+    ),
+    "tables": ("--max-seq-len 99999999999999999999", "sequence length 16", "--max-seq-len"),
+    "steps": ("--num-steps 99999999999999999999", "batch size 2, ", "--num-steps"),
+}
+
+
+class Started(dict[str, Future[Finished]]):
+    """Commands that run two at a time, each with a folder of its own for its output."""
+
+    def __init__(self, pool: ThreadPoolExecutor, type_command: TypeCommand, top: Path) -> None:
+        super().__init__()
+        self.pool, self.type_command, self.top = pool, type_command, top
+
+    def start(self, name: str, key: str, *words: str | Path, root: Path = ROOT, **env: str) -> None:
+        self[name] = self.pool.submit(
+            self.type_command,
+            *command(key, self.output(name), *words),
+            **script(key, root),
+            **(ONE_CORE | env),
+        )
+
+    def output(self, name: str) -> Path:
+        return self.top / "output" / re.sub(r"\W+", "_", name)
+
+
+@pytest.fixture(scope="module")
+def started(
+    type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    """All commands of this file that need no company, in the tests' order."""
+    folder = tmp_path_factory.mktemp("typed")
+    (folder / "empty").touch()
+    (folder / "short").write_bytes(b"16 bytes of text")
+    (folder / "noise").write_bytes(os.urandom(5000))
+    (folder / "blocked").mkdir()
+    (folder / "blocked" / "sitecustomize.py").write_text(ONLY_TORCH)
+    broken = copy_repository(
+        folder / "broken", {"version2_pytorch_fused/tiny_llama_v2.py": ("F.silu", "F.relu")}
+    )
+    with ThreadPoolExecutor(2) as pool:
+        started = Started(pool, type_command, folder)
+        # The longest goes first, and the short ones beside it.
+        started["text"] = pool.submit(
+            type_command,
+            *("python", "tiny_llama_v1.py", "--config", "tiny", "--num-steps", "40"),
+            *("--device", "cpu", "--no-gate", "--output-dir", folder / "text"),
+            **script("v1"),
+            **ONE_CORE,
+        )
+        for name, (words, *_) in (WRONG | TOO_LARGE).items():
+            started.start(name, "v1", *words.replace("FOLDER", str(folder)).split())
+        started.start("good v1", "v1")
+        started.start("good v2", "v2")
+        started.start("good v4", "v4")
+        started.start("only torch", "v1", PYTHONPATH=str(folder / "blocked"))
+        started.start("noise", "v1", "--text-file", folder / "noise", "--no-gate")
+        started.start("validate", "v2", "--validate-setup")
+        started.start("red gate", "v2", root=broken)
+        for name in ("together 1", "together 2"):
+            started[name] = pool.submit(
+                type_command,
+                *command("v1", folder / "together", "--no-gate", "--session", "one"),
+                **script("v1"),
+                **ONE_CORE,
+            )
+        yield started
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_line_and_leaves_nothing(name: str, started: Started) -> None:
+    finished = started[name].result()
+    *usage, line = finished.stderr.splitlines()
+    message = line.replace(str(started.top), "FOLDER")
+    assert finished.returncode == 2, finished.stderr
+    assert re.search(WRONG[name][1], message)
+    if usage:  # argparse's own, which comes first
+        assert usage[0].startswith("usage: tiny_llama_v1.py")
+        assert message.startswith("tiny_llama_v1.py: error: ")
+    else:
+        assert message.startswith("error: ")
+    assert "Traceback" not in finished.stderr
+    assert finished.stdout == ""
+    assert not started.output(name).exists()
+    assert (started.top / "empty").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_too_large_says_how_large_at_what_size_and_what_to_lower(
+    name: str, started: Started
+) -> None:
+    finished = started[name].result()
+    _, sizes, lower = TOO_LARGE[name]
+    assert finished.returncode == 1, finished.stderr
+    assert re.fullmatch(
+        r"error: out of memory on .*: at least [\d,]+\.\d GB of [\d,.]+ needed at .*"
+        rf"{sizes}.*; lower .*{lower}.*\n",
+        finished.stderr,
+    )
+    assert finished.stdout == ""
+    assert not started.output(name).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError("DefaultCPUAllocator: you tried to allocate 4000000000 bytes."), "4.00 GB"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB"),
+        (MemoryError(), "block"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_memory_that_runs_out_on_the_way_is_told_too(
+    error: Exception,
+    asked: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, "train", fail)
+    assert in_process("v1", tmp_path, "--no-gate") == 1
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"error: out of memory on .*: a further {asked} was asked for at batch size 2, "
+        r"sequence length 16, .*; lower --batch-size or --seq-len, .*\n",
+        line,
+    )
+    assert files(tmp_path) == []
+    monkeypatch.setattr(trainer, "train", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # another error is no lack of memory
+        in_process("v1", tmp_path, "--no-gate")
+
+
+# --- a good run -------------------------------------------------------------------------------
+
+# Python imports this at its start. Everything that a PyTorch from a cluster's module may lack:
+ONLY_TORCH = """
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+absent = {"rich", "matplotlib", "numpy", "pandas", "transformers"}
+
+def find_present(name, path=None, target=None):
+    return None if name.split(".")[0] in absent else find_spec(name, path, target)
+
+PathFinder.find_spec = find_present
+"""
+
+STEP_LINE = re.compile(
+    r"^step +(\d+)/3  loss +([\d.]+) +([\d,.]+) samples/s +([\d,]+) tokens/s +([\d.]+) ms$", re.M
+)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def summary(finished: Finished) -> dict[str, str]:
+    """The lines after `Summary`, by their labels."""
+    _, _, text = finished.stdout.partition("\nSummary\n")
+    rows = re.findall(r"^  (\S+) +(.+)$", text, re.M)
+    assert len(rows) == len(dict(rows))
+    return dict(rows)
+
+
+@pytest.mark.parametrize("key", ["v1", "v2", "v4"])
+def test_a_run_prints_what_it_saves(key: str, started: Started) -> None:
+    finished = started[f"good {key}"].result()
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    run = the_run(started.output(f"good {key}"))
+    step_ms = statistics.median(run.step_ms)
+
+    assert "hidden 64, FFN 128, 1 layers, 4 heads, 2 kv heads, vocab 300 " in finished.stdout
+    assert "batch              2 sequences of 16 tokens" in finished.stdout
+    for value in (run.device["name"], run.precision, run.options["compile"], run.data["name"]):
+        assert f"{value}\n" in finished.stdout
+    assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
+
+    steps = [tuple(map(number, line)) for line in STEP_LINE.findall(finished.stdout)]
+    assert [step for step, *_ in steps] == [1, 2, 3]
+    for (_, loss, samples, tokens, ms), saved, saved_ms in zip(
+        steps, run.losses[1:], run.step_ms, strict=True
+    ):
+        assert saved == pytest.approx(loss, abs=1e-4) and saved_ms == pytest.approx(ms, abs=0.01)
+        assert samples == pytest.approx(2e3 / saved_ms, rel=1e-2)
+        assert tokens == pytest.approx(32e3 / saved_ms, rel=1e-2)
+
+    shown = summary(finished)
+    assert shown["speed"] == f"{2e3 / step_ms:,.1f} samples/s, {32e3 / step_ms:,.0f} tokens/s"
+    assert shown["batch"].startswith(f"{step_ms:.2f} ms (median of 3, half within ")
+    for phase in ("forward", "backward", "optimizer"):
+        median = statistics.median(getattr(run, f"{phase}_ms"))
+        assert shown[phase] == f"{median:.2f} ms"
+    assert shown["loss"] == f"{run.losses[0]:.4f} first, {run.losses[-1]:.4f} final"
+    memory = run.memory_mb
+    assert shown["memory"] == (
+        f"{memory['peak']:,.0f} MB peak (weights {memory['weights']:,.0f}, gradients "
+        f"{memory['gradients']:,.0f}, optimizer state {memory['optimizer_state']:,.0f}, rest "
+        f"{memory['rest']:,.0f})"
+    )
+    rate = re.fullmatch(r"(\S+) TFLOP/s, (\S+)% of (\S+) \((.+)\)", shown["rate"])
+    assert rate and run.peak_tflops and rate[4] == run.peak_source
+    assert number(rate[1]) / run.peak_tflops == pytest.approx(number(rate[2]) / 100, rel=0.05)
+    assert run.gradients and run.gradients.params_total == run.gradients.params_with_grad == 56_256
+    assert shown["gradients"] == "11/11 tensors, 56,256/56,256 parameters"
+    assert shown["gate"] == "pass" == run.parity.status
+    (name,) = files(started.output(f"good {key}"))
+    assert finished.stdout.endswith(f"Result: {started.output(f'good {key}') / name}\n")
+
+
+def test_nothing_but_torch_is_needed(started: Started) -> None:
+    finished = started["only torch"].result()
+    assert finished.returncode == 0, finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert set(summary(finished)) == set(summary(started["good v1"].result()))
+
+
+def test_the_loss_falls_on_text(started: Started) -> None:
+    finished = started["text"].result()
+    match = re.fullmatch(r"([\d.]+) first, ([\d.]+) final", summary(finished)["loss"])
+    assert match, finished.stdout
+    assert 6.4 < float(match[1]) < 7.4
+    assert float(match[2]) < 4
+    assert summary(finished)["gate"] == "NOT RUN: figures unverified"
+    assert summary(finished)["gradients"].startswith("38/38 tensors, ")
+    run = the_run(started.top / "text")
+    assert (run.config_name, run.parity.status) == ("tiny", "not run")
+    assert run.data["name"] == f"Python {sys.version.split()[0]} standard library"
+
+
+def test_any_bytes_are_text(started: Started) -> None:
+    finished = started["noise"].result()
+    assert finished.returncode == 0, finished.stderr
+    assert the_run(started.output("noise")).data["bytes"] == 5000
+
+
+def test_validate_setup_times_nothing(started: Started) -> None:
+    finished = started["validate"].result()
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.endswith("This machine is ready. Nothing was timed.\n")
+    assert "gate: pass" in finished.stdout
+    assert "step" not in finished.stdout and "warming" not in finished.stdout
+    assert files(started.output("validate")) == []
+
+
+def test_a_red_gate_ends_the_run_before_any_time_is_taken(started: Started) -> None:
+    finished = started["red gate"].result()
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stderr == ""
+    run = the_run(started.output("red gate"))
+    assert (run.status, run.parity.status, run.step_ms) == ("gate failed", "fail", [])
+    assert re.search(rf"^gate: FAIL, {len(run.parity.failures)} reasons", finished.stdout, re.M)
+    for sentence in run.parity.failures:
+        assert f"\n  {sentence}\n" in finished.stdout
+    for word in ("samples/s", "tokens/s", " ms", "Summary"):
+        assert word not in finished.stdout
+
+
+def test_two_runs_into_one_folder_both_stand(started: Started) -> None:
+    outputs = [started[f"together {i}"].result() for i in (1, 2)]
+    assert [finished.returncode for finished in outputs] == [0, 0]
+    folder = started.top / "together"
+    runs = results.load_folder(folder)
+    assert len(runs) == len(files(folder)) == 2
+    printed = {finished.stdout.splitlines()[-1].removeprefix("Result: ") for finished in outputs}
+    assert printed == {str(folder / name) for name in files(folder)}
+
+
+# --- within this process: what needs no second one ----------------------------------------------
+
+
+def in_process(key: str, output: Path, *words: str) -> int:
+    """A version's command line without the seconds that a process takes to start."""
+    argv = [str(word) for word in command(key, output, "--data", "synthetic", *words)[2:]]
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return cli.main(versions.load(key), argv)
+    finally:
+        torch.set_num_threads(cores)
+
+
+SWITCHES = [field.name for field in fields(versions.load("v2").Fusions)]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_fusion_of_v2_can_be_switched_off(
+    switch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process("v2", tmp_path, f"--no-{switch.replace('_', '-')}") == 0
+    assert re.search(rf"^  switched off +{switch}$", capsys.readouterr().out, re.M)
+    run = the_run(tmp_path)
+    assert run.parity.status == "pass"
+    assert {name: run.options[name] for name in SWITCHES} == {
+        name: name != switch for name in SWITCHES
+    }
+
+
+def test_a_preset_with_its_own_values_keeps_its_name(tmp_path: Path) -> None:
+    parser = cli.build_parser(versions.VERSIONS["v1"], versions.load("v1"))
+
+    def name(*words: str) -> str:
+        arguments = parser.parse_args(["--device", "cpu", *words])
+        return cli.check_arguments(
+            versions.VERSIONS["v1"], versions.load("v1"), arguments
+        ).config_name
+
+    assert name() == "tiny"
+    assert name("--config", "small", "--hidden-dim", "512") == "small"
+    assert name("--config", "small", "--hidden-dim", "256") == "custom"
+    assert name("--batch-size", "4") == "custom"
+
+
+def test_a_loss_that_is_not_finite_is_told_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process("v1", tmp_path, "--no-gate", "--learning-rate", "9e29") == 0
+    assert "not finite final" in capsys.readouterr().out
+    assert the_run(tmp_path).losses[-1] is None
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------
+
+
+def interrupted(output: Path, *words: str, after: str) -> Finished:
+    """A run with very many steps that gets a Ctrl-C once it has printed something."""
+    typed = [str(word) for word in command("v1", output, *words, "--num-steps", "100000")]
+    process = subprocess.Popen(
+        [sys.executable, *typed[1:]],
+        cwd=script("v1")["folder"],
+        env=os.environ | ONE_CORE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    shown = ""
+    try:
+        while after not in shown:
+            line = process.stdout.readline()
+            assert line, f"it ended before {after!r}"
+            shown += line
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return Finished(typed, process.returncode, shown + rest, errors)
+
+
+def test_ctrl_c_saves_the_completed_steps(tmp_path: Path) -> None:
+    finished = interrupted(tmp_path, "--no-gate", after="\nstep ")
+    assert finished.returncode == 130, finished.stderr
+    assert finished.stderr == ""
+    run = the_run(tmp_path)  # valid, and no temporary file beside it
+    assert run.status == "interrupted"
+    assert 1 <= len(run.step_ms) < 100_000
+    assert len(run.losses) == 1 + len(run.step_ms)  # the warm-up's too
+    assert "Summary of an interrupted run" in finished.stdout
+    assert f"(median of {len(run.step_ms)}, " in finished.stdout
+    assert run.plausibility == []  # a backward pass cut short is no severed one
+
+
+def test_ctrl_c_before_a_step_saves_nothing(tmp_path: Path) -> None:
+    finished = interrupted(tmp_path, after="gate: comparing")
+    assert finished.returncode == 130
+    assert finished.stderr == "interrupted before a timed step was complete: nothing saved\n"
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("cut", ["memory_mb", "phases"])
+def test_ctrl_c_after_the_last_step_saves_them_all(
+    cut: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.Runner, cut, interrupt)
+    assert in_process("v1", tmp_path, "--no-gate") == 130
+    run = the_run(tmp_path)
+    assert run.status == "interrupted" and len(run.step_ms) == 3 and run.forward_ms == []
+    assert bool(run.memory_mb) == (cut == "phases")
+    assert json.loads(next(tmp_path.rglob("*.json")).read_text())["gradients"] is None
+    assert "Summary of an interrupted run" in capsys.readouterr().out

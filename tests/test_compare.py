@@ -1,0 +1,529 @@
+"""The comparison: which runs may be set against each other, and what is said when they may not."""
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_results import SESSION, files, make_result
+
+from analysis_tools import compare_versions
+from workshop import comparison, results, versions
+from workshop.comparison import Row
+from workshop.results import RunResult
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = Path("analysis_tools") / "compare_versions.py"
+Finished = subprocess.CompletedProcess[str]
+TypeCommand = Callable[..., Finished]
+
+FASTER = [50.0, 49.0, 50.0, 51.0, 50.0]
+CONTRACT = """version config precision device step_ms tokens_per_s samples_per_s forward_ms
+backward_ms optimizer_ms speedup speedup_ci peak_memory_mb loss_first loss_last params_total
+params_with_grad parity plausibility note""".split()
+
+
+def by_label(runs: list[RunResult]) -> dict[str, Row]:
+    return {row.label: row for row in comparison.build_rows(runs)}
+
+
+# --- rows -------------------------------------------------------------------------------------
+
+
+def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
+    rows = by_label(
+        [
+            make_result("v2", step_ms=FASTER, memory_mb={"peak": 150.0, "source": "allocator"}),
+            make_result("v1"),
+            make_result("v1", gate="not run"),  # a repeat, which the first run's gate covers
+        ]
+    )
+    assert list(rows) == ["v1", "v2"]
+    v1, v2 = rows.values()
+    assert (v1.runs, v1.parity, v1.speedup, v1.verdict()) == (2, "pass", 1.0, "baseline")
+    assert v2.speedup == 2.0 and v2.speedup_ci is not None
+    low, high = v2.speedup_ci
+    assert 1.9 < low <= 2.0 <= high < 2.1
+    assert v2.verdict() == f"2.00x [{low:.2f}, {high:.2f}]"
+    assert (v2.step_ms, v2.samples_per_s, v2.tokens_per_s) == (50.0, 160.0, 160.0 * 128)
+    assert (v2.forward_ms, v2.backward_ms, v2.optimizer_ms) == (30.0, 60.0, 10.0)
+    assert (v2.loss_first, v2.loss_last) == (6.9, 3.0)
+    assert (v2.params_total, v2.params_with_grad) == (4190464, 4190464)
+    assert (v2.peak_memory_mb, v2.memory_reduction) == (150.0, 0.25)
+    assert v2.tflops and v2.peak_share == v2.tflops / 0.5
+    assert not v2.failed and not v2.note
+
+
+def test_a_step_twice_as_slow_is_said_to_be() -> None:
+    row = by_label([make_result(), make_result("v2", step_ms=[200.0, 201.0, 199.0])])["v2"]
+    assert row.speedup == 0.5
+    assert row.verdict().startswith("0.50x [")
+
+
+def test_an_interval_that_holds_1_is_no_difference() -> None:
+    steps = [90.0, 110.0, 95.0, 105.0, 99.0]
+    row = by_label([make_result(step_ms=steps), make_result("v2", step_ms=steps[::-1])])["v2"]
+    assert row.speedup_ci and row.speedup_ci[0] < 1 < row.speedup_ci[1]
+    assert row.verdict().startswith("no significant difference [0.")
+
+
+@pytest.mark.parametrize(
+    ("baseline", "other", "note"),
+    [
+        ({"session": "20250101"}, {}, "no V1 in the same session"),
+        ({"gate": "not run"}, {}, "V1 failed in this session"),
+        ({"status": "failed", "error": "crashed", "step_ms": []}, {}, "V1 failed in this session"),
+        ({"gate": "fail", "status": "gate failed", "step_ms": []}, {}, "V1 failed in this sessi"),
+        ({"precision": "bf16"}, {}, "no V1 in the same session"),
+        ({"batch_size": 4}, {}, "no V1 in the same session"),
+        ({"device": {"name": "Another"}}, {}, "no V1 in the same session"),
+        ({"options": {"compile": "default"}}, {}, "no V1 in the same session"),
+        ({}, {"gate": "not run"}, "gate not run"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(f"{k}" for k in value) or "as-v2",
+)
+def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(
+    baseline: dict[str, object], other: dict[str, object], note: str
+) -> None:
+    runs = [make_result("v1", **baseline), make_result("v2", step_ms=FASTER, **other)]  # type: ignore[arg-type]
+    row = by_label(runs)["v2"]
+    assert (row.speedup, row.speedup_ci, row.memory_reduction) == (None, None, None)
+    assert note in row.note and "no speed-up" in row.note
+    assert row.verdict() == "-"
+    assert row.step_ms == 50.0 and not row.failed  # its own figures stand
+
+
+def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
+    def session(name: str, v1_ms: float, *others: str) -> list[RunResult]:
+        runs = [make_result(key, session=name, step_ms=FASTER) for key in others]
+        return [*runs, make_result("v1", session=name, step_ms=[v1_ms] * 5)]
+
+    rows = by_label(session("20260301", 150.0, "v2") + session("20260201", 100.0, "v2", "v4"))
+    assert {label: row.session for label, row in rows.items()} == {
+        "v1": "20260301",
+        "v2": "20260301",
+        "v4": "20260201",  # not run in the newest one
+    }
+    assert (rows["v2"].speedup, rows["v4"].speedup) == (3.0, 2.0)
+    # A later session without V1 proves nothing about V2, so the older one is kept.
+    rows = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
+    assert (rows["v2"].session, rows["v2"].speedup) == ("20260301", 3.0)
+
+
+def test_a_red_gate_shows_no_figures_whatever_the_file_holds() -> None:
+    red = make_result("v2", gate="fail", step_ms=FASTER)
+    red.parity.failures.append("loss is off")
+    row = by_label([make_result(), make_result("v2", step_ms=FASTER), red])["v2"]
+    figures = (row.step_ms, row.tokens_per_s, row.speedup, row.peak_memory_mb, row.tflops)
+    assert figures == (None,) * 5
+    assert row.parity == "fail" and row.failed
+    reason = "gradient of norm.weight is missing"
+    assert row.note == f"gate red, not timed: {reason} (and 1 more)"
+
+
+def test_a_failed_run_costs_its_own_row_only() -> None:
+    crash = make_result("v2", "not run", status="failed", error="out of memory on X", step_ms=[])
+    rows = by_label([make_result("v4", step_ms=FASTER), crash, make_result()])
+    assert rows["v2"].failed and rows["v2"].note == "out of memory on X"
+    assert rows["v2"].step_ms is None
+    assert rows["v4"].speedup == 2.0 and not rows["v4"].failed
+    # The second of two runs crashed: the first's figures would speak for a version that fails.
+    rows = by_label([make_result(), make_result("v2", step_ms=FASTER), crash])
+    assert rows["v2"].step_ms is None and rows["v2"].note == "out of memory on X"
+
+
+def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
+    def v2(**options: object) -> RunResult:
+        return make_result("v2", step_ms=FASTER, options={"fuse_qkv": True, **options})
+
+    cpu_v4 = {"compile": "default", "cuda_graph": False}
+    gpu = {"type": "cuda", "name": "Some GPU"}
+    rows = by_label(
+        [
+            make_result(),
+            v2(fuse_norm=True),
+            v2(fuse_norm=False, compile="none"),
+            v2(compile="default"),
+            make_result("v4", options=cpu_v4),
+            make_result("v4", options={"compile": "none"}),
+            make_result("v4", options={"compile": "default", "cuda_graph": True}, device=gpu),
+            make_result("v4", options=cpu_v4, device=gpu),
+            make_result("v1", options={"cuda_graph": True}, device=gpu),
+        ]
+    )
+    assert list(rows) == [
+        *("v1", "v2", "v2 compile=default", "v2 no-fuse-norm", "v4", "v4 compile=none"),
+        *("v1 cuda-graph", "v4 no-cuda-graph"),  # of the GPU, whose plain v4 shares a label
+    ]
+    assert rows["v2 no-fuse-norm"].speedup == 2.0
+    assert rows["v1 cuda-graph"].verdict() == "-"  # it is not the baseline
+
+
+def test_an_interrupted_run_counts_and_says_so() -> None:
+    cut = make_result("v2", status="interrupted", step_ms=FASTER, memory_mb={}, forward_ms=[])
+    rows = by_label([make_result(), make_result("v2", step_ms=FASTER), cut])
+    assert rows["v2"].note == "1 of 2 runs interrupted"
+    assert rows["v2"].speedup == 2.0 and rows["v2"].peak_memory_mb == 200.0
+    alone = by_label([make_result(), cut])["v2"]
+    assert (alone.speedup, alone.peak_memory_mb, alone.forward_ms) == (2.0, None, None)
+    nothing = by_label([make_result("v2", status="interrupted", step_ms=[])])["v2"]
+    assert nothing.note == "no timed step"
+
+
+def test_implausible_figures_are_flagged_with_the_row() -> None:
+    fast = make_result("v2", plausibility=["the backward pass takes 0.1 of the forward's"])
+    rows = comparison.build_rows([make_result(), fast, fast])
+    assert rows[1].plausibility == ["the backward pass takes 0.1 of the forward's"]
+    table = compare_versions.as_markdown(rows)
+    assert table.count("IMPLAUSIBLE: the backward pass takes 0.1 of the forward's") == 1
+
+
+def test_comparison_json_keeps_the_contract(tmp_path: Path) -> None:
+    red = make_result("v4", gate="fail", step_ms=[])
+    rows = comparison.build_rows([make_result(), make_result("v2"), red])
+    names = compare_versions.write_outputs(rows, [red], SESSION, tmp_path)
+    assert [Path(name).name for name in names] == files(tmp_path)
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    assert content["schema_version"] == comparison.SCHEMA_VERSION
+    assert [row["version"] for row in content["rows"]] == ["v1", "v2", "v4"]
+    for row in content["rows"]:
+        assert set(row) >= set(CONTRACT)
+    assert [row["parity"] for row in content["rows"]] == ["pass", "pass", "fail"]
+
+
+def test_rows_of_different_sizes_stand_in_different_tables() -> None:
+    small = {"config_name": "small", "batch_size": 16}
+    runs = [make_result(**kind) for kind in ({}, small, {"precision": "bf16"})]  # type: ignore[arg-type]
+    text = compare_versions.as_markdown(comparison.build_rows(runs))
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "### tiny: 8 x 128 tokens, bf16, Some CPU",
+        "### tiny: 8 x 128 tokens, fp32, Some CPU",
+        "### small: 16 x 128 tokens, fp32, Some CPU",
+    ]
+
+
+# --- the command ------------------------------------------------------------------------------
+
+SHRINK_PRESET = ("Preset(256, 4, 8, seq_len=128, batch_size=8)", "Preset(64, 1, 4, 16, 2, 300)")
+
+
+def copy_repository(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
+    """The repository's code in another place, with one text replaced in some of its files."""
+    names = ["workshop", "analysis_tools", *(v.folder for v in versions.VERSIONS.values())]
+    for name in names:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    for name, (old, new) in changes.items():
+        path = folder / name
+        text = path.read_text()
+        assert old in text, f"{name} has no {old!r}"
+        path.write_text(text.replace(old, new))
+    return folder
+
+
+def tool(*words: str | Path) -> list[str | Path]:
+    return ["python", TOOL, "--device", "cpu", *words]
+
+
+FEW_STEPS = ("--num-steps", "2", "--warmup-steps", "1", "--repeats", "1")
+
+
+@pytest.fixture(scope="module")
+def started(
+    type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Finished]]]:
+    """The slow commands, two at a time: they run while the tests before them do."""
+    good, broken = (tmp_path_factory.mktemp(name) for name in ("good", "broken"))
+    copy_repository(
+        broken / "code",
+        {
+            "workshop/presets.py": SHRINK_PRESET,
+            "version2_pytorch_fused/tiny_llama_v2.py": ("F.silu", "F.relu"),
+            "version4_pytorch_sdpa/tiny_llama_v4.py": (
+                "import torch\n",
+                "import torch\nraise RuntimeError('no such kernel')\n",
+            ),
+        },
+    )
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            "good": pool.submit(
+                type_command,
+                *tool("--config", "tiny", "--versions", "v1", "v2", *FEW_STEPS),
+                *("--output-dir", good / "out"),
+            ),
+            "broken": pool.submit(
+                type_command,
+                *tool("--config", "tiny", "--versions", "v1", "v2", "v4", *FEW_STEPS),
+                *("--repeats", "2", "--output-dir", broken / "out"),
+                folder=broken / "code",
+                OMP_NUM_THREADS="1",
+            ),
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def good(
+    started: dict[str, Future[Finished]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Finished, Path]:
+    finished = started["good"].result()
+    return finished, Path(finished.args[-1])
+
+
+def test_a_comparison_trains_shows_and_writes(good: tuple[Finished, Path]) -> None:
+    from matplotlib.image import imread
+
+    finished, folder = good
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(r"│ v1 .* baseline │", finished.stdout)
+    assert re.search(r"│ v2 .*(x \[|no significant)", finished.stdout)
+    assert re.findall(r"│ (v\d) +│ pass │ +38/38 │", finished.stdout) == ["v1", "v2"]
+    for key in ("v1", "v2"):  # told as it goes, for those who wait
+        assert re.search(rf"^{key} tiny fp32, run 1 of 1: [\d.]+ ms", finished.stderr, re.MULTILINE)
+    written = [name for name in files(folder) if not name.startswith("runs")]
+    assert written == ["comparison.json", "comparison.md", "comparison.png"]
+    height, width = imread(folder / "comparison.png").shape[:2]
+    assert width >= 1500 and height >= 500
+    runs = results.load_folder(folder)
+    assert [run.version for run in runs] == ["v1", "v2"]
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-3)  # the same text, the same math
+    rows = json.loads((folder / "comparison.json").read_text())["rows"]
+    assert [row["parity"] for row in rows] == ["pass", "pass"]
+    assert rows[1]["speedup"] == pytest.approx(rows[0]["step_ms"] / rows[1]["step_ms"])
+
+
+@pytest.mark.parametrize("form", ["json", "csv", "markdown", "table"])
+def test_results_alone_give_the_same_rows_again(
+    form: str, good: tuple[Finished, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished, folder = good
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert compare_versions.main(["--from-results", str(folder), "--format", form]) == 0
+    shown = capsys.readouterr().out
+    content = json.loads((folder / "comparison.json").read_text())
+    if form == "json":
+        assert json.loads(shown)["rows"] == content["rows"]
+    elif form == "csv":
+        lines = list(csv.DictReader(io.StringIO(shown)))
+        assert [line["version"] for line in lines] == ["v1", "v2"]
+        assert [float(line["step_ms"]) for line in lines] == [
+            row["step_ms"] for row in content["rows"]
+        ]
+        assert set(lines[0]) >= set(CONTRACT) - {"plausibility"}
+    elif form == "markdown":
+        assert (folder / "comparison.md").read_text().endswith(shown)
+    else:
+        assert finished.stdout.startswith(shown)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("spelling", ["--output-dir={}", "--output={}"])
+def test_results_alone_are_written_where_that_is_asked_for(
+    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.save(make_result(), tmp_path / "in")
+    flag = spelling.format(tmp_path / "out")
+    words = ["--from-results", str(tmp_path / "in"), "--format", "json", flag]
+    assert compare_versions.main(words) == 0
+    assert files(tmp_path / "out") == ["comparison.json", "comparison.md", "comparison.png"]
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)  # nothing but JSON for the program that reads it
+    assert captured.err.startswith("Written: ")
+
+
+def test_a_red_gate_and_a_crash_cost_their_own_rows(started: dict[str, Future[Finished]]) -> None:
+    finished = started["broken"].result()
+    folder = Path(finished.args[-1])
+    assert finished.returncode == 1, finished.stderr
+    assert "Traceback" not in finished.stdout + finished.stderr
+    v1, v2, v4 = json.loads((folder / "comparison.json").read_text())["rows"]
+    assert v1["step_ms"] and v1["runs"] == 2 and v1["parity"] == "pass"
+    assert (v2["step_ms"], v2["speedup"], v2["parity"]) == (None, None, "fail")
+    assert v2["note"].startswith("gate red, not timed: ")
+    assert (v4["step_ms"], v4["parity"], v4["note"]) == (
+        None,
+        "not run",
+        "RuntimeError: no such kernel",
+    )
+    for label, reason in (("v2", v2["note"]), ("v4", v4["note"])):
+        assert f"{label}: {reason}" in re.sub(r"\s+", " ", finished.stdout)
+        # It failed once and was not run again.
+        assert len(re.findall(rf"^{label} tiny fp32, run", finished.stderr, re.MULTILINE)) == 1
+    statuses = {run.version: run.status for run in results.load_folder(folder)}
+    assert statuses == {"v1": "complete", "v2": "gate failed", "v4": "failed"}
+    logs = list(folder.rglob("*.log"))
+    assert len(logs) == 1 and "no such kernel" in logs[0].read_text()
+    assert compare_versions.main(["--from-results", str(folder)]) == 1
+
+
+WRONG = {
+    "unknown version": (["--versions", "v9"], "unknown version 'v9': choose from v1, v2"),
+    "unknown preset": (["--config", "tiny", "giant"], "unknown preset 'giant': choose from tiny"),
+    "unknown precision": (["--precision", "int4"], "unknown precision 'int4'"),
+    "precision": (["--precision", "fp32", "fp16"], "precision fp16: the CPU does not have it"),
+    "no repeats": (["--repeats", "0"], "--repeats 0: it must be at least 1"),
+    "no steps": (["--num-steps", "-3"], "--num-steps -3: it must be at least 1"),
+    "seed": (["--seed", "-1"], "--seed -1: it must lie between"),
+    "device": (["--device", "tpu"], "unknown device 'tpu'"),
+    "file as folder": (["--output-dir", "FILE"], "FILE can't be written"),
+    "no results": (["--from-results", "absent"], "results absent: no such folder"),
+    "empty results": (["--from-results", "EMPTY"], "no result files"),
+    "truncated result": (["--from-results", "CUT"], "cut.json: no valid JSON at line 1"),
+    "another format": (["--format", "xml"], "invalid choice: 'xml'"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "FILE").touch()
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "CUT").mkdir()
+    (tmp_path / "CUT" / "cut.json").write_text('{"schema_version": 1, "vers')
+    before = files(tmp_path)
+    places = {name: str(tmp_path / name) for name in ("FILE", "EMPTY", "CUT")}
+    given = [places.get(word, word) for word in words]
+    defaults = ["--device", "cpu", "--output-dir", str(tmp_path / "out")]
+    try:
+        status: object = compare_versions.main(defaults + given)
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    assert status == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in re.sub(re.escape(str(tmp_path)) + "/", "", captured.err)
+    assert captured.err.count("error: ") == 1
+    if captured.err.startswith("error: "):
+        assert captured.err.count("\n") == 1
+    assert files(tmp_path) == before
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(versions.VERSIONS["v3"].exists, reason="this checkout has V3")
+def test_a_version_that_is_not_in_this_checkout_is_told(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
+    finished = type_command(*tool("--versions", "v1", "v3", "--output-dir", tmp_path / "out"))
+    assert finished.returncode == 2
+    assert re.fullmatch(r"error: version v3 .* is not in this checkout: .*\n", finished.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        compare_versions.main(["--help"])
+    assert stop.value.code == 0
+    assert "default" in capsys.readouterr().out
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------
+
+# A terminal of our own: what is typed into it, Ctrl-C too, goes to the command as at a keyboard.
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+LONG = ("--config", "tiny", "--num-steps", "100000", "--warmup-steps", "1", "--repeats", "1")
+
+
+class Terminal:
+    """A command in a terminal: wait for what it shows, type, and read how it ended."""
+
+    def __init__(self, *words: str | Path, folder: Path) -> None:
+        command = [sys.executable if word == "python" else str(word) for word in words]
+        environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TERMINAL, *command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.shown = ""
+
+    def wait_for(self, text: str) -> None:
+        assert self._process.stdout is not None
+        while text not in self.shown:
+            block = os.read(self._process.stdout.fileno(), 65536)
+            assert block, f"it ended without {text!r}:\n{self.shown}"
+            self._add(block)
+
+    def type(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(text.encode())
+        self._process.stdin.flush()
+
+    def end(self) -> int:
+        rest, _ = self._process.communicate(timeout=120)
+        self._add(rest)
+        return self._process.returncode
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+
+    def _add(self, block: bytes) -> None:
+        text = block.decode(errors="replace")
+        self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def running(text: str | Path) -> list[str]:
+    """Command lines of processes that name something."""
+    listing = subprocess.run(["ps", "-ww", "-eo", "pid=,args="], capture_output=True, text=True)
+    return [line for line in listing.stdout.splitlines() if str(text) in line]
+
+
+@pytest.fixture(scope="module")
+def small_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "code"
+    return copy_repository(folder, {"workshop/presets.py": SHRINK_PRESET})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_ctrl_c_keeps_what_was_completed(small_copy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    terminal = Terminal(*tool("--versions", "v1", *LONG, "--output-dir", folder), folder=small_copy)
+    try:
+        terminal.wait_for("v1 tiny fp32: step ")  # progress, as a terminal shows it
+        assert len(running(folder)) >= 2
+        time.sleep(0.5)
+        terminal.type("\x03")
+        status = terminal.end()
+    finally:
+        terminal.kill()
+    assert status == 130, terminal.shown
+    assert "interrupted: the table holds what was completed" in terminal.shown
+    assert "Traceback" not in terminal.shown
+    assert running(folder) == []
+    (run,) = results.load_folder(folder)
+    assert run.status == "interrupted" and 1 <= len(run.step_ms) < 100_000
+    (row,) = json.loads((folder / "comparison.json").read_text())["rows"]
+    assert row["note"] == "1 of 1 runs interrupted" and row["step_ms"]
+    assert not [name for name in files(folder) if Path(name).name.startswith(".")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_ctrl_c_before_anything_is_complete_says_so(small_copy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    terminal = Terminal(*tool("--versions", "v1", *LONG, "--output-dir", folder), folder=small_copy)
+    try:
+        terminal.wait_for("v1 tiny fp32: gate: comparing")
+        terminal.type("\x03")
+        status = terminal.end()
+    finally:
+        terminal.kill()
+    assert status == 130, terminal.shown
+    assert "interrupted before a run was complete: nothing saved" in terminal.shown
+    assert "Traceback" not in terminal.shown
+    assert running(folder) == []
+    assert files(folder) == []

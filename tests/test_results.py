@@ -1,0 +1,331 @@
+"""Result files: what is written comes back, and what is broken is named, never met later."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from analysis_tools import compare_versions
+from workshop import comparison, results
+from workshop.errors import WorkshopError
+from workshop.results import Gradients, Parity, RunResult
+from workshop.versions import VERSIONS
+
+SESSION = "20260102-030405-abcdef"
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_dim": 256,
+    "intermediate_dim": 1024,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "max_seq_len": 2048,
+}
+
+
+def make_result(version: str = "v1", gate: str = "pass", **changes: Any) -> RunResult:
+    """A run as the command line writes it; `changes` replace its fields."""
+    run = RunResult(
+        schema_version=results.SCHEMA_VERSION,
+        version=version,
+        session=SESSION,
+        created="2026-01-02T03:04:05+00:00",
+        status="complete",
+        error=None,
+        config_name="tiny",
+        config={**SIZES, "rope_theta": 10000.0, "norm_eps": 1e-5},
+        batch_size=8,
+        seq_len=128,
+        precision="fp32",
+        options={
+            "compile": VERSIONS[version].compile,
+            "cuda_graph": False,
+            "learning_rate": 3e-4,
+            "seed": 42,
+        },
+        command=["python", f"tiny_llama_{version}.py"],
+        git_commit="0123456789ab",
+        device={"type": "cpu", "name": "Some CPU", "peaks_source": None, "threads": 2},
+        software={"python": "3.11.7", "torch": "2.13.0", "cuda": None},
+        data={"name": "some text", "bytes": 1000},
+        warmup_steps=1,
+        step_ms=[99.0, 100.0, 101.0, 100.0, 100.0],
+        forward_ms=[30.0, 30.0],
+        backward_ms=[60.0, 60.0],
+        optimizer_ms=[10.0, 10.0],
+        setup_s={"warm_up": 1.5},
+        memory_mb={
+            "peak": 200.0,
+            "weights": 17.0,
+            "gradients": 17.0,
+            "optimizer_state": 34.0,
+            "rest": 132.0,
+            "source": "profiled allocations",
+        },
+        losses=[6.9, 6.0, 5.0, 4.0, 3.5, 3.0],
+        gradients=Gradients(38, 38, 4190464, 4190464),
+        parity=Parity(
+            status=gate,
+            failures=["gradient of norm.weight is missing"] if gate == "fail" else [],
+            batch_size=8,
+            seq_len=128,
+            reference="V1 in float64",
+            measures={"loss": {"error": 1e-7, "allowed": 1e-6, "baseline": None}},
+        ),
+        plausibility=[],
+        peak_tflops=0.5,
+        peak_source="measured: a large matrix product",
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def write(folder: Path, content: object) -> Path:
+    """A file with any content, as JSON unless it is text or bytes."""
+    path = folder / "run.json"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def changed(*path: str | int, to: object) -> dict[str, Any]:
+    """A valid file's content with one value replaced, the root where no path is given."""
+    content = dataclasses.asdict(make_result())
+    *above, last = path
+    place: Any = content
+    for key in above:
+        place = place[key]
+    place[last] = to
+    return content
+
+
+def files(folder: Path) -> list[str]:
+    """All files below a folder, hidden ones too."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+# --- writing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        make_result(),
+        make_result("v2", gate="fail", status="gate failed", step_ms=[], memory_mb={}, losses=[]),
+        make_result("v4", status="failed", error="crashed", step_ms=[], losses=[], gradients=None),
+        make_result(status="interrupted", memory_mb={}, forward_ms=[], peak_tflops=None),
+    ],
+    ids=lambda run: run.status,
+)
+def test_what_is_saved_is_loaded(run: RunResult, tmp_path: Path) -> None:
+    path = results.save(run, tmp_path)
+    assert path.parent == tmp_path / "runs" / SESSION
+    assert path.name.startswith(f"{run.version}_tiny_fp32_")
+    assert results.load(path) == run
+    assert next(iter(json.loads(path.read_text()))) == "schema_version"
+    assert files(tmp_path) == [str(path.relative_to(tmp_path))]  # no temporary file
+
+
+def test_two_runs_of_one_session_do_not_share_a_name(tmp_path: Path) -> None:
+    paths = {results.save(make_result(), tmp_path) for _ in range(20)}
+    assert len(paths) == 20
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("old", [None, "old"])
+def test_what_fails_half_way_leaves_what_was_there(
+    error: type[BaseException], old: str | None, tmp_path: Path
+) -> None:
+    target = tmp_path / "comparison.png"
+    if old:
+        target.write_text(old)
+    with pytest.raises(error), results.atomic_path(target) as path:
+        assert path.parent == tmp_path and path.suffix == ".png"
+        path.write_text("half")
+        raise error
+    assert files(tmp_path) == (["comparison.png"] if old else [])
+    assert not old or target.read_text() == old
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", no_room)
+    with pytest.raises(WorkshopError, match=r"x\.json can't be written: No space left on device"):
+        results.write_json(tmp_path / "x.json", {})
+    assert files(tmp_path) == []
+
+
+def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
+    assert results.finite([1.0, math.nan, math.inf]) == [1.0, None, None]
+    path = results.save(make_result(losses=results.finite([math.nan] * 6)), tmp_path)
+    assert results.load(path).losses == [None] * 6
+    with pytest.raises(ValueError):
+        results.write_json(tmp_path / "x.json", {"loss": math.nan})
+    assert not (tmp_path / "x.json").exists()
+
+
+# --- reading ------------------------------------------------------------------------------
+
+VALID = json.dumps(dataclasses.asdict(make_result()))
+WITHOUT_LOSSES = {k: v for k, v in json.loads(VALID).items() if k != "losses"}
+
+NO_JSON = {
+    "truncated": (VALID[: len(VALID) // 2], r"no valid JSON at line 1, .* truncated\?"),
+    "empty": ("", "no valid JSON at line 1"),
+    "binary": (b"\x80\x02\xff\x00", "no valid JSON"),
+    "list": ([1, 2], "expected a JSON object, found list"),
+    "NaN": (VALID.replace("99.0", "NaN"), "NaN is no JSON"),
+    "endless number": (VALID.replace("99.0", "9" * 5000), "no valid JSON"),
+    "deep": ("[" * 100_000, "no valid JSON"),
+}
+
+BROKEN = {
+    "another schema": (changed("schema_version", to=2), "schema_version is 2, .* reads 1"),
+    "no schema": ({}, "schema_version is None"),
+    "missing": (WITHOUT_LOSSES, "field losses is missing"),
+    "missing below": (changed("parity", to={"status": "pass"}), r"field parity\.failures is miss"),
+    "unknown": (changed("speed", to=9), "field speed is unknown"),
+    "unknown below": (
+        changed("gradients", to={**dataclasses.asdict(Gradients(1, 1, 1, 1)), "x": 1}),
+        r"field gradients\.x is unknown",
+    ),
+    "text for a time": (changed("step_ms", 1, to="99"), r"step_ms\[1\] should be float, .*'99'"),
+    "text for a list": (changed("step_ms", to="99"), r"step_ms should be list\[float\], found"),
+    "bool for an int": (changed("batch_size", to=True), "batch_size should be int, found True"),
+    "float for an int": (changed("seq_len", to=128.0), "seq_len should be int, found 128.0"),
+    "null for a time": (changed("forward_ms", 0, to=None), r"forward_ms\[0\] should be float"),
+    "null for a text": (changed("version", to=None), "version should be str, found None"),
+    "number for an object": (changed("parity", to=3), "parity should be an object"),
+    "list for an object": (changed("gradients", to=[]), "gradients should be Gradients | None"),
+    "wrong type at depth": (
+        changed("parity", "measures", "loss", "error", to=[1]),
+        r"parity\.measures\.loss\.error should be",
+    ),
+    "infinity": (changed("losses", 0, to=10**400), r"losses\[0\] should be float"),
+    "unknown version": (changed("version", to="v9"), "version is 'v9', not one of v1, v2"),
+    "unknown status": (changed("status", to="done"), "status is 'done', not one of complete"),
+    "unknown verdict": (changed("parity", "status", to="ok"), "parity.status is 'ok'"),
+    "red without reason": (changed("parity", "status", to="fail"), "parity.failures is empty"),
+    "complete without steps": (changed("step_ms", to=[]), "step_ms is empty in a complete run"),
+    "no time at all": (changed("step_ms", 0, to=0), r"step_ms\[0\] should lie between .* found 0"),
+    "negative time": (changed("step_ms", 0, to=-1.0), r"step_ms\[0\] should lie between"),
+    "no size": (changed("config", to={}), r"config\.vocab_size should lie between .* found None"),
+    "no heads": (changed("config", "num_heads", to=0), r"config\.num_heads should lie between 1"),
+    "no peak": (changed("memory_mb", to={"rest": 1.0}), r"memory_mb\.peak is missing"),
+    "peak in words": (changed("memory_mb", "peak", to="big"), r"memory_mb\.peak should be a numb"),
+    "too few losses": (changed("losses", to=[1.0]), "losses is shorter than step_ms"),
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [*NO_JSON.values(), *BROKEN.values()], ids=[*NO_JSON, *BROKEN]
+)
+def test_a_broken_file_is_named_with_its_field(
+    content: object, message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(WorkshopError, match=message) as caught:
+        results.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match=r"absent\.json: can't be read: No such file"):
+        results.load(tmp_path / "absent.json")
+    with pytest.raises(WorkshopError, match=r"can't be read: Is a directory"):
+        results.load(tmp_path)
+
+
+def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
+    newer, older = make_result(session="20260103"), make_result("v2", session="20260101")
+    path = results.save(newer, tmp_path)
+    results.save(older, tmp_path)
+    results.write_json(tmp_path / "comparison.json", {"rows": []})
+    results.write_json(tmp_path / "runs" / "20260101" / ".half.json", {})
+    results.write_text(tmp_path / "runs" / "20260101" / "v4_tiny.log", "crashed")
+    assert results.load_folder(tmp_path) == [older, newer]  # oldest session first
+    assert results.load_folder(tmp_path / "runs") == [older, newer]
+    assert results.load_folder(path.parent) == [newer]
+    assert results.load_folder(path) == [newer]
+    # As under results/reference/: a folder a device, each with its own runs/.
+    device_folder = tmp_path / "reference" / "some_gpu"
+    third = make_result("v4", session="20260102")
+    results.save(third, device_folder)
+    assert results.load_folder(tmp_path) == [older, third, newer]
+
+
+def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match="absent: no such folder"):
+        results.load_folder(tmp_path / "absent")
+    with pytest.raises(WorkshopError, match="no result files"):
+        results.load_folder(tmp_path)
+    results.save(make_result(), tmp_path)
+    write(tmp_path / "runs" / SESSION, "{")
+    with pytest.raises(WorkshopError, match=r"run\.json: no valid JSON"):
+        results.load_folder(tmp_path)
+
+
+# --- any damage ---------------------------------------------------------------------------
+
+
+def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The path of every value in a JSON document, but the document's own."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    for key, below in items:
+        yield from places(below, (*path, key))
+
+
+NASTY = [0, -1, 0.5, "", "[/red]", "a|b\n", [], {}, 5e-324, 1e308, 2**63, 10**400, math.nan]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.sampled_from(NASTY) | st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture
+    ],  # each example writes its file anew
+)
+@given(place=st.sampled_from(list(places(json.loads(VALID)))), value=VALUES)
+@example(place=("device", "name"), value="[/red]")
+@example(place=("session",), value="")
+def test_a_file_with_any_value_replaced_is_shown_or_refused(
+    place: tuple[str | int, ...], value: object, tmp_path: Path
+) -> None:
+    """Whatever a hand or a disk did to one value: WorkshopError, or a table; nothing else."""
+    path = write(tmp_path, changed(*place, to=value))
+    try:
+        damaged = results.load(path)
+        for runs in ([damaged], [damaged, make_result("v2"), make_result("v4")]):
+            rows = comparison.build_rows(runs)
+            json.dumps(compare_versions.as_json(rows), allow_nan=False)
+            with contextlib.redirect_stdout(io.StringIO()):
+                for form in compare_versions.FORMATS:
+                    compare_versions.show(rows, form)
+    except WorkshopError as error:
+        assert str(path) in str(error)
