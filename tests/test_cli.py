@@ -136,6 +136,7 @@ class Started(dict[str, Future[Finished]]):
         self[name] = self.pool.submit(
             self.type_command,
             *command(key, self.output(name), *words),
+            timeout=120,  # a size that is not refused would take all memory by and by
             **script(key, root),
             **(ONE_CORE | env),
         )
@@ -447,11 +448,19 @@ def test_a_loss_that_is_not_finite_is_told_and_saved(
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 
+# Whoever is started in the background ignores Ctrl-C, and hands that down: not to our command.
+AT_A_KEYBOARD = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 def interrupted(output: Path, *words: str, after: str) -> Finished:
     """A run with very many steps that gets a Ctrl-C once it has printed something."""
     typed = [str(word) for word in command("v1", output, *words, "--num-steps", "100000")]
     process = subprocess.Popen(
-        [sys.executable, *typed[1:]],
+        [sys.executable, "-c", AT_A_KEYBOARD, *typed[1:]],
         cwd=script("v1")["folder"],
         env=os.environ | ONE_CORE,
         stdout=subprocess.PIPE,

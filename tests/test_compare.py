@@ -432,7 +432,12 @@ def test_help_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 # A terminal of our own: what is typed into it, Ctrl-C too, goes to the command as at a keyboard.
-TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+# Whoever is started in the background ignores Ctrl-C, and hands that down: not to our command.
+TERMINAL = """
+import os, pty, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
+"""
 LONG = ("--config", "tiny", "--num-steps", "100000", "--warmup-steps", "1", "--repeats", "1")
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from workshop import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [".", *(versions.get_version(key).folder for key in versions.available())]
-SKIPPED = {".git", ".venv", "scratch", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 
 
 def commands(folder: str) -> list[str]:
@@ -22,43 +22,37 @@ def commands(folder: str) -> list[str]:
     return [re.sub(r"^ +", "", block, flags=re.MULTILINE) for block in blocks]
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout, so that what the commands write stays out of it; the environment
-    that `make` has prepared is shared."""
-    copy = tmp_path_factory.mktemp("clone") / "workshop"
-
-    def skip(_folder: str, names: list[str]) -> set[str]:
-        return SKIPPED & set(names)
-
-    shutil.copytree(ROOT, copy, ignore=skip)
-    if (ROOT / ".venv").is_dir():
-        (copy / ".venv").symlink_to(ROOT / ".venv")
-    return copy
+@pytest.fixture
+def clean_results() -> Iterator[None]:
+    """Removes the runs that the commands add to results/, where a user wants them."""
+    runs = ROOT / "results" / "runs"
+    before = set(runs.glob("*"))
+    yield
+    for session in set(runs.glob("*")) - before:
+        shutil.rmtree(session)
 
 
 @pytest.mark.timeout(600)
-def test_the_readmes_commands_run_on_a_cpu(checkout: Path) -> None:
+def test_the_readmes_commands_run_on_a_cpu(clean_results: None, tmp_path: Path) -> None:
     done: set[str] = set()
     for folder in FOLDERS:
         for command in commands(folder):
-            if command.splitlines()[-1] in done:  # a version's README repeats the main one's
-                continue
-            done.add(command.splitlines()[-1])
-            run(command, checkout / folder)
-    assert (checkout / "results" / "comparison.png").is_file()
+            last_line = command.splitlines()[-1]
+            if last_line not in done:  # a version's README repeats the main one's
+                run(command, ROOT / folder, tmp_path)
+            done.add(last_line)
+    assert (tmp_path / "comparison.png").is_file()
     assert len(done) >= 7
 
 
-def run(command: str, folder: Path) -> None:
+def run(command: str, folder: Path, output: Path) -> None:
     # diff exits 1 where files differ, which is the point of it; make's options keep it short.
     script = f'set -e\ndiff() {{ command diff "$@" || [ $? = 1 ]; }}\n{command}'
-    short = "--num-steps 2 --warmup-steps 1 --repeats 1"
-    path = f"{folder.parent if folder.name != 'workshop' else folder}/.venv/bin"
+    short = f"--num-steps 2 --warmup-steps 1 --repeats 1 --output-dir {output}"
     answer = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env=os.environ | {"ARGS": short, "PATH": f"{path}:{os.environ['PATH']}"},
+        env=os.environ | {"ARGS": short, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=400,

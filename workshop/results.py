@@ -350,6 +350,5 @@ def _fits(hint: Any, value: Any) -> bool:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return is_number and abs(value) <= sys.float_info.max  # 1e999 reads as infinity
     if hint is int:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return is_integer and abs(value) < 2**63
+        return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else False
