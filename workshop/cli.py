@@ -250,8 +250,9 @@ def _execution(
     compile_mode = arguments.compile
     if compile_mode is None:
         compile_mode = version.compile
-        if compile_mode != "none" and trainer.compiler_for(device) is None:
-            print("note: no C++ compiler found, so this runs without torch.compile")
+        missing = trainer.missing_for_compile(device) if compile_mode != "none" else None
+        if missing:
+            print(f"note: {missing} not found, so this runs without torch.compile")
             compile_mode = "none"
     cuda_graph = arguments.cuda_graph
     if cuda_graph is None:
@@ -356,18 +357,16 @@ def _progress(request: Request) -> trainer.Progress:
     total = request.arguments.num_steps
     every = max(1, total // _PROGRESS_LINES)
 
-    def report(step: int, loss: float, milliseconds: float) -> None:
+    def report(step: int, loss: float, milliseconds: float, peak: Callable[[], int]) -> None:
         if step != 1 and step % every and step != total:
             return
         samples = request.batch_size / milliseconds * 1e3
-        line = (
+        print(
             f"step {step:>{len(str(total))}}/{total}  loss {loss:7.4f}  "
             f"{samples:9,.1f} samples/s  {samples * request.seq_len:11,.0f} tokens/s  "
-            f"{milliseconds:8.2f} ms"
+            f"{milliseconds:8.2f} ms  peak {peak() / 1e6:,.0f} MB",
+            flush=True,
         )
-        if request.device.type == "cuda":
-            line += f"  peak {torch.cuda.max_memory_allocated(request.device) / 1e6:,.0f} MB"
-        print(line, flush=True)
 
     return report
 

@@ -1,7 +1,6 @@
 """From result files to the rows of a comparison: one a version, size, precision and device."""
 
 import dataclasses
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -207,7 +206,7 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
     row.speedup, row.speedup_ci = ratio.value, [ratio.low, ratio.high]
     peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
     if peaks and row.peak_memory_mb is not None:
-        row.memory_reduction = 1 - row.peak_memory_mb / statistics.fmean(peaks)
+        row.memory_reduction = 1 - row.peak_memory_mb / max(peaks)
 
 
 def _join(*notes: str) -> str:

@@ -89,7 +89,8 @@ class RunResult:
     setup_s: dict[str, float]
     memory_mb: dict[str, float | str]
     losses: list[float | None]
-    """Of every step, warm-up first; null where it was not finite."""
+    """Of every step up to the last timed one, warm-up first (on the CPU with the step that told
+    the memory); null where it was not finite."""
     gradients: Gradients | None
     parity: Parity
     plausibility: list[str]

@@ -4,9 +4,11 @@ import gc
 import os
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -29,8 +31,9 @@ EAGER_STEPS_BEFORE_CAPTURE = 3
 the optimizer's state, none of which a capture may do."""
 MAX_PHASE_STEPS = 10
 
-Progress = Callable[[int, float, float], None]
-"""Called with a step's number (from 1), its loss and its time in ms, some steps late."""
+Progress = Callable[[int, float, float, Callable[[], int]], None]
+"""Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
+that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
 
 
 class Phases(Protocol):
@@ -159,22 +162,27 @@ def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) ->
         )
 
 
-def compiler_for(device: torch.device) -> str | None:
-    """The compiler that torch.compile will call for code of this device, or None: $CXX or the
-    system's C++ compiler for the CPU, a C compiler for the launchers of GPU kernels."""
+def missing_for_compile(device: torch.device) -> str | None:
+    """What torch.compile would call for and not find here, or None: a C++ compiler ($CXX or the
+    system's) for the CPU, a C compiler for the launchers of GPU kernels, Python's headers."""
     if device.type == "cpu":
         names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
     else:
         names = [os.environ.get("CC", "gcc"), "clang"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+    if not any(shutil.which(name) for name in names):
+        return f"a compiler ({names[0]})"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Python's headers (Python.h, in python3-dev or python3-devel)"
+    return None
 
 
 def check_options(
     device: torch.device, precision: Precision, compile_mode: str, cuda_graph: bool
 ) -> None:
     """Raises WorkshopError for a combination that can't run here."""
-    if compile_mode != "none" and compiler_for(device) is None:
-        raise WorkshopError("--compile needs a C++ compiler (g++ or clang++); use --compile none")
+    missing = missing_for_compile(device) if compile_mode != "none" else None
+    if missing:
+        raise WorkshopError(f"--compile needs {missing}; install it or use --compile none")
     if not cuda_graph:
         return
     if device.type == "cpu":
@@ -203,6 +211,7 @@ class Runner:
         self.device = parameter.device
         self.model, self.optimizer = model, optimizer
         self.done = 0
+        self._cpu_peak = 0
         self._batches = batches
         self._inputs = torch.empty_like(batches[0], device=self.device)
         self._losses = torch.empty(len(batches), dtype=parameter.dtype)
@@ -268,17 +277,25 @@ class Runner:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def memory_mb(self) -> dict[str, float | str]:
-        """The peak since the warm-up, and what it is made of. On the CPU one more step is
-        trained, under the profiler, to find it."""
+    def profile_cpu_peak(self) -> None:
+        """Trains one step under the profiler to find its peak: PyTorch keeps none for the CPU."""
+        self._eager.clear()
+        self._cpu_peak = memory.cpu_step_peak(self.advance, self._live_bytes)
+
+    def peak_bytes(self) -> int:
+        """The peak since the warm-up; on the CPU that of the profiled step."""
         if self.device.type == "cpu":
-            self._eager.clear()
-            peak = memory.cpu_step_peak(self.advance, self._live_bytes)
-            return memory.break_down(peak, self.model, self.optimizer, "profiled allocations")
+            return self._cpu_peak
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def memory_mb(self) -> dict[str, float | str]:
+        """The peak, and what it is made of."""
         self.wait()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        breakdown = memory.break_down(peak, self.model, self.optimizer, "allocator")
-        breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
+        on_gpu = self.device.type == "cuda"
+        source = "allocator" if on_gpu else "profiled allocations"
+        breakdown = memory.break_down(self.peak_bytes(), self.model, self.optimizer, source)
+        if on_gpu:
+            breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
         return breakdown
 
     def _live_bytes(self) -> int:
@@ -341,35 +358,35 @@ def train(
     cuda_graph: bool,
     progress: Progress | None = None,
 ) -> Training:
-    """Trains `warmup_steps` + `num_steps` steps, of which the latter are timed, then measures
-    memory and phases over some more.
+    """Trains `warmup_steps` + `num_steps` steps, of which the latter are timed, then measures the
+    phases over some more. On the CPU one step between the two tells the peak of memory.
 
     Args:
         batches: int64 (n, 2, B, T) on the host, n = `batches_needed(warmup_steps, num_steps)`.
             Each step copies its own batch to the device, and that copy is in its time.
 
     A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
-    marked `interrupted`, without phases, and on the CPU, where it takes a step more, without
-    memory.
+    marked `interrupted`, without phases.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     start = time.perf_counter()
     runner.warm_up(warmup_steps)
     runner.wait()
     training = Training(setup_s={"warm_up": time.perf_counter() - start})
+    if runner.device.type == "cpu":
+        runner.profile_cpu_peak()
 
-    clock = StepClock(runner.device)
+    first, clock = runner.done, StepClock(runner.device)
     try:
         _timed_steps(runner, clock, num_steps, progress)
-        training.memory_mb = runner.memory_mb()
+        training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
         phases = runner.phases(_phase_steps(num_steps))
         training.forward_ms, training.backward_ms, training.optimizer_ms = phases
     except KeyboardInterrupt:
         training.interrupted = True
     training.step_ms = clock.durations_ms()
-    training.losses = runner.losses()[: warmup_steps + len(training.step_ms)].tolist()
-    if not training.memory_mb and runner.device.type == "cuda":
-        training.memory_mb = runner.memory_mb()
+    training.losses = runner.losses()[: first + len(training.step_ms)].tolist()
+    training.memory_mb = training.memory_mb or runner.memory_mb()
     return training
 
 
@@ -387,7 +404,8 @@ def _timed_steps(
         while progress and reported < step and clock.reached(reported + 1):
             reported += 1
             time_ms = clock.between_ms(reported - 1, reported)
-            progress(reported, runner.loss(first + reported - 1), time_ms)
+            loss = runner.loss(first + reported - 1)
+            progress(reported, loss, time_ms, runner.peak_bytes)
 
 
 def batches_needed(warmup_steps: int, num_steps: int) -> int:
