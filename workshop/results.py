@@ -61,41 +61,45 @@ class Parity:
 
 @dataclass
 class RunResult:
-    """One training run of one version. Times in ms, memory in MB (10^6 bytes)."""
+    """One training run of one version. Times in ms, memory in MB (10^6 bytes).
 
-    schema_version: int
+    A file has every field; the defaults are for a run that has not measured yet, or never did.
+    """
+
     version: str
     session: str
-    created: str
-    status: str  # "complete", "interrupted" (fewer steps than asked for), "gate failed", "failed"
-    error: str | None
-    """Why a failed run failed, as far as it could say; null otherwise."""
     config_name: str
     config: dict[str, int | float]
     batch_size: int
     seq_len: int
     precision: str
-    options: dict[str, str | int | float | bool | None]
-    command: list[str]
-    git_commit: str | None
+    warmup_steps: int
     device: dict[str, str | int | float | None]
     software: dict[str, str | None]
-    data: dict[str, str | int]
-    warmup_steps: int
-    step_ms: list[float]
-    forward_ms: list[float]
-    backward_ms: list[float]
-    optimizer_ms: list[float]
-    setup_s: dict[str, float]
-    memory_mb: dict[str, float | str]
-    losses: list[float | None]
+    git_commit: str | None
+    created: str
+    schema_version: int = SCHEMA_VERSION
+    status: str = "complete"
+    """One of STATUSES; "interrupted" has fewer steps than were asked for."""
+    error: str | None = None
+    """Why a failed run failed, as far as it could say."""
+    options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    data: dict[str, str | int] = field(default_factory=dict)
+    step_ms: list[float] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+    setup_s: dict[str, float] = field(default_factory=dict)
+    memory_mb: dict[str, float | str] = field(default_factory=dict)
+    losses: list[float | None] = field(default_factory=list)
     """Of every step up to the last timed one, warm-up first (on the CPU with the step that told
     the memory); null where it was not finite."""
-    gradients: Gradients | None
-    parity: Parity
-    plausibility: list[str]
-    peak_tflops: float | None
-    peak_source: str | None
+    gradients: Gradients | None = None
+    parity: Parity = field(default_factory=Parity)
+    plausibility: list[str] = field(default_factory=list)
+    peak_tflops: float | None = None
+    peak_source: str | None = None
 
 
 def new_session() -> str:
@@ -191,7 +195,7 @@ def save(result: RunResult, folder: Path) -> Path:
     """Writes `folder/runs/SESSION/VERSION_CONFIG_PRECISION_ID.json` and returns its path."""
     name = f"{result.version}_{result.config_name}_{result.precision}_{uuid.uuid4().hex[:6]}.json"
     target = prepare_folder(folder / "runs" / result.session) / name
-    write_json(target, dataclasses.asdict(result))
+    write_json(target, {"schema_version": result.schema_version} | dataclasses.asdict(result))
     return target
 
 
