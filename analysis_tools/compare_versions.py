@@ -2,31 +2,48 @@
 
 Each version runs in its own process, and the processes alternate (V1 V2 V4, V4 V2 V1, ...), so
 that a machine that grows hot or busy does so for all. Each first run passes the gate before it
-is timed; a version whose gate is red gets a row with the reason and no figures.
+is timed; a version whose gate is red gets a row with the reason and no figures. So does one that
+needs what this machine lacks. V3 without a GPU runs once, in Triton's interpreter: its row has
+all but times.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop import comparison, errors, hardware, precision, presets, results, timing, versions  # noqa: E402
+from workshop import (  # noqa: E402
+    comparison,
+    errors,
+    hardware,
+    interpreter,
+    precision,
+    presets,
+    results,
+    timing,
+    versions,
+)
 from workshop.comparison import Row  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 
 FORMATS = ("table", "markdown", "json", "csv")
 SECONDS_TO_STOP = 20
+SLOW = (
+    "in Triton's interpreter on this machine, which takes a minute or more: one run of a step or "
+    "two, to check it; its time is not compared"
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,8 @@ class Plan:
     config: str
     precision: str
     repeat: int
+    interpreted: bool = False
+    """Whether Triton's interpreter runs it: then it is one process that times a single step."""
 
     @property
     def label(self) -> str:
@@ -47,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="Exit status: 0 done, 1 a gate is red or a version failed, 2 wrong usage, "
-        "130 interrupted (what was completed is saved and shown).",
+        "77 this machine can run none of them, 130 interrupted (what was completed is saved and "
+        "shown).",
     )
     add = parser.add_argument
     add(
@@ -134,6 +154,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
+    if all(row.status == "skipped" for row in rows):
+        return errors.NOT_ON_THIS_MACHINE
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
 
 
@@ -158,12 +180,17 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     for config in configs:
         presets.get_preset(config)
     names = [precision.get_precision(name, device).name for name in arguments.precision]
+    slow = {key for key in keys if interpreter.serves(versions.get_version(key), device)}
     plans = []
     for config in configs:
         for name in dict.fromkeys(names):
             for repeat in range(arguments.repeats):
                 order = keys if repeat % 2 == 0 else keys[::-1]
-                plans += [Plan(key, config, name, repeat) for key in order]
+                plans += [
+                    Plan(key, config, name, repeat, interpreted=key in slow)
+                    for key in order
+                    if repeat == 0 or key not in slow
+                ]
     return plans
 
 
@@ -178,17 +205,18 @@ def run_plans(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    failed: set[tuple[str, str, str]] = set()
+    failed: set[str] = set()
     folder = arguments.output_dir / "runs" / session
     interrupted = False
+    tell = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    plans = _skip_what_lacks(plans, arguments, session, tell)
     count = TextColumn("{task.completed}/{task.total}")
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(plans))
         for plan in plans:
-            key = (plan.version, plan.config, plan.precision)
-            if key not in failed:
+            if plan.label not in failed:
                 run = _Child(plan, arguments, session)
                 try:
                     for line in run.lines():
@@ -198,13 +226,34 @@ def run_plans(
                     run.interrupt()
                     interrupted = True
                     break
-                line = f"{plan.label}, run {plan.repeat + 1} of {arguments.repeats}: {outcome}"
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                repeats = 1 if plan.interpreted else arguments.repeats
+                tell(f"{plan.label}, run {plan.repeat + 1} of {repeats}: {outcome}")
                 if run.failed:
-                    failed.add(key)
+                    failed.add(plan.label)
             progress.advance(task)
     paths = sorted(folder.glob("*.json")) if folder.is_dir() else []
     return [results.load(path) for path in paths], interrupted
+
+
+def _skip_what_lacks(
+    plans: list[Plan],
+    arguments: argparse.Namespace,
+    session: str,
+    tell: Callable[[str], object],
+) -> list[Plan]:
+    """The plans of the versions that this machine has all for; each other one's row gets its
+    record. Says so, and which versions will be interpreted."""
+    keys = dict.fromkeys(plan.version for plan in plans)
+    lacks = {key: versions.missing(versions.get_version(key)) for key in keys}
+    slow = {plan.version for plan in plans if plan.interpreted}
+    for key, lack in lacks.items():
+        if lack or key in slow:
+            tell(f"{key}: {f'skipped: {lack}' if lack else SLOW}")
+    for plan in plans:
+        lack = lacks[plan.version]
+        if lack and plan.repeat == 0:
+            save_record(plan, arguments, session, "skipped", lack)
+    return [plan for plan in plans if not lacks[plan.version]]
 
 
 class _Child:
@@ -217,7 +266,15 @@ class _Child:
         self._stderr: list[str] = []
         version = versions.get_version(plan.version)
         command = [sys.executable, str(version.path), "--config", plan.config]
-        for flag in ("num_steps", "warmup_steps", "device", "data", "seed", "output_dir"):
+        steps, warmup = arguments.num_steps, arguments.warmup_steps
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        if plan.interpreted:
+            steps = warmup = 1  # the gate has shown what such a run can show
+            environment[interpreter.VARIABLE] = "1"  # for a CPU that has a GPU beside it
+        else:
+            environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
+        command += ["--num-steps", str(steps), "--warmup-steps", str(warmup)]
+        for flag in ("device", "data", "seed", "output_dir"):
             command += [f"--{flag.replace('_', '-')}", str(getattr(arguments, flag))]
         command += ["--precision", plan.precision, "--session", session]
         if plan.repeat > 0:  # the first run has passed the gate, with the same code and sizes
@@ -229,7 +286,7 @@ class _Child:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=environment,
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read_stderr, daemon=True)
@@ -263,16 +320,20 @@ class _Child:
         status = self._process.returncode
         if status == errors.DONE:
             result = results.load(Path(self._result.removeprefix("Result: ")))
+            if result.interpreted:
+                return f"{interpreter.NOT_COMPARABLE}; {self._gate}"
             return f"{timing.median(result.step_ms):.2f} ms a step"
         self.failed = True
         if status == errors.ANSWER_IS_NO and self._result:
             return self._gate
         reason = self._reason(status)
+        if status == errors.NOT_ON_THIS_MACHINE:
+            save_record(self.plan, self.arguments, self.session, "skipped", reason)
+            return f"skipped: {reason}"
         log = folder / f"{self.plan.label.replace(' ', '_')}_{self.plan.repeat + 1}.log"
         results.prepare_folder(folder)
         results.write_text(log, "\n".join(self._stderr) + "\n")
-        record = failure_record(self.plan, self.arguments, self.session, reason)
-        results.save(record, self.arguments.output_dir)
+        save_record(self.plan, self.arguments, self.session, "failed", reason)
         return reason
 
     def _reason(self, status: int) -> str:
@@ -281,16 +342,18 @@ class _Child:
         if status < 0:
             return f"crashed with {signal.Signals(-status).name}"
         last = self._stderr[-1] if self._stderr else "no message"
-        return last.removeprefix("error: ") if status in (1, 2) else f"exit {status}: {last}"
+        told = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
+        return last.removeprefix("error: ") if status in told else f"exit {status}: {last}"
 
 
-def failure_record(
-    plan: Plan, arguments: argparse.Namespace, session: str, reason: str
-) -> RunResult:
-    """A result without figures, for a process that could not write its own."""
+def save_record(
+    plan: Plan, arguments: argparse.Namespace, session: str, status: str, reason: str
+) -> None:
+    """Writes a result without figures, for a process that could not write its own or that was
+    not started."""
     preset = presets.get_preset(plan.config)
     config = versions.load(versions.BASELINE).TinyLlamaConfig(**preset.model())
-    return RunResult(
+    record = RunResult(
         version=plan.version,
         session=session,
         config_name=plan.config,
@@ -303,9 +366,10 @@ def failure_record(
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
-        status="failed",
+        status=status,
         error=reason,
     )
+    results.save(record, arguments.output_dir)
 
 
 # --- showing -------------------------------------------------------------------------------------
@@ -411,13 +475,16 @@ def show(rows: list[Row], form: str) -> None:
         _show_tables(rows)
 
 
+STYLES = {"failed": "red", "skipped": "dim"}
+
+
 def _show_tables(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(width=110, highlight=False, markup=False)
+        console = Console(width=120, highlight=False, markup=False)
     for group in groups(rows):
         for header, cells, caption in (
             (SPEED_HEADER, speed_cells, title(group)),
@@ -427,7 +494,7 @@ def _show_tables(rows: list[Row]) -> None:
             for index, name in enumerate(header):
                 table.add_column(name, justify="left" if index == 0 else "right")
             for row in group:
-                table.add_row(*cells(row), style="red" if row.failed else None)
+                table.add_row(*cells(row), style=STYLES.get(row.status))
             console.print(table)
         for line in notes(group):
             console.print(line, markup=False)
@@ -498,14 +565,18 @@ MEMORY_COLOURS = (
 
 
 def plot(rows: list[Row], target: Path) -> None:
-    """Throughput, the step's parts and memory, a line of panels a group, for a projector."""
+    """Throughput, the step's parts and memory, a line of panels a group, for a projector. An
+    interpreted version has words in the place of its times."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [[row for row in group if row.step_ms] for group in groups(rows)]
-    shown = [group for group in shown if group]
+    shown = [
+        [row for row in group if row.status in ("timed", "interpreted")]
+        for group in groups(rows)
+        if any(row.step_ms for row in group)
+    ]
     plt.rcParams.update({"font.size": 15, "axes.spines.top": False, "axes.spines.right": False})
     figure, axes = plt.subplots(
         len(shown), 3, figsize=(19.2, 5.4 * len(shown)), squeeze=False, layout="constrained"
@@ -514,6 +585,8 @@ def plot(rows: list[Row], target: Path) -> None:
         _plot_throughput(line[0], group)
         _plot_stack(line[1], group, PHASE_COLOURS, "time of a step, ms", _phase_value)
         _plot_stack(line[2], group, MEMORY_COLOURS, "peak memory, MB", _memory_value)
+        for axis in line[:2]:
+            _write_in_place_of_times(axis, group)
         line[0].set_title(title(group), loc="left", fontweight="bold", fontsize=15)
     with results.atomic_path(target) as path:
         figure.savefig(path, dpi=100)
@@ -531,7 +604,7 @@ def _memory_value(row: Row, name: str) -> float:
 def _plot_throughput(axis, group: list[Row]) -> None:  # type: ignore[no-untyped-def]
     values = [row.tokens_per_s or 0.0 for row in group]
     bars = axis.bar([row.label for row in group], values, color="#44546a", width=0.6)
-    verdicts = [row.verdict().split(" [")[0] for row in group]
+    verdicts = [row.verdict().split(" [")[0] if row.step_ms else "" for row in group]
     short = [verdict.replace("no significant difference", "no difference") for verdict in verdicts]
     axis.bar_label(bars, short, padding=4, fontweight="bold")
     axis.set_ylabel("tokens a second")
@@ -547,6 +620,8 @@ def _plot_stack(axis, group, parts, label, value) -> None:  # type: ignore[no-un
         axis.bar(names, heights, bottom=bottoms, color=colour, label=legend, width=0.6)
         bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
     for index, total in enumerate(bottoms):
+        if not total:  # not measured
+            continue
         axis.annotate(
             f"{total:,.3g}" if total < 1000 else f"{total:,.0f}",
             (index, total),
@@ -559,6 +634,22 @@ def _plot_stack(axis, group, parts, label, value) -> None:  # type: ignore[no-un
         axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.margins(y=0.3)
     axis.legend(frameon=False, fontsize=13, loc="upper right", ncols=2)
+
+
+def _write_in_place_of_times(axis, group: list[Row]) -> None:  # type: ignore[no-untyped-def]
+    for index, row in enumerate(group):
+        if row.status == "interpreted":
+            axis.annotate(
+                interpreter.NOT_COMPARABLE.replace(", ", ",\n"),
+                (index, 0),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                rotation=90,
+                color="#707070",
+                fontsize=14,
+            )
 
 
 if __name__ == "__main__":

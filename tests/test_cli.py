@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_compare import copy_repository
+from test_compare import NO_TRITON, copy_repository, needs_triton
 from test_results import files
 
-from workshop import cli, results, trainer, versions
+from workshop import cli, precision, results, trainer, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
@@ -29,6 +29,8 @@ SIZES = "--hidden-dim 64 --intermediate-dim 128 --num-layers 1 --num-heads 4 --n
 SHAPE = "--vocab-size 300 --seq-len 16 --batch-size 2"
 SMALL = ["--device", "cpu", *SIZES.split(), *SHAPE.split()]
 SHORT = ["--num-steps", "3", "--warmup-steps", "1"]
+# V3's attention is written for heads of 32, 64 and 128.
+WIDE_HEADS = ["--num-heads", "2", "--num-kv-heads", "1"]
 # Models this small are quickest on one core, and two commands run at a time.
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
 
@@ -157,6 +159,8 @@ def started(
     (folder / "noise").write_bytes(os.urandom(5000))
     (folder / "blocked").mkdir()
     (folder / "blocked" / "sitecustomize.py").write_text(ONLY_TORCH)
+    (folder / "no_triton").mkdir()
+    (folder / "no_triton" / "sitecustomize.py").write_text(NO_TRITON)
     broken = copy_repository(
         folder / "broken", {"version2_pytorch_fused/tiny_llama_v2.py": ("F.silu", "F.relu")}
     )
@@ -175,6 +179,9 @@ def started(
         started.start("good v1", "v1")
         started.start("good v2", "v2")
         started.start("good v4", "v4")
+        started.start("good v3", "v3", *WIDE_HEADS, "--batch-size", "3")
+        started.start("not interpreted", "v3", TRITON_INTERPRET="0")
+        started.start("no Triton", "v3", PYTHONPATH=str(folder / "no_triton"))
         started.start("only torch", "v1", PYTHONPATH=str(folder / "blocked"))
         started.start("noise", "v1", "--text-file", folder / "noise", "--no-gate")
         started.start("validate", "v2", "--validate-setup")
@@ -257,6 +264,19 @@ def test_memory_that_runs_out_on_the_way_is_told_too(
         in_process("v1", tmp_path, "--no-gate")
 
 
+def test_sizes_that_a_version_has_no_code_for_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("head size 16: there are kernels for 32, 64 and 128")
+
+    monkeypatch.setattr(versions.load("v1"), "TinyLlama", refuse)
+    assert in_process("v1", tmp_path / "out") == 2
+    line = capsys.readouterr().err
+    assert line == "error: head size 16: there are kernels for 32, 64 and 128\n"
+    assert not (tmp_path / "out").exists()
+
+
 # --- a good run -------------------------------------------------------------------------------
 
 # Python imports this at its start. Everything that a PyTorch from a cluster's module may lack:
@@ -335,6 +355,58 @@ def test_a_run_prints_what_it_saves(key: str, started: Started) -> None:
     assert shown["gate"] == "pass" == run.parity.status
     (name,) = files(started.output(f"good {key}"))
     assert finished.stdout.endswith(f"Result: {started.output(f'good {key}') / name}\n")
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compiles the kernels")
+def test_an_interpreted_run_shows_that_it_is_right_and_no_speed(started: Started) -> None:
+    finished = started["good v3"].result()
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
+    assert "with V1, at 2 x 16 tokens only ...\n" in finished.stdout
+    assert "  kernels            in Triton's interpreter" in finished.stdout
+    step = r"^step (\d)/3  loss +([\d.]+)  interpreted, not comparable  peak [\d,]+ MB$"
+    steps = re.findall(step, finished.stdout, re.M)
+    assert [number for number, _ in steps] == ["1", "2", "3"]
+    shown = summary(finished)
+    assert shown["speed"] == "interpreted, not comparable"
+    assert list(shown) == ["speed", "loss", "memory", "gradients", "gate"]
+    for word in ("samples/s", "tokens/s", " ms", "FLOP/s", "IMPLAUSIBLE"):
+        assert word not in finished.stdout
+    run = the_run(started.output("good v3"))
+    assert run.interpreted and run.options["interpreted"] is True
+    assert run.losses[-3:] == pytest.approx([float(loss) for _, loss in steps], abs=1e-4)
+    assert len(run.step_ms) == 3 and run.forward_ms == []  # kept, for whoever mends the kernels
+    assert (run.parity.status, run.parity.batch_size, run.plausibility) == ("pass", 2, [])
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compiles the kernels")
+def test_kernels_that_are_compiled_refuse_the_cpu(
+    started: Started, type_command: TypeCommand
+) -> None:
+    words = ("python", "-m", "workshop.parity", "--version", "v3", "--device", "cpu")
+    gate = type_command(*words, TRITON_INTERPRET="0")
+    for finished in (started["not interpreted"].result(), gate):
+        assert finished.returncode == 2, finished.stderr
+        assert re.fullmatch(
+            "error: --device cpu: the kernels of version v3 are compiled for a GPU here; use a GPU "
+            r"device, or set TRITON_INTERPRET=1 .*\n",
+            finished.stderr,
+        )
+    assert files(started.output("not interpreted")) == []
+
+
+def test_without_triton_v3_says_what_it_needs(
+    started: Started, type_command: TypeCommand, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_TRITON)
+    words = ("python", "-m", "workshop.parity", "--version", "v3", "--device", "cpu")
+    gate = type_command(*words, PYTHONPATH=str(tmp_path))
+    for finished in (gate, started["no Triton"].result()):
+        assert finished.returncode == 77, finished.stderr
+        assert re.fullmatch(r"error: .*Triton, which is not installed: .*\n", finished.stderr)
+        assert finished.stdout == ""
 
 
 def test_nothing_but_torch_is_needed(started: Started) -> None:
@@ -446,6 +518,40 @@ def test_a_loss_that_is_not_finite_is_told_and_saved(
     assert in_process("v1", tmp_path, "--no-gate", "--learning-rate", "9e29") == 0
     assert "not finite final" in capsys.readouterr().out
     assert the_run(tmp_path).losses[-1] is None
+
+
+def triton_request(monkeypatch: pytest.MonkeyPatch, device: str, *words: str) -> cli.Request:
+    """What a Triton version's arguments come to on a device that need not be here. V2 stands in
+    for the module, of which nothing but its sizes and switches is looked at."""
+    monkeypatch.setattr(cli.hardware, "get_device", torch.device)
+    fp32 = precision.PRECISIONS["fp32"]
+    monkeypatch.setattr(cli, "get_precision", lambda *_: fp32)
+    version, module = versions.VERSIONS["v3"], versions.load("v2")
+    arguments = cli.build_parser(version, module).parse_args(["--device", device, *words])
+    return cli.check_arguments(version, module, arguments)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_interpreted_steps_are_few_unless_more_are_asked_for(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    request = triton_request(monkeypatch, device)
+    assert request.interpreted and not request.cuda_graph
+    assert request.schedule == trainer.Schedule(warmup=1, timed=3, phases=0)
+    request = triton_request(monkeypatch, device, "--num-steps", "7", "--warmup-steps", "2")
+    assert request.schedule == trainer.Schedule(warmup=2, timed=7, phases=0)
+    with pytest.raises(WorkshopError, match=r"^--cuda-graph .*; use --no-cuda-graph"):
+        triton_request(monkeypatch, device, "--cuda-graph")
+
+
+def test_compiled_kernels_are_measured_like_any_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    request = triton_request(monkeypatch, "cuda")
+    assert not request.interpreted and request.cuda_graph
+    assert request.schedule == trainer.Schedule(warmup=10, timed=50, phases=10)
+    with pytest.raises(WorkshopError, match="--device cpu: the kernels of version v3 are compiled"):
+        triton_request(monkeypatch, "cpu")
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,95 @@ def test_an_interrupted_run_counts_and_says_so() -> None:
     assert nothing.note == "no timed step"
 
 
+TIMES = """step_ms step_spread tokens_per_s samples_per_s forward_ms backward_ms optimizer_ms
+speedup speedup_ci tflops peak_tflops peak_share memory_reduction""".split()
+GPU = {"type": "cuda", "name": "Some CPU"}  # of the name of make_result's, so that they compare
+
+
+def interpreted(**changes: object) -> RunResult:
+    """A run of V3 without a GPU, with times that someone could take for good ones."""
+    options = {"compile": "none", "cuda_graph": False, "interpreted": True}
+    memory = {"peak": 150.0, "rest": 150.0, "source": "profiled allocations"}
+    given = {"options": options, "memory_mb": memory, "step_ms": FASTER, **changes}
+    return make_result("v3", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"options": {}}, {"device": GPU}, {"gate": "not run"}, {"status": "interrupted"}],
+    ids=["CPU", "CPU, which the file does not say", "GPU", "no gate", "interrupted"],
+)
+def test_no_time_of_an_interpreted_run_is_anywhere(changes: dict[str, object]) -> None:
+    rows = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
+    row = rows["v3"]
+    assert [getattr(row, name) for name in TIMES] == [None] * len(TIMES)
+    assert row.verdict() == "interpreted, not comparable"
+    assert row.note.startswith("interpreted, not comparable: ")
+    assert row.status == "interpreted" and not row.failed
+    # All the rest is there.
+    assert (row.parity, row.loss_first, row.loss_last) == (changes.get("gate", "pass"), 6.9, 3.0)
+    assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
+    assert row.peak_memory_mb == 150.0
+    assert rows["v2"].speedup == 2.0
+
+
+def test_compiled_kernels_are_timed_like_any_others() -> None:
+    options = {"compile": "none", "cuda_graph": True, "interpreted": False}
+    row = by_label([make_result(), interpreted(options=options, device=GPU)])["v3"]
+    assert (row.status, row.speedup, row.note) == ("timed", 2.0, "")
+
+
+def test_every_form_says_that_a_run_was_interpreted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from matplotlib.figure import Figure
+
+    words = "interpreted, not comparable"
+    rows = comparison.build_rows([make_result(), interpreted()])
+    for form in ("table", "markdown"):
+        compare_versions.show(rows, form)
+        *_, line = (line for line in capsys.readouterr().out.splitlines() if words in line)
+        assert line.lstrip("- ").startswith(f"v3: {words}: ")  # the last: below the tables
+    table = compare_versions.as_markdown(rows)
+    assert f"| v3 | {'- | ' * 6}{words} |" in table
+    assert "| v3 | pass | 38/38 | 6.900 → 3.000 | 150 | - | - | - |" in table
+    _, line = csv.DictReader(io.StringIO(compare_versions.as_csv(rows)))
+    assert [line[name] for name in TIMES] == [""] * len(TIMES) and words in line["note"]
+
+    drawn: list[list[str]] = []
+
+    def read(figure: Figure, path: Path, **_: object) -> None:
+        path.touch()
+        drawn.extend([text.get_text() for text in axis.texts] for axis in figure.axes)
+
+    monkeypatch.setattr(Figure, "savefig", read)
+    compare_versions.plot(rows, tmp_path / "x.png")
+    throughput, time_of_a_step, memory = drawn
+    place = words.replace(", ", ",\n")
+    assert throughput == ["baseline", "", place]
+    assert time_of_a_step == ["100", place]
+    assert memory == ["200", "150"]
+
+
+def test_what_a_machine_cannot_run_is_skipped_and_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lack = {"status": "skipped", "error": "version v3 needs Triton", "gate": "not run"}
+    skipped = make_result("v3", step_ms=[], losses=[], memory_mb={}, gradients=None, **lack)  # type: ignore[arg-type]
+    row = by_label([make_result(), skipped])["v3"]
+    assert (row.status, row.note, row.verdict()) == (
+        "skipped",
+        "version v3 needs Triton",
+        "skipped",
+    )
+    assert row.step_ms is None and not row.failed
+    results.save(skipped, tmp_path)
+    assert compare_versions.main(["--from-results", str(tmp_path)]) == 77  # there is nothing else
+    results.save(make_result(), tmp_path)
+    assert compare_versions.main(["--from-results", str(tmp_path)]) == 0
+    assert "v3: version v3 needs Triton" in capsys.readouterr().out
+
+
 def test_implausible_figures_are_flagged_with_the_row() -> None:
     fast = make_result("v2", plausibility=["the backward pass takes 0.1 of the forward's"])
     rows = comparison.build_rows([make_result(), fast, fast])
@@ -214,6 +304,8 @@ def test_rows_of_different_sizes_stand_in_different_tables() -> None:
 
 # --- the command ------------------------------------------------------------------------------
 
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
 SHRINK_PRESET = ("Preset(256, 4, 8, seq_len=128, batch_size=8)", "Preset(64, 1, 4, 16, 2, 300)")
 
 
@@ -236,6 +328,28 @@ def tool(*words: str | Path) -> list[str | Path]:
     return ["python", TOOL, "--device", "cpu", *words]
 
 
+def copy_with_v3(folder: Path, text: str) -> Path:
+    """A small repository whose V3 is this text: nothing that Triton's interpreter makes slow."""
+    copy_repository(folder, {"workshop/presets.py": SHRINK_PRESET})
+    place = folder / versions.VERSIONS["v3"].folder / "tiny_llama_v3.py"
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(text)
+    return folder
+
+
+# Python imports this at its start.
+NO_TRITON = """
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+
+def find_present(name, path=None, target=None):
+    return None if name.split(".")[0] == "triton" else find_spec(name, path, target)
+
+PathFinder.find_spec = find_present
+"""
+LACKS = "import sys\nsys.exit(print('error: it needs a widget', file=sys.stderr) or 77)\n"
+
 FEW_STEPS = ("--num-steps", "2", "--warmup-steps", "1", "--repeats", "1")
 
 
@@ -244,7 +358,11 @@ def started(
     type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Finished]]]:
     """The slow commands, two at a time: they run while the tests before them do."""
-    good, broken = (tmp_path_factory.mktemp(name) for name in ("good", "broken"))
+    names = ("good", "broken", "plain", "lacks", "bare")
+    good, broken, plain, lacks, bare = (tmp_path_factory.mktemp(name) for name in names)
+    copy_with_v3(plain / "code", versions.VERSIONS["v2"].path.read_text())
+    copy_with_v3(lacks / "code", LACKS)
+    (bare / "sitecustomize.py").write_text(NO_TRITON)
     copy_repository(
         broken / "code",
         {
@@ -269,6 +387,25 @@ def started(
                 *("--repeats", "2", "--output-dir", broken / "out"),
                 folder=broken / "code",
                 OMP_NUM_THREADS="1",
+            ),
+            "interpreted": pool.submit(
+                type_command,
+                *tool("--versions", "v1", "v3", "--num-steps", "5", "--warmup-steps", "2"),
+                *("--repeats", "2", "--output-dir", plain / "out"),
+                folder=plain / "code",
+                OMP_NUM_THREADS="1",
+            ),
+            "lacks": pool.submit(
+                type_command,
+                *tool("--versions", "v1", "v3", *FEW_STEPS, "--output-dir", lacks / "out"),
+                folder=lacks / "code",
+                OMP_NUM_THREADS="1",
+            ),
+            "no Triton": pool.submit(
+                type_command,
+                *tool("--versions", "v3", "--output-dir", bare / "out"),
+                folder=plain / "code",
+                PYTHONPATH=str(bare),
             ),
         }
         pool.shutdown(cancel_futures=True)
@@ -366,6 +503,52 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(started: dict[str, Future[Fi
     logs = list(folder.rglob("*.log"))
     assert len(logs) == 1 and "no such kernel" in logs[0].read_text()
     assert compare_versions.main(["--from-results", str(folder)]) == 1
+
+
+@needs_triton
+def test_an_interpreted_version_runs_once_and_briefly(
+    started: dict[str, Future[Finished]],
+) -> None:
+    finished = started["interpreted"].result()
+    folder = Path(finished.args[-1])
+    assert finished.returncode == 0, finished.stderr
+    told = finished.stderr.splitlines()
+    assert told[0].startswith("v3: in Triton's interpreter on this machine, ")
+    lines = [line for line in told[1:] if line.startswith("v3")]
+    assert len(lines) == 1
+    start = "v3 tiny fp32, run 1 of 1: interpreted, not comparable; gate: pass: gradients 11/11"
+    assert lines[0].startswith(start)
+    runs = results.load_folder(folder)
+    steps = [(run.version, run.warmup_steps, run.options["num_steps"]) for run in runs]
+    assert sorted(steps) == [("v1", 2, 5), ("v1", 2, 5), ("v3", 1, 1)]
+    v1, v3 = json.loads((folder / "comparison.json").read_text())["rows"]
+    assert v1["step_ms"] and (v3["status"], v3["parity"]) == ("interpreted", "pass")
+    assert [v3[name] for name in TIMES] == [None] * len(TIMES)
+    losses = next(run.losses for run in runs if run.version == "v3")
+    assert losses == pytest.approx(runs[0].losses[:3], rel=1e-4)  # the same text, the same math
+    assert (folder / "comparison.png").is_file()
+    assert re.search(r"│ v3 .* │ interpreted, not comparable │", finished.stdout)
+
+
+@needs_triton
+def test_what_a_version_lacks_costs_its_own_row(started: dict[str, Future[Finished]]) -> None:
+    finished = started["lacks"].result()
+    assert finished.returncode == 0, finished.stderr
+    assert "v3 tiny fp32, run 1 of 1: skipped: it needs a widget\n" in finished.stderr
+    v1, v3 = json.loads((Path(finished.args[-1]) / "comparison.json").read_text())["rows"]
+    assert v1["step_ms"] and (v3["status"], v3["note"]) == ("skipped", "it needs a widget")
+
+
+def test_without_triton_v3_is_skipped_and_told_how_to_get_it(
+    started: dict[str, Future[Finished]],
+) -> None:
+    finished = started["no Triton"].result()
+    assert finished.returncode == 77, finished.stderr  # nothing else was asked for
+    line, *_ = finished.stderr.splitlines()
+    assert line.startswith("v3: skipped: version v3 needs Triton, which is not installed: ")
+    (row,) = json.loads((Path(finished.args[-1]) / "comparison.json").read_text())["rows"]
+    assert row["status"] == "skipped" and line == f"v3: skipped: {row['note']}"
+    assert row["note"] in re.sub(r"\s+", " ", finished.stdout)
 
 
 WRONG = {

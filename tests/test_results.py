@@ -122,6 +122,7 @@ def files(folder: Path) -> list[str]:
         make_result(),
         make_result("v2", gate="fail", status="gate failed", step_ms=[], memory_mb={}, losses=[]),
         make_result("v4", status="failed", error="crashed", step_ms=[], losses=[], gradients=None),
+        make_result("v3", "not run", status="skipped", error="no Triton", step_ms=[], losses=[]),
         make_result(status="interrupted", memory_mb={}, forward_ms=[], peak_tflops=None),
     ],
     ids=lambda run: run.status,

@@ -13,7 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workshop import data, errors, flops, hardware, parity, plausibility, results, timing, trainer
+from workshop import (
+    data,
+    errors,
+    flops,
+    hardware,
+    interpreter,
+    parity,
+    plausibility,
+    results,
+    timing,
+    trainer,
+    versions,
+)
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.precision import Precision, get_precision
 from workshop.presets import PRESETS, default_preset, get_preset
@@ -30,6 +42,7 @@ _SIZES = (
     "max_seq_len",
 )
 _PROGRESS_LINES = 10
+_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
 
 
 @dataclass(frozen=True)
@@ -46,18 +59,33 @@ class Request:
     device: torch.device
     compile_mode: str
     cuda_graph: bool
+    interpreted: bool
+    """Whether Triton's interpreter runs its kernels."""
+    schedule: trainer.Schedule
     switches: dict[str, bool]
     arguments: argparse.Namespace
 
     def build(self) -> nn.Module:
         """The model as it will be timed: its switches set, on the device, compiled if asked."""
+        model = self.build_on(self.device)  # the weights are loaded later: draw these quickly
+        if self.compile_mode != "none":
+            model.compile(mode=self.compile_mode, dynamic=False)
+        return model
+
+    def build_on(self, device: torch.device) -> nn.Module:
+        """The model with its switches set.
+
+        Raises:
+            WorkshopError: the version has no code for these sizes.
+        """
         options = {}
         if self.switches:
             options["fusions"] = self.module.Fusions(**self.switches)
-        with torch.device(self.device):  # the weights are loaded later: draw these quickly
-            model: nn.Module = self.module.TinyLlama(self.config, **options)
-        if self.compile_mode != "none":
-            model.compile(mode=self.compile_mode, dynamic=False)
+        try:
+            with torch.device(device):
+                model: nn.Module = self.module.TinyLlama(self.config, **options)
+        except ValueError as error:
+            raise WorkshopError(str(error)) from None
         return model
 
 
@@ -75,6 +103,15 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
         return errors.INTERRUPTED
 
 
+def leave_if_missing(key: str) -> None:
+    """Ends the process, in one line and with the status for it, if the version needs what this
+    machine lacks. For a version's file to call before it imports that."""
+    lack = versions.missing(versions.VERSIONS[key])
+    if lack:
+        print(f"error: {lack}", file=sys.stderr)
+        sys.exit(errors.NOT_ON_THIS_MACHINE)
+
+
 # --- arguments -----------------------------------------------------------------------------------
 
 
@@ -84,7 +121,7 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
         description=f"Trains Tiny-LLaMA {version.key} ({version.title}), after showing that it "
         "is V1's model, and prints what a step takes.",
         epilog="Exit status: 0 done, 1 the gate is red or memory ran out, 2 wrong usage, "
-        "130 interrupted.",
+        f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted.",
     )
     _add_model_flags(parser.add_argument_group("model"))
     _add_training_flags(parser.add_argument_group("training"), version)
@@ -114,13 +151,17 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     add = group.add_argument
     add("--batch-size", type=int, metavar="N", help="sequences a step (default: the preset's)")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the preset's)")
-    add("--num-steps", type=int, default=50, metavar="N", help="timed steps (default %(default)s)")
+    few = interpreter.STEPS
+    warmup, timed = (
+        f"{usual}; {least} in Triton's interpreter" if version.triton else str(usual)
+        for usual, least in ((_WARMUP_STEPS, few.warmup), (_NUM_STEPS, few.timed))
+    )
+    add("--num-steps", type=int, metavar="N", help=f"timed steps (default {timed})")
     add(
         "--warmup-steps",
         type=int,
-        default=10,
         metavar="N",
-        help="steps trained before the clock starts (default %(default)s)",
+        help=f"steps trained before the clock starts (default {warmup})",
     )
     add("--learning-rate", type=float, default=3e-4, help="AdamW's (default %(default)s)")
     add("--seed", type=int, default=42, help="of weights and batches (default %(default)s)")
@@ -185,6 +226,8 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     if arguments.text_file is not None and arguments.data != "text":
         raise WorkshopError("--text-file goes with --data text")
     device = hardware.get_device(arguments.device)
+    interpreter.check_device(version, device)
+    interpreted = interpreter.serves(version, device)
     precision = get_precision(arguments.precision, device)
     preset = get_preset(arguments.config or default_preset(device.type))
     config, config_name = _model_config(module, arguments, device)
@@ -198,7 +241,7 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(
             "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
         )
-    compile_mode, cuda_graph = _execution(version, arguments, device)
+    compile_mode, cuda_graph = _execution(version, arguments, device, interpreted)
     switches = {}
     if hasattr(module, "Fusions"):
         names = [field.name for field in dataclasses.fields(module.Fusions)]
@@ -214,6 +257,8 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         device=device,
         compile_mode=compile_mode,
         cuda_graph=cuda_graph,
+        interpreted=interpreted,
+        schedule=_schedule(arguments, interpreted),
         switches=switches,
         arguments=arguments,
     )
@@ -243,10 +288,27 @@ def _model_config(
     return config, name if as_named else "custom"
 
 
+def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Schedule:
+    """The steps that were asked for, else those that a user has the patience for; the parts of
+    an interpreted step tell nobody anything."""
+    usual = trainer.Schedule(_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS)
+    default = interpreter.STEPS if interpreted else usual
+    timed = arguments.num_steps or default.timed
+    return trainer.Schedule(
+        warmup=arguments.warmup_steps or default.warmup,
+        timed=timed,
+        phases=min(default.phases, timed),
+    )
+
+
 def _execution(
-    version: Version, arguments: argparse.Namespace, device: torch.device
+    version: Version, arguments: argparse.Namespace, device: torch.device, interpreted: bool
 ) -> tuple[str, bool]:
-    """Compile mode and graph: what was asked for, else the version's defaults where they work."""
+    """Compile mode and graph: what was asked for, else the version's defaults where they work.
+
+    Raises:
+        WorkshopError: a graph was asked for of kernels that are interpreted.
+    """
     compile_mode = arguments.compile
     if compile_mode is None:
         compile_mode = version.compile
@@ -256,7 +318,12 @@ def _execution(
             compile_mode = "none"
     cuda_graph = arguments.cuda_graph
     if cuda_graph is None:
-        cuda_graph = version.cuda_graph and device.type == "cuda"
+        cuda_graph = version.cuda_graph and device.type == "cuda" and not interpreted
+    if cuda_graph and interpreted and device.type == "cuda":
+        raise WorkshopError(
+            "--cuda-graph can't capture what Triton's interpreter does on the host; use "
+            f"--no-cuda-graph, or unset {interpreter.VARIABLE}"
+        )
     return compile_mode, cuda_graph
 
 
@@ -265,6 +332,7 @@ def _execution(
 
 def _run(request: Request) -> int:
     _check_memory(request)
+    request.build_on(torch.device("meta"))  # says at once, and for nothing, if the sizes won't do
     try:
         return _gate_train_save(request)
     except (RuntimeError, MemoryError) as error:
@@ -303,7 +371,7 @@ def _gate_train_save(request: Request) -> int:
 def _load_data(request: Request) -> tuple[Tensor, dict[str, str | int]]:
     arguments = request.arguments
     shape: dict[str, int] = {
-        "steps": trainer.batches_needed(arguments.warmup_steps, arguments.num_steps),
+        "steps": request.schedule.batches,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len,
         "vocab_size": request.config.vocab_size,
@@ -321,8 +389,11 @@ def _load_data(request: Request) -> tuple[Tensor, dict[str, str | int]]:
 
 
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
-    print("gate: comparing logits, loss, gradients and training with V1 ...", flush=True)
-    shape = (request.batch_size, request.seq_len)
+    shape = of_the_run = (request.batch_size, request.seq_len)
+    if request.interpreted:
+        shape = interpreter.gate_shape(*shape)
+    smaller = f", at {shape[0]} x {shape[1]} tokens only" if shape != of_the_run else ""
+    print(f"gate: comparing logits, loss, gradients and training with V1{smaller} ...", flush=True)
     setting = parity.Setting(
         request.config, request.precision, request.device, request.arguments.seed, *shape
     )
@@ -339,14 +410,13 @@ def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Train
     arguments = request.arguments
     parity.load_canonical(model, parity.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
-    print(f"warming up for {arguments.warmup_steps} steps ...", flush=True)
+    print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
     return trainer.train(
         model,
         request.module.configure_optimizer(model, arguments.learning_rate),
         batches,
         request.precision,
-        warmup_steps=arguments.warmup_steps,
-        num_steps=arguments.num_steps,
+        schedule=request.schedule,
         cuda_graph=request.cuda_graph,
         progress=_progress(request),
     )
@@ -354,17 +424,21 @@ def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Train
 
 def _progress(request: Request) -> trainer.Progress:
     """Prints a line every few steps."""
-    total = request.arguments.num_steps
+    total = request.schedule.timed
     every = max(1, total // _PROGRESS_LINES)
 
     def report(step: int, loss: float, milliseconds: float, peak: Callable[[], int]) -> None:
         if step != 1 and step % every and step != total:
             return
         samples = request.batch_size / milliseconds * 1e3
+        speed = (
+            f"{samples:9,.1f} samples/s  {samples * request.seq_len:11,.0f} tokens/s  "
+            f"{milliseconds:8.2f} ms"
+        )
         print(
             f"step {step:>{len(str(total))}}/{total}  loss {loss:7.4f}  "
-            f"{samples:9,.1f} samples/s  {samples * request.seq_len:11,.0f} tokens/s  "
-            f"{milliseconds:8.2f} ms  peak {peak() / 1e6:,.0f} MB",
+            f"{interpreter.NOT_COMPARABLE if request.interpreted else speed}  "
+            f"peak {peak() / 1e6:,.0f} MB",
             flush=True,
         )
 
@@ -378,7 +452,7 @@ def _check_memory(request: Request) -> None:
     feed-forward layers' two products alone, which every version keeps for its backward pass; on
     the host the batches, drawn before the clock starts.
     """
-    c, arguments = request.config, request.arguments
+    c = request.config
     tokens = request.batch_size * request.seq_len
     bytes_each = 2 if request.precision.autocast_dtype else 4
     on_device = {
@@ -387,7 +461,7 @@ def _check_memory(request: Request) -> None:
         "--max-seq-len": 2 * 4 * c.max_seq_len * c.head_dim,
         "--batch-size or --seq-len": tokens * c.num_layers * 2 * c.intermediate_dim * bytes_each,
     }
-    steps = trainer.batches_needed(arguments.warmup_steps, arguments.num_steps)
+    steps = request.schedule.batches
     windows = 3 * 8 * tokens * steps  # in int64, beside the tokens and targets cut from them
     on_host = {"--num-steps, --warmup-steps or --batch-size": windows}
     for device, parts in ((request.device, on_device), (torch.device("cpu"), on_host)):
@@ -427,9 +501,11 @@ def _new_result(request: Request, data_record: dict[str, str | int]) -> RunResul
         "cuda_graph": request.cuda_graph,
         "learning_rate": arguments.learning_rate,
         "seed": arguments.seed,
-        "num_steps": arguments.num_steps,
+        "num_steps": request.schedule.timed,
         **request.switches,
     }
+    if request.version.triton:
+        options["interpreted"] = request.interpreted
     peak_tflops, peak_source = _peak(request)
     return RunResult(
         version=request.version.key,
@@ -439,7 +515,7 @@ def _new_result(request: Request, data_record: dict[str, str | int]) -> RunResul
         batch_size=request.batch_size,
         seq_len=request.seq_len,
         precision=request.precision.name,
-        warmup_steps=arguments.warmup_steps,
+        warmup_steps=request.schedule.warmup,
         device=hardware.describe(request.device),
         software=results.describe_software(),
         git_commit=results.git_commit(),
@@ -489,12 +565,14 @@ def _claim(request: Request, result: RunResult) -> plausibility.Claim:
     peaks = None
     if request.device.type == "cuda":
         peaks = hardware.find_peaks(hardware.device_name(request.device))
+    # An interpreted run claims no time.
+    step_ms = [] if request.interpreted else result.step_ms
     return plausibility.Claim(
         name=f"{request.version.key} {request.config_name} {request.precision.name}",
         model=request.config,
         batch_size=request.batch_size,
         seq_len=request.seq_len,
-        step_ms=timing.median(result.step_ms),
+        step_ms=_median(step_ms),
         forward_ms=_median(result.forward_ms),
         backward_ms=_median(result.backward_ms),
         optimizer_ms=_median(result.optimizer_ms),
@@ -545,6 +623,7 @@ def _print_configuration(request: Request, data_record: dict[str, str | int]) ->
             ("precision", request.precision.name),
             ("compile", request.compile_mode),
             ("graph", "whole step captured" if request.cuda_graph else "no"),
+            *([("kernels", "in Triton's interpreter, slow")] if request.interpreted else []),
             ("data", str(data_record["name"])),
             *([("switched off", ", ".join(off))] if off else []),
         ]
@@ -552,26 +631,16 @@ def _print_configuration(request: Request, data_record: dict[str, str | int]) ->
 
 
 def _print_summary(request: Request, result: RunResult) -> None:
-    step_ms = timing.median(result.step_ms)
-    samples = request.batch_size / step_ms * 1e3
-    phases: list[tuple[str, Callable[[RunResult], list[float]]]] = [
-        ("forward", lambda r: r.forward_ms),
-        ("backward", lambda r: r.backward_ms),
-        ("optimizer", lambda r: r.optimizer_ms),
-    ]
+    speed = [("speed", interpreter.NOT_COMPARABLE)]
+    rate = []
+    if not request.interpreted:
+        speed = _speed_lines(request, result)
+        rate = [("rate", _rate_line(request, result))]
     rows = [
-        ("speed", f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s"),
-        (
-            "batch",
-            f"{step_ms:.2f} ms (median of {len(result.step_ms)}, "
-            f"half within {timing.spread(result.step_ms):.1%})",
-        ),
-    ]
-    rows += [(n, f"{timing.median(get(result)):.2f} ms") for n, get in phases if get(result)]
-    rows += [
+        *speed,
         ("loss", f"{_loss(result.losses[0])} first, {_loss(result.losses[-1])} final"),
         ("memory", _memory_line(result)),
-        ("rate", _rate_line(request, result, step_ms)),
+        *rate,
         ("gradients", _gradients_line(result)),
         ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
     ]
@@ -579,6 +648,25 @@ def _print_summary(request: Request, result: RunResult) -> None:
     _print_lines(rows)
     for sentence in result.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")
+
+
+def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
+    step_ms = timing.median(result.step_ms)
+    samples = request.batch_size / step_ms * 1e3
+    phases = (
+        ("forward", result.forward_ms),
+        ("backward", result.backward_ms),
+        ("optimizer", result.optimizer_ms),
+    )
+    return [
+        ("speed", f"{samples:,.1f} samples/s, {samples * request.seq_len:,.0f} tokens/s"),
+        (
+            "batch",
+            f"{step_ms:.2f} ms (median of {len(result.step_ms)}, "
+            f"half within {timing.spread(result.step_ms):.1%})",
+        ),
+        *((name, f"{timing.median(times):.2f} ms") for name, times in phases if times),
+    ]
 
 
 def _loss(value: float | None) -> str:
@@ -594,9 +682,9 @@ def _memory_line(result: RunResult) -> str:
     return f"{m['peak']:,.0f} MB peak ({split})"
 
 
-def _rate_line(request: Request, result: RunResult, step_ms: float) -> str:
+def _rate_line(request: Request, result: RunResult) -> str:
     work = flops.step_flops(request.config, request.batch_size, request.seq_len)
-    rate = work.total / (step_ms / 1e3) / 1e12
+    rate = work.total / (timing.median(result.step_ms) / 1e3) / 1e12
     line = f"{rate:,.3g} TFLOP/s"
     if result.peak_tflops:
         share, peak = rate / result.peak_tflops, result.peak_tflops

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from workshop import flops, timing
+from workshop.interpreter import NOT_COMPARABLE
 from workshop.results import RunResult
 from workshop.versions import BASELINE, VERSIONS
 
@@ -16,7 +17,9 @@ SCHEMA_VERSION = 1
 class Row:
     """One line of the table; None where there is nothing that may be printed.
 
-    A row whose gate is red has no times at all; `note` says why. `speedup` is V1's median step
+    Only a row whose `status` is "timed" has times. A "failed" one (its gate is red, or a run of it
+    ended in an error) has no figures, nor has a "skipped" one, which this machine can't run; an
+    "interpreted" one has no times and no ratios. `note` says why. `speedup` is V1's median step
     over this one's, measured in the same session, and `speedup_ci` its 95% interval.
     """
 
@@ -30,6 +33,7 @@ class Row:
     session: str
     runs: int
     parity: str
+    status: str = "timed"
     plausibility: list[str] = field(default_factory=list)
     note: str = ""
     step_ms: float | None = None
@@ -66,10 +70,15 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        return self.parity == "fail" or (self.step_ms is None and bool(self.note))
+        return self.status == "failed"
 
     def verdict(self) -> str:
-        """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference`, or a dash."""
+        """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference`, or a dash; or
+        why there can be none."""
+        if self.status == "interpreted":
+            return NOT_COMPARABLE
+        if self.status == "skipped":
+            return self.status
         if self.version == BASELINE and not self.variant and self.speedup is not None:
             return "baseline"
         if self.speedup is None or self.speedup_ci is None:
@@ -118,7 +127,8 @@ def _variant(run: RunResult) -> str:
     parts = [f"no-{name.replace('_', '-')}" for name in switched_off]
     if options.get("compile", version.compile) != version.compile:
         parts.append(f"compile={options['compile']}")
-    default_graph = version.cuda_graph and run.device.get("type") == "cuda"
+    on_gpu = run.device.get("type") == "cuda"
+    default_graph = version.cuda_graph and on_gpu and not run.interpreted
     if options.get("cuda_graph", default_graph) != default_graph:
         parts.append("cuda-graph" if options["cuda_graph"] else "no-cuda-graph")
     return " ".join(parts)
@@ -138,18 +148,26 @@ def _build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         runs=len(runs),
         parity=_parity(runs),
     )
-    broken = [run for run in runs if run.error]
     if row.parity == "fail":
         failures = next(run.parity.failures for run in runs if run.parity.status == "fail")
-        row.note = f"gate red, not timed: {failures[0]}"
+        row.status, row.note = "failed", f"gate red, not timed: {failures[0]}"
         if len(failures) > 1:
             row.note += f" (and {len(failures) - 1} more)"
         return row
+    broken = [run for run in runs if run.error]
     timed = [run for run in runs if run.step_ms]
     if broken or not timed:
+        skipped = bool(broken) and all(run.status == "skipped" for run in broken)
+        row.status = "skipped" if skipped else "failed"
         row.note = (broken[0].error if broken else None) or "no timed step"
         return row
-    _fill_figures(row, timed)
+    _fill_proof(row, timed)
+    if any(run.interpreted for run in timed):
+        row.status = "interpreted"
+        why = f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, and took memory of its own"
+        row.note = _join(why, row.note)
+        return row
+    _fill_times(row, timed)
     _fill_speedup(row, timed, baseline)
     return row
 
@@ -159,7 +177,25 @@ def _parity(runs: list[RunResult]) -> str:
     return next((status for status in ("fail", "pass") if status in statuses), "not run")
 
 
-def _fill_figures(row: Row, timed: list[RunResult]) -> None:
+def _fill_proof(row: Row, timed: list[RunResult]) -> None:
+    """All that says what was trained, and in how much memory."""
+    first = timed[0]
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
+    row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
+    if first.gradients is not None:
+        for name, value in dataclasses.asdict(first.gradients).items():
+            setattr(row, name, value)
+    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
+    interrupted = sum(run.status == "interrupted" for run in timed)
+    if interrupted:
+        row.note = f"{interrupted} of {len(timed)} runs interrupted"
+
+
+def _fill_times(row: Row, timed: list[RunResult]) -> None:
+    """All that is a time or made of one."""
     first = timed[0]
     steps = [milliseconds for run in timed for milliseconds in run.step_ms]
     row.step_ms = timing.median(steps)
@@ -169,14 +205,6 @@ def _fill_figures(row: Row, timed: list[RunResult]) -> None:
     for name in ("forward_ms", "backward_ms", "optimizer_ms"):
         samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
         setattr(row, name, timing.median(samples) if samples else None)
-    measured = [run.memory_mb for run in timed if run.memory_mb]
-    if measured:
-        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
-        row.peak_memory_mb = float(row.memory_mb["peak"])
-    row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
-    if first.gradients is not None:
-        for name, value in dataclasses.asdict(first.gradients).items():
-            setattr(row, name, value)
     names = [f.name for f in dataclasses.fields(flops.Sizes)]
     sizes = flops.Sizes(**{name: int(first.config[name]) for name in names})
     work = flops.step_flops(sizes, row.batch_size, row.seq_len)
@@ -185,10 +213,6 @@ def _fill_figures(row: Row, timed: list[RunResult]) -> None:
     row.peak_tflops = max((run.peak_tflops for run in timed if run.peak_tflops), default=None)
     row.peak_source = first.peak_source
     row.peak_share = row.tflops / row.peak_tflops if row.peak_tflops else None
-    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
-    interrupted = sum(run.status == "interrupted" for run in timed)
-    if interrupted:
-        row.note = f"{interrupted} of {len(timed)} runs interrupted"
 
 
 def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -> None:

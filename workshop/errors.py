@@ -16,6 +16,12 @@ class WorkshopError(Exception):
     exit_code = WRONG_USAGE
 
 
+class NotOnThisMachine(WorkshopError):
+    """The machine lacks what was asked for: whoever runs many counts this one as skipped."""
+
+    exit_code = NOT_ON_THIS_MACHINE
+
+
 class OutOfMemory(WorkshopError):
     """The device has not the memory that a run of this size asks for."""
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workshop import errors, hardware, presets, results, trainer, versions
+from workshop import errors, hardware, interpreter, presets, results, trainer, versions
 from workshop.errors import WorkshopError
 from workshop.precision import Precision, get_precision
 
@@ -519,7 +519,8 @@ def _relative_rms(found: Tensor | None, true: Tensor | None) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.parity",
-        description="Shows whether a version trains the same model as V1. Exit 0: it does; 1: no.",
+        description="Shows whether a version trains the same model as V1. Exit 0: it does; 1: no; "
+        "77: the version needs what this machine lacks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", required=True, help=", ".join(versions.available()))
@@ -558,6 +559,7 @@ def _check_version(arguments: argparse.Namespace) -> ParityReport:
     module = versions.load(arguments.version)
     config = module.TinyLlamaConfig(**presets.get_preset(arguments.config).model())
     device = hardware.get_device(arguments.device)
+    interpreter.check_device(versions.get_version(arguments.version), device)
     return check(
         module.TinyLlama,
         config,

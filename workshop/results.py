@@ -30,7 +30,7 @@ from workshop.versions import ROOT, VERSIONS
 
 SCHEMA_VERSION = 1
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
-STATUSES = ("complete", "interrupted", "gate failed", "failed")
+STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped")
 PARITY_STATUSES = ("not run", "pass", "fail")
 DEFAULT_FOLDER = ROOT / "results"
 
@@ -80,9 +80,10 @@ class RunResult:
     created: str
     schema_version: int = SCHEMA_VERSION
     status: str = "complete"
-    """One of STATUSES; "interrupted" has fewer steps than were asked for."""
+    """One of STATUSES; "interrupted" has fewer steps than were asked for, "skipped" was not run
+    because the machine lacks what it needs."""
     error: str | None = None
-    """Why a failed run failed, as far as it could say."""
+    """Why a failed run failed, as far as it could say, or a skipped one was skipped."""
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     data: dict[str, str | int] = field(default_factory=dict)
@@ -100,6 +101,13 @@ class RunResult:
     plausibility: list[str] = field(default_factory=list)
     peak_tflops: float | None = None
     peak_source: str | None = None
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter ran its kernels, so that its times may not be compared.
+        On a CPU nothing else can have run them, whatever the file says."""
+        on_cpu = VERSIONS[self.version].triton and self.device.get("type") == "cpu"
+        return on_cpu or bool(self.options.get("interpreted"))
 
 
 def new_session() -> str:

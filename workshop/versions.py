@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from workshop.errors import WorkshopError
+from workshop.errors import NotOnThisMachine, WorkshopError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,6 +26,8 @@ class Version:
     """Its default of `--compile`."""
     cuda_graph: bool = False
     """Its default of `--cuda-graph`, on a GPU."""
+    triton: bool = False
+    """Whether it has kernels written in Triton, which must be installed then."""
 
     @property
     def path(self) -> Path:
@@ -53,7 +55,18 @@ VERSIONS = {
                 " configure_optimizer".split()
             ),
         ),
-        Version("v3", "Triton kernels", "version3_triton", parent="v2", cuda_graph=True),
+        Version(
+            "v3",
+            "Triton kernels",
+            "version3_triton",
+            parent="v2",
+            changes=frozenset(
+                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
+                " configure_optimizer".split()
+            ),
+            cuda_graph=True,
+            triton=True,
+        ),
         Version(
             "v4",
             "SDPA, compiler, graph",
@@ -88,12 +101,33 @@ def get_version(key: str) -> Version:
     return version
 
 
+def missing(version: Version) -> str | None:
+    """What a version needs and this Python lacks, with how to get it, in one line; or None."""
+    if not version.triton or importlib.util.find_spec("triton"):
+        return None
+    needs = f"version {version.key} needs Triton, which is not installed"
+    if sys.platform != "linux":
+        return f"{needs}: it exists for Linux alone, a container of which will do"
+    return (
+        f"{needs}: for a CPU build of PyTorch `pip install -r setup/requirements-triton.txt`, for "
+        "a GPU build the Triton of its release"
+    )
+
+
 def load(key: str) -> ModuleType:
-    """Imports a version's file, once, as the module `tiny_llama_vN`."""
+    """Imports a version's file, once, as the module `tiny_llama_vN`.
+
+    Raises:
+        WorkshopError: no such version.
+        NotOnThisMachine: it needs a package that is not installed.
+    """
     version = get_version(key)
     name = version.path.stem
     if name in sys.modules:
         return sys.modules[name]
+    lack = missing(version)
+    if lack:
+        raise NotOnThisMachine(lack)
     spec = importlib.util.spec_from_file_location(name, version.path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,138 @@
+"""Mistakes that are easily made in a kernel, planted one by one: the comparison must see each."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernel_cases import MODULES, all_cases, worst_excess
+
+CASES = {case.label: case for case in all_cases()}
+NORM, ADD, SWIGLU = "rms_norm-3x63x72", "add_rms_norm-3x63x72", "swiglu-3x63x152"
+FUSED, ROPE, QKV = (
+    "swiglu_fused-3x63x152",
+    "apply_rope-B2 H6 K2 T63 D32",
+    "rope_qkv-B2 H6 K2 T63 D32",
+)
+CAUSAL, LONG = "flash_attention-B2 H4 K2 T63 D32 causal", "flash_attention-B1 H3 K1 T129 D64 causal"
+FULL, LOW = "flash_attention-B2 H6 K3 T129 D32 full", "flash_attention-low scores"
+LOSS, LONG_LOSS = "linear_cross_entropy-63x40x311", "linear_cross_entropy-129x24x5000"
+
+# What is planted: the case that must show it, the line as it is, the line as it is easily written.
+FAULTS = {
+    # attention, forward
+    "no mask on the last keys": (FULL, "visible = n[None, :] < T", "visible = n[None, :] < T + 64"),
+    "causal off by one": (CAUSAL, "(n[None, :] <= m[:, None])", "(n[None, :] < m[:, None] + 2)"),
+    "output not rescaled": (LONG, "out = out * rescale[:, None]", "out = out * 1.0"),
+    "sum not rescaled": (LONG, "row_sum * rescale + ", "row_sum + "),
+    "stale maximum": (LONG, "        row_max = new_max\n", ""),
+    "wrong key/value head": (CAUSAL, "b, h // G,", "b, h % (H // G),"),
+    "scale forgotten": (CAUSAL, "tl.max(scores, 1) * scale", "tl.max(scores, 1) / scale"),
+    "log-sum-exp without its maximum": (CAUSAL, "row_max + tl.log2(row_sum)", "tl.log2(row_sum)"),
+    "first keys skipped": (LONG, "m, 0, unmasked, T", "m, 32, unmasked, T"),
+    # attention, backward
+    "causal off by one in the backward pass alone": (
+        CAUSAL, "n[:, None] <= m[None, :]", "n[:, None] < m[None, :]",
+    ),
+    "no mask in the backward pass": (
+        LOW, "weights = tl.where(n[:, None] < T, weights, 0.0)", "weights = weights * 1.0",
+    ),
+    "dk misses a query head of its group": (CAUSAL, "for g in range(G)", "for g in range(1, G)"),
+    "dk not scaled": (CAUSAL, "dk_acc = dk_acc * scale", "dk_acc = dk_acc * 1.0"),
+    "delta forgotten": (CAUSAL, "(dweights - tl.load(rows_delta + m)[None, :])", "dweights"),
+    "dq not zeroed first": (
+        CAUSAL, "b, h, first, T, zeros, BLOCK_M, D)", "b, h, first, 0, zeros, BLOCK_M, D)",
+    ),
+    "race on dq": (
+        LONG,
+        'tl.atomic_add(base + offsets, tile, mask=t[:, None] < T, sem="relaxed")',
+        "tl.store(base + offsets, tile, mask=t[:, None] < T)",
+    ),
+    "diagonal skipped in the backward pass": (LONG, "n, diagonal, tl.min", "n, first, tl.min"),
+    "dq from the transposed scores": (
+        CAUSAL, "_dot(tl.trans(k_tile), dscores,", "_dot(tl.trans(v_tile), dscores,",
+    ),
+    # norm
+    "eps outside of the root": (
+        NORM, "tl.rsqrt(tl.sum(x * x, 1) / C + eps)", "tl.rsqrt(tl.sum(x * x, 1) / C) + eps",
+    ),
+    "mean over the padded width": (NORM, "tl.sum(x * x, 1) / C", "tl.sum(x * x, 1) / BLOCK_C"),
+    "dw over half of the rows": (
+        NORM,
+        "dw += tl.sum(dy * normed, 0)",
+        "dw += tl.sum(tl.where(r[:, None] < rows // 2, dy * normed, 0.0), 0)",
+    ),
+    "race on dw": (
+        "rms_norm-2x129x1000",
+        "partial_dw_ptr + tl.program_id(0).to(tl.int64) * C",
+        "partial_dw_ptr + 0 * C",
+    ),
+    "mean missing from dx": (NORM, "(g - normed * (tl.sum(g * normed, 1) / C)[:, None])", "g"),
+    "residual's gradient dropped": (ADD, "dx += dstream.to(tl.float32)", "dx += 0.0"),
+    "branch added to the norm alone": (
+        ADD, "tl.store(stream_ptr + out, stream, mask", "tl.store(stream_ptr + out, x, mask",
+    ),
+    # SwiGLU
+    "ReLU for SiLU": (SWIGLU, "gate * tl.sigmoid(gate) * up", "tl.maximum(gate, 0.0) * up"),
+    "half of SiLU's derivative": (FUSED, "(s + silu * (1 - s))", "s"),
+    "gradients exchanged": (SWIGLU, "return dgate, dup", "return dup, dgate"),
+    # RoPE
+    "rotated the wrong way": (ROPE, "y1 = x1 * cos1 - x2 * sin1", "y1 = x1 * cos1 + x2 * sin1"),
+    "gradient not rotated back": (ROPE, "if BACKWARD:", "if not BACKWARD and BACKWARD:"),
+    "wrong position": (ROPE, "cos = cos_ptr + t[:, None]", "cos = cos_ptr + (t // 2)[:, None]"),
+    "half of v copied": (
+        QKV, "tl.store(target + HALF, tl.load(source + HALF, mask=inside), mask=inside)", "pass",
+    ),
+    # cross-entropy
+    "one-hot forgotten": (LOSS, "tl.where(start + v == target, 1.0, 0.0)", "0.0"),
+    "old maximum kept": (
+        LONG_LOSS, "total * tl.exp(largest - shift)", "total",
+    ),
+    "weight's gradient of the last chunk alone": (LOSS, "first=start == 0", "first=True"),
+    "sum for mean in the backward pass": (LOSS, "dloss / len(dhidden)", "dloss * 1.0"),
+}  # fmt: skip
+
+
+def with_fault(module: str, old: str, new: str, folder: Path) -> ModuleType:
+    """The module with one line changed, its operators in a namespace of their own."""
+    text = Path(MODULES[module].__file__).read_text(encoding="utf-8")
+    assert text.count(old) >= 1, f"{module}.py has no line with {old!r}"
+    name = f"fault_{abs(hash((old, new)))}"
+    changed = text.replace(old, new).replace("tiny_llama::", f"{name}::")
+    changed = changed.replace("torch.ops.tiny_llama.", f"torch.ops.{name}.")
+    path = folder / f"{name}.py"
+    path.write_text(changed, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    spec.loader.exec_module(loaded)
+    # In the interpreter one program may take all there is: here several share the work.
+    if module == "triton_rms_norm":
+        loaded.BACKWARD_BLOCKS["interpreter"] = ((2**16, loaded.Block(2**12, 2**12, 3)),)
+    elif module == "triton_cross_entropy":
+        loaded.BLOCKS["interpreter"] = (16, 512, 1)
+    elif module == "triton_attention":
+        loaded.INTERPRETED_TILE = loaded.Tile(64, 32, 1, 1)
+    return loaded
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, whose numbers overflow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    label, old, new = FAULTS[fault]
+    case = CASES[label]
+    worst = worst_excess(case, with_fault(case.module, old, new, tmp_path), torch.float32)
+    assert not worst <= 1.0
+
+
+@pytest.mark.parametrize("label", sorted({label for label, _, _ in FAULTS.values()}))
+def test_the_same_cases_are_green_without_a_fault(label: str, tmp_path: Path) -> None:
+    case = CASES[label]
+    same = with_fault(case.module, '"""', '"""', tmp_path)
+    assert worst_excess(case, same, torch.float32) <= 1.0

@@ -1,0 +1,331 @@
+"""V3's kernels against plain fp64 versions; in Triton's interpreter where there is no GPU."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton_launch
+
+import triton_attention
+import triton_cross_entropy
+import triton_kernels as ops
+import triton_rms_norm
+import triton_rope
+import triton_swiglu
+from kernel_cases import DEVICE, MODULES, all_cases, normal, poisoned_memory, worst_excess
+from torch.utils.flop_counter import FlopCounterMode
+
+from workshop import flops, versions
+
+CASES = {case.label: case for case in all_cases()}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch) -> None:
+    """In the interpreter one program may take all there is: here several share the work."""
+    norm, attention = triton_rms_norm, triton_attention
+    monkeypatch.setattr(attention, "INTERPRETED_TILE", attention.Tile(64, 32, 1, 1))
+    for table in (norm.FORWARD_BLOCKS, norm.BACKWARD_BLOCKS):
+        monkeypatch.setitem(table, "interpreter", ((2**16, norm.Block(2**12, 2**12, 3)),))
+    for table in (triton_swiglu.FORWARD_BLOCKS, triton_swiglu.BACKWARD_BLOCKS):
+        monkeypatch.setitem(table, "interpreter", (16, 512, 1))
+    monkeypatch.setitem(triton_cross_entropy.BLOCKS, "interpreter", (16, 512, 1))
+    monkeypatch.setitem(triton_rope.BLOCKS, "interpreter", (16, 3, 1))
+
+
+def test_memory_is_poisoned() -> None:
+    with poisoned_memory():
+        assert torch.empty(3, device=DEVICE).isnan().all()
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_forward_and_gradients_are_as_close_to_fp64_as_the_plain_version(label: str) -> None:
+    case = CASES[label]
+    dtypes = [torch.float32]
+    if DEVICE == "cuda":
+        dtypes += [torch.bfloat16, torch.float16]
+    for dtype in dtypes:
+        worst = worst_excess(case, MODULES[case.module], dtype)
+        assert worst <= 1.0, f"{dtype}: {worst:.2f} of what is allowed"
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "rms_norm-3x63x72",
+        "add_rms_norm-3x63x72",
+        "swiglu-3x63x152",
+        "rope_qkv-B2 H6 K2 T63 D32",
+        "flash_attention-B2 H4 K2 T63 D32 causal",
+        "linear_cross_entropy-63x40x311",
+    ],
+)
+def test_half_precisions_in_the_interpreter_too(label: str) -> None:
+    case = CASES[label]
+    for dtype in (torch.bfloat16, torch.float16):
+        worst = worst_excess(case, MODULES[case.module], dtype, seed=1)
+        assert worst <= 1.0, f"{dtype}: {worst:.2f} of what is allowed"
+
+
+def test_a_target_outside_the_vocabulary_makes_the_loss_nan() -> None:
+    targets = torch.tensor([1, 7, 0], device=DEVICE)
+    assert ops.linear_cross_entropy(normal(3, 8), normal(7, 8), targets).isnan()
+
+
+def test_cross_entropy_never_holds_all_logits() -> None:
+    seen = []
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for value in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    seen.append(value.numel())
+            return result
+
+    N, V = 64, 1001
+    body = ops.linear_cross_entropy.__globals__["linear_cross_entropy_forward"]._init_fn
+    with Products():
+        body(
+            normal(N, 8), normal(V, 8), torch.zeros(N, dtype=torch.long, device=DEVICE),
+            torch.float32, True,
+        )  # fmt: skip
+    assert max(seen) == N // 2 * V
+
+
+def test_extreme_logits_do_not_overflow() -> None:
+    hidden = torch.tensor([[3e4], [-3e4]], device=DEVICE)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], device=DEVICE)
+    targets = torch.tensor([0, 2], device=DEVICE)
+    loss = ops.linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(
+        loss, ops.linear_cross_entropy_reference(hidden, weight, targets), rtol=1e-6, atol=0
+    )
+    q = 200 * normal(1, 1, 65, 32)
+    out = ops.flash_attention(q, q, q)
+    torch.testing.assert_close(out, ops.flash_attention_reference(q, q, q), rtol=1e-4, atol=1e-2)
+
+
+def test_attention_saves_the_log_sum_exp_alone() -> None:
+    q, k, v = normal(1, 2, 33, 32), normal(1, 1, 33, 32), normal(1, 1, 33, 32)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = ops.flash_attention(q.requires_grad_(), k, v)
+    shapes = sorted(tuple(tensor.shape) for tensor in saved)
+    assert shapes == sorted(
+        [(1, 2, 33, 32), (1, 1, 33, 32), (1, 1, 33, 32), (1, 2, 33, 32), (1, 2, 33)]
+    )
+    scores = (q @ k.transpose(-2, -1).repeat_interleave(2, 1)) * 32**-0.5
+    future = torch.ones(33, 33, dtype=torch.bool, device=DEVICE).triu(1)
+    expected = scores.masked_fill(future, -math.inf).logsumexp(-1) / math.log(2)
+    lse = next(tensor for tensor in saved if tensor.dim() == 3)
+    torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+# --- what they compose with -------------------------------------------------------------------
+
+SMALL = {
+    "rms_norm-1x1x64",
+    "add_rms_norm-1x1x64",
+    "swiglu-1x1x2",
+    "swiglu_fused-1x1x2",
+    "apply_rope-B1 H2 K1 T1 D64",
+    "rope_qkv-B1 H2 K1 T1 D64",
+    "flash_attention-B1 H2 K1 T2 D32 causal",
+    "linear_cross_entropy-1x8x5",
+}
+
+
+@pytest.mark.parametrize("label", sorted(SMALL))
+def test_operators_are_registered_as_pytorch_wants_them(label: str) -> None:
+    """Schema, fake (shape-only) version, autograd and ahead-of-time tracing, on the operator's own
+    arguments as the public function passes them."""
+    case = CASES[label]
+    calls = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "tiny_llama":
+                calls.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        outputs = getattr(ops, case.op)(*(x.requires_grad_() for x in case.make()), **case.fixed)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        sum(output.sum() for output in outputs).backward()
+    assert len(calls) == (1 if case.op == "linear_cross_entropy" else 2)
+    for func, args in calls:
+        differentiable = "backward" not in func.name()
+        copies = tuple(
+            x.detach().clone().requires_grad_(x.requires_grad and differentiable)
+            if isinstance(x, Tensor)
+            else x
+            for x in args
+        )
+        torch.library.opcheck(func, copies)
+
+
+@pytest.fixture
+def model():
+    module = versions.load("v3")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_dim": 64, "intermediate_dim": 96, "num_layers": 2}
+    config = module.TinyLlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_seq_len=64)
+    return module.TinyLlama(config).to(DEVICE)
+
+
+def loss_and_gradients(model, step=None) -> list[Tensor]:
+    tokens = torch.arange(2 * 33, device=DEVICE).view(2, 33) % 97
+    model.zero_grad(set_to_none=True)
+    loss = (model if step is None else step)(tokens, tokens.roll(-1, dims=1))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_compiles_without_a_graph_break(model) -> None:
+    eager = loss_and_gradients(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    for ours, plain in zip(loss_and_gradients(model, compiled), eager, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_the_flop_counter_sees_every_product(model) -> None:
+    with FlopCounterMode(display=False) as counter:
+        loss_and_gradients(model)
+    work = flops.step_flops(model.config, 2, 33)
+    attention = flops.attention_flops(model.config, 2, 33)
+    # The backward pass of attention computes its scores again: five products, not four.
+    assert counter.get_total_flops() == pytest.approx(work.total + attention / 2)
+
+
+def test_autocast_reaches_every_operator(model) -> None:
+    dtypes = {}
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.namespace == "tiny_llama":
+                outputs = result if isinstance(result, (tuple, list)) else [result]
+                dtypes.setdefault(func.name().split("::")[1], outputs[0].dtype)
+            return result
+
+    tokens = torch.zeros(1, 8, dtype=torch.long, device=DEVICE)
+    with Record(), torch.autocast(DEVICE, torch.bfloat16):
+        model(tokens, tokens).backward()
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
+        "rms_norm", "add_rms_norm", "rope_qkv", "rope_qkv_backward", "flash_attention",
+        "flash_attention_backward", "swiglu_fused", "swiglu_fused_backward",
+    }  # fmt: skip
+    # The residual stream and the loss stay in fp32, and so do the weights' gradients.
+    assert dtypes["rms_norm_backward"] == dtypes["linear_cross_entropy"] == torch.float32
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+# --- what they refuse -------------------------------------------------------------------------
+
+
+def q(*shape: int, **options) -> Tensor:
+    return torch.zeros(shape, device=DEVICE, **options)
+
+
+MISTAKES = {
+    "a list": (lambda: ops.rms_norm([1.0], q(1), 1e-5), TypeError, "x is a list, not a tensor"),
+    "fp64": (
+        lambda: ops.swiglu(q(2, 4, dtype=torch.float64), q(2, 4)),
+        TypeError,
+        "gate is torch.float64: use fp32, bf16 or fp16",
+    ),
+    "empty": (lambda: ops.swiglu(q(0, 4), q(0, 4)), ValueError, r"gate \(0, 4\) is empty"),
+    "two devices": (
+        lambda: ops.swiglu(q(2, 4), torch.zeros(2, 4, device="meta")),
+        ValueError,
+        "several devices: gate on .*, up on meta",
+    ),
+    "weight": (
+        lambda: ops.rms_norm(q(2, 4), q(5), 1e-5),
+        ValueError,
+        r"rms_norm: weight is \(5,\), expected \(4,\)",
+    ),
+    "too wide": (lambda: ops.rms_norm(q(1, 65537), q(65537), 1e-5), ValueError, "wider than"),
+    "branch": (
+        lambda: ops.add_rms_norm(q(2, 4), q(3, 4), q(4), 1e-5),
+        ValueError,
+        r"branch is \(2, 4\), expected \(3, 4\)",
+    ),
+    "two dtypes": (
+        lambda: ops.swiglu(q(2, 4), q(2, 4, dtype=torch.bfloat16)),
+        TypeError,
+        "gate is torch.float32, up torch.bfloat16",
+    ),
+    "odd row": (lambda: ops.swiglu_fused(q(2, 5)), ValueError, "no two halves"),
+    "tables": (
+        lambda: ops.apply_rope(q(1, 2, 3, 4), q(1, 2, 3, 4), q(2, 4), q(3, 4)),
+        ValueError,
+        r"cos is \(2, 4\), expected \(3, 4\)",
+    ),
+    "qkv": (
+        lambda: ops.rope_qkv(q(1, 3, 10), q(3, 2), q(3, 2), 2, 1),
+        ValueError,
+        r"expected \(B, T, 4 D\) for 2 query and 1 key/value heads",
+    ),
+    "head size": (
+        lambda: ops.flash_attention(q(1, 2, 3, 48), q(1, 1, 3, 48), q(1, 1, 3, 48)),
+        ValueError,
+        r"head size 48 is not one of \(32, 64, 128\)",
+    ),
+    "groups": (
+        lambda: ops.flash_attention(q(1, 3, 3, 32), q(1, 2, 3, 32), q(1, 2, 3, 32)),
+        ValueError,
+        "3 query heads do not share 2 key/value heads",
+    ),
+    "stride": (
+        lambda: ops.flash_attention(*(q(1, 1, 32, 32).transpose(2, 3) for _ in range(3))),
+        ValueError,
+        "last dimension of q, k and v must be contiguous",
+    ),
+    "scale": (
+        lambda: ops.flash_attention(*(q(1, 1, 3, 32) for _ in range(3)), scale=-1.0),
+        ValueError,
+        "scale -1.0 must be positive",
+    ),
+    "v": (
+        lambda: ops.flash_attention(q(1, 1, 3, 32), q(1, 1, 3, 32), q(1, 1, 4, 32)),
+        ValueError,
+        r"v is \(1, 1, 4, 32\), expected \(1, 1, 3, 32\)",
+    ),
+    "targets": (
+        lambda: ops.linear_cross_entropy(q(3, 4), q(5, 4), q(3)),
+        TypeError,
+        "targets are torch.float32 .* expected int64",
+    ),
+    "head": (
+        lambda: ops.linear_cross_entropy(q(3, 4), q(5, 6), q(3, dtype=torch.long)),
+        ValueError,
+        r"weight is \(5, 6\), expected \(V, 4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused_in_one_line_before_any_launch(name: str) -> None:
+    mistake, error, message = MISTAKES[name]
+    with pytest.raises(error, match=message) as raised:
+        mistake()
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_that_compiled_kernels_cannot_read_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    x = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match="compiled for the GPU, the tensors are on cpu"):
+        ops.swiglu(x, x)

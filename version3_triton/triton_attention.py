@@ -1,0 +1,559 @@
+"""Attention that never stores its (T, T) scores, with grouped query heads, causal or not.
+
+The forward pass carries a running softmax over tiles of keys, so that a tile of scores lives and
+dies in registers; it leaves one number a query behind, the log-sum-exp of its scores. The backward
+pass computes each tile of scores again from q, k and that number.
+
+Shapes in the comments:
+    B batch   H query heads   K key/value heads   G = H / K   T tokens   D head size
+    M queries of a tile (BLOCK_M)   N keys of a tile (BLOCK_N)
+"""
+
+import math
+from dataclasses import dataclass
+
+from triton_launch import (
+    DTYPES,
+    autocast_dtype,
+    check,
+    check_shape,
+    describe_tiles,
+    dot_precision,
+    new_heads,
+    tuned,
+)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+HEAD_SIZES = (32, 64, 128)
+LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
+ROWS_PADDING = 128  # a multiple of every BLOCK_M
+
+
+# --- tiles of x[b, h], a (T, D) matrix ----------------------------------------------------------
+# A tensor (B, heads, T, D) reaches a kernel as a pointer with three strides. On NVIDIA GPUs from
+# Hopper on it is a descriptor instead, from which the copy engine (TMA) computes the addresses and
+# clips what lies beyond T: that leaves registers and instructions to the products.
+
+
+@triton.jit
+def _load_tile(
+    x, stride_b, stride_h, stride_t, b, h, first, T,
+    ROWS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows first..first + ROWS of x[b, h], (ROWS, D); those beyond T are zeros."""
+    if TMA:
+        tile = x.load([b, h, first, 0]).reshape(ROWS, D)
+    else:
+        t = first + tl.arange(0, ROWS)
+        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
+        tile = tl.load(base + offsets, mask=t[:, None] < T, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_tile(
+    x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS: tl.constexpr, D: tl.constexpr
+):
+    """Writes the rows of a tile that lie below T."""
+    t = first + tl.arange(0, ROWS)
+    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
+    tl.store(base + offsets, tile.to(x.dtype.element_ty), mask=t[:, None] < T)
+
+
+@triton.jit
+def _add_tile(
+    x, stride_b, stride_h, stride_t, b, h, first, T, tile,
+    ROWS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile to rows of x[b, h] that other programs add theirs to at the same time."""
+    if TMA:
+        x.atomic_add([b, h, first, 0], tile.reshape(1, 1, ROWS, D))
+    else:
+        t = first + tl.arange(0, ROWS)
+        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
+        tl.atomic_add(base + offsets, tile, mask=t[:, None] < T, sem="relaxed")
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    """a @ b + acc, gathered in fp32."""
+    if PRECISION == "interpreted":  # the interpreter would multiply the bits of bf16 numbers
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+# --- forward ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attend(
+    out, row_max, row_sum, q_tile, k, v, b, kv,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    m, first, last, T, scale,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Carries the running softmax of queries m over the keys first..last."""
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        k_tile = _load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, start, T, BLOCK_N, D, TMA)
+        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        scores = _dot(q_tile, tl.trans(k_tile), scores, PRECISION)
+        if MASK:
+            n = start + tl.arange(0, BLOCK_N)
+            visible = n[None, :] < T
+            if CAUSAL:
+                visible = visible & (n[None, :] <= m[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_max[:, None])
+        # What has been gathered so far was weighted against the old maximum.
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None]
+        v_tile = _load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, start, T, BLOCK_N, D, TMA)
+        out = _dot(weights.to(v_tile.dtype), v_tile, out, PRECISION)
+        row_max = new_max
+    return out, row_max, row_sum
+
+
+@triton.jit
+def _attention_forward_kernel(
+    q, k, v, out, lse_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_ot,
+    T, H, G, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head against all the keys that it sees."""
+    bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    b, h = bh // H, bh % H
+    # The last queries see the most keys: they start first (`_grid`).
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    m = first + tl.arange(0, BLOCK_M)
+    q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, first, T, BLOCK_M, D, TMA)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    # Keys that every query of the tile sees need no mask; those above the diagonal are skipped.
+    if CAUSAL:
+        unmasked = first // BLOCK_N * BLOCK_N
+        last = tl.minimum(first + BLOCK_M, T)
+    else:
+        unmasked = T // BLOCK_N * BLOCK_N
+        last = T
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q_tile, k, v, b, h // G,
+        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+        m, 0, unmasked, T, scale, False, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q_tile, k, v, b, h // G,
+        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+        m, unmasked, last, T, scale, True, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+    )  # fmt: skip
+    acc = acc / row_sum[:, None]
+    _store_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, acc, BLOCK_M, D)
+    lse = row_max + tl.log2(row_sum)
+    tl.store(lse_ptr + bh.to(tl.int64) * T + m, lse, mask=m < T)
+
+
+# --- backward -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attention_prepare_kernel(
+    out, dout, lse_ptr, rows_lse_ptr, rows_delta_ptr, dq,
+    stride_ob, stride_oh, stride_ot, stride_db, stride_dh, stride_dt,
+    stride_dqb, stride_dqh, stride_dqt,
+    T, T_padded, H, D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What the backward pass needs of each query: its log-sum-exp, and delta = sum over D of
+    out * dout, which the softmax's backward subtracts; and zeros in dq.
+
+    Both are padded such that a query beyond T has weight exp2(-inf) = 0.
+    """
+    b, h = tl.program_id(0) // H, tl.program_id(0) % H
+    first = tl.program_id(1) * BLOCK_M
+    m = first + tl.arange(0, BLOCK_M)
+    out_tile = _load_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, BLOCK_M, D, False)
+    dout_tile = _load_tile(dout, stride_db, stride_dh, stride_dt, b, h, first, T, BLOCK_M, D, False)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    bh = tl.program_id(0).to(tl.int64)
+    lse = tl.load(lse_ptr + bh * T + m, mask=m < T, other=float("inf"))
+    tl.store(rows_lse_ptr + bh * T_padded + m, lse)
+    tl.store(rows_delta_ptr + bh * T_padded + m, delta)
+    zeros = tl.zeros((BLOCK_M, D), tl.float32)
+    _store_tile(dq, stride_dqb, stride_dqh, stride_dqt, b, h, first, T, zeros, BLOCK_M, D)
+
+
+@triton.jit
+def _accumulate(
+    dk, dv, k_tile, v_tile, q, dout, dq, rows_lse, rows_delta, b, h,
+    stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
+    stride_dqb, stride_dqh, stride_dqt,
+    n, first, last, T, scale,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries first..last of head h give to dk and dv of keys n, and to their own dq.
+
+    The scores stand transposed, (N, M): as the left factors of dk's and dv's products they then
+    stay in registers, and dq, transposed too, finds its right factor as it was written.
+    """
+    for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
+        m = start + tl.arange(0, BLOCK_M)
+        q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, start, T, BLOCK_M, D, TMA)
+        scores = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        scores = _dot(k_tile, tl.trans(q_tile), scores, PRECISION)
+        weights = tl.exp2(scores * scale - tl.load(rows_lse + m)[None, :])
+        if MASK:
+            if CAUSAL:
+                weights = tl.where(n[:, None] <= m[None, :], weights, 0.0)
+            else:
+                weights = tl.where(n[:, None] < T, weights, 0.0)
+        dout_tile = _load_tile(
+            dout, stride_db, stride_dh, stride_dt, b, h, start, T, BLOCK_M, D, TMA
+        )
+        dv = _dot(weights.to(dout_tile.dtype), dout_tile, dv, PRECISION)
+        dweights = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        dweights = _dot(v_tile, tl.trans(dout_tile), dweights, PRECISION)
+        dscores = weights * (dweights - tl.load(rows_delta + m)[None, :])
+        dscores = dscores.to(q_tile.dtype)
+        dk = _dot(dscores, q_tile, dk, PRECISION)
+        dq_tile = tl.zeros((D, BLOCK_M), tl.float32)
+        dq_tile = _dot(tl.trans(k_tile), dscores, dq_tile, PRECISION)
+        _add_tile(
+            dq, stride_dqb, stride_dqh, stride_dqt, b, h, start, T, tl.trans(dq_tile),
+            BLOCK_M, D, TMA,
+        )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
+def _attention_backward_kernel(
+    q, k, v, dout, rows_lse_ptr, rows_delta_ptr, dq, dk, dv,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, stride_db, stride_dh, stride_dt,
+    stride_dqb, stride_dqh, stride_dqt, stride_dkb, stride_dkh, stride_dkt,
+    T, T_padded, H, G, scale, scale_log2,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys and values against all the queries that see it, of all heads in its group.
+
+    dk and dv gather in registers. dq is gathered in memory, in fp32: each program adds its share.
+    """
+    K = H // G
+    bkv = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    b, kv = bkv // K, bkv % K
+    n_first = tl.program_id(1) * BLOCK_N  # the first keys, which the most queries see, come first
+    n = n_first + tl.arange(0, BLOCK_N)
+    k_tile = _load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, n_first, T, BLOCK_N, D, TMA)
+    v_tile = _load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, n_first, T, BLOCK_N, D, TMA)
+    dk_acc = tl.zeros((BLOCK_N, D), tl.float32)
+    dv_acc = tl.zeros((BLOCK_N, D), tl.float32)
+    for g in range(G):
+        h = kv * G + g
+        rows = (b * H + h).to(tl.int64) * T_padded
+        first = 0
+        if CAUSAL:  # queries before the diagonal see none of the keys; those on it, some
+            diagonal = n_first // BLOCK_M * BLOCK_M
+            first = tl.cdiv(n_first + BLOCK_N, BLOCK_M) * BLOCK_M
+            dk_acc, dv_acc = _accumulate(
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, dq,
+                rows_lse_ptr + rows, rows_delta_ptr + rows, b, h,
+                stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
+                stride_dqb, stride_dqh, stride_dqt, n, diagonal, tl.minimum(first, T), T,
+                scale_log2, True, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+            )  # fmt: skip
+        dk_acc, dv_acc = _accumulate(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, dq,
+            rows_lse_ptr + rows, rows_delta_ptr + rows, b, h,
+            stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
+            stride_dqb, stride_dqh, stride_dqt, n, first, T, T,
+            scale_log2, not CAUSAL, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+        )  # fmt: skip
+    dk_acc = dk_acc * scale
+    _store_tile(dk, stride_dkb, stride_dkh, stride_dkt, b, kv, n_first, T, dk_acc, BLOCK_N, D)
+    _store_tile(dv, stride_dkb, stride_dkh, stride_dkt, b, kv, n_first, T, dv_acc, BLOCK_N, D)
+
+
+# --- configurations -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, warps of a program, tiles in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# By architecture (or vendor), then by bytes of a number and D; the first row whose `T up to` fits.
+# sm_90: swept on an H200 at D = 64 and 128 in bf16. gfx: chosen so that nothing spills
+# (inspect_kernels.py), unmeasured.
+Tiles = dict[str, dict[tuple[int, int], tuple[tuple[float, Tile], ...]]]
+ANY = math.inf
+FORWARD_TILES: Tiles = {
+    "sm": {
+        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
+        (2, 64): ((1024, Tile(64, 64, 4, 2)), (ANY, Tile(64, 128, 4, 2))),
+        (2, 128): ((ANY, Tile(64, 64, 4, 3)),),
+        (4, 32): ((ANY, Tile(32, 32, 4, 2)),),
+        (4, 64): ((ANY, Tile(32, 32, 4, 2)),),
+        (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
+    },
+    "gfx": {
+        (2, 32): ((ANY, Tile(128, 64, 4, 1)),),
+        (2, 64): ((ANY, Tile(128, 64, 8, 1)),),
+        (2, 128): ((ANY, Tile(128, 64, 8, 1)),),
+        (4, 32): ((ANY, Tile(64, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(64, 32, 4, 1)),),
+        (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
+    },
+    "interpreter": {},
+}
+BACKWARD_TILES: Tiles = {
+    "sm": {
+        (2, 32): ((ANY, Tile(64, 64, 4, 3)),),
+        (2, 64): ((ANY, Tile(64, 64, 4, 3)),),
+        (2, 128): ((ANY, Tile(32, 64, 4, 3)),),
+        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 128): ((ANY, Tile(32, 32, 8, 1)),),
+    },
+    "gfx": {
+        (2, 32): ((ANY, Tile(32, 64, 4, 1)),),
+        (2, 64): ((ANY, Tile(32, 64, 4, 1)),),
+        (2, 128): ((ANY, Tile(32, 64, 4, 1)),),
+        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 128): ((ANY, Tile(16, 32, 4, 1)),),
+    },
+    "interpreter": {},
+}
+INTERPRETED_TILE = Tile(128, 128, 1, 1)  # large: each program costs milliseconds
+
+
+def _tile(table: Tiles, q: Tensor) -> Tile:
+    sizes = tuned(table)
+    if not sizes:
+        return INTERPRETED_TILE
+    T, D = q.shape[2:]
+    return next(tile for up_to, tile in sizes[q.element_size(), D] if up_to >= T)
+
+
+# Tokens of all heads that are in work at once: about what the L2 cache of a large GPU (50 MB) holds
+# of q, k, v, out, and in the backward pass of dout and the fp32 dq too.
+FORWARD_TOKENS_AT_ONCE = 2**17
+BACKWARD_TOKENS_AT_ONCE = 2**15
+
+
+def _grid(T: int, block: int, heads: int, tokens_at_once: int) -> tuple[int, int, int]:
+    """Heads side by side, then blocks, then the next heads: the order in which programs start.
+
+    Blocks on the diagonal differ in work. With many heads side by side the long blocks all start
+    before the short ones, which then fill the gaps at the end; but what these heads read again
+    and again has to stay in the cache. So: about as many as it holds, and about 8 at least.
+    """
+    limit = min(heads, max(8, tokens_at_once // T))
+    side_by_side = next(n for n in range(limit, 0, -1) if heads % n == 0)
+    return side_by_side, triton.cdiv(T, block), heads // side_by_side
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tiny_llama::flash_attention", mutates_args=())
+def flash_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
+    B, H, T, D = q.shape
+    out = new_heads(q)
+    lse = q.new_empty(B, H, T, dtype=torch.float32)
+    tile = _tile(FORWARD_TILES, q)
+    tma, (q_in, k_in, v_in) = describe_tiles(
+        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n)
+    )
+    _attention_forward_kernel[_grid(T, tile.block_m, B * H, FORWARD_TOKENS_AT_ONCE)](
+        q_in, k_in, v_in, out, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        T, H, H // k.shape[1], scale * LOG2_E,
+        CAUSAL=causal, D=D, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    return out, lse
+
+
+@flash_attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("tiny_llama::flash_attention_backward", mutates_args=())
+def flash_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    T_padded = triton.cdiv(T, ROWS_PADDING) * ROWS_PADDING
+    rows_lse, rows_delta = lse.new_empty(2, B, H, T_padded)
+    dq = new_heads(q, torch.float32)
+    _attention_prepare_kernel[(B * H, T_padded // ROWS_PADDING)](
+        out, dout, lse, rows_lse, rows_delta, dq,
+        *out.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
+        T, T_padded, H, D=D, BLOCK_M=ROWS_PADDING,
+    )  # fmt: skip
+    dk, dv = new_heads(k), new_heads(k)
+    tile = _tile(BACKWARD_TILES, q)
+    tma, (q_in, k_in, v_in, dout_in, dq_out) = describe_tiles(
+        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
+        (dout, tile.block_m), (dq, tile.block_m),
+    )  # fmt: skip
+    _attention_backward_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
+        q_in, k_in, v_in, dout_in, rows_lse, rows_delta, dq_out, dk, dv,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
+        *dq.stride()[:3], *dk.stride()[:3],
+        T, T_padded, H, H // K, scale, scale * LOG2_E,
+        CAUSAL=causal, D=D, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    return torch.mul(dq, scale, out=new_heads(q)), dk, dv
+
+
+@flash_attention_backward.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return new_heads(q), new_heads(k), new_heads(k)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # or a tensor of zeros would be made for the log-sum-exp
+
+
+def _backward(ctx, dout, _):
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    gradients = flash_attention_backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale)
+    return *gradients, None, None
+
+
+flash_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attention_flops(q_shape: tuple[int, ...], causal: bool) -> int:
+    """Operations of q k' and of weights x v: 2 products x 2 x B H T T D; causal, half of it."""
+    B, H, T, D = q_shape
+    square = 4 * B * H * T * T * D
+    return square // 2 if causal else square
+
+
+@register_flop_formula(torch.ops.tiny_llama.flash_attention)
+def _forward_flops(q_shape, k_shape, v_shape, causal, scale, *, out_shape=None, **_) -> int:
+    return attention_flops(q_shape, causal)
+
+
+@register_flop_formula(torch.ops.tiny_llama.flash_attention_backward)
+def _backward_flops(dout_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, causal, scale, **_):
+    # Five products where the forward pass has two: the scores again, dv, dweights, dk, dq.
+    return attention_flops(q_shape, causal) * 5 // 2
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+) -> Tensor:
+    """softmax(scale q k' [no future]) v for each head, the scores in fp32.
+
+    Query head h uses key/value head h // (H / K), which is read where it lies, not repeated.
+
+    Args:
+        q: (B, H, T, D), D one of 32, 64, 128. k, v: (B, K, T, D), K a divisor of H. All of one
+            dtype (under autocast they are cast to its dtype, as matrix products are), with any
+            strides as long as the last dimension is contiguous.
+        causal: whether token t sees tokens 0..t alone.
+        scale: positive; default 1 / sqrt(D).
+
+    Returns:
+        (B, H, T, D) in q's dtype; in memory (B, T, H, D), so that joining the heads is free.
+
+    Forward 4 B H T^2 D operations, backward 10 B H T^2 D, causal half of each. Bytes: q, k, v and
+    out once, and 4 B H T of log-sum-exp; k and v come from the L2 cache for all tiles of queries
+    but the first. Backward: as many again for each of q, k, v, dout and the gradients, and dq in
+    fp32, of which every tile of keys adds its part: 4 B H T D (T / N) bytes of traffic in L2,
+    causal half of it, which is what bounds it. The order of those additions is not fixed, so dq's
+    last bits vary from run to run.
+
+    Raises:
+        TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that
+            the kernels do not have; a stride in the last dimension; scale <= 0.
+    """
+    check("flash_attention", q=q, k=k, v=v)
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError("flash_attention: q, k and v must be (B, heads, T, D)")
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    check_shape("flash_attention", "k", k, (B, K, T, D))
+    check_shape("flash_attention", "v", v, (B, K, T, D))
+    if D not in HEAD_SIZES:
+        raise ValueError(f"flash_attention: head size {D} is not one of {HEAD_SIZES}")
+    if H % K:
+        raise ValueError(f"flash_attention: {H} query heads do not share {K} key/value heads")
+    dtype = autocast_dtype(q)
+    if dtype not in DTYPES or (dtype == q.dtype and not q.dtype == k.dtype == v.dtype):
+        raise TypeError(f"flash_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them")
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise ValueError("flash_attention: the last dimension of q, k and v must be contiguous")
+    scale = D**-0.5 if scale is None else float(scale)
+    if not scale > 0:
+        raise ValueError(f"flash_attention: scale {scale} must be positive")
+    return flash_attention_forward(q.to(dtype), k.to(dtype), v.to(dtype), causal, scale)[0]
+
+
+def flash_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+) -> Tensor:
+    """`flash_attention` with the (T, T) scores in memory and k and v repeated."""
+    T, D = q.shape[2:]
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.transpose(-2, -1) * (D**-0.5 if scale is None else scale)  # (B, H, T, T)
+    if causal:
+        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores.softmax(dim=-1) @ v

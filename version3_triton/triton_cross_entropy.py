@@ -1,0 +1,209 @@
+"""The head's product and the cross-entropy behind it, without ever holding all the logits.
+
+Shapes in the comments:
+    N tokens   C width of the hidden states   V vocabulary   R tokens of a chunk
+"""
+
+from triton_launch import autocast_dtype, check, check_shape, tuned
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+MAX_CHUNK_ROWS = 2048  # tokens: large enough to fill the chip with a product
+
+
+# --- kernel -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, targets_ptr, losses_ptr, stride, R, V,
+    GRADIENT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The losses of ROWS tokens; their logits make way for their gradient, softmax - one_hot.
+
+    The first walk over a row carries the running maximum and sum of the softmax, the second one
+    writes. In between, the row is in the cache.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    v = tl.arange(0, BLOCK_V)[None, :]
+    row = logits_ptr + r.to(tl.int64)[:, None] * stride
+    target = tl.load(targets_ptr + r, mask=r < R, other=0)[:, None]
+    largest = tl.full((ROWS, BLOCK_V), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    for start in range(0, V, BLOCK_V):
+        inside = (r[:, None] < R) & (start + v < V)
+        x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        new_largest = tl.maximum(largest, x)
+        # -inf - -inf is no number; such a place holds nothing.
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        total = total * tl.exp(largest - shift) + tl.exp(x - shift)
+        largest = new_largest
+    row_max = tl.max(largest, 1)[:, None]
+    log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 1))[:, None]
+    valid = (r[:, None] < R) & (target >= 0) & (target < V)
+    of_target = tl.load(row + target, mask=valid, other=float("nan")).to(tl.float32)
+    tl.store(losses_ptr + r[:, None], log_sum - of_target, mask=r[:, None] < R)
+    if GRADIENT:
+        for start in range(0, V, BLOCK_V):
+            inside = (r[:, None] < R) & (start + v < V)
+            x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+            gradient = tl.exp(x - log_sum) - tl.where(start + v == target, 1.0, 0.0)
+            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+# By architecture or vendor: tokens and logits of a step, and warps. sm: swept on an H200. gfx:
+# unmeasured.
+BLOCKS = {"sm": (1, 4096, 8), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)}
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+def chunk_rows(N: int) -> int:
+    """Tokens of a chunk: at most half of them, so that the logits are never there as a whole."""
+    return max(1, min(MAX_CHUNK_ROWS, triton.cdiv(N, 2)))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, or = for the first of them, gathered in fp32 whatever a and b are."""
+    beta = 0 if first else 1  # at 0 whatever total holds is not read
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif a.is_cuda and _has_wide_products():
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif first:
+        total.copy_(a @ b)
+    else:
+        total.add_(a @ b)
+
+
+def _has_wide_products() -> bool:
+    """Whether PyTorch can leave a product of 16-bit matrices in fp32 (from 2.8 on)."""
+    return hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+@torch.library.custom_op("tiny_llama::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss; and, of the sum of losses, the gradients of hidden (in `dtype`) and of weight
+    (in fp32), or empty tensors if they are not asked for.
+
+    Sums, not means: a mean's gradient, softmax / N, would underflow in fp16.
+    """
+    N, C = hidden.shape
+    V = weight.shape[0]
+    rows_at_once, block, warps = tuned(BLOCKS)
+    block = min(block, triton.next_power_of_2(V))
+    losses = hidden.new_empty(N, dtype=torch.float32)
+    dhidden = hidden.new_empty((N, C) if gradients else 0, dtype=dtype)
+    dweight = weight.new_empty((V, C) if gradients else 0, dtype=torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        weight = weight.to(dtype)
+        for start in range(0, N, chunk_rows(N)):
+            rows = slice(start, start + chunk_rows(N))
+            chunk = hidden[rows].to(dtype)
+            logits = chunk @ weight.t()  # (R, V)
+            _cross_entropy_kernel[(triton.cdiv(len(chunk), rows_at_once),)](
+                logits, targets[rows], losses[rows], logits.stride(0), len(chunk), V,
+                GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, num_warps=warps,
+            )  # fmt: skip
+            if gradients:
+                torch.mm(logits, weight, out=dhidden[rows])
+                _add_product(dweight, logits.t(), chunk, first=start == 0)
+            del logits  # before the next chunk's are allocated
+    return losses.mean(), dhidden, dweight
+
+
+@linear_cross_entropy_forward.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dhidden = hidden.new_empty(hidden.shape if gradients else 0, dtype=dtype)
+    dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
+    return hidden.new_empty((), dtype=torch.float32), dhidden, dweight
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    hidden, weight, _, _, _ = inputs
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = hidden.dtype, weight.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss, _, __):
+    dhidden, dweight = ctx.saved_tensors
+    hidden_dtype, weight_dtype = ctx.dtypes
+    scale = dloss / len(dhidden)
+    return (
+        torch.mul(dhidden, scale, out=torch.empty_like(dhidden, dtype=hidden_dtype)),
+        torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=weight_dtype)),
+        None,
+        None,
+        None,
+    )
+
+
+linear_cross_entropy_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.tiny_llama.linear_cross_entropy)
+def _flops(hidden_shape, weight_shape, targets_shape, dtype, gradients, **_) -> int:
+    """2 N C V for the logits, and as many for each of the two gradients, which the forward pass
+    computes too."""
+    product = 2 * hidden_shape[0] * hidden_shape[1] * weight_shape[0]
+    return 3 * product if gradients else product
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """mean over n of logsumexp(logits[n]) - logits[n, targets[n]], where logits = hidden weight'.
+
+    The forward pass takes a chunk of tokens at a time: its logits, their loss, in their place
+    their gradient, and from that its share of both gradients. The backward pass only scales them.
+
+    Args:
+        hidden: (..., C). weight: (V, C). Under autocast the products are computed in its dtype,
+            else in hidden's.
+        targets: hidden's shape without C, int64. One outside 0..V-1 makes the loss NaN.
+
+    Returns:
+        A scalar, fp32.
+
+    Products: 6 N C V operations in the forward pass, none in the backward; without gradients
+    2 N C V. Memory: the logits of at most 2048 tokens and half of all, and both gradients; the
+    weight's gathers in fp32. The logits are written once and read and written once more, in part
+    from L2.
+
+    Raises:
+        TypeError, ValueError: see `triton_launch.check`; targets that are not int64; shapes that
+            do not fit.
+    """
+    check("linear_cross_entropy", hidden=hidden, weight=weight)
+    C = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != C:
+        raise ValueError(
+            f"linear_cross_entropy: weight is {tuple(weight.shape)}, expected (V, {C})"
+        )
+    check_shape("linear_cross_entropy", "targets", targets, tuple(hidden.shape[:-1]))
+    if targets.dtype != torch.int64 or targets.device != hidden.device:
+        raise TypeError(
+            f"linear_cross_entropy: targets are {targets.dtype} on {targets.device}, expected "
+            f"int64 on {hidden.device}"
+        )
+    gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, _, _ = linear_cross_entropy_forward(
+        hidden.reshape(-1, C), weight, targets.reshape(-1).contiguous(), autocast_dtype(hidden),
+        gradients,
+    )  # fmt: skip
+    return loss
+
+
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`linear_cross_entropy` with all logits in memory."""
+    logits = hidden.flatten(0, -2) @ weight.t()  # (N, V)
+    of_targets = logits.gather(1, targets.reshape(-1, 1)).squeeze(1)
+    return (logits.logsumexp(dim=-1) - of_targets).mean()

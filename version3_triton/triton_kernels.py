@@ -1,0 +1,42 @@
+"""V3's operators. Each is a function with autograd; `NAME_reference` beside it is the same, plain.
+
+    triton_rms_norm       rms_norm, add_rms_norm
+    triton_rope           apply_rope, rope_qkv
+    triton_swiglu         swiglu, swiglu_fused
+    triton_attention      flash_attention
+    triton_cross_entropy  linear_cross_entropy
+    triton_launch         where they run, how tiles are looked up, what is refused
+
+A kernel file reads top to bottom: the kernels, their tiles by device, the operators that launch
+them (registered with PyTorch, so that torch.compile, CUDA graphs and the flop counter see them),
+then the functions to call, whose docstrings say what they compute and which bytes they move.
+"""
+
+from triton_launch import INTERPRETED
+
+from triton_attention import HEAD_SIZES, flash_attention, flash_attention_reference
+from triton_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from triton_rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from triton_rope import apply_rope, apply_rope_reference, rope_qkv, rope_qkv_reference
+from triton_swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
+
+__all__ = [
+    "HEAD_SIZES",
+    "INTERPRETED",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "apply_rope",
+    "apply_rope_reference",
+    "flash_attention",
+    "flash_attention_reference",
+    "linear_cross_entropy",
+    "linear_cross_entropy_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope_qkv",
+    "rope_qkv_reference",
+    "swiglu",
+    "swiglu_fused",
+    "swiglu_fused_reference",
+    "swiglu_reference",
+]

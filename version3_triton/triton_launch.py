@@ -1,0 +1,153 @@
+"""What V3's kernels share: where they run, how the tuned tiles are looked up, what is refused.
+
+Without a GPU the kernels run in Triton's interpreter: every program of the grid in turn, on the
+CPU, in numpy. That is slow, but it is the same kernel, so that it can be read, broken and tested
+on a laptop.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    if "triton.language" in sys.modules:  # it has read the variable, and compiles from now on
+        raise RuntimeError(
+            "Triton was imported before V3's kernels on a machine without a GPU: set "
+            "TRITON_INTERPRET=1 in the environment"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4: Hopper's copy engine is not used
+    TensorDescriptor = None
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+"""Whether the kernels run in Triton's interpreter, whose times mean nothing."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Entry = TypeVar("Entry")
+
+
+def architecture() -> str:
+    """The current device's: `sm_90`, `gfx942`, ..., or `interpreter`."""
+    if INTERPRETED:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def tuned(table: Mapping[str, Entry]) -> Entry:
+    """The table's entry for this architecture, else for its vendor (`sm`, `gfx`)."""
+    name = architecture()
+    vendor = next(prefix for prefix in ("sm", "gfx", "interpreter") if name.startswith(prefix))
+    return table[name] if name in table else table[vendor]
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies: 16-bit numbers as they are; fp32 as the caller has set PyTorch's own
+    products (`torch.set_float32_matmul_precision`).
+
+    Real fp32 takes three tf32 products on NVIDIA's matrix units, whose error is fp32's, and AMD's
+    own fp32 matrix units.
+    """
+    if INTERPRETED:
+        return "interpreted"
+    if dtype != torch.float32:
+        return "ieee"
+    name = architecture()
+    rounded = torch.get_float32_matmul_precision() != "highest"
+    if name.startswith("sm_"):
+        return "tf32" if rounded else "tf32x3"
+    return "tf32" if rounded and name == "gfx942" else "ieee"
+
+
+def describe_tiles(num_stages: int, *tensors: tuple[Tensor, int]) -> tuple[bool, list[Any]]:
+    """What a kernel is given to read or write tiles of rows of (B, heads, T, D) tensors.
+
+    Descriptors for the copy engine (TMA) where there is one, from Hopper on, and it can read all
+    of them: 16-byte aligned, no stride of zero. The tensors themselves, as pointers, elsewhere,
+    and for a loop of one stage, for which Triton 3.6 lays out too little shared memory.
+
+    Args:
+        num_stages: of the kernel's loop.
+        tensors: each with the rows of its tile.
+
+    Returns:
+        Whether they are descriptors, and one or the other.
+    """
+    name = architecture()
+    has_engine = name.startswith("sm_") and int(name[3:]) >= 90 and TensorDescriptor is not None
+    aligned = all(_aligned(tensor) for tensor, _ in tensors)
+    if not has_engine or num_stages < 2 or not aligned:
+        return False, [tensor for tensor, _ in tensors]
+    return True, [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]])
+        for x, rows in tensors
+    ]
+
+
+def _aligned(tensor: Tensor) -> bool:
+    strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
+    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def new_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty (B, heads, T, D) that lies in memory as (B, T, heads, D): a product that makes or
+    takes the heads of a token as one row writes or reads them without a copy."""
+    B, heads, T, D = like.shape
+    return like.new_empty(B, T, heads, D, dtype=dtype).transpose(1, 2)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs can run side by side, at least: compute units on AMD."""
+    if INTERPRETED or device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product of x would be computed in: x's own dtype unless autocast is on."""
+    if x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def check(op: str, **tensors: Tensor) -> None:
+    """Refuses, before any launch, what the kernels can't read.
+
+    Raises:
+        TypeError: not a tensor, or not fp32, bf16 or fp16.
+        ValueError: tensors on several devices, on one that the kernels do not run on, or empty.
+    """
+    devices = set()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, not a tensor")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}: use fp32, bf16 or fp16")
+        if tensor.numel() == 0:
+            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} is empty")
+        devices.add(tensor.device)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"{op}: the tensors are on several devices: {places}")
+    device = devices.pop()
+    if device.type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            f"{op}: the kernels are compiled for the GPU, the tensors are on {device}: move them, "
+            "or set TRITON_INTERPRET=1 before Python starts"
+        )
+
+
+def check_shape(op: str, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raises ValueError unless the tensor has the expected shape."""
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{op}: {name} is {tuple(tensor.shape)}, expected {expected}")

@@ -1,0 +1,323 @@
+"""RMSNorm in one pass over memory, forward and backward, alone or with the residual add before it.
+
+Shapes in the comments:
+    R rows (tokens)   C width of a row   P programs of the backward pass
+"""
+
+from dataclasses import dataclass
+
+from triton_launch import autocast_dtype, check, check_shape, multiprocessors, tuned
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_WIDTH = 65536  # a row stays in the registers of one program
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rms_norm_forward_kernel(
+    x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr,
+    stride_x, stride_branch, rows, C, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Each program takes every P-th group of ROWS rows, and keeps the weight in registers."""
+    c = tl.arange(0, BLOCK_C)
+    weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (r[:, None] < rows) & (c[None, :] < C)
+        x = tl.load(x_ptr + r[:, None] * stride_x + c[None, :], mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        out = r[:, None] * C + c[None, :]
+        if ADD:
+            branch = tl.load(
+                branch_ptr + r[:, None] * stride_branch + c[None, :], mask=inside, other=0.0
+            )
+            stream = (x + branch.to(tl.float32)).to(stream_ptr.dtype.element_ty)
+            tl.store(stream_ptr + out, stream, mask=inside)
+            x = stream.to(tl.float32)  # as rounded: the backward pass will see no other
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
+        tl.store(rstd_ptr + r, rstd, mask=r < rows)
+        y = x * rstd[:, None] * weight[None, :]
+        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    dy_ptr, dstream_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dbranch_ptr, partial_dw_ptr,
+    stride_dy, stride_dstream, stride_x, rows, C,
+    ADD: tl.constexpr, BRANCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """With n = x rstd the normed row and g = dy weight:  dx = rstd (g - n mean(g n)),  dw = dy n.
+
+    dw sums over all rows: each program over its own, into its own row of partial_dw (P, C).
+    """
+    c = tl.arange(0, BLOCK_C)
+    weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK_C,), tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (r[:, None] < rows) & (c[None, :] < C)
+        dy = tl.load(dy_ptr + r[:, None] * stride_dy + c[None, :], mask=inside, other=0.0)
+        x = tl.load(x_ptr + r[:, None] * stride_x + c[None, :], mask=inside, other=0.0)
+        rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)
+        dy = dy.to(tl.float32)
+        normed = x.to(tl.float32) * rstd[:, None]
+        dw += tl.sum(dy * normed, 0)
+        g = dy * weight[None, :]
+        dx = rstd[:, None] * (g - normed * (tl.sum(g * normed, 1) / C)[:, None])
+        if ADD:  # the sum's other reader, further down the residual stream
+            dstream = tl.load(
+                dstream_ptr + r[:, None] * stride_dstream + c[None, :], mask=inside, other=0.0
+            )
+            dx += dstream.to(tl.float32)
+        out = r[:, None] * C + c[None, :]
+        tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if BRANCH:  # the same gradient in the branch's dtype
+            tl.store(dbranch_ptr + out, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
+    tl.store(partial_dw_ptr + tl.program_id(0).to(tl.int64) * C + c, dw, mask=c < C)
+
+
+# --- configurations -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """How much of the tensor a program holds at once, and its warps.
+
+    Attributes:
+        elements: of the rows that it holds: ROWS = elements / C, at least one.
+        elements_per_thread: sets the warps.
+        programs: per multiprocessor, each of which walks over rows; None: one for each ROWS.
+    """
+
+    elements: int
+    elements_per_thread: int
+    programs: int | None
+
+
+# By architecture or vendor; the first row whose width is at least C. sm: swept on an H200 at
+# widths 1024, 2048 and 4096. gfx: unmeasured.
+Blocks = dict[str, tuple[tuple[int, Block], ...]]
+FORWARD_BLOCKS: Blocks = {
+    "sm": ((2048, Block(2048, 32, None)), (MAX_WIDTH, Block(4096, 32, None))),
+    "gfx": ((MAX_WIDTH, Block(4096, 16, None)),),
+    "interpreter": ((MAX_WIDTH, Block(2**18, 2**18, None)),),
+}
+BACKWARD_BLOCKS: Blocks = {
+    "sm": ((1024, Block(1024, 8, 8)), (MAX_WIDTH, Block(8192, 32, 2))),
+    "gfx": ((MAX_WIDTH, Block(4096, 16, 4)),),
+    "interpreter": ((MAX_WIDTH, Block(2**16, 2**16, 2)),),
+}
+
+
+def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """Programs, and the kernel's block sizes and warps."""
+    block = next(block for width, block in tuned(table) if width >= C)
+    block_c = triton.next_power_of_2(C)
+    block_rows = triton.next_power_of_2(
+        max(1, min(block.elements // block_c, triton.next_power_of_2(rows)))
+    )
+    programs = triton.cdiv(rows, block_rows)
+    if block.programs is not None:
+        programs = min(programs, block.programs * multiprocessors(device))
+    warps = block_rows * block_c // (32 * block.elements_per_thread)
+    warps = triton.next_power_of_2(max(1, min(warps, 16)))
+    return programs, {"ROWS": block_rows, "BLOCK_C": block_c, "num_warps": warps}
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as (R, C) with contiguous rows: a view where its strides allow one."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("tiny_llama::rms_norm", mutates_args=())
+def rms_norm_forward(
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The normed rows, and 1 / sqrt(mean(x^2) + eps) of each, (R,)."""
+    rows = _rows(x)
+    R, C = rows.shape
+    weight = weight.contiguous()
+    y = x.new_empty(x.shape, dtype=dtype)
+    rstd = x.new_empty(R, dtype=torch.float32)
+    programs, constants = _launch(FORWARD_BLOCKS, R, C, x.device)
+    _rms_norm_forward_kernel[(programs,)](
+        rows, rows, weight, y, y, rstd, rows.stride(0), 0, R, C, eps, ADD=False, **constants
+    )
+    return y, rstd
+
+
+@rms_norm_forward.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("tiny_llama::add_rms_norm", mutates_args=())
+def add_rms_norm_forward(
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normed rows of the sum, the sum in the stream's dtype, and its 1 / rms, (R,)."""
+    rows, branch_rows = _rows(stream), _rows(branch)
+    R, C = rows.shape
+    weight = weight.contiguous()
+    y = stream.new_empty(stream.shape, dtype=dtype)
+    total = stream.new_empty(stream.shape)
+    rstd = stream.new_empty(R, dtype=torch.float32)
+    programs, constants = _launch(FORWARD_BLOCKS, R, C, stream.device)
+    _rms_norm_forward_kernel[(programs,)](
+        rows, branch_rows, weight, y, total, rstd, rows.stride(0), branch_rows.stride(0), R, C, eps,
+        ADD=True, **constants,
+    )  # fmt: skip
+    return y, total, rstd
+
+
+@add_rms_norm_forward.register_fake
+def _(
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = stream.new_empty(stream.numel() // stream.shape[-1], dtype=torch.float32)
+    return stream.new_empty(stream.shape, dtype=dtype), stream.new_empty(stream.shape), rstd
+
+
+@torch.library.custom_op("tiny_llama::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, branch: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x (the sum), of the branch in dy's dtype (empty without one), and of the
+    weight."""
+    rows, dy_rows = _rows(x), _rows(dy)
+    dstream_rows = rows if dstream is None else _rows(dstream)
+    R, C = rows.shape
+    weight = weight.contiguous()
+    dx = x.new_empty(x.shape)
+    # In one dtype the two gradients are one tensor; the caller hands it out twice.
+    dbranch = x.new_empty(x.shape if branch else 0, dtype=dy.dtype)
+    programs, constants = _launch(BACKWARD_BLOCKS, R, C, x.device)
+    partial_dw = x.new_empty(programs, C, dtype=torch.float32)
+    _rms_norm_backward_kernel[(programs,)](
+        dy_rows, dstream_rows, rows, weight, rstd, dx, dbranch if branch else dx, partial_dw,
+        dy_rows.stride(0), dstream_rows.stride(0), rows.stride(0), R, C,
+        ADD=dstream is not None, BRANCH=branch, **constants,
+    )  # fmt: skip
+    return dx, dbranch, partial_dw.sum(0, dtype=torch.float32).to(weight.dtype)
+
+
+@rms_norm_backward.register_fake
+def _(
+    dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, branch: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbranch = x.new_empty(x.shape if branch else 0, dtype=dy.dtype)
+    return x.new_empty(x.shape), dbranch, torch.empty_like(weight)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, _, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, _):
+    x, weight, rstd = ctx.saved_tensors
+    dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False)
+    return dx, dw, None, None
+
+
+def _setup_add_context(ctx, inputs, output) -> None:
+    branch, _, weight, _, _ = inputs
+    _, total, rstd = output
+    ctx.save_for_backward(total, weight, rstd)
+    ctx.branch_dtype = branch.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _add_backward(ctx, dy, dstream, _):
+    total, weight, rstd = ctx.saved_tensors
+    if dy is None:  # the normed rows went nowhere
+        return dstream.to(ctx.branch_dtype), dstream, None, None, None
+    cast = ctx.branch_dtype != total.dtype
+    dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast)
+    return (dbranch if cast else dx).to(ctx.branch_dtype), dx, dw, None, None
+
+
+rms_norm_forward.register_autograd(_backward, setup_context=_setup_context)
+add_rms_norm_forward.register_autograd(_add_backward, setup_context=_setup_add_context)
+
+
+def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
+    check_shape(op, "weight", weight, (x.shape[-1],))
+    if x.shape[-1] > MAX_WIDTH:
+        raise ValueError(f"{op}: rows of {x.shape[-1]} are wider than the kernel's {MAX_WIDTH}")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
+
+    Args:
+        x: (..., C), any strides; a view whose rows are contiguous is read without a copy.
+        weight: (C,), of any supported dtype.
+
+    Returns:
+        x's shape, in x's dtype; under autocast in its dtype, since what follows is a matrix
+        product, which would round it there.
+
+    Bytes: forward x and y once; backward x, dy and dx once (the weight's gradient is gathered in
+    registers). About 4 C operations a row forward, 11 C backward: bound by memory.
+
+    Raises:
+        TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; C > 65536.
+    """
+    check("rms_norm", x=x, weight=weight)
+    _check_norm("rms_norm", x, weight)
+    return rms_norm_forward(x, weight, float(eps), autocast_dtype(x))[0]
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm`, operation by operation."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def add_rms_norm(
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The residual add and the norm behind it: (rms_norm(stream + branch), stream + branch).
+
+    Args:
+        branch: (..., C), what a sub-layer returned.
+        stream: the same shape, the residual stream. Its dtype is the sum's.
+        weight: (C,).
+
+    Returns:
+        The normed sum, in the stream's dtype or autocast's, and the sum.
+
+    Bytes: forward branch, stream, sum and y once, so that the norm's own read of the sum is saved;
+    backward dy, the sum and its gradient once, and one write for each input's gradient (one for
+    both if they have one dtype).
+
+    Raises:
+        TypeError, ValueError: as for `rms_norm`.
+    """
+    check("add_rms_norm", branch=branch, stream=stream, weight=weight)
+    check_shape("add_rms_norm", "branch", branch, tuple(stream.shape))
+    _check_norm("add_rms_norm", stream, weight)
+    dtype = autocast_dtype(stream)
+    normed, total, _ = add_rms_norm_forward(branch, stream, weight, float(eps), dtype)
+    return normed, total
+
+
+def add_rms_norm_reference(
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm`, operation by operation."""
+    total = stream + branch
+    return rms_norm_reference(total, weight, eps), total
