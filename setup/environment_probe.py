@@ -59,6 +59,13 @@ def sees_base_packages() -> bool:
     return bool(re.search(r"include-system-site-packages\s*=\s*true", configuration))
 
 
+def triton_version() -> str:
+    """The version of the Triton that `import triton` would find, or an empty string."""
+    if importlib.util.find_spec("triton") is None:
+        return ""
+    return next((version for name in TRITON_NAMES if (version := installed_version(name))), "there")
+
+
 def torch_facts() -> dict[str, str]:
     """Version, kind (cpu, cuda, rocm) and pip pins of the torch that this Python imports."""
     location = locate_torch()
@@ -89,6 +96,7 @@ def describe() -> None:
         "python_executable": sys.executable,
         "parent_environment": parent_environment(),
         "sees_base_packages": "yes" if sees_base_packages() else "no",
+        "triton_version": triton_version(),
         **torch_facts(),
     }
     for key, value in facts.items():

@@ -72,6 +72,7 @@ probe() { "$1" "$SETUP/environment_probe.py" "${@:2}"; }                 # probe
 fact() { sed -n "s/^$1=//p" <<<"$FACTS"; }                               # from probe ... describe
 stamped() { if [[ -f $STAMP ]]; then sed -n "s/^$1=//p" "$STAMP"; fi; }  # from the last set-up
 fingerprint() { { echo "$TORCH_VERSION" && cat "$@"; } | cksum; }
+base_fingerprint() { fingerprint "$SETUP/requirements.txt" "$SETUP/requirements-triton.txt"; }
 
 parse_arguments() {
   while [[ $# -gt 0 ]]; do
@@ -160,7 +161,7 @@ assess_venv() {
   [[ $BUILD == auto || $BUILD == "$(stamped build)" ]] || return 0
   [[ -z $PYTHON ]] || same_python || return 0
   STATE=add
-  [[ $(stamped base) == "$(fingerprint "$SETUP/requirements.txt")" ]] || return 0
+  [[ $(stamped base) == "$(base_fingerprint)" ]] || return 0
   [[ $WITH_TESTS == no || $(stamped tests) == "$(fingerprint "$SETUP/requirements-test.txt")" ]] ||
     return 0
   STATE=complete
@@ -315,6 +316,24 @@ install_torch() {
   pip install ${how[@]+"${how[@]}"} "torch==$TORCH_VERSION"
 }
 
+# GPU builds bring the one Triton that they were released with, which nothing may replace; a CPU
+# build brings none. Without it V3 alone cannot run, so that it cannot be had is no end.
+install_triton() {
+  local kind=$BUILD version="" # what a dry run expects of a fresh environment
+  if [[ $DRY_RUN == no || $STATE == add ]]; then
+    kind=$(fact torch_kind) version=$(fact triton_version)
+  fi
+  [[ $ORIGIN == installed && $kind == cpu && -z $version ]] || return 0
+  [[ $(uname) == Linux ]] || return 0 # there are no wheels for other systems
+  step "Installing Triton, for V3"
+  if pip install --quiet -c "$CONSTRAINTS" -r "$SETUP/requirements-triton.txt"; then
+    [[ $DRY_RUN == yes ]] || FACTS=$(probe "$VENV/bin/python" describe)
+  else
+    warn "Triton cannot be installed (see above), so V3 will be skipped; all else works." \
+      "To try again: $VENV/bin/python -m pip install -r setup/requirements-triton.txt"
+  fi
+}
+
 # Asks the finished environment itself: PYTHONPATH, for one, can put another torch in front.
 verify() {
   local expected=$TORCH_VERSION
@@ -341,7 +360,8 @@ origin=$ORIGIN
 torch=$(fact torch_file)
 torch_version=$(fact torch_version)
 torch_kind=$(fact torch_kind)
-base=$(fingerprint "$SETUP/requirements.txt")
+triton_version=$(fact triton_version)
+base=$(base_fingerprint)
 tests=$tests
 EOF
 }
@@ -358,12 +378,25 @@ warn_if_gpu_is_idle() {
       "not use; for another build run setup/environment_setup.sh --build $hardware"
 }
 
+triton_line() {
+  local version
+  version=$(stamped triton_version)
+  if [[ -z $version ]]; then
+    echo "none: V3 is skipped; 'Triton' in setup/environment_setup.md says how to get it"
+  elif [[ $(stamped torch_kind) == cpu ]]; then
+    echo "$version, interpreting V3's kernels"
+  else
+    echo "$version"
+  fi
+}
+
 summarise() {
   local cxx
   cxx=$(compiler)
   step "Ready"
   note "Python    $(stamped python_version), $VENV/bin/python"
   note "PyTorch   $(stamped torch_version) ($(stamped torch_kind) build), $(stamped torch)"
+  note "Triton    $(triton_line)"
   note "Device    $(probe "$VENV/bin/python" device | sed -n 's/^device=//p')"
   note "Compiler  ${cxx:-none}"
   [[ -n $cxx ]] || note "no C++ compiler: torch.compile is off on the CPU; V4 runs without it;" \
@@ -420,8 +453,9 @@ main() {
   write_constraints
   install_requirements
   install_torch
+  [[ $DRY_RUN == yes ]] || verify
+  install_triton
   [[ $DRY_RUN == no ]] || exit 0
-  verify
   write_stamp
   UNFINISHED=no
   summarise

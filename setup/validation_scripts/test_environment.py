@@ -36,8 +36,7 @@ TORCH_MINIMUM = (2, 6)
 PACKAGES = {
     "rich": ("progress and tables", True),
     "matplotlib": ("plots", True),
-    "numpy": ("arrays for plots and statistics", True),
-    "triton": ("V3's kernels; torch.compile on a GPU", False),
+    "numpy": ("arrays for plots, statistics and V3's interpreter", True),
 }
 CACHE_BYTES = 2 * 1024**3  # A compiled `large` model with autotuning writes several hundred MB.
 
@@ -86,6 +85,16 @@ def _distribution_version(name: str) -> str:
     return metadata.version(name)
 
 
+def probe_triton() -> Facts:
+    """Its version, and whether V3's kernels are compiled here or run in its interpreter."""
+    import torch
+    import triton
+
+    asked_for = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    interprets = asked_for or not torch.cuda.is_available()
+    return {"version": str(triton.__version__), "interprets": interprets}
+
+
 def probe_compile() -> Facts:
     """Compiles a tiny function and compares it with what it was compiled from."""
     import torch
@@ -109,6 +118,7 @@ def probe_workshop() -> Facts:
 PROBES = {
     "torch": probe_torch,
     "packages": probe_packages,
+    "triton": probe_triton,
     "compile": probe_compile,
     "workshop": probe_workshop,
 }
@@ -227,15 +237,29 @@ def package_rows() -> List[Row]:
     facts = probe(__file__, "packages")
     rows = []
     for name, (purpose, needed) in PACKAGES.items():
-        remedy = SETUP if needed else "comes with PyTorch's GPU builds"
         fact = {"problem": facts["problem"]} if "problem" in facts else facts.get(name)
         if fact is None:
-            rows.append(Row(name, MISSING, "", purpose, remedy, needed))
+            rows.append(Row(name, MISSING, "", purpose, SETUP, needed))
         elif "problem" in fact:
             rows.append(Row(name, BROKEN, fact["problem"], purpose, SETUP, needed))
         else:
-            rows.append(Row(name, OK, fact["version"], purpose, remedy, needed))
+            rows.append(Row(name, OK, fact["version"], purpose, SETUP, needed))
     return rows
+
+
+def triton_row() -> Row:
+    """Not needed: without it V3 is skipped, and nothing else."""
+    what, purpose = "triton", "V3's kernels; torch.compile on a GPU"
+    if importlib.util.find_spec("triton") is None:
+        remedy = "requirements-triton.txt in setup/ says which one belongs where"
+        if not sys.platform.startswith("linux"):
+            remedy = "exists for Linux alone"
+        return Row(what, MISSING, "", purpose, remedy)
+    facts = probe(__file__, "triton")
+    if "problem" in facts:
+        return Row(what, BROKEN, facts["problem"], purpose, "install it again")
+    mode = "interprets V3's kernels" if facts["interprets"] else "compiles V3's kernels"
+    return Row(what, OK, f"{facts['version']}, {mode}", purpose, "")
 
 
 def compile_row(wanted: bool) -> Row:
@@ -297,6 +321,7 @@ def main() -> int:
         *compiler_rows(),
         *torch_rows(),
         *package_rows(),
+        triton_row(),
         compile_row(arguments.compile),
         workshop_row(),
         *cache_rows(),
