@@ -1,0 +1,314 @@
+"""V3's kernels compiled for GPUs that this machine need not have: they compile, fit, do not spill.
+
+Each command runs in a process of its own with an empty Triton cache; elsewhere in the tests
+Triton interprets.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from test_compare import NO_TRITON, needs_triton
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOL = "version3_triton/inspect_kernels.py"
+AMD = ("gfx90a", "gfx942", "gfx950")
+LDS_KIB = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
+LAUNCHED = {
+    *("rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward", "swiglu_backward"),
+    *("attention_forward", "attention_prepare", "attention_backward", "cross_entropy"),
+}
+WITH_PRODUCTS = ("attention_forward", "attention_backward")
+
+Finished = subprocess.CompletedProcess[str]
+TypeCommand = Callable[..., Finished]
+Kernels = list[dict[str, Any]]
+
+# In place of two operators: one row that its warps' registers can't hold, and a table's gap.
+PLANTED = """
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _planted_kernel(x, y, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    row = tl.load(x + i)
+    tl.store(y + i, tl.exp(row - tl.max(row)))
+
+
+def swiglu(gate, up):
+    _planted_kernel[(1,)](gate, up, BLOCK=2**17, num_warps=4)
+    return gate * up
+
+
+def apply_rope(q, k, cos, sin):
+    raise KeyError("no tile")
+"""
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The tool's own functions; importing it imports no Triton."""
+    spec = importlib.util.spec_from_file_location("inspect_kernels", ROOT / TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands write."""
+    return tmp_path_factory.mktemp("inspected")
+
+
+@pytest.fixture(scope="module")
+def started(type_command: TypeCommand, results: Path) -> Iterator[dict[str, Future[Finished]]]:
+    """The slow commands, two at a time."""
+    planted = results / "code"
+    for folder in ("workshop", "version3_triton"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, planted / folder, ignore=ignore)
+    with (planted / "version3_triton" / "triton_kernels.py").open("a") as operators:
+        operators.write(PLANTED)
+    small = ("--precision", "bf16", "--config")
+    commands = {
+        "amd": ("--target", *AMD, "--config", "small", "very_large"),
+        "nvidia": ("--target", "sm_90", "--kernel", "attention_forward", *small, "small"),
+        "planted": ("--target", "gfx942", "--kernel", "planted", *small, "tiny"),
+        "nothing": ("--target", "gfx942", "--kernel", "no_such", *small, "tiny"),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(
+                type_command,
+                *("python", TOOL, *words, "--json", results / name / "kernels.json"),
+                *("--asm", results / "asm"),
+                folder=planted if name == "planted" else ROOT,
+                # Whatever the user has set and kept: it is for the GPU that is compiled.
+                TRITON_INTERPRET="1",
+                TRITON_CACHE_DIR=str(results / f"cache of {name}"),
+                COLUMNS="120",
+            )
+            for name, words in commands.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def kernels(started: dict[str, Future[Finished]], results: Path) -> Kernels:
+    """What V3 launches on AMD GPUs."""
+    finished = started["amd"].result()
+    assert finished.returncode in (0, 1), finished.stderr
+    return read(results / "amd")
+
+
+def read(folder: Path) -> Kernels:
+    content = json.loads((folder / "kernels.json").read_text())
+    assert content["schema_version"] == 1
+    found: Kernels = content["kernels"]
+    return found
+
+
+def on(target: str, kernels: Kernels) -> Kernels:
+    return [kernel for kernel in kernels if kernel["target"] == target]
+
+
+# --- V3's kernels on AMD GPUs -----------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("target", AMD)
+def test_every_kernel_compiles_and_none_spills_into_memory(kernels: Kernels, target: str) -> None:
+    compiled = on(target, kernels)
+    assert {kernel["kernel"] for kernel in compiled} == LAUNCHED
+    for kernel in compiled:
+        assert kernel["faults"] == []
+        assert kernel["spills"]["VGPR"] == kernel["spills"]["bytes"] == 0
+        assert kernel["registers"]["VGPR"] + kernel["registers"]["AGPR"] <= 512
+        assert kernel["waves"] > 0
+    steps = {step for kernel in compiled for step in kernel["used_by"]}
+    assert steps == {f"{p} {c}" for p in ("bf16", "fp32") for c in ("small", "very_large")}
+
+
+@needs_triton
+@pytest.mark.parametrize("target", AMD)
+def test_their_tiles_fit_into_the_lds(kernels: Kernels, target: str) -> None:
+    used = [kernel["shared_bytes"] for kernel in on(target, kernels)]
+    assert 0 < max(used) <= LDS_KIB[target] * 1024
+
+
+@needs_triton
+@pytest.mark.parametrize("target", AMD)
+def test_products_run_on_the_matrix_units(kernels: Kernels, target: str) -> None:
+    for kernel in on(target, kernels):
+        instructions = kernel["matrix_instructions"]
+        assert bool(instructions) == (kernel["kernel"] in WITH_PRODUCTS), kernel["kernel"]
+        precisions = {step.split()[0] for step in kernel["used_by"]}
+        for name in instructions:
+            assert re.fullmatch(r"v_mfma_f32_\d+x\d+x\d+_?(b?f\d+)(_1k)?", name)
+            assert ("bf16" in name) == (precisions == {"bf16"})
+
+
+@needs_triton
+def test_the_waves_are_those_that_llvm_expects(kernels: Kernels, results: Path) -> None:
+    """LLVM writes how many waves the registers allow; of a program that puts two waves on each
+    SIMD, only whole pairs run."""
+    for kernel in kernels:
+        (name,) = kernel["assembly"]
+        text = (results / "asm" / name).read_text()
+        assert f"amdgcn-amd-amdhsa--{kernel['target']}" in text
+        occupancy = re.search(r"; Occupancy: (\d+)", text)
+        assert occupancy is not None
+        together = max(1, kernel["num_warps"] // 4)
+        by = kernel["waves_by"]
+        ours = min(by["registers"], by["SGPR"], by["slots"])
+        assert ours == int(occupancy[1]) // together * together, name
+
+
+# --- the tool as a user types it --------------------------------------------------------------
+
+
+@needs_triton
+def test_table(started: dict[str, Future[Finished]], kernels: Kernels) -> None:
+    finished = started["amd"].result()
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stderr == ""
+    tables = re.split(r"^(?=gfx\w+ \()", finished.stdout, flags=re.MULTILINE)[1:]
+    assert [table.split()[0] for table in tables] == list(AMD)
+    for table, target in zip(tables, AMD, strict=True):
+        lines = table.splitlines()
+        assert {kernel["kernel"] for kernel in on(target, kernels)} <= {x.strip() for x in lines}
+        assert max(len(line.rstrip()) for line in lines) <= 120
+        assert "32x32x" in table and "bf16 small" in table and "FAULT" not in table
+    verdict = f"{len(kernels)} kernels compile, fit and spill nothing into memory"
+    assert finished.stdout.splitlines()[-1].startswith(verdict)
+
+
+@needs_triton
+def test_nvidia(started: dict[str, Future[Finished]], results: Path) -> None:
+    finished = started["nvidia"].result()
+    assert finished.returncode == 0, finished.stdout
+    (kernel,) = read(results / "nvidia")
+    assert (kernel["target"], kernel["kernel"]) == ("sm_90", "attention_forward")
+    assert 32 < kernel["registers"]["registers"] <= 255 and kernel["spills"] == {"bytes": 0}
+    assert all(name.startswith("wgmma.mma_async") for name in kernel["matrix_instructions"])
+    assert "wgmma 64x" in finished.stdout
+    ptx, sass = (results / "asm" / name for name in kernel["assembly"])
+    assert (ptx.suffix, sass.suffix) == (".ptx", ".sass")
+    expected = sum(kernel["matrix_instructions"].values())
+    assert len(re.findall(r"\bHGMMA\.", sass.read_text())) == expected
+
+
+@needs_triton
+def test_kernel_that_spills(started: dict[str, Future[Finished]], results: Path) -> None:
+    finished = started["planted"].result()
+    assert finished.returncode == 1, finished.stdout
+    failing, spilling = read(results / "planted")
+    assert (spilling["kernel"], failing["kernel"]) == ("planted", "apply_rope")
+    assert spilling["spills"]["VGPR"] > 0 and spilling["spills"]["bytes"] > 0
+    assert failing["faults"] == ["fails: KeyError: 'no tile'"]
+    sentence = " ".join(finished.stdout.split())
+    assert f"FAULT: planted, bf16 tiny: {spilling['faults'][0]}" in sentence
+    assert "2 of 2 kernels have faults (Triton " in sentence
+
+
+@needs_triton
+def test_name_that_no_kernel_has(started: dict[str, Future[Finished]], results: Path) -> None:
+    finished = started["nothing"].result()
+    assert finished.returncode == 2
+    assert finished.stdout == "" and not (results / "nothing" / "kernels.json").exists()
+    assert re.fullmatch(r"error: --kernel no_such: .*attention_forward.*\n", finished.stderr)
+
+
+def test_unknown_target(type_command: TypeCommand) -> None:
+    finished = type_command("python", TOOL, "--target", "gfx942", "gfx1100")
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    expected = r"error: unknown target 'gfx1100': choose from gfx90a, gfx942, .*sm_90, .*\n"
+    assert re.fullmatch(expected, finished.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--config giant", "unknown preset 'giant': choose from tiny, "),
+        ("--precision int8", "unknown precision 'int8': choose from fp32, "),
+        ("--json /proc/there/kernels.json", "/proc/there can't be written"),
+    ],
+)
+@needs_triton
+def test_wrong_usage(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, answer: str
+) -> None:
+    assert tool.main(words.split()) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ") and error.count("\n") == 1 and answer in error
+
+
+def test_without_triton(type_command: TypeCommand, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_TRITON)
+    finished = type_command("python", TOOL, PYTHONPATH=str(tmp_path))
+    assert finished.returncode == 77
+    assert re.fullmatch(r"error: triton is missing.*\n", finished.stderr)
+
+
+# --- its arithmetic ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared_bytes", "waves", "limited_by"),
+    [
+        # 512 registers a lane: 128 + 0 go four times.
+        ("gfx942", 4, {"VGPR": 128, "AGPR": 0, "SGPR": 40}, 0, 4, ["registers"]),
+        # 129 are given out as 136, which go three times.
+        ("gfx942", 4, {"VGPR": 100, "AGPR": 29, "SGPR": 40}, 0, 3, ["registers"]),
+        # Two waves of a program on each SIMD: of the three that fit, one program's are used.
+        ("gfx942", 8, {"VGPR": 100, "AGPR": 29, "SGPR": 40}, 0, 2, ["registers"]),
+        ("gfx942", 4, {"VGPR": 64, "AGPR": 0, "SGPR": 40}, 0, 8, []),
+        ("gfx942", 4, {"VGPR": 32, "AGPR": 0, "SGPR": 102}, 0, 7, ["SGPR"]),
+        # 64 KiB hold three programs of 20 KiB, 160 KiB hold eight.
+        ("gfx942", 4, {"VGPR": 64, "AGPR": 0, "SGPR": 40}, 20 * 1024, 3, ["LDS"]),
+        ("gfx950", 4, {"VGPR": 64, "AGPR": 0, "SGPR": 40}, 20 * 1024, 8, []),
+        ("gfx942", 1, {"VGPR": 64, "AGPR": 0, "SGPR": 40}, 20 * 1024, 0.75, ["LDS"]),
+        ("gfx942", 4, {"VGPR": 64, "AGPR": 0, "SGPR": 40}, 65 * 1024, 0, ["LDS"]),
+        # 168 registers of 128 threads: three blocks, 12 warps of 64.
+        ("sm_90", 4, {"registers": 168}, 0, 3, ["registers"]),
+        # With the KiB that is reserved, 228 KiB hold two blocks of 113 KiB and no third.
+        ("sm_90", 4, {"registers": 32}, 113 * 1024, 2, ["shared"]),
+        ("sm_90", 4, {"registers": 32}, 0, 16, []),
+        # No more than 32 blocks, of whatever size.
+        ("sm_90", 1, {"registers": 32}, 0, 8, []),
+        ("sm_89", 4, {"registers": 32}, 0, 12, []),
+    ],
+)
+def test_occupancy(
+    tool: ModuleType,
+    target: str,
+    warps: int,
+    registers: dict[str, int],
+    shared_bytes: int,
+    waves: float,
+    limited_by: list[str],
+) -> None:
+    waves_by = tool.occupancy(tool.get_chip(target), warps, registers, shared_bytes)
+    kernel = tool.Kernel(target, "name", [], waves_by=waves_by)
+    assert (kernel.waves, kernel.limited_by) == (waves, limited_by)
+
+
+def test_too_much_lds_is_a_fault(tool: ModuleType) -> None:
+    kernel = tool.Kernel("gfx942", "name", [], spills={"bytes": 0}, shared_bytes=65537)
+    kernel.waves_by = {"LDS": 1.0}
+    (fault,) = tool.find_faults(tool.get_chip("gfx942"), kernel)
+    assert fault.startswith("needs 65,537 bytes of LDS memory, a program may have 65,536")
+    assert list(tool.find_faults(tool.get_chip("gfx950"), kernel)) == []
