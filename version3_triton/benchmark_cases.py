@@ -1,0 +1,493 @@
+"""What benchmark_kernels.py measures: the operations, their sizes, and who else performs them.
+
+Each function below describes one operation at one size: random arguments, V3's kernel, the plain
+version beside it, the rivals, and the least work that a call must do. The work is counted as the
+field counts it, from sizes alone, so that every contender's rate is a rate for the same work:
+element-wise operations in passes over the tensor, attention and products in FLOPs.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workshop import versions
+from workshop.errors import NotOnThisMachine
+
+EPS = 1e-5
+ROPE_THETA = 10000.0
+OURS, PLAIN, COMPILED, LIGER = "Triton (V3)", "plain", "torch.compile", "Liger"
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+GBS, TFLOPS = "GB/s", "TFLOP/s"
+UNITS = {GBS: 1e9, TFLOPS: 1e12}
+
+Tensors = tuple[Tensor, ...]
+Function = Callable[..., Any]  # of a case's arguments; gives a tensor or a tuple of tensors
+
+
+class Absent(Exception):
+    """A contender that this machine lacks or that can't do this case; the text says why."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random tensors of one case."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def normal(self, *shape: int, std: float = 1.0) -> Tensor:
+        numbers = torch.randn(shape, device=self.device, generator=self.generator)
+        return (numbers * std).to(self.dtype)
+
+    def weight(self, *shape: int) -> Tensor:
+        """Away from 1, at which a forgotten norm weight would not show."""
+        numbers = torch.rand(shape, device=self.device, generator=self.generator)
+        return (numbers + 0.5).to(self.dtype)
+
+    def heads(self, batch: int, heads: int, tokens: int, head_dim: int) -> Tensor:
+        """(B, heads, T, D), in memory (B, T, heads, D) as a projection leaves it."""
+        return self.normal(batch, tokens, heads, head_dim).transpose(1, 2)
+
+    def rope_tables(self, tokens: int, head_dim: int) -> Tensors:
+        """cos and sin, fp32 (T, D) as the model keeps them."""
+        steps = torch.arange(0, head_dim, 2, device=self.device) / head_dim
+        positions = torch.arange(tokens, device=self.device, dtype=torch.float32)
+        angles = torch.outer(positions, ROPE_THETA**-steps).repeat(1, 2)
+        return angles.cos(), angles.sin()
+
+    def targets(self, rows: int, vocab: int) -> Tensor:
+        return torch.randint(vocab, (rows,), device=self.device, generator=self.generator)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size."""
+
+    op: str
+    size: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    draw: Callable[[Draw], Tensors]
+    kernel: Function
+    plain: Function
+    unit: str
+    amounts: Callable[[int], dict[str, float]]
+    """Bytes or FLOPs of each phase that is timed, for tensors of so many bytes an element."""
+    rivals: dict[str, Function] = field(default_factory=dict)
+    constants: tuple[str, ...] = ()
+    """Arguments without a gradient."""
+    upstream_scale: float = 1.0
+    parts: int = 1
+    """The truth is computed in so many parts, where all at once would not fit into memory."""
+    axes: tuple[int | None, ...] = ()
+    """Along which each argument is cut into them; None is needed whole by every part."""
+    result_axis: int | None = None
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return tuple(self.amounts(1))
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        return tuple(name not in self.constants for name in self.arguments)
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """V3's `triton_kernels`, from this file's folder.
+
+    Raises:
+        NotOnThisMachine: Triton is not installed.
+    """
+    lack = versions.missing(versions.VERSIONS["v3"])
+    if lack:
+        raise NotOnThisMachine(lack)
+    folder = str(Path(__file__).resolve().parent)
+    if folder not in sys.path:  # it is there when this folder's scripts run
+        sys.path.insert(0, folder)
+    return importlib.import_module("triton_kernels")
+
+
+def liger(name: str) -> Any:
+    """One of Liger-Kernel's autograd functions (signatures as of 0.8.5).
+
+    Raises:
+        Absent: it is not installed, or there is no GPU for it.
+    """
+    if not torch.cuda.is_available():
+        raise Absent("needs a GPU")
+    try:
+        ops = importlib.import_module("liger_kernel.ops")
+    except ImportError as error:
+        raise Absent(f"not installed ({error})") from None
+    if not hasattr(ops, name):
+        raise Absent(f"the installed version has no {name}")
+    return getattr(ops, name)
+
+
+def passes(forward: float, backward: float, elements: int) -> Callable[[int], dict[str, float]]:
+    """Bytes of an operation that reads or writes a tensor of `elements` so many times in all."""
+    return lambda itemsize: {
+        FORWARD: forward * elements * itemsize,
+        BACKWARD: backward * elements * itemsize,
+    }
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def rms_norm(rows: int, width: int) -> Case:
+    """x (rows, width) -> y. Forward 2 passes (x, y), backward 3 (x, dy, dx)."""
+    v3 = kernels()
+    return Case(
+        op="rms_norm",
+        size=f"{rows} x {width}",
+        arguments=("x", "weight"),
+        results=("y",),
+        draw=lambda draw: (draw.normal(rows, width), draw.weight(width)),
+        kernel=lambda x, weight: v3.rms_norm(x, weight, EPS),
+        plain=lambda x, weight: v3.rms_norm_reference(x, weight, EPS),
+        rivals={
+            "F.rms_norm": lambda x, weight: F.rms_norm(x, (width,), weight, EPS),
+            LIGER: lambda x, weight: liger("LigerRMSNormFunction").apply(x, weight, EPS),
+        },
+        unit=GBS,
+        amounts=passes(2, 3, rows * width),
+        parts=min(rows, 8),
+        axes=(0, None),
+        result_axis=0,
+    )
+
+
+def add_rms_norm(rows: int, width: int) -> Case:
+    """branch, stream (rows, width) -> normed, new stream.
+
+    Forward 4 passes: both are read, both results written. Backward 4: the new stream and both
+    gradients are read; branch and stream have one and the same gradient, which is written once.
+    """
+    v3 = kernels()
+
+    def pytorch(branch: Tensor, stream: Tensor, weight: Tensor) -> Tensors:
+        stream = stream + branch
+        return F.rms_norm(stream, (width,), weight, EPS), stream
+
+    return Case(
+        op="add_rms_norm",
+        size=f"{rows} x {width}",
+        arguments=("branch", "stream", "weight"),
+        results=("normed", "new stream"),
+        draw=lambda draw: (
+            *(draw.normal(rows, width), draw.normal(rows, width)),
+            draw.weight(width),
+        ),
+        kernel=lambda *tensors: v3.add_rms_norm(*tensors, EPS),
+        plain=lambda *tensors: v3.add_rms_norm_reference(*tensors, EPS),
+        rivals={
+            "add, F.rms_norm": pytorch,
+            LIGER: lambda *tensors: liger("LigerFusedAddRMSNormFunction").apply(*tensors, EPS),
+        },
+        unit=GBS,
+        amounts=passes(4, 4, rows * width),
+        parts=min(rows, 8),
+        axes=(0, 0, None),
+        result_axis=0,
+    )
+
+
+# --- SwiGLU --------------------------------------------------------------------------------------
+
+
+def swiglu(rows: int, width: int) -> Case:
+    """silu(gate) x up, all (rows, width). Forward 3 passes, backward 5 (gate, up, dy, dgate,
+    dup)."""
+    v3 = kernels()
+    return Case(
+        op="swiglu",
+        size=f"{rows} x {width}",
+        arguments=("gate", "up"),
+        results=("y",),
+        draw=lambda draw: (draw.normal(rows, width), draw.normal(rows, width)),
+        kernel=lambda gate, up: v3.swiglu(gate, up),
+        plain=lambda gate, up: v3.swiglu_reference(gate, up),
+        rivals={
+            "F.silu, product": lambda gate, up: F.silu(gate) * up,
+            LIGER: lambda gate, up: liger("LigerSiLUMulFunction").apply(gate, up),
+        },
+        unit=GBS,
+        amounts=passes(3, 5, rows * width),
+        parts=min(rows, 8),
+        axes=(0, 0),
+        result_axis=0,
+    )
+
+
+def swiglu_fused(rows: int, width: int) -> Case:
+    """The same, gate and up being the halves of one (rows, 2 width)."""
+    v3 = kernels()
+
+    def pytorch(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    return Case(
+        op="swiglu_fused",
+        size=f"{rows} x {width}",
+        arguments=("gate_up",),
+        results=("y",),
+        draw=lambda draw: (draw.normal(rows, 2 * width),),
+        kernel=lambda gate_up: v3.swiglu_fused(gate_up),
+        plain=lambda gate_up: v3.swiglu_fused_reference(gate_up),
+        rivals={
+            "F.silu, product": pytorch,
+            LIGER: lambda gate_up: liger("LigerFusedGateUpSiLUMulFunction").apply(gate_up),
+        },
+        unit=GBS,
+        amounts=passes(3, 5, rows * width),
+        parts=min(rows, 8),
+        axes=(0,),
+        result_axis=0,
+    )
+
+
+# --- rotary embedding ----------------------------------------------------------------------------
+
+
+def apply_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    """q (B, H, T, D) and k (B, K, T, D) rotated: both read and written, either way, and the two
+    fp32 tables (T, D) read."""
+    v3 = kernels()
+    elements = batch * tokens * (heads + kv_heads) * head_dim
+    tables = 2 * 4 * tokens * head_dim
+
+    def amounts(itemsize: int) -> dict[str, float]:
+        return dict.fromkeys((FORWARD, BACKWARD), float(2 * elements * itemsize + tables))
+
+    def by_liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
+        rotated: Tensors = liger("LigerRopeFunction").apply(q, k, cos[None], sin[None])
+        return rotated
+
+    return Case(
+        op="apply_rope",
+        size=f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
+        arguments=("q", "k", "cos", "sin"),
+        constants=("cos", "sin"),
+        results=("q", "k"),
+        draw=lambda draw: (
+            draw.heads(batch, heads, tokens, head_dim),
+            draw.heads(batch, kv_heads, tokens, head_dim),
+            *draw.rope_tables(tokens, head_dim),
+        ),
+        kernel=lambda *tensors: v3.apply_rope(*tensors),
+        plain=_in_dtype_of_first(v3.apply_rope_reference),
+        rivals={LIGER: by_liger},
+        unit=GBS,
+        amounts=amounts,
+        axes=(None, None, None, None),
+    )
+
+
+def rope_qkv(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    """qkv (B, T, (H + 2 K) D) -> q, k rotated, and v, all (B, heads, T, D).
+
+    q and k read and written, either way, and the tables. v counts in the backward pass, where its
+    gradient must come to lie beside theirs; forward it may stay where it is, and who copies it all
+    the same, as V3 does, is not credited.
+    """
+    v3 = kernels()
+    rotated = batch * tokens * (heads + kv_heads) * head_dim
+    values = batch * tokens * kv_heads * head_dim
+    tables = 2 * 4 * tokens * head_dim
+
+    def by_liger(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
+        parts = qkv.view(batch, tokens, -1, head_dim).transpose(1, 2)
+        q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = liger("LigerRopeFunction").apply(q, k, cos[None], sin[None])
+        return q, k, v
+
+    return Case(
+        op="rope_qkv",
+        size=f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
+        arguments=("qkv", "cos", "sin"),
+        constants=("cos", "sin"),
+        results=("q", "k", "v"),
+        draw=lambda draw: (
+            draw.normal(batch, tokens, (heads + 2 * kv_heads) * head_dim),
+            *draw.rope_tables(tokens, head_dim),
+        ),
+        kernel=lambda *tensors: v3.rope_qkv(*tensors, heads, kv_heads),
+        plain=_in_dtype_of_first(
+            functools.partial(v3.rope_qkv_reference, num_heads=heads, num_kv_heads=kv_heads)
+        ),
+        rivals={LIGER: by_liger},
+        unit=GBS,
+        amounts=lambda itemsize: {
+            FORWARD: 2.0 * rotated * itemsize + tables,
+            BACKWARD: 2.0 * (rotated + values) * itemsize + tables,
+        },
+        axes=(None, None, None),
+    )
+
+
+def _in_dtype_of_first(rotate: Function) -> Function:
+    """As in V1: fp32 tables make the products fp32, and the results are rounded."""
+
+    def rounded(x: Tensor, *rest: Tensor) -> Tensors:
+        return tuple(result.to(x.dtype) for result in rotate(x, *rest))
+
+    return rounded
+
+
+def _heads(heads: int, kv_heads: int, head_dim: int) -> str:
+    return f"H{heads} K{kv_heads} D{head_dim}"
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+SDPA = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA math": SDPBackend.MATH,
+}
+
+
+def flash_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    """Causal attention of q (B, H, T, D) over k, v (B, K, T, D).
+
+    Forward 2 B H T^2 D FLOPs: two products of 2 B H T^2 D each, of which the causal half is
+    needed. Backward 2.5 times that (five products for two), as the FlashAttention papers count.
+    """
+    v3 = kernels()
+    forward = 2.0 * batch * heads * tokens**2 * head_dim
+
+    def sdpa(backend: SDPBackend) -> Function:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return attend
+
+    return Case(
+        op="flash_attention",
+        size=f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
+        arguments=("q", "k", "v"),
+        results=("out",),
+        draw=lambda draw: (
+            draw.heads(batch, heads, tokens, head_dim),
+            draw.heads(batch, kv_heads, tokens, head_dim),
+            draw.heads(batch, kv_heads, tokens, head_dim),
+        ),
+        kernel=lambda q, k, v: v3.flash_attention(q, k, v),
+        plain=lambda q, k, v: v3.flash_attention_reference(q, k, v),
+        rivals={name: sdpa(backend) for name, backend in SDPA.items()},
+        unit=TFLOPS,
+        amounts=lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward},
+        parts=kv_heads,
+        axes=(1, 1, 1),
+        result_axis=1,
+    )
+
+
+# --- linear and cross-entropy --------------------------------------------------------------------
+
+
+def linear_cross_entropy(rows: int, width: int, vocab: int) -> Case:
+    """Mean loss of hidden (N, C), weight (V, C), targets (N): 6 N C V FLOPs forward and backward.
+
+    Both are timed as one, because a fused kernel may compute gradients in its forward pass.
+    """
+    v3 = kernels()
+
+    def by_liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = liger("LigerFusedLinearCrossEntropyFunction").apply(hidden, weight, targets)[
+            0
+        ]
+        return loss
+
+    return Case(
+        op="linear_cross_entropy",
+        size=f"{rows} x {width} x {vocab}",
+        arguments=("hidden", "weight", "targets"),
+        constants=("targets",),
+        results=("loss",),
+        draw=lambda draw: (
+            draw.normal(rows, width),
+            draw.normal(vocab, width, std=width**-0.5),  # logits of size 1
+            draw.targets(rows, vocab),
+        ),
+        kernel=lambda *tensors: v3.linear_cross_entropy(*tensors),
+        plain=lambda *tensors: v3.linear_cross_entropy_reference(*tensors),
+        rivals={
+            "F.linear, F.cross_entropy": lambda hidden, weight, targets: F.cross_entropy(
+                F.linear(hidden, weight), targets
+            ),
+            LIGER: by_liger,
+        },
+        unit=TFLOPS,
+        amounts=lambda _: {BOTH: 6.0 * rows * width * vocab},
+        upstream_scale=float(rows),  # as a loss scale does: gradients / rows underflow in fp16
+        axes=(None, None, None),
+    )
+
+
+# --- which sizes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An operation's sizes: those timed on a GPU, and those checked in the interpreter, which are
+    small and fit no tile."""
+
+    make: Callable[..., Case]
+    timed: tuple[tuple[int, ...], ...]
+    checked: tuple[tuple[int, ...], ...]
+
+
+_NORMS = ((8192, 1024), (16384, 4096), (65536, 2048))
+_SWIGLU = ((8192, 4096), (16384, 11008))
+_ROPE = ((16, 512, 16, 8, 64),)
+_ATTENTION = (
+    (16, 512, 16, 8, 64),
+    (8, 2048, 16, 8, 64),
+    (2, 8192, 16, 8, 64),
+    (1, 16384, 16, 8, 64),
+    (4, 2048, 32, 16, 128),
+)
+_ODD_ROWS = ((13, 72), (5, 257))
+_ODD_HEADS = ((2, 37, 6, 2, 32), (1, 150, 3, 1, 64))
+
+OPS = {
+    "rms_norm": Sizes(rms_norm, _NORMS, _ODD_ROWS),
+    "add_rms_norm": Sizes(add_rms_norm, _NORMS, _ODD_ROWS),
+    "apply_rope": Sizes(apply_rope, _ROPE, _ODD_HEADS),
+    "rope_qkv": Sizes(rope_qkv, _ROPE, _ODD_HEADS),
+    "swiglu": Sizes(swiglu, _SWIGLU, _ODD_ROWS),
+    "swiglu_fused": Sizes(swiglu_fused, _SWIGLU, _ODD_ROWS),
+    "flash_attention": Sizes(flash_attention, _ATTENTION, _ODD_HEADS),
+    "linear_cross_entropy": Sizes(
+        linear_cross_entropy,
+        ((8192, 1024, 32000), (8192, 1024, 1000)),
+        ((37, 72, 311), (65, 24, 1000)),
+    ),
+}
+
+
+def make_cases(ops: list[str], *, timed: bool, quick: bool) -> list[Case]:
+    """The cases of some operations in OPS's order; `quick` takes the first size of each."""
+    cases = []
+    for name, sizes in OPS.items():
+        if name in ops:
+            chosen = sizes.timed if timed else sizes.checked
+            cases += [sizes.make(*size) for size in (chosen[:1] if quick else chosen)]
+    return cases

@@ -1,0 +1,504 @@
+"""Times V3's kernels, forward and backward, against everyone who can do the same; right ones only.
+
+Rivals are the plain version beside each kernel, PyTorch's own operation, torch.compile of the
+plain version, and Liger-Kernel where it is installed. Each has its results and gradients compared
+with the plain version in fp64 first; who is wrong gets a red row and no times. Rates stand beside
+what a large copy or product reaches on the same device in the same run.
+
+Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
+
+    python benchmark_kernels.py --op rms_norm swiglu --quick
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import importlib.metadata
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from version3_triton.benchmark_cases import (
+    BOTH,
+    COMPILED,
+    GBS,
+    LIGER,
+    OPS,
+    OURS,
+    PLAIN,
+    TFLOPS,
+    kernels,
+    make_cases,
+)
+from version3_triton.benchmark_measure import (
+    ABSENT,
+    FAILED,
+    OK,
+    WRONG,
+    Row,
+    Setting,
+    measure_case,
+    time_contenders,
+)
+from workshop import errors, hardware, interpreter, results, timing, versions
+from workshop.errors import WorkshopError
+from workshop.precision import Precision, get_precision
+
+SCHEMA_VERSION = 1
+DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"
+NOTHING_TIMED = "interpreted: correctness only, nothing is timed"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What holds for all rows of a result file. Ceilings (what a large copy and product reached)
+    and limits (the data sheet's) by unit; none where nothing is timed or known."""
+
+    session: str
+    created: str
+    command: list[str]
+    git_commit: str | None
+    device: dict[str, str | int | float | None]
+    software: dict[str, str | None]
+    precision: str
+    seed: int
+    interpreted: bool
+    ceilings: dict[str, float]
+    limits: dict[str, float]
+
+    def share(self, row: Row, phase: str) -> float | None:
+        """Of the ceiling."""
+        rate, ceiling = row.rate(phase), self.ceilings.get(row.unit)
+        return rate / ceiling if rate and ceiling else None
+
+    def implausible(self, row: Row) -> list[str]:
+        """A sentence for each rate that the chip can't reach, whoever measured it."""
+        limit = self.limits.get(row.unit, float("inf"))
+        rates = {phase: row.rate(phase) or 0.0 for phase in row.amounts}
+        return [
+            f"IMPLAUSIBLE: {row.contender} at {row.size}, {phase}: {rate:,.0f} {row.unit}, "
+            f"more than the chip's {limit:,.0f}"
+            for phase, rate in rates.items()
+            if rate > limit
+        ]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n    python")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done, 1 a kernel of ours is wrong or does not run, 2 wrong usage,\n"
+        "77 Triton or rich is missing, 130 interrupted (what was completed is saved and shown).",
+    )
+    add = parser.add_argument
+    add(
+        "--op",
+        nargs="+",
+        choices=list(OPS),
+        default=list(OPS),
+        metavar="NAME",
+        help=f"of {', '.join(OPS)} (default: all)",
+    )
+    add("--quick", action="store_true", help="the first size of each operation, fewer rounds")
+    add(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)",
+    )
+    add("--rounds", type=int, metavar="N", help="timed turns of each (default 20; quick: 5)")
+    add("--seed", type=int, default=42, help="of the random tensors (default 42)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
+    add(
+        "--output-dir",
+        type=Path,
+        default=DEFAULT_FOLDER,
+        help="kernels.json (with all samples), kernels.csv and a picture of each operation go "
+        "there (default: results/kernels of this checkout)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        print("error: rich is missing: run `make setup`, or pip install rich", file=sys.stderr)
+        return errors.NOT_ON_THIS_MACHINE
+    try:
+        return _benchmark(arguments)
+    except WorkshopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted before a size was complete: nothing saved", file=sys.stderr)
+        return errors.INTERRUPTED
+
+
+def _benchmark(arguments: argparse.Namespace) -> int:
+    interpreted = bool(kernels().INTERPRETED)
+    setting = make_setting(arguments, interpreted)
+    results.prepare_folder(arguments.output_dir)
+    rows: list[Row] = []
+    interrupted = False
+    with _on_its_stream(setting):
+        run = describe_run(arguments, setting, interpreted)
+        try:
+            for measured in measure(arguments, setting, interpreted):
+                rows += measured
+        except KeyboardInterrupt:
+            interrupted = True
+            if not rows:
+                raise
+    show(rows, run)
+    print(f"Written: {', '.join(write_outputs(rows, run, arguments.output_dir))}")
+    if interrupted:
+        print("interrupted: the table holds what was completed", file=sys.stderr)
+        return errors.INTERRUPTED
+    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+
+
+def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
+    """Raises WorkshopError for a device, precision, seed or count that can't be."""
+    rounds = arguments.rounds if arguments.rounds is not None else (5 if arguments.quick else 20)
+    if not 1 <= rounds <= 10000:
+        raise WorkshopError(f"--rounds {rounds}: it must lie between 1 and 10000")
+    if not 0 <= arguments.seed < 2**63:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
+    name = "cpu" if interpreted and arguments.device == "auto" else arguments.device
+    device = hardware.get_device(name)
+    interpreter.check_device(versions.VERSIONS["v3"], device)
+    if interpreted and device.type != "cpu":
+        raise WorkshopError(
+            f"--device {arguments.device}: {interpreter.VARIABLE} is set, so that the kernels run "
+            "on the CPU; unset it, or use --device cpu"
+        )
+    precision = get_precision(arguments.precision, device)
+    precision.set_matmul_mode()
+    return Setting(device, precision, arguments.seed, rounds, stream=_side_stream(device))
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _on_its_stream(setting: Setting) -> Iterator[None]:
+    """Everything runs on the stream on which graphs are captured: autograd's nodes stay with the
+    stream of their forward pass, and a capture may not wait for another."""
+    if setting.stream is None:
+        yield
+        return
+    import torch._functorch.config
+
+    # torch.compile's backward would free what it was given; we call it again and again.
+    with (
+        torch.cuda.stream(setting.stream),
+        torch._functorch.config.patch(donated_buffer=False),
+    ):
+        yield
+
+
+def describe_run(arguments: argparse.Namespace, setting: Setting, interpreted: bool) -> Run:
+    ceilings = {} if interpreted else measure_ceilings(setting.device, setting.precision)
+    return Run(
+        session=results.new_session(),
+        created=results.now(),
+        # Without the folders in which this machine keeps things.
+        command=["python", *(Path(w).name if w.startswith("/") else w for w in sys.argv)],
+        git_commit=results.git_commit(),
+        device=hardware.describe(setting.device),
+        software=results.describe_software() | {"liger_kernel": _liger_version()},
+        precision=setting.precision.name,
+        seed=arguments.seed,
+        interpreted=interpreted,
+        ceilings=ceilings,
+        limits=_limits(setting.device, setting.precision),
+    )
+
+
+def measure_ceilings(device: torch.device, precision: Precision) -> dict[str, float]:
+    return {
+        GBS: hardware.measure_copy_gbs(device),
+        TFLOPS: hardware.measure_matmul_tflops(device, precision.autocast_dtype),
+    }
+
+
+def _limits(device: torch.device, precision: Precision) -> dict[str, float]:
+    peaks = hardware.find_peaks(hardware.device_name(device)) if device.type == "cuda" else None
+    if peaks is None:
+        return {}
+    rates = {GBS: peaks.bandwidth_gbs, TFLOPS: peaks.tflops.get(precision.name)}
+    return {unit: rate for unit, rate in rates.items() if rate}
+
+
+def _liger_version() -> str | None:
+    try:
+        return importlib.metadata.version("liger-kernel")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def measure(
+    arguments: argparse.Namespace, setting: Setting, interpreted: bool
+) -> Iterator[list[Row]]:
+    """The rows of one case after the other, with progress on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
+    console = Console(stderr=True)
+    count = TextColumn("{task.completed}/{task.total}")
+    what = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(20), count, TimeElapsedColumn(), what)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+
+            def say(text: str, label: str = f"{case.op} {case.size}") -> None:
+                progress.update(task, description=f"{label}: {text}")
+
+            yield measure_case(case, setting, None if interpreted else time_contenders, say)
+            progress.advance(task)
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def by_op(rows: list[Row]) -> list[list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.op, []).append(row)
+    return list(found.values())
+
+
+def header(rows: list[Row], run: Run) -> list[str]:
+    """Of one operation's table, whose columns are what `cells` gives."""
+    names = ["size", "contender"]
+    if not run.interpreted:
+        if BOTH in rows[0].amounts:
+            names += [rows[0].unit, "ms", "peak MB"]
+        else:
+            names += [f"{phase}, {rows[0].unit}" for phase in rows[0].amounts]
+        names.append("of ceiling")
+    return [*names, "error (allowed)", "status"]
+
+
+def cells(row: Row, run: Run) -> list[str]:
+    texts = [row.size, row.contender]
+    if not run.interpreted:
+        texts += [_rate(row, phase) for phase in row.amounts]
+        if BOTH in row.amounts:
+            texts += [_number(row.median_ms(BOTH), ",.2f"), _number(row.peak_mb, ",.0f")]
+        shares = [_number(run.share(row, phase), ".0%") for phase in row.amounts]
+        texts.append(" / ".join(shares) if set(shares) != {"-"} else "-")
+    worst = row.worst
+    texts.append(f"{row.errors[worst]:.1e} ({row.allowed[worst]:.1e})" if worst else "-")
+    return [*texts, row.status]
+
+
+def _rate(row: Row, phase: str) -> str:
+    """The rate at the median, and half of the interquartile range."""
+    rate = row.rate(phase)
+    if rate is None:
+        return "-"
+    form = ",.0f" if rate >= 100 else ",.3g"
+    return f"{rate:{form}} ±{timing.spread(row.samples[phase]) / 2:.1%}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def notes(rows: list[Row], run: Run) -> list[str]:
+    """What rows of one operation have to say, each sentence once, with its sizes."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.note:
+            found.setdefault((row.contender, row.status, row.note), []).append(row.size)
+    everywhere = {row.size for row in rows}
+    lines = []
+    for (contender, status, note), sizes in found.items():
+        where = "" if set(sizes) == everywhere else f" at {'; '.join(sizes)}"
+        verdict = "" if status == OK else f" {status}"
+        lines.append(f"{contender}{where}{verdict}: {note}")
+    return lines + [sentence for row in rows for sentence in run.implausible(row)]
+
+
+def title(rows: list[Row], run: Run) -> str:
+    together = f" {BOTH}" if BOTH in rows[0].amounts else ""
+    return f"{rows[0].op}{together}, {run.precision}, {run.device['name']}"
+
+
+def summary(run: Run) -> str:
+    if run.interpreted:
+        return NOTHING_TIMED
+    return (
+        f"ceilings of this run: copy {run.ceilings[GBS]:,.0f} GB/s, "
+        f"{run.precision} product {run.ceilings[TFLOPS]:,.0f} TFLOP/s"
+    )
+
+
+STYLES = {WRONG: "red", FAILED: "red", ABSENT: "dim"}
+
+
+def show(rows: list[Row], run: Run) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(width=130, highlight=False, markup=False)
+    for group in by_op(rows):
+        table = Table(title=title(group, run), title_justify="left", title_style="bold")
+        for index, name in enumerate(header(group, run)):
+            table.add_column(name, justify="left" if index < 2 else "right")
+        for row, following in zip(group, [*group[1:], None], strict=True):
+            table.add_row(
+                *cells(row, run),
+                style=STYLES.get(row.status),
+                end_section=following is not None and following.size != row.size,
+            )
+        console.print(table)
+        for line in notes(group, run):
+            console.print(f"  {line}", soft_wrap=True)
+    console.print(summary(run))
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def write_outputs(rows: list[Row], run: Run, folder: Path) -> list[str]:
+    """kernels.json, kernels.csv and OPERATION.png of each that was timed. Those of an earlier run
+    give way, so that all files tell of the same one."""
+    results.prepare_folder(folder)
+    written = [folder / "kernels.json", folder / "kernels.csv"]
+    results.write_json(written[0], as_json(rows, run))
+    results.write_text(written[1], as_csv(rows, run))
+    for op in OPS:
+        (folder / f"{op}.png").unlink(missing_ok=True)
+    for group in by_op(rows):
+        if any(row.samples for row in group):
+            written.append(folder / f"{group[0].op}.png")
+            plot(group, run, written[-1])
+    return [str(path) for path in written]
+
+
+def as_json(rows: list[Row], run: Run) -> dict[str, Any]:
+    records = [dataclasses.asdict(row) for row in rows]
+    for record in records:
+        values = record["errors"].values()
+        record["errors"] = dict(zip(record["errors"], results.finite(list(values)), strict=True))
+    return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(run) | {"rows": records}
+
+
+def as_csv(rows: list[Row], run: Run) -> str:
+    """One line for each row and phase; the samples themselves are in the JSON."""
+    text = io.StringIO()
+    columns = "op size contender phase status ms spread rate unit of_ceiling peak_mb error allowed"
+    columns += " worst note"
+    writer = csv.DictWriter(text, columns.split())
+    writer.writeheader()
+    for row in rows:
+        worst = row.worst
+        for phase in row.amounts:
+            samples = row.samples.get(phase)
+            writer.writerow(
+                {
+                    **{name: getattr(row, name) for name in ("op", "size", "contender", "status")},
+                    "phase": phase,
+                    "ms": row.median_ms(phase),
+                    "spread": timing.spread(samples) if samples else None,
+                    "rate": row.rate(phase),
+                    "unit": row.unit,
+                    "of_ceiling": run.share(row, phase),
+                    "peak_mb": row.peak_mb,
+                    "error": row.errors[worst] if worst else None,
+                    "allowed": row.allowed[worst] if worst else None,
+                    "worst": worst,
+                    "note": row.note,
+                }
+            )
+    return text.getvalue()
+
+
+COLOURS = {OURS: "#d1495b", PLAIN: "#b8b8b8", COMPILED: "#5aa469", LIGER: "#e0a339"}
+PYTORCH_COLOURS = ("#3b7dd8", "#27496d", "#7fb2f0", "#8d6cab")  # of rivals without their own
+
+
+def plot(group: list[Row], run: Run, target: Path) -> None:
+    """One operation, for a projector: forward and backward, or rate and memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 17, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, 2, figsize=(19.2, 7.6), layout="constrained")
+    unit, phases = group[0].unit, list(group[0].amounts)
+    ceiling = run.ceilings.get(unit, 0.0)
+    top = max(ceiling, *(row.rate(phase) or 0.0 for row in group for phase in phases))
+    for axis, phase in zip(axes, phases, strict=False):
+        _bars(axis, group, [row.rate(phase) for row in group], top)
+        axis.axhline(ceiling, color="black", linestyle="--", linewidth=1)
+        reached = "a large copy" if unit == GBS else "a large matrix product"
+        axis.annotate(f"{reached}: {ceiling:,.0f}", (1, ceiling), **_IN_THE_CORNER)
+        axis.set_title(f"{phase}, {unit}", fontsize=17)
+    if len(phases) == 1:
+        peaks = [row.peak_mb for row in group]
+        _bars(axes[1], group, peaks, max(peak or 0.0 for peak in peaks))
+        axes[1].set_title("peak memory beyond the arguments, MB", fontsize=17)
+    figure.suptitle(title(group, run), fontweight="bold", fontsize=20)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
+    )
+    with results.atomic_path(target) as path:
+        figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+_IN_THE_CORNER: dict[str, Any] = {
+    "xycoords": ("axes fraction", "data"),
+    "xytext": (0, 4),
+    "textcoords": "offset points",
+    "ha": "right",
+    "fontsize": 14,
+}
+
+
+def _bars(axis: Any, group: list[Row], heights: list[float | None], top: float) -> None:
+    """Bars side by side for each size, one a contender; who has no time has its status."""
+    sizes = list(dict.fromkeys(row.size for row in group))
+    names = list(dict.fromkeys(row.contender for row in group))
+    others = iter(PYTORCH_COLOURS * len(names))
+    width = 0.88 / len(names)
+    for number, name in enumerate(names):
+        own = [(row, height) for row, height in zip(group, heights, strict=True)
+               if row.contender == name]  # fmt: skip
+        shift = (number - (len(names) - 1) / 2) * width
+        bars = axis.bar(
+            [sizes.index(row.size) + shift for row, _ in own],
+            [height or 0.0 for _, height in own],
+            width * 0.94,
+            color=COLOURS.get(name) or next(others),
+            label=name,
+        )
+        labels = [f"{height:,.0f}" if height else row.status for row, height in own]
+        axis.bar_label(bars, labels, padding=4, fontsize=13, rotation=90)
+    axis.set_xticks(range(len(sizes)), [size.replace(", ", "\n") for size in sizes])
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.set_ylim(0, 1.22 * top or None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
