@@ -1,10 +1,17 @@
 """What only a GPU can show: graphs, compiled gates, memory, and what the harness itself costs."""
 
+import shutil
 import statistics
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
+import triton_kernels
+from kernel_cases import MODULES, Case, all_cases, heads, normal, tables, worst_excess
 
 from workshop import data, hardware, parity, presets, results, trainer, versions
 from workshop.precision import get_precision
@@ -83,7 +90,7 @@ def test_the_gate_passes_v4_as_it_is_timed_compiled_and_captured(precision: str)
         assert report.passed, report.failures
 
 
-@pytest.mark.parametrize("key", ["v1", "v4"])
+@pytest.mark.parametrize("key", ["v1", "v3", "v4"])
 def test_a_captured_step_trains_as_the_eager_one(key: str) -> None:
     curves = []
     for cuda_graph in (False, True):
@@ -234,3 +241,102 @@ def test_the_harness_costs_under_1_percent_of_a_medium_step(
         }
         results.write_json(results.prepare_folder(folder) / f"harness_{key}.json", record)
     assert harness < 1.01 * bare
+
+
+# --- V3's kernels at real sizes ---------------------------------------------------------------
+
+REAL_SIZES = {
+    "rms_norm": lambda: (normal(16384, 4096), normal(4096)),
+    "add_rms_norm": lambda: (normal(8192, 1024), normal(8192, 1024), normal(1024)),
+    "swiglu": lambda: (normal(8191, 4096), normal(8191, 4096)),
+    "swiglu_fused": lambda: (normal(8192, 8192),),
+    "apply_rope": lambda: (heads(16, 16, 512, 64), heads(16, 8, 512, 64)),
+    "rope_qkv": lambda: (normal(16, 512, 2048),),
+    "flash_attention": lambda: (
+        heads(2, 16, 2047, 64),
+        heads(2, 8, 2047, 64),
+        heads(2, 8, 2047, 64),
+    ),
+    "linear_cross_entropy": lambda: (normal(8191, 256), 0.1 * normal(4099, 256)),
+}
+MODULE_OF = {"apply_rope": "rope", "rope_qkv": "rope", "add_rms_norm": "rms_norm"} | {
+    "swiglu_fused": "swiglu",
+    "flash_attention": "attention",
+    "linear_cross_entropy": "cross_entropy",
+}
+
+
+@pytest.mark.parametrize("op", REAL_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_at_real_sizes(op: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    fixed: dict[str, object] = {}
+    if "norm" in op:
+        fixed = {"eps": 1e-5}
+    elif "rope" in op:
+        fixed = tables(512, 64)
+        fixed |= {"num_heads": 16, "num_kv_heads": 8} if op == "rope_qkv" else {}
+    elif op == "linear_cross_entropy":
+        fixed = {"targets": torch.randint(4099, (8191,), device="cuda")}
+    # The fp32 sums of large sizes differ in their order from the plain version's.
+    module = f"triton_{MODULE_OF.get(op, op)}"
+    case = Case("real size", module, op, REAL_SIZES[op], fixed, roundings=32.0)
+    assert worst_excess(case, MODULES[module], dtype) <= 1.0
+
+
+def test_long_and_wide_attention() -> None:
+    torch.manual_seed(0)
+    for B, H, K, T, D in ((1, 4, 2, 8191, 64), (1, 8, 4, 2049, 128), (3, 8, 8, 1025, 32)):
+        case = Case(
+            f"T{T} D{D}",
+            "triton_attention",
+            "flash_attention",
+            lambda H=H, K=K, B=B, T=T, D=D: tuple(heads(B, n, T, D) for n in (H, K, K)),
+            {},
+        )
+        assert worst_excess(case, MODULES["triton_attention"], torch.bfloat16) <= 1.0
+
+
+def test_every_kernel_can_be_captured_and_replayed_on_new_data() -> None:
+    for case in {case.op: case for case in all_cases()}.values():
+        operator = getattr(triton_kernels, case.op)
+        arguments = [x.detach().clone().requires_grad_() for x in case.make()]
+
+        def step(operator=operator, arguments=arguments, case=case) -> list[torch.Tensor]:
+            outputs = operator(*arguments, **case.fixed)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            ones = [torch.ones_like(output) for output in outputs]
+            return [*outputs, *torch.autograd.grad(outputs, arguments, ones)]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured_results = step()
+        with torch.no_grad():
+            for argument in arguments:
+                argument.normal_()
+        graph.replay()
+        for found, expected in zip(captured_results, step(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str, type_command) -> None:
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("no compute-sanitizer here")
+    run = type_command(
+        "compute-sanitizer", "--tool", tool, "--error-exitcode", "9",
+        "--kernel-name-exclude", "kns=nvjet",  # cuBLAS's own, of which racecheck complains
+        sys.executable, "tests/launch_kernels.py",
+        timeout=880,
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        PYTHONPATH="version3_triton:.:tests",
+    )  # fmt: skip
+    print(run.stdout[-600:])
+    assert "launched" in run.stdout and run.returncode == 0, run.stdout[-3000:] + run.stderr[-500:]
+    assert "ERROR SUMMARY: 0 errors" in run.stdout or "0 hazards" in run.stdout

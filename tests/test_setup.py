@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -242,6 +243,57 @@ def test_a_gpu_that_the_environment_ignores_is_reported(tmp_path: Path) -> None:
         assert ("--build rocm" in result.stderr) == bool(warned), (asked, kind)
 
 
+# --- Triton ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
+def test_a_cpu_build_gets_a_triton_and_a_gpu_build_keeps_its_own(
+    bare_python: Path, tmp_path: Path
+) -> None:
+    for build, wanted in (("cpu", True), ("rocm", False), ("cuda", False)):
+        text = plan(bare_python, tmp_path, "--build", build)
+        assert ("-r " + str(SETUP / "requirements-triton.txt") in text) == wanted, build
+    site = make_torch(tmp_path / "site", "2.9.0+gpu", cuda="13.0")  # its site left Triton out
+    assert "requirements-triton" not in plan(bare_python, tmp_path, torch=site)
+
+
+def install_triton(facts: str, functions: str) -> Run:
+    """That step alone, after the PyTorch of `facts` is in."""
+    state = f'ORIGIN=installed STATE=fresh VENV=/venv CONSTRAINTS=/constraints FACTS="{facts}"'
+    stand_ins = 'uname() { echo Linux; }; pip() { echo "pip $*"; }; probe() { echo facts; }'
+    command = f'source "$1"; {state}; {stand_ins}; {functions}; install_triton; echo "$FACTS"'
+    return run(["bash", "-c", command, "bash", SCRIPT])
+
+
+@pytest.mark.parametrize(
+    ("facts", "functions", "installed"),
+    [
+        ("torch_kind=cpu", ":", True),
+        ("torch_kind=cpu\ntriton_version=3.7.1", ":", False),
+        ("torch_kind=cuda", ":", False),  # from pip's default index, when PyTorch's was not reached
+        ("torch_kind=cpu", "uname() { echo Darwin; }", False),
+    ],
+)
+def test_triton_is_added_only_where_pytorch_brings_none(
+    facts: str, functions: str, installed: bool
+) -> None:
+    result = install_triton(facts, functions)
+    assert result.returncode == 0, result.stderr
+    # Under PyTorch's own constraints; what is there now is then asked anew.
+    pip = f"pip install --quiet -c /constraints -r {SETUP}/requirements-triton.txt"
+    assert (pip in result.stdout) == installed
+    assert result.stdout.endswith("facts\n" if installed else f"{facts}\n")
+
+
+def test_a_triton_that_cannot_be_had_is_a_warning() -> None:
+    result = install_triton(
+        "torch_kind=cpu", "pip() { echo 'no matching distribution' >&2; false; }"
+    )
+    assert result.returncode == 0
+    assert "WARNING: Triton cannot be installed" in result.stderr
+    assert "/venv/bin/python -m pip install -r setup/requirements-triton.txt" in result.stderr
+
+
 # --- A real environment, on a site's own PyTorch --------------------------------------------------
 
 
@@ -305,6 +357,7 @@ def test_the_environment_sees_the_parents_torch_and_the_workshop(
 def test_summary_says_what_was_found(site: Site) -> None:
     assert "2.9.0+rocm7.2 (rocm build)" in site.done.stdout
     assert "2 x Test GPU" in site.done.stdout
+    assert "Triton    none: V3 is skipped" in site.done.stdout
     assert "no C++ compiler: torch.compile is off on the CPU" in site.done.stdout
     assert "make compare" in site.done.stdout
 
@@ -326,6 +379,15 @@ def test_changed_requirements_are_installed(site: Site) -> None:
     assert " absent-two==2.0" in more.stdout
     assert "absent-one" not in more.stdout  # there in another version: the site's choice
     assert "Creating" not in more.stdout  # added to the environment, which is kept
+
+
+def test_an_environment_from_before_a_new_triton_is_looked_at_again(site: Site) -> None:
+    stamp, path = site.stamp.read_text(), site.root / "setup" / "requirements-triton.txt"
+    path.write_text(path.read_text() + "# newer\n")
+    again = site.set_up()
+    assert (again.returncode, "is ready" in again.stdout) == (0, False), again.stderr
+    assert site.stamp.read_text() != stamp
+    assert "is ready" in site.set_up().stdout
 
 
 def test_a_package_that_cannot_be_had_does_not_cost_the_environment(site: Site) -> None:
@@ -437,6 +499,25 @@ def test_environment_is_in_order_here() -> None:
     assert rows["matrix product"]["found"] == "yes"
     assert rows["workshop"]["found"] == "yes"
     assert rows["torch.compile"]["found"] == "untried"
+    assert rows["triton"]["found"] in ("yes", "no")  # V3 alone needs it
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_whether_triton_compiles_or_interprets_is_told(tmp_path: Path) -> None:
+    asked_for = validate("test_environment", "--json", environment={"TRITON_INTERPRET": "1"})
+    assert str(rows_of(asked_for)["triton"]["version"]).endswith(", interprets V3's kernels")
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find_spec = PathFinder.find_spec\n"
+        "PathFinder.find_spec = lambda name, *where: (\n"
+        "    None if name.split('.')[0] == 'triton' else find_spec(name, *where))\n"
+    )
+    without = validate(
+        "test_environment", "--json", environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    )
+    row = rows_of(without)["triton"]
+    assert (without.returncode, row["found"]) == (0, "no")
+    assert "requirements-triton.txt" in str(row["remedy"])
 
 
 @pytest.mark.parametrize("fault", ["raise OSError('libamdhip64.so: no such file')", "os.abort()"])

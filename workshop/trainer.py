@@ -29,11 +29,23 @@ COMPILE_MODES = (
 EAGER_STEPS_BEFORE_CAPTURE = 3
 """Steps that really train before a graph is captured: they compile, choose kernels and create
 the optimizer's state, none of which a capture may do."""
-MAX_PHASE_STEPS = 10
-
 Progress = Callable[[int, float, float, Callable[[], int]], None]
 """Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
 that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many steps a run trains for what, in this order; at least 1 of the first two."""
+
+    warmup: int
+    timed: int
+    phases: int
+
+    @property
+    def batches(self) -> int:
+        """All steps: with them the one that tells the peak of memory on the CPU."""
+        return self.warmup + self.timed + self.phases + 1
 
 
 class Phases(Protocol):
@@ -274,12 +286,15 @@ class Runner:
         if self.device.type == "cuda":
             self.wait()
             gc.collect()
+            # cuBLAS keeps a workspace for every stream that ever called it, also for the gate's.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def profile_cpu_peak(self) -> None:
         """Trains one step under the profiler to find its peak: PyTorch keeps none for the CPU."""
         self._eager.clear()
+        gc.collect()  # what the step would release, but earlier ones allocated
         self._cpu_peak = memory.cpu_step_peak(self.advance, self._live_bytes)
 
     def peak_bytes(self) -> int:
@@ -353,24 +368,23 @@ def train(
     batches: Tensor,
     precision: Precision,
     *,
-    warmup_steps: int,
-    num_steps: int,
+    schedule: Schedule,
     cuda_graph: bool,
     progress: Progress | None = None,
 ) -> Training:
-    """Trains `warmup_steps` + `num_steps` steps, of which the latter are timed, then measures the
-    phases over some more. On the CPU one step between the two tells the peak of memory.
+    """Trains the schedule's steps: warm-up, timed, and those whose parts are timed. On the CPU
+    one step between the first two tells the peak of memory.
 
     Args:
-        batches: int64 (n, 2, B, T) on the host, n = `batches_needed(warmup_steps, num_steps)`.
-            Each step copies its own batch to the device, and that copy is in its time.
+        batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own
+            batch to the device, and that copy is in its time.
 
     A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
     marked `interrupted`, without phases.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     start = time.perf_counter()
-    runner.warm_up(warmup_steps)
+    runner.warm_up(schedule.warmup)
     runner.wait()
     training = Training(setup_s={"warm_up": time.perf_counter() - start})
     if runner.device.type == "cpu":
@@ -378,9 +392,9 @@ def train(
 
     first, clock = runner.done, StepClock(runner.device)
     try:
-        _timed_steps(runner, clock, num_steps, progress)
+        _timed_steps(runner, clock, schedule.timed, progress)
         training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
-        phases = runner.phases(_phase_steps(num_steps))
+        phases = runner.phases(schedule.phases)
         training.forward_ms, training.backward_ms, training.optimizer_ms = phases
     except KeyboardInterrupt:
         training.interrupted = True
@@ -406,12 +420,3 @@ def _timed_steps(
             time_ms = clock.between_ms(reported - 1, reported)
             loss = runner.loss(first + reported - 1)
             progress(reported, loss, time_ms, runner.peak_bytes)
-
-
-def batches_needed(warmup_steps: int, num_steps: int) -> int:
-    """Steps trained in all: warm-up, timed, one for the memory of a CPU, and the phases."""
-    return warmup_steps + num_steps + 1 + _phase_steps(num_steps)
-
-
-def _phase_steps(num_steps: int) -> int:
-    return min(MAX_PHASE_STEPS, num_steps)
