@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools import compare_versions  # noqa: E402
+from version3_triton import benchmark_kernels  # noqa: E402
 from workshop import comparison, errors, results  # noqa: E402
 from workshop.comparison import Row  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
@@ -134,6 +135,13 @@ Not measured by us: AMD hardware.
 """
 
 
+KERNELS = """Written by `version3_triton/benchmark_kernels.py`, commit {commit}. A rate at the
+median, ± half of the interquartile range; replayed from graphs, so that nobody's launches count; on
+data that the cache does not hold. **of ceiling** compares with what a large copy or product reached
+in the same run, forward / backward. The error is the worst of results and gradients against fp64,
+with what the precision explains in brackets."""
+
+
 def _performance(devices: list[tuple[Path, list[RunResult]]]) -> str:
     parts = [INTRODUCTION]
     for folder, runs in devices:
@@ -159,7 +167,24 @@ def _device_section(folder: Path, runs: list[RunResult]) -> str:
     picture = folder / "comparison.png"
     if picture.is_file():
         lines += [f"![Throughput, time and memory]({picture.relative_to(ROOT).as_posix()})", ""]
-    return "\n".join([*lines, *_harness_section(folder)])
+    return "\n".join([*lines, *_kernel_section(folder), *_harness_section(folder)])
+
+
+def _kernel_section(folder: Path) -> list[str]:
+    """V3's operators beside their rivals, those left out that do not exist for a case."""
+    path = folder / "kernels" / "kernels.json"
+    if not path.is_file():
+        return []
+    rows, run = benchmark_kernels.load(path)
+    rows = [row for row in rows if row.status != benchmark_kernels.ABSENT]
+    lines = ["### V3's kernels", "", KERNELS.format(commit=run.git_commit), ""]
+    for group in benchmark_kernels.by_op(rows):
+        lines += [f"**{benchmark_kernels.title(group, run)}**", ""]
+        header = benchmark_kernels.header(group, run)
+        lines += [_line(header), "| --- | --- |" + " ---: |" * (len(header) - 2)]
+        lines += [_line(benchmark_kernels.cells(row, run)) for row in group]
+        lines += ["", *(f"{note}  " for note in benchmark_kernels.notes(group, run)), ""]
+    return [*lines, benchmark_kernels.summary(run), ""]
 
 
 def _harness_section(folder: Path) -> list[str]:

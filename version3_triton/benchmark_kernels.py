@@ -402,6 +402,22 @@ def as_json(rows: list[Row], run: Run) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(run) | {"rows": records}
 
 
+def load(path: Path) -> tuple[list[Row], Run]:
+    """What `as_json` wrote.
+
+    Raises:
+        WorkshopError: the file can't be read or is not one of these.
+    """
+    record = results.read_json(path)
+    try:
+        if record.pop("schema_version") != SCHEMA_VERSION:
+            raise KeyError("schema_version")
+        rows = [Row(**row) for row in record.pop("rows")]
+        return rows, Run(**record)
+    except (KeyError, TypeError) as error:
+        raise WorkshopError(f"{path}: not a result of benchmark_kernels.py ({error})") from None
+
+
 def as_csv(rows: list[Row], run: Run) -> str:
     """One line for each row and phase; the samples themselves are in the JSON."""
     text = io.StringIO()

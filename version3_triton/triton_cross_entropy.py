@@ -28,15 +28,15 @@ def _cross_entropy_kernel(
     The first walk over a row carries the running maximum and sum of the softmax, the second one
     writes. In between, the row is in the cache.
     """
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     v = tl.arange(0, BLOCK_V)[None, :]
-    row = logits_ptr + r.to(tl.int64)[:, None] * stride
-    target = tl.load(targets_ptr + r, mask=r < R, other=0)[:, None]
+    existing = tl.minimum(r, R - 1)  # beyond the last token it is read again, and not written
+    row = logits_ptr + existing.to(tl.int64) * stride
+    target = tl.load(targets_ptr + existing)
     largest = tl.full((ROWS, BLOCK_V), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, BLOCK_V), tl.float32)
     for start in range(0, V, BLOCK_V):
-        inside = (r[:, None] < R) & (start + v < V)
-        x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(row + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
         new_largest = tl.maximum(largest, x)
         # -inf - -inf is no number; such a place holds nothing.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -44,12 +44,12 @@ def _cross_entropy_kernel(
         largest = new_largest
     row_max = tl.max(largest, 1)[:, None]
     log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 1))[:, None]
-    valid = (r[:, None] < R) & (target >= 0) & (target < V)
+    valid = (target >= 0) & (target < V)
     of_target = tl.load(row + target, mask=valid, other=float("nan")).to(tl.float32)
-    tl.store(losses_ptr + r[:, None], log_sum - of_target, mask=r[:, None] < R)
+    tl.store(losses_ptr + r, log_sum - of_target, mask=r < R)
     if GRADIENT:
         for start in range(0, V, BLOCK_V):
-            inside = (r[:, None] < R) & (start + v < V)
+            inside = (r < R) & (start + v < V)
             x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(start + v == target, 1.0, 0.0)
             tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=inside)

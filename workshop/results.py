@@ -143,13 +143,16 @@ def describe_software() -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """The checkout's commit, with "-dirty" for uncommitted changes. A copy without its history
-    may be told in $GIT_COMMIT, as CI systems do; None if nobody knows."""
+    """The commit in $GIT_COMMIT, where CI systems put it and a copy without its history may be
+    told; else the checkout's, with "-dirty" for uncommitted changes; None if nobody knows."""
+    told = os.environ.get("GIT_COMMIT")
+    if told:
+        return told
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT")
+        return None
     return answer.stdout.strip()
 
 

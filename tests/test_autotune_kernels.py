@@ -1,0 +1,66 @@
+"""The search for tiles, with a clock of our own: times themselves need a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_launch
+
+import autotune_kernels
+from kernel_cases import DEVICE
+
+from workshop import presets
+
+
+@pytest.fixture
+def small_jobs() -> dict[str, autotune_kernels.Job]:
+    preset = dataclasses.replace(presets.get_preset("tiny"), batch_size=1, seq_len=33)
+    found = autotune_kernels.jobs(preset, torch.float32, torch.device(DEVICE))
+    return {job.name: job for job in found}
+
+
+def test_every_table_is_there_and_its_call_reads_it(small_jobs, monkeypatch) -> None:
+    read = []
+    original = triton_launch.tuned
+
+    def tuned(table):
+        read.append(id(table))
+        return original(table)
+
+    for module in ("rms_norm", "swiglu", "rope", "attention", "cross_entropy"):
+        monkeypatch.setattr(f"triton_{module}.tuned", tuned)
+    assert len(small_jobs) == 8
+    for job in small_jobs.values():
+        read.clear()
+        job.call()
+        assert id(job.table) in read, job.name
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs entries of the interpreter's kind")
+def test_the_fastest_right_candidate_wins_and_the_table_is_left_alone(small_jobs) -> None:
+    job = small_jobs["triton_swiglu.FORWARD_BLOCKS"]
+    before = dict(job.table)
+    job.candidates = [(1, 64, 1), (2, 128, 1), (0, 64, 1), (4, 256, 1)]
+    milliseconds = {(256, 4096, 1): 9.0, (1, 64, 1): 3.0, (2, 128, 1): 1.0, (4, 256, 1): 2.0}
+    clock = lambda call: milliseconds[job.table["interpreter"]]  # noqa: E731
+    outcome = autotune_kernels.tune(job, clock)
+    assert (outcome.best, outcome.best_ms, outcome.dropped) == ((2, 128, 1), 1.0, 1)
+    assert job.table == before
+    assert '"interpreter": (2, 128, 1),' in autotune_kernels.describe(outcome, "interpreter")
+
+    wrong = dataclasses.replace(job, candidates=[(2, 128, 1)])
+    right = job.call
+    wrong.call = lambda: right() * (1.0 if job.table["interpreter"][0] == 256 else 1.5)
+    outcome = autotune_kernels.tune(wrong, clock)
+    assert outcome.best is None and outcome.dropped == 1
+    assert "nothing better" in autotune_kernels.describe(outcome, "interpreter")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="has a GPU")
+def test_without_a_gpu_it_says_so(type_command) -> None:
+    run = type_command("python", "version3_triton/autotune_kernels.py")
+    assert run.returncode == 77
+    assert run.stderr == "error: tiles are timed on a GPU, and there is none here\n"

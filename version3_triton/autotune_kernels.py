@@ -1,0 +1,291 @@
+"""Times other tiles for V3's kernels on this GPU, and prints the table entries of the best.
+
+V3 takes its tiles from small tables, so that a first run need not wait. They were swept on one
+kind of GPU: this is how to do it on yours. A candidate whose results differ from the present
+tile's is dropped, whatever its time; so is one that the chip has no room for. Paste the printed
+entries into the tables (each file has its own), then run the tests and benchmark_kernels.py.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from workshop import errors, hardware, presets, versions  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.precision import get_precision  # noqa: E402
+
+TOLERANCE = 0.02
+"""Relative RMS between two tiles: sums in another order, rounded to 16 bits."""
+WORTH_IT = 0.02
+"""A candidate this little faster is noise."""
+
+
+@dataclass
+class Job:
+    """One table: what may stand in it, and a call that reads it."""
+
+    name: str
+    table: dict[str, Any]
+    candidates: list[Any]
+    entry: Callable[[Any], Any]
+    """The table's entry with a candidate in it."""
+    call: Callable[[], Any]
+
+
+@dataclass
+class Outcome:
+    """Times in ms; `best` is None where no candidate was worth the change."""
+
+    job: Job
+    present_ms: float
+    best: Any
+    best_ms: float
+    tried: int
+    dropped: int
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="Exit status: 0 done, 2 wrong usage, 77 no GPU or no Triton.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", default="medium", help=", ".join(presets.PRESETS))
+    parser.add_argument("--precision", default="auto", help="fp32, tf32, bf16, fp16 or auto")
+    parser.add_argument("--op", default="", help="only the tables with this in their name")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        return _autotune(arguments)
+    except WorkshopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return errors.INTERRUPTED
+
+
+def _autotune(arguments: argparse.Namespace) -> int:
+    preset = presets.get_preset(arguments.config)
+    lack = versions.missing(versions.VERSIONS["v3"])
+    if lack or not torch.cuda.is_available():
+        raise NotOnThisMachine(lack or "tiles are timed on a GPU, and there is none here")
+    import triton
+
+    device = hardware.get_device("auto")
+    precision = get_precision(arguments.precision, device)
+    precision.set_matmul_mode()
+    dtype = precision.autocast_dtype or torch.float32
+    chosen = [job for job in jobs(preset, dtype, device) if arguments.op in job.name]
+    if not chosen:
+        raise WorkshopError(f"--op {arguments.op}: no table has this in its name")
+    print(f"{arguments.config}, {precision.name}, {hardware.device_name(device)}")
+    for job in chosen:
+        print(describe(tune(job, triton.testing.do_bench_cudagraph), _launch().architecture()))
+    return errors.DONE
+
+
+def _launch() -> Any:
+    import triton_launch
+
+    return triton_launch
+
+
+# --- tuning --------------------------------------------------------------------------------------
+
+
+def tune(job: Job, clock: Callable[[Callable[[], Any]], float]) -> Outcome:
+    """Tries the candidates of a table, which is left as it was."""
+    name = _launch().architecture()
+    expected = _tensors(job.call())
+    present_ms = clock(job.call)
+    timed: list[tuple[float, Any]] = []
+    dropped = 0
+    before = dict(job.table)
+    try:
+        for candidate in job.candidates:
+            job.table[name] = job.entry(candidate)
+            try:
+                same = _agree(_tensors(job.call()), expected)
+                milliseconds = clock(job.call) if same else None
+            except Exception:  # too large for the chip, in the words of any part of Triton
+                milliseconds = None
+            if milliseconds is None:
+                dropped += 1
+            else:
+                timed.append((milliseconds, candidate))
+    finally:
+        job.table.clear()
+        job.table.update(before)
+    best_ms, best = min(timed, key=lambda pair: pair[0], default=(present_ms, None))
+    if best_ms > (1 - WORTH_IT) * present_ms:
+        best = None
+    return Outcome(job, present_ms, best, best_ms, len(job.candidates), dropped)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [x for x in values if isinstance(x, Tensor) and x.numel()]
+
+
+def _agree(found: list[Tensor], expected: list[Tensor]) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(
+        float((a.double() - b.double()).norm()) <= TOLERANCE * float(b.double().norm())
+        for a, b in pairs
+    )
+
+
+def describe(outcome: Outcome, architecture: str) -> str:
+    """One line, and the entry to paste where there is a better one."""
+    job = outcome.job
+    left = f", {outcome.dropped} dropped" if outcome.dropped else ""
+    line = f"{job.name:42} now {outcome.present_ms:8.4f} ms; {outcome.tried} tried{left}: "
+    if outcome.best is None:
+        return line + "nothing better"
+    gain = outcome.present_ms / outcome.best_ms - 1
+    return (
+        f"{line}{outcome.best_ms:.4f} ms, {gain:.0%} faster\n"
+        f'    "{architecture}": {job.entry(outcome.best)!r},'
+    )
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+
+def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    """Every table, with the call that a training step of the preset makes of it."""
+    yield from _norm_jobs(preset, dtype, device)
+    yield from _swiglu_jobs(preset, dtype, device)
+    yield from _rope_jobs(preset, dtype, device)
+    yield from _attention_jobs(preset, dtype, device)
+    yield from _cross_entropy_jobs(preset, dtype, device)
+
+
+def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    import triton_rms_norm as norm
+
+    rows, C = preset.batch_size * preset.seq_len, preset.hidden_dim
+    branch, dy = (torch.randn(rows, C, device=device).to(dtype) for _ in range(2))
+    stream = torch.randn(rows, C, device=device)
+    weight = torch.randn(C, device=device)
+    _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
+    shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
+
+    def entry(block: norm.Block) -> Any:
+        return ((norm.MAX_WIDTH, block),)
+
+    yield Job(
+        "triton_rms_norm.FORWARD_BLOCKS",
+        norm.FORWARD_BLOCKS,
+        [norm.Block(*shape, programs) for shape in shapes for programs in (None, 4, 8)],
+        entry,
+        lambda: norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype),
+    )
+    yield Job(
+        "triton_rms_norm.BACKWARD_BLOCKS",
+        norm.BACKWARD_BLOCKS,
+        [norm.Block(*shape, programs) for shape in shapes for programs in (1, 2, 4, 8)],
+        entry,
+        lambda: norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype),
+    )
+
+
+def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    import triton_swiglu as swiglu
+
+    rows, F = preset.batch_size * preset.seq_len, preset.model()["intermediate_dim"]
+    gate_up = torch.randn(rows, 2 * F, device=device).to(dtype)
+    dy = torch.randn(rows, F, device=device).to(dtype)
+    blocks = [(1, b, w) for b in (512, 1024, 2048, 4096) for w in (2, 4, 8) if b >= 64 * w]
+    calls = {
+        "FORWARD_BLOCKS": lambda: swiglu.swiglu_fused_forward(gate_up),
+        "BACKWARD_BLOCKS": lambda: swiglu.swiglu_fused_backward(dy, gate_up),
+    }
+    for name, call in calls.items():
+        yield Job(f"triton_swiglu.{name}", getattr(swiglu, name), blocks, tuple, call)
+
+
+def _rope_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    import triton_rope as rope
+
+    B, T, H = preset.batch_size, preset.seq_len, preset.num_heads
+    K = preset.model()["num_kv_heads"]
+    D = preset.hidden_dim // H
+    qkv = torch.randn(B, T, (H + 2 * K) * D, device=device).to(dtype)
+    cos, sin = torch.randn(2, T, D, device=device)
+    blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4)))
+    call = lambda: rope.rope_qkv_forward(qkv, cos, sin, H, K)  # noqa: E731
+    yield Job("triton_rope.BLOCKS", rope.BLOCKS, blocks, tuple, call)
+
+
+def _attention_jobs(
+    preset: presets.Preset, dtype: torch.dtype, device: torch.device
+) -> Iterator[Job]:
+    import triton_attention as attention
+
+    B, T, H = preset.batch_size, preset.seq_len, preset.num_heads
+    K = preset.model()["num_kv_heads"]
+    D = preset.hidden_dim // H
+    scale = D**-0.5
+    q, dout = (torch.randn(B, T, H, D, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = (torch.randn(B, T, K, D, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    out, lse = attention.flash_attention_forward(q, k, v, True, scale)
+    key = (q.element_size(), D)
+    blocks = (16, 32, 64, 128)
+    tiles = [
+        attention.Tile(m, n, warps, stages)
+        for m, n, warps, stages in itertools.product(blocks, blocks, (4, 8), (1, 2, 3))
+        if 16 * 64 <= m * n <= 128 * 128 and (m * n >= 64 * 64 or warps == 4)
+    ]
+
+    def entry_of(table: dict[str, Any]) -> Callable[[Any], Any]:
+        present = dict(_launch().tuned(table))
+        return lambda tile: present | {key: ((attention.ANY, tile),)}
+
+    calls = {
+        "FORWARD_TILES": lambda: attention.flash_attention_forward(q, k, v, True, scale)[0],
+        "BACKWARD_TILES": lambda: attention.flash_attention_backward(
+            dout, q, k, v, out, lse, True, scale
+        ),
+    }
+    for name, call in calls.items():
+        table = getattr(attention, name)
+        yield Job(f"triton_attention.{name}", table, tiles, entry_of(table), call)
+
+
+def _cross_entropy_jobs(
+    preset: presets.Preset, dtype: torch.dtype, device: torch.device
+) -> Iterator[Job]:
+    import triton_cross_entropy as loss
+
+    N, C, V = preset.batch_size * preset.seq_len, preset.hidden_dim, preset.vocab_size
+    hidden = torch.randn(N, C, device=device)
+    weight = 0.02 * torch.randn(V, C, device=device)
+    targets = torch.randint(V, (N,), device=device)
+    blocks = [(1, b, w) for b in (512, 1024, 2048, 4096, 8192) for w in (2, 4, 8) if b >= 64 * w]
+    yield Job(
+        "triton_cross_entropy.BLOCKS",
+        loss.BLOCKS,
+        blocks,
+        tuple,
+        lambda: loss.linear_cross_entropy_forward(hidden, weight, targets, dtype, True),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
