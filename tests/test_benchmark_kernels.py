@@ -82,6 +82,11 @@ def quick(
     return type_command(*command, folder=FOLDER, timeout=120, **INTERPRETER), output
 
 
+# On a GPU machine Triton is the one of PyTorch's release, whose interpreter may not run there.
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compiles the kernels")
+
+
+@NO_GPU
 @pytest.mark.slow
 def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(
     quick: tuple[Finished, Path],
@@ -104,6 +109,7 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(
     assert all(row["note"] for row in content["rows"] if row["status"] == "absent")
 
 
+@NO_GPU
 @pytest.mark.slow
 def test_every_wrong_kernel_in_the_file_is_found(type_command: TypeCommand, tmp_path: Path) -> None:
     root = copy_repository(tmp_path / "copy", {})

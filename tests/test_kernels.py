@@ -329,3 +329,10 @@ def test_tensors_that_compiled_kernels_cannot_read_are_refused(monkeypatch) -> N
     x = torch.zeros(2, 4)
     with pytest.raises(ValueError, match="compiled for the GPU, the tensors are on cpu"):
         ops.swiglu(x, x)
+
+
+def test_a_sequence_beyond_32_bit_offsets_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(triton_attention, "MAX_OFFSET", 100)
+    x = q(1, 1, 4, 32)
+    with pytest.raises(ValueError, match="4 tokens lie more than 100 numbers apart"):
+        ops.flash_attention(x, x, x)

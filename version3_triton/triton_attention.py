@@ -31,6 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
+MAX_OFFSET = 2**31 - 1  # from the first token of a head to the last: the kernels add 32-bit offsets
 ROWS_PADDING = 128  # a multiple of every BLOCK_M
 
 
@@ -539,6 +540,8 @@ def flash_attention(
         raise TypeError(f"flash_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError("flash_attention: the last dimension of q, k and v must be contiguous")
+    if any(T * x.stride(2) > MAX_OFFSET for x in (q, k, v)):
+        raise ValueError(f"flash_attention: {T} tokens lie more than {MAX_OFFSET} numbers apart")
     scale = D**-0.5 if scale is None else float(scale)
     if not scale > 0:
         raise ValueError(f"flash_attention: scale {scale} must be positive")
