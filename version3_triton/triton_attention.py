@@ -305,16 +305,24 @@ class Tile:
     num_stages: int
 
 
-# By architecture (or vendor), then by bytes of a number and D; the first row whose `T up to` fits.
-# sm_90: swept on an H200 at D = 64 and 128 in bf16. gfx: chosen so that nothing spills
-# (inspect_kernels.py), unmeasured.
+# By architecture or vendor, then by bytes of a number and D; the first row whose `T up to` fits.
+# sm_90: swept on an H200, in bf16 at D = 64 and 128. sm, gfx: the largest tiles that spill little
+# or nothing and fit everywhere (inspect_kernels.py), unmeasured.
 Tiles = dict[str, dict[tuple[int, int], tuple[tuple[float, Tile], ...]]]
 ANY = math.inf
 FORWARD_TILES: Tiles = {
-    "sm": {
+    "sm_90": {
         (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
         (2, 64): ((1024, Tile(64, 64, 4, 2)), (ANY, Tile(64, 128, 4, 2))),
         (2, 128): ((ANY, Tile(64, 64, 4, 3)),),
+        (4, 32): ((ANY, Tile(32, 32, 4, 2)),),
+        (4, 64): ((ANY, Tile(32, 32, 4, 2)),),
+        (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
+    },
+    "sm": {
+        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
+        (2, 64): ((ANY, Tile(64, 64, 4, 2)),),
+        (2, 128): ((ANY, Tile(64, 64, 4, 2)),),
         (4, 32): ((ANY, Tile(32, 32, 4, 2)),),
         (4, 64): ((ANY, Tile(32, 32, 4, 2)),),
         (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
@@ -330,13 +338,21 @@ FORWARD_TILES: Tiles = {
     "interpreter": {},
 }
 BACKWARD_TILES: Tiles = {
-    "sm": {
+    "sm_90": {
         (2, 32): ((ANY, Tile(64, 64, 4, 3)),),
         (2, 64): ((ANY, Tile(64, 64, 4, 3)),),
         (2, 128): ((ANY, Tile(32, 64, 4, 3)),),
         (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
         (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
         (4, 128): ((ANY, Tile(32, 32, 8, 1)),),
+    },
+    "sm": {
+        (2, 32): ((ANY, Tile(32, 64, 4, 2)),),
+        (2, 64): ((ANY, Tile(32, 64, 4, 2)),),
+        (2, 128): ((ANY, Tile(32, 64, 4, 2)),),
+        (4, 32): ((ANY, Tile(16, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(16, 32, 4, 1)),),
+        (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
     },
     "gfx": {
         (2, 32): ((ANY, Tile(32, 64, 4, 1)),),
