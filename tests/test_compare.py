@@ -1,6 +1,7 @@
 """The comparison: which runs may be set against each other, and what is said when they may not."""
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -595,14 +596,17 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(versions.VERSIONS["v3"].exists, reason="this checkout has V3")
 def test_a_version_that_is_not_in_this_checkout_is_told(
-    type_command: TypeCommand, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    finished = type_command(*tool("--versions", "v1", "v3", "--output-dir", tmp_path / "out"))
-    assert finished.returncode == 2
-    assert re.fullmatch(r"error: version v3 .* is not in this checkout: .*\n", finished.stderr)
-    assert not (tmp_path / "out").exists()
+    gone = dataclasses.replace(versions.VERSIONS["v2"], folder="version2_elsewhere")
+    monkeypatch.setitem(versions.VERSIONS, "v2", gone)
+    output = tmp_path / "out"
+    status = compare_versions.main(["--versions", "v1", "v2", "--output-dir", str(output)])
+    assert status == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"error: version v2 .* is not in this checkout: .*\n", error)
+    assert not output.exists()
 
 
 def test_help_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
