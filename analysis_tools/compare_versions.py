@@ -114,22 +114,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
-    try:
-        from rich.console import Console  # noqa: F401
-    except ImportError:
-        print("error: rich is missing: run `make setup`, or pip install rich", file=sys.stderr)
-        return errors.NOT_ON_THIS_MACHINE
-    try:
-        return _compare(arguments)
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted: --from-results shows what was completed", file=sys.stderr)
-        return errors.INTERRUPTED
+    return errors.exit_status(
+        lambda: _compare(arguments),
+        interrupted="interrupted: --from-results shows what was completed",
+    )
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
     interrupted = False
     writes = arguments.from_results is None or arguments.output_dir is not None
     arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER

@@ -245,7 +245,18 @@ MISTAKES = {
         TypeError,
         "gate is torch.float64: use fp32, bf16 or fp16",
     ),
-    "empty": (lambda: ops.swiglu(q(0, 4), q(0, 4)), ValueError, r"gate \(0, 4\) is empty"),
+    "empty": (lambda: ops.swiglu(q(0, 4), q(0, 4)), ValueError, r"gate is \(0, 4\), empty"),
+    "scalar": (lambda: ops.rms_norm(q(), q(1), 1e-5), ValueError, "x is a scalar"),
+    "no heads": (
+        lambda: ops.rope_qkv(q(1, 3, 8), q(3, 2), q(3, 2), 2, -1),
+        ValueError,
+        "2 query and -1 key/value heads",
+    ),
+    "no targets": (
+        lambda: ops.linear_cross_entropy(q(3, 4), q(5, 4), [0, 1, 2]),
+        TypeError,
+        "targets are a list",
+    ),
     "two devices": (
         lambda: ops.swiglu(q(2, 4), torch.zeros(2, 4, device="meta")),
         ValueError,

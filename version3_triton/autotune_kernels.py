@@ -69,14 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
-    try:
-        return _autotune(arguments)
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return errors.INTERRUPTED
+    return errors.exit_status(
+        lambda: _autotune(arguments), interrupted="interrupted: the tables are as they were"
+    )
 
 
 def _autotune(arguments: argparse.Namespace) -> int:

@@ -130,22 +130,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        print("error: rich is missing: run `make setup`, or pip install rich", file=sys.stderr)
-        return errors.NOT_ON_THIS_MACHINE
-    try:
-        return _benchmark(arguments)
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted before a size was complete: nothing saved", file=sys.stderr)
-        return errors.INTERRUPTED
+    return errors.exit_status(
+        lambda: _benchmark(arguments),
+        interrupted="interrupted before a size was complete: nothing saved",
+    )
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
     interpreted = bool(kernels().INTERPRETED)
     setting = make_setting(arguments, interpreted)
     results.prepare_folder(arguments.output_dir)

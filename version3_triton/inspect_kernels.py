@@ -790,14 +790,10 @@ def make_requests(arguments: argparse.Namespace) -> list[Request]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
-    try:
-        return _inspect(arguments)
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted: nothing is shown or written before all is compiled", file=sys.stderr)
-        return errors.INTERRUPTED
+    return errors.exit_status(
+        lambda: _inspect(arguments),
+        interrupted="interrupted: nothing is shown or written before all is compiled",
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -188,6 +188,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         raise ValueError(
             f"linear_cross_entropy: weight is {tuple(weight.shape)}, expected (V, {C})"
         )
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"linear_cross_entropy: targets are a {type(targets).__name__}")
     check_shape("linear_cross_entropy", "targets", targets, tuple(hidden.shape[:-1]))
     if targets.dtype != torch.int64 or targets.device != hidden.device:
         raise TypeError(

@@ -125,7 +125,8 @@ def check(op: str, **tensors: Tensor) -> None:
 
     Raises:
         TypeError: not a tensor, or not fp32, bf16 or fp16.
-        ValueError: tensors on several devices, on one that the kernels do not run on, or empty.
+        ValueError: tensors on several devices, on one that the kernels do not run on, empty, or
+            without dimensions.
     """
     devices = set()
     for name, tensor in tensors.items():
@@ -133,8 +134,9 @@ def check(op: str, **tensors: Tensor) -> None:
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, not a tensor")
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} is {tensor.dtype}: use fp32, bf16 or fp16")
-        if tensor.numel() == 0:
-            raise ValueError(f"{op}: {name} {tuple(tensor.shape)} is empty")
+        if tensor.numel() == 0 or tensor.dim() == 0:
+            what = "a scalar" if tensor.dim() == 0 else f"{tuple(tensor.shape)}, empty"
+            raise ValueError(f"{op}: {name} is {what}")
         devices.add(tensor.device)
     if len(devices) > 1:
         places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())

@@ -266,6 +266,8 @@ def rope_qkv(
     """
     check("rope_qkv", qkv=qkv, cos=cos, sin=sin)
     heads = num_heads + 2 * num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1:
+        raise ValueError(f"rope_qkv: {num_heads} query and {num_kv_heads} key/value heads")
     if qkv.dim() != 3 or qkv.shape[-1] % heads:
         raise ValueError(
             f"rope_qkv: qkv is {tuple(qkv.shape)}, expected (B, T, {heads} D) for {num_heads} "

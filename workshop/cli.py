@@ -93,14 +93,10 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     """Runs a version's module from the command line; returns the exit status."""
     version = VERSIONS[Path(str(module.__file__)).stem.removeprefix("tiny_llama_")]
     arguments = build_parser(version, module).parse_args(argv)
-    try:
-        return _run(check_arguments(version, module, arguments))
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted before a timed step was complete: nothing saved", file=sys.stderr)
-        return errors.INTERRUPTED
+    return errors.exit_status(
+        lambda: _run(check_arguments(version, module, arguments)),
+        interrupted="interrupted before a timed step was complete: nothing saved",
+    )
 
 
 def leave_if_missing(key: str) -> None:

@@ -1,5 +1,9 @@
 """The errors that a user can mend, and the exit codes of every tool."""
 
+import importlib.util
+import sys
+from collections.abc import Callable
+
 DONE = 0
 ANSWER_IS_NO = 1  # the gate is red, a regression was found, a run ran out of memory
 WRONG_USAGE = 2
@@ -26,3 +30,26 @@ class OutOfMemory(WorkshopError):
     """The device has not the memory that a run of this size asks for."""
 
     exit_code = ANSWER_IS_NO
+
+
+def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
+    """Does a command's work; its exit status. An error that the user can mend, and Ctrl-C, become
+    one line on stderr.
+
+    Args:
+        interrupted: what to say of Ctrl-C, above all what is saved.
+    """
+    try:
+        return work()
+    except WorkshopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return INTERRUPTED
+
+
+def require_rich() -> None:
+    """Raises NotOnThisMachine without the package that draws the tables."""
+    if importlib.util.find_spec("rich") is None:
+        raise NotOnThisMachine("rich is missing: run `make setup`, or pip install rich")
