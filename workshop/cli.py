@@ -43,6 +43,7 @@ _SIZES = (
 )
 _PROGRESS_LINES = 10
 _WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
+_WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,14 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         default=results.DEFAULT_FOLDER,
         help="the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
     )
+    add(
+        "--profile-steps",
+        type=int,
+        metavar="N",
+        help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
+        "marker ranges, between the calls that start and stop NVIDIA's profilers; no gate, no "
+        "clock; what was profiled goes to OUTPUT_DIR/run.json",
+    )
     add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
     add(
         "--no-gate",
@@ -212,7 +221,8 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     Raises:
         WorkshopError: something is wrong with them, in one line.
     """
-    for name in ("batch_size", "seq_len", "num_steps", "warmup_steps", "learning_rate"):
+    positive = "batch_size seq_len num_steps warmup_steps profile_steps learning_rate"
+    for name in positive.split():
         value = getattr(arguments, name)
         if value is not None and not 0 < value < 1e30:  # what AdamW computes with in fp32
             flag = name.replace("_", "-")
@@ -221,6 +231,8 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     if arguments.text_file is not None and arguments.data != "text":
         raise WorkshopError("--text-file goes with --data text")
+    if arguments.profile_steps and arguments.num_steps:
+        raise WorkshopError("--num-steps is of timed runs: --profile-steps N alone says how many")
     device = hardware.get_device(arguments.device)
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
@@ -288,8 +300,10 @@ def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Sched
     """The steps that were asked for, else those that a user has the patience for; the parts of
     an interpreted step tell nobody anything."""
     usual = trainer.Schedule(_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS)
+    if arguments.profile_steps:
+        usual = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)
     default = interpreter.STEPS if interpreted else usual
-    timed = arguments.num_steps or default.timed
+    timed = arguments.profile_steps or arguments.num_steps or default.timed
     return trainer.Schedule(
         warmup=arguments.warmup_steps or default.warmup,
         timed=timed,
@@ -327,10 +341,24 @@ def _execution(
 
 
 def _run(request: Request) -> int:
+    if request.arguments.profile_steps:
+        from workshop import profile_run  # which takes its requests from here
+
+        return profile_run.profile(request)
+    return within_memory(request, lambda: _gate_train_save(request))
+
+
+def within_memory(request: Request, work: Callable[[], int]) -> int:
+    """Does the work that a request asks for; its exit status.
+
+    Raises:
+        OutOfMemory: it can't fit, or did not.
+        WorkshopError: the version has no code for these sizes.
+    """
     _check_memory(request)
     request.build_on(torch.device("meta"))  # says at once, and for nothing, if the sizes won't do
     try:
-        return _gate_train_save(request)
+        return work()
     except (RuntimeError, MemoryError) as error:
         asked = _memory_asked_for(error)
         if asked is None:
@@ -340,10 +368,11 @@ def _run(request: Request) -> int:
 
 def _gate_train_save(request: Request) -> int:
     arguments = request.arguments
-    batches, data_record = _load_data(request)
+    batches, data_record = load_data(request)
     results.prepare_folder(arguments.output_dir)  # after all that is checked without it
-    result = _new_result(request, data_record)
-    _print_configuration(request, data_record)
+    result = new_result(request, data_record)
+    result.peak_tflops, result.peak_source = peak(request)
+    print_configuration(request, data_record)
     model = request.build()
     if not arguments.no_gate:
         report = _gate(request, model)
@@ -364,7 +393,8 @@ def _gate_train_save(request: Request) -> int:
     return _finish(request, result, errors.DONE)
 
 
-def _load_data(request: Request) -> tuple[Tensor, dict[str, str | int]]:
+def load_data(request: Request) -> tuple[Tensor, dict[str, str | int]]:
+    """The batches of all its steps, int64 (n, 2, B, T) on the host, and what they were cut from."""
     arguments = request.arguments
     shape: dict[str, int] = {
         "steps": request.schedule.batches,
@@ -490,7 +520,8 @@ def _out_of_memory(request: Request, what: str, lower: str = "--batch-size or --
 # --- the result ----------------------------------------------------------------------------------
 
 
-def _new_result(request: Request, data_record: dict[str, str | int]) -> RunResult:
+def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult:
+    """The record of a run that has not measured yet."""
     arguments = request.arguments
     options: dict[str, str | int | float | bool | None] = {
         "compile": request.compile_mode,
@@ -502,7 +533,6 @@ def _new_result(request: Request, data_record: dict[str, str | int]) -> RunResul
     }
     if request.version.triton:
         options["interpreted"] = request.interpreted
-    peak_tflops, peak_source = _peak(request)
     return RunResult(
         version=request.version.key,
         session=arguments.session or results.new_session(),
@@ -519,8 +549,6 @@ def _new_result(request: Request, data_record: dict[str, str | int]) -> RunResul
         options=options,
         command=_command(),
         data=data_record,
-        peak_tflops=peak_tflops,
-        peak_source=peak_source,
     )
 
 
@@ -529,8 +557,9 @@ def _command() -> list[str]:
     return ["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]
 
 
-def _peak(request: Request) -> tuple[float | None, str | None]:
-    """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches."""
+def peak(request: Request) -> tuple[float | None, str | None]:
+    """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches; and
+    where the figure is from."""
     name = hardware.device_name(request.device)
     peaks = hardware.find_peaks(name) if request.device.type == "cuda" else None
     if peaks and request.precision.name in peaks.tflops:
@@ -602,7 +631,8 @@ def _print_lines(rows: list[tuple[str, str]]) -> None:
         print(f"  {label:<18} {value}")
 
 
-def _print_configuration(request: Request, data_record: dict[str, str | int]) -> None:
+def print_configuration(request: Request, data_record: dict[str, str | int]) -> None:
+    """Says what is about to run, before the first slow thing."""
     c = request.config
     print(f"Tiny-LLaMA {request.version.key}: {request.version.title}")
     off = [name for name, on in request.switches.items() if not on]

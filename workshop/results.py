@@ -30,7 +30,7 @@ from workshop.versions import ROOT, VERSIONS
 
 SCHEMA_VERSION = 1
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
-STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped")
+STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped", "profiled")
 PARITY_STATUSES = ("not run", "pass", "fail")
 DEFAULT_FOLDER = ROOT / "results"
 
@@ -81,7 +81,7 @@ class RunResult:
     schema_version: int = SCHEMA_VERSION
     status: str = "complete"
     """One of STATUSES; "interrupted" has fewer steps than were asked for, "skipped" was not run
-    because the machine lacks what it needs."""
+    because the machine lacks what it needs, "profiled" ran under a profiler and was not timed."""
     error: str | None = None
     """Why a failed run failed, as far as it could say, or a skipped one was skipped."""
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
@@ -205,7 +205,11 @@ def write_json(target: Path, content: dict[str, Any]) -> None:
 def save(result: RunResult, folder: Path) -> Path:
     """Writes `folder/runs/SESSION/VERSION_CONFIG_PRECISION_ID.json` and returns its path."""
     name = f"{result.version}_{result.config_name}_{result.precision}_{uuid.uuid4().hex[:6]}.json"
-    target = prepare_folder(folder / "runs" / result.session) / name
+    return save_as(prepare_folder(folder / "runs" / result.session) / name, result)
+
+
+def save_as(target: Path, result: RunResult) -> Path:
+    """Writes one result file; its path."""
     write_json(target, {"schema_version": result.schema_version} | dataclasses.asdict(result))
     return target
 
@@ -228,7 +232,7 @@ def load(path: Path) -> RunResult:
             f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; "
             "run it again with this checkout"
         )
-    result = _decode(RunResult, content, path, "")
+    result = decode(RunResult, content, path, "")
     for where, wrong in _senseless(result):
         raise WorkshopError(f"{path}: field {where} {wrong}")
     return result
@@ -324,7 +328,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _decode(kind: type[T], content: Any, path: Path, where: str) -> T:
+def decode(kind: type[T], content: Any, path: Path, where: str) -> T:
     """Builds the dataclass `kind` from parsed JSON, checking every field's type."""
     if not isinstance(content, dict):
         raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
@@ -344,7 +348,7 @@ def _check(hint: Any, value: Any, path: Path, where: str) -> Any:
     """The value, decoded as the type hint says; WorkshopError where it does not fit."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _decode(typing.cast(Any, hint), value, path, f"{where}.")
+        return decode(typing.cast(Any, hint), value, path, f"{where}.")
     if origin in (types.UnionType, typing.Union):
         dataclass_options = [a for a in arguments if dataclasses.is_dataclass(a)]
         if dataclass_options and isinstance(value, dict):

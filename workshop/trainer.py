@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from workshop import memory
+from workshop import markers, memory
 from workshop.errors import WorkshopError
 from workshop.precision import Precision
 from workshop.timing import StepClock
@@ -225,7 +225,7 @@ class Runner:
         self.done = 0
         self._cpu_peak = 0
         self._batches = batches
-        self._inputs = torch.empty_like(batches[0], device=self.device)
+        self.inputs = torch.empty_like(batches[0], device=self.device)
         self._losses = torch.empty(len(batches), dtype=parameter.dtype)
         if self.device.type == "cuda":
             # From pinned memory, and into it, copies run in the stream while the host goes on.
@@ -235,12 +235,12 @@ class Runner:
         if cuda_graph:
             _check_capturable(optimizer, precision)
             make_capturable(optimizer)
-        self._eager = EagerStep(model, optimizer, precision, self._inputs)
-        self._step: Callable[[], Tensor] = self._eager
+        self.eager = EagerStep(model, optimizer, precision, self.inputs)
+        self._step: Callable[[], Tensor] = self.eager
 
     def load(self) -> None:
         """Puts the next batch where the step reads it."""
-        self._inputs.copy_(self._batches[self.done], non_blocking=True)
+        self.inputs.copy_(self._batches[self.done], non_blocking=True)
 
     def advance(self) -> None:
         self.load()
@@ -278,7 +278,7 @@ class Runner:
         torch.cuda.current_stream().wait_stream(self._stream)
         # The allocator sees a graph's memory only while it is captured: the peak counts from here.
         self._count_peak_anew()
-        self._step = GraphedStep(self._eager, self._stream)
+        self._step = GraphedStep(self.eager, self._stream)
         for _ in range(steps - eager_steps):
             self.advance()
 
@@ -293,7 +293,7 @@ class Runner:
 
     def profile_cpu_peak(self) -> None:
         """Trains one step under the profiler to find its peak: PyTorch keeps none for the CPU."""
-        self._eager.clear()
+        self.eager.clear()
         gc.collect()  # what the step would release, but earlier ones allocated
         self._cpu_peak = memory.cpu_step_peak(self.advance, self._live_bytes)
 
@@ -317,14 +317,32 @@ class Runner:
         state = memory.optimizer_tensors(self.optimizer)
         return memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
+    def parts(self) -> Phases:
+        """The step in its parts. A captured one is captured again, in three graphs, and its whole
+        graph given up with the memory that it holds."""
+        if self._stream is None:
+            return self.eager
+        self._step = self.eager
+        self._count_peak_anew()
+        return GraphedPhases(self.eager, self._stream)
+
+    def marked_step(self, parts: Phases, range_: markers.Range) -> None:
+        """Trains one step in a marker range, with ranges around its parts, for a profiler."""
+        with range_("step"):
+            self.load()
+            parts.clear()
+            with range_("forward"):
+                loss = parts.forward()
+            with range_("backward"):
+                parts.backward(loss)
+            with range_("optimizer"):
+                parts.update()
+        self.done += 1
+
     def phases(self, steps: int) -> tuple[list[float], list[float], list[float]]:
         """Trains `steps` more steps with marks between their parts; the forward, backward and
         optimizer times in ms. Kept apart from the timed steps, which the marks would slow."""
-        parts: Phases = self._eager
-        if self._stream is not None:
-            self._step = self._eager  # lets go of the whole step's graph and its memory
-            self._count_peak_anew()
-            parts = GraphedPhases(self._eager, self._stream)
+        parts = self.parts()
         clock = StepClock(self.device)
         for _ in range(steps):
             self.load()
