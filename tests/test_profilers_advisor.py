@@ -1,0 +1,696 @@
+"""The advisor: what bounds tables like those of the ladder, each finding on both sides of its
+threshold, and no figure in a sentence that the table does not give."""
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from test_results import make_result
+from torch.profiler import profile as torch_profile
+from torch.profiler import record_function
+
+from workshop import flops
+from workshop.presets import PRESETS
+from workshop.profilers import advisor, kineto, ncu, proton
+from workshop.profilers.advisor import NOTE, WARNING, Advice, advise, headline
+from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
+from workshop.results import Gradients, RunResult
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "profilers"
+
+FOREACH = "void at::native::multi_tensor_apply_kernel<TensorListMetadata<{}>, PointwiseOpFunctor>()"
+FUSED = "void at::native::multi_tensor_apply_kernel<Metadata<4>, FusedAdamMathFunctor<float>>()"
+
+
+def kernel(category: str, calls: int, ms: float, name: str = "", **counted: float) -> Kernel:
+    return Kernel(name or f"some_{category}", category, calls, ms * 1e6, **counted)
+
+
+def foreach_update(ms: float) -> list[Kernel]:
+    """An AdamW that goes operation by operation."""
+    return [kernel("optimizer", 10, ms / 8, FOREACH.format(i)) for i in range(8)]
+
+
+def table(kernels: Iterable[Kernel], span_ms: float | None = None, **fields: Any) -> KernelTable:
+    """A table of kernels that run one after the other, in a timeline of `span_ms`."""
+    kernels = sorted(kernels, key=lambda k: -k.total_ns)
+    line = None
+    if span_ms is not None:
+        line = Timeline(span_ms * 1e6, min(sum(k.total_ns for k in kernels), span_ms * 1e6))
+    facts = {"tool": "torch.profiler", "device": "NVIDIA H200", "timeline": line} | fields
+    return KernelTable(Path("trace.json"), kernels=kernels, **facts)
+
+
+def record(version: str, preset: str = "medium", precision: str = "bf16", **changes: Any):
+    """What the runners write beside a profile on an H200."""
+    sizes = PRESETS[preset]
+    parameters = flops.parameter_count(flops.Sizes(**sizes.model()))
+    run = {
+        "config": {**sizes.model(), "max_seq_len": 2048},
+        "batch_size": sizes.batch_size,
+        "seq_len": sizes.seq_len,
+        "precision": precision,
+        "device": {"type": "cuda", "name": "NVIDIA H200"},
+        "status": "profiled",
+        "step_ms": [],
+        "gradients": Gradients(110, 110, parameters, parameters),
+        "options": {"compile": "none", "cuda_graph": version in ("v3", "v4"), "num_steps": 1},
+    }
+    return make_result(version, **(run | changes))
+
+
+def launches(calls: int, each_us: float = 5.0, name: str = "cudaLaunchKernel") -> dict:
+    return {name: HostCall(calls, calls * each_us * 1e3)}
+
+
+def phases(forward: float, backward: float, optimizer: float) -> dict[str, float]:
+    parts = {"forward": forward, "backward": backward, "optimizer": optimizer}
+    return {name: ms * 1e6 for name, ms in parts.items()}
+
+
+def names(advices: Iterable[Advice]) -> list[str]:
+    return [advice.finding for advice in advices]
+
+
+def find(advices: Iterable[Advice], finding: str) -> Advice:
+    return next(advice for advice in advices if advice.finding == finding)
+
+
+def numbers(pattern: str, sentence: str) -> list[float]:
+    """The figures in the one place of a sentence that the pattern matches."""
+    match = re.search(pattern, sentence)
+    assert match, sentence
+    return [float(group.replace(",", "")) for group in match.groups()]
+
+
+# --- the ladder: one step each, in ms, near to what an H200 shows --------------------------------
+
+V1_SMALL = table(
+    [
+        kernel("GEMM", 290, 0.62),
+        kernel("elementwise", 950, 0.98),
+        kernel("copy", 160, 0.27, "elementwise_kernel<direct_copy_kernel_cuda>"),
+        *foreach_update(0.25),
+    ],
+    span_ms=31.0,
+    steps=1,
+    host_calls=launches(1480, 6.0) | {"cudaDeviceSynchronize": HostCall(2, 9e3)},
+    phases_ns=phases(0.6, 1.25, 0.27),
+)
+V1_MEDIUM = table(
+    [
+        kernel("GEMM", 460, 15.9),
+        kernel("elementwise", 1400, 36.2),
+        kernel(
+            "elementwise", 12, 2.5, "softmax_warp_forward<float, float, float, 9, false, false>"
+        ),
+        kernel("copy", 280, 7.4, "vectorized_elementwise_kernel<bfloat16_copy_kernel_cuda>"),
+        *foreach_update(4.27),
+    ],
+    span_ms=67.0,
+    steps=1,
+    host_calls=launches(2230),
+    phases_ns=phases(23.1, 39.2, 4.27),
+)
+V2_MEDIUM = table(
+    [
+        kernel("GEMM", 200, 12.4),
+        kernel("attention", 24, 2.6),
+        kernel("elementwise", 500, 11.2),
+        kernel("norm", 50, 2.9),
+        kernel("copy", 230, 4.1, "elementwise_kernel<direct_copy_kernel_cuda>"),
+        kernel("optimizer", 4, 1.5, FUSED),
+    ],
+    span_ms=35.0,
+    steps=1,
+    phases_ns=phases(11.4, 21.8, 1.5),
+)
+V3_MEDIUM = table(
+    [
+        kernel("GEMM", 200, 12.4),
+        kernel("attention", 36, 2.9),
+        kernel("norm", 75, 1.7),
+        kernel("elementwise", 130, 2.9),
+        kernel("optimizer", 4, 1.5, FUSED),
+    ],
+    span_ms=21.9,
+    steps=1,
+    host_calls=launches(3, 30.0, "cudaGraphLaunch") | launches(2),
+    phases_ns=phases(6.8, 13.0, 1.5),
+)
+V4_MEDIUM = table(
+    [
+        kernel("GEMM", 200, 12.4),
+        kernel("attention", 36, 2.4),
+        kernel("norm", 50, 1.6),
+        kernel("elementwise", 260, 5.2),
+        kernel("optimizer", 4, 1.5, FUSED),
+    ],
+    span_ms=23.5,
+    steps=1,
+    host_calls=launches(1, 300.0, "cudaGraphLaunch") | launches(1),
+)
+V4_SMALL = table(
+    [
+        kernel("GEMM", 130, 0.72),
+        kernel("attention", 24, 0.12),
+        kernel("elementwise", 170, 0.42),
+        kernel("norm", 34, 0.09),
+        kernel("optimizer", 4, 0.24, FUSED),
+    ],
+    span_ms=2.3,
+    steps=1,
+    host_calls=launches(1, 250.0, "cudaGraphLaunch") | launches(1),
+)
+LADDER = [
+    (V1_SMALL, record("v1", "small"), "launch-bound"),
+    (V1_MEDIUM, record("v1"), "elementwise-bound"),
+    (V2_MEDIUM, record("v2"), "elementwise-bound"),
+    (V3_MEDIUM, record("v3"), "GEMM-bound"),
+    (V4_MEDIUM, record("v4"), "GEMM-bound"),
+    (V4_SMALL, record("v4", "small"), "GEMM-bound"),
+]
+
+
+@pytest.mark.parametrize(("profile", "run", "bound"), LADDER)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_bounds_the_ladders_runs(profile, run, bound, recorded) -> None:
+    found = advise(profile, run if recorded else None)
+    first = headline(found)
+    assert first is not None
+    assert first.finding == bound
+    assert first.sentence.startswith(f"{bound}: ")
+    assert found[0] is first, "nothing is at stake but what bounds the run"
+    assert {advice.severity for advice in found} == {NOTE}
+    assert len([name for name in names(found) if name.endswith("-bound")]) == 1
+
+
+def test_a_treatment_names_what_the_run_does_not_have_yet_and_files_that_exist() -> None:
+    for profile, run, _ in LADDER:
+        for advice in advise(profile, run):
+            assert f"{run.version.upper()} (version" not in advice.treatment or (
+                advice.treatment.startswith("This is what")
+            )
+            for path in re.findall(r"[\w/]+\.(?:md|py)\b", advice.treatment):
+                found = (ROOT / path).exists() or path.startswith("run_")
+                assert found, advice.treatment
+    treatment = find(advise(V1_SMALL, record("v1", "small")), "launch-bound").treatment
+    assert "--cuda-graph" in treatment
+    assert "version2_pytorch_fused/README.md" in treatment
+
+
+def test_v1s_sentences_quote_its_figures() -> None:
+    found = advise(V1_SMALL, record("v1", "small"))
+    sentence = find(found, "launch-bound").sentence
+    assert "the GPU idles 93% of the time (28.9 ms of 31 ms)" in sentence
+    idle, span = numbers(r"\((\d[\d.]*) ms of (\d[\d.]*) ms\)", sentence)
+    count, long, gap = numbers(
+        r"runs ([\d,]+) kernels a step, ([\d.]+) µs long on average, with ([\d.]+) µs", sentence
+    )
+    assert count == V1_SMALL.launches == 1480
+    assert long == pytest.approx(V1_SMALL.total_ns / 1480 / 1e3, rel=0.005)
+    assert gap == pytest.approx(idle * 1e3 / count, rel=0.005)
+    assert "1,480 launch calls a step, 6 µs each" in sentence
+    (still,) = numbers(r"still idle (\d+)%", sentence)
+    assert still / 100 == pytest.approx(1 - 2 * (span - idle) / span, abs=0.006)
+
+    found = advise(V1_MEDIUM, record("v1"))
+    sentence = find(found, "elementwise-bound").sentence
+    share, part, copies, count = numbers(
+        r"takes (\d+)% .*\(elementwise ([\d.]+) ms a step, copies on the device ([\d.]+) ms a step"
+        r"\), in ([\d,]+) kernels",
+        sentence,
+    )
+    assert share / 100 == pytest.approx((part + copies) * 1e6 / V1_MEDIUM.total_ns, abs=0.006)
+    assert (part, copies, count) == (38.7, 7.4, 1692)
+    sentence = find(found, "materialised-attention").sentence
+    assert "(16 x 16 x 512 x 512 numbers a layer)" in sentence
+    sentence = find(found, "optimizer").sentence
+    time, kernels, size, gigabytes, least, rate = numbers(
+        r"\(([\d.]+) ms a step\), in (\d+) kernels .* (\d+) bytes a parameter, ([\d.]+) GB: "
+        r"([\d.]+) ms at the data sheet's ([\d,]+) GB/s",
+        sentence,
+    )
+    assert (time, kernels) == (4.27, 80)
+    assert gigabytes * 1e9 == pytest.approx(size * 189_793_280, rel=0.005)
+    assert least == pytest.approx(gigabytes / rate * 1e3, rel=0.01)
+
+
+def test_the_rate_of_products_is_that_of_the_models_operations() -> None:
+    sentence = find(advise(V4_MEDIUM, record("v4")), "GEMM-bound").sentence
+    gemm, attention, tera, rate, share, peak = numbers(
+        r"GEMM ([\d.]+) ms a step, attention ([\d.]+) ms .* needs ([\d.]+) TFLOP.*: ([\d,]+) "
+        r"TFLOP/s, (\d+)% of the ([\d,]+) that the data sheet gives for bf16",
+        sentence,
+    )
+    assert (gemm, attention, peak) == (12.4, 2.4, 989)
+    work = flops.step_flops(flops.Sizes(**PRESETS["medium"].model()), 16, 512).total
+    assert tera == pytest.approx(work / 1e12, rel=0.005)
+    assert rate == pytest.approx(tera / (gemm + attention) * 1e3, rel=0.005)
+    assert share == pytest.approx(100 * rate / peak, abs=0.6)
+
+
+def test_counters_come_before_the_models_operations() -> None:
+    kernels = [
+        kernel("GEMM", 20, 10.0, flops=6.0e12),
+        kernel("elementwise", 20, 5.0, bytes=12e9),
+    ]
+    found = advise(table(kernels, 15.0, steps=1), record("v4"))
+    sentence = find(found, "GEMM-bound").sentence
+    assert "The profiler counted 6 TFLOP in 10 ms of it: 600 TFLOP/s, 61% of the 989" in sentence
+    sentence = find(found, "elementwise").sentence
+    assert "counted 12 GB in 5 ms of it: 2,400 GB/s, 50% of the 4,800" in sentence
+    # Where the counters tell a small part of them, their rate is not the group's.
+    kernels[0] = kernel("GEMM", 20, 1.0, flops=6.0e11)
+    kernels += [kernel("GEMM", 20, 9.0, "another_gemm"), kernel("elementwise", 9, 4.0, "more")]
+    for advice in advise(table(kernels, 19.0)):
+        assert "counted" not in advice.sentence
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "words"),
+    [
+        ("fp32", "NVIDIA H200", "tf32 or bf16 uses faster units (TFLOP/s on the data sheet: fp32"),
+        ("fp32", "AMD Instinct MI210", "--precision bf16 uses faster units"),
+        ("fp32", "A chip of tomorrow", "--precision tf32 or bf16 uses faster units;"),
+        ("tf32", "NVIDIA H200", "--precision bf16 uses faster units (TFLOP/s on the data sheet"),
+        ("bf16", "NVIDIA H200", "--batch-size"),
+    ],
+)
+def test_products_in_a_slow_precision_are_told_of_a_faster_one(precision, device, words) -> None:
+    run = record("v2", precision=precision, device={"type": "cuda", "name": device})
+    profile = table([kernel("GEMM", 200, 190.0), kernel("elementwise", 700, 40.0)], 235.0, steps=1)
+    assert words in find(advise(profile, run), "GEMM-bound").treatment
+
+
+# --- the step is not what it seems to be ---------------------------------------------------------
+
+
+def test_a_severed_gradient_comes_first() -> None:
+    """As the public V3: its norm passed no gradient on, and next to nothing trained."""
+    severed = table(V3_MEDIUM.kernels, 21.9, steps=1, phases_ns=phases(21.0, 0.06, 1.5))
+    run = record("v3", gradients=Gradients(110, 1, 189_793_280, 1_024_000))
+    found = advise(severed, run)
+    assert names(found)[:2] == ["severed-gradient", "short-backward"]
+    assert [advice.severity for advice in found[:3]] == [WARNING, WARNING, NOTE]
+    assert "1,024,000 of 189,793,280 parameters (0.5%), in 1 of 110 tensors" in found[0].sentence
+    assert "python -m workshop.parity --version v3" in found[0].treatment
+    rate = find(found, "GEMM-bound").sentence
+    assert "TFLOP" not in rate, "the model's operations were not done"
+    # Without a record the ranges alone tell it.
+    alone = advise(severed)
+    assert alone[0].finding == "short-backward"
+    assert "take 60 µs a step, 0.00 of the forward's 21 ms a step" in alone[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("parts", "finding"),
+    [
+        (phases(10.0, 5.0, 1.0), None),
+        (phases(10.0, 4.9, 1.0), "short-backward"),
+        ({"forward": 15e6, "optimizer": 1e6}, "short-backward"),
+        (phases(4.0, 0.0, 1.0), "backward-unplaced"),  # 11 of 16 ms lie in no range
+        ({"forward": 16e6}, None),  # inference: nothing says that it trains
+        ({"optimizer": 16e6}, None),
+        ({}, None),  # a whole step in one graph
+    ],
+)
+def test_the_backward_range(parts, finding) -> None:
+    profile = table([kernel("GEMM", 50, 16.0)], 17.0, phases_ns=parts, steps=1)
+    found = set(names(advise(profile))) & {"short-backward", "backward-unplaced"}
+    assert found == ({finding} if finding else set())
+
+
+def test_products_that_the_counters_or_the_clock_miss() -> None:
+    """ncu with a range of one thread: the backward pass is not in the table."""
+    work = flops.step_flops(flops.Sizes(**PRESETS["medium"].model()), 16, 512).total
+
+    def counted(part: float, ms: float = 15.0, steps: int = 1) -> list[Advice]:
+        kernels = [
+            kernel("GEMM", 200, ms, flops=part * work),
+            kernel("GEMM", 20, ms / 50, "splitk"),
+        ]
+        run = record("v4", options={"num_steps": steps})
+        return advise(table(kernels, tool="ncu"), run)
+
+    assert "missing-products" not in names(counted(0.76))
+    assert "missing-products" not in names(counted(1.52, 30.0, steps=2))
+    found = counted(0.34)
+    assert found[0].finding == "missing-products"
+    assert found[0].severity == WARNING
+    got, share, needed = numbers(
+        r"counted ([\d.]+) TFLOP in 1 steps, ([\d.]+) of the ([\d.]+) that", found[0].sentence
+    )
+    assert got / needed == pytest.approx(share, abs=0.006)
+    assert needed == pytest.approx(work / 1e12, rel=0.005)
+    # No counters: 9.64 TFLOP in 9 ms are more than the chip can do, in 11 ms they are not.
+    for ms, finding in ((9.0, True), (11.0, False)):
+        profile = table([kernel("GEMM", 200, ms)], ms, steps=1)
+        assert ("missing-products" in names(advise(profile, record("v4")))) is finding
+
+
+def test_steps_of_the_record_are_those_of_a_tool_that_starts_with_them() -> None:
+    run = record("v4", options={"num_steps": 5, "cuda_graph": True})
+    for tool, per_step in (("ncu", True), ("Proton", False)):
+        sentence = advise(table([kernel("GEMM", 50, 100.0)], tool=tool), run)[0].sentence
+        assert ("GEMM 20 ms a step" in sentence) is per_step
+
+
+# --- each finding on both sides of its threshold -------------------------------------------------
+
+
+def mostly(share: float, *, of: Kernel, rest: str = "GEMM", **fields: Any) -> KernelTable:
+    """A table in which `of` takes this share of 100 ms, and a kernel of category `rest` the
+    others; there is no timeline."""
+    taken = Kernel(of.name, of.category, of.calls, share * 100e6)
+    return table([taken, kernel(rest, 100, (1 - share) * 100, "the_rest")], **fields)
+
+
+HOST_COPY = kernel("copy", 5, 0, "Memcpy HtoD (Pageable -> Device)")
+CAST = kernel("copy", 90, 0, "elementwise_kernel<direct_copy_kernel_cuda>")
+SOFTMAX = kernel(
+    "elementwise", 20, 0, "softmax_warp_backward<float, float, float, 9, false, false>"
+)
+
+
+@pytest.mark.parametrize(
+    ("finding", "of", "threshold", "rest"),
+    [
+        ("elementwise", kernel("norm", 90, 0), advisor.LEAST_ELEMENTWISE, "GEMM"),
+        ("GEMM", kernel("GEMM", 90, 0), advisor.LEAST_PRODUCTS, "elementwise"),
+        ("attention", kernel("attention", 90, 0), advisor.LEAST_PRODUCTS, "elementwise"),
+        ("device-copies", CAST, advisor.LEAST_DEVICE_COPIES, "GEMM"),
+        ("copy", HOST_COPY, advisor.LEAST_HOST_COPIES, "GEMM"),
+        ("copy", kernel("copy", 5, 0, "MEMORY_COPY_DEVICE_TO_HOST"), 0.05, "GEMM"),
+        ("copy", kernel("copy", 5, 0, "[CUDA memcpy Host-to-Device]"), 0.05, "GEMM"),
+        ("communication", kernel("communication", 9, 0), advisor.LEAST_COMMUNICATION, "GEMM"),
+        ("materialised-attention", SOFTMAX, advisor.LEAST_SOFTMAX, "GEMM"),
+        ("unrecognised", kernel("other", 90, 0), advisor.LEAST_UNRECOGNISED, "GEMM"),
+        ("elementwise-bound", kernel("norm", 90, 0), 0.5, "GEMM"),
+        ("optimizer-bound", kernel("optimizer", 9, 0, FUSED), 0.5, "GEMM"),
+        ("communication-bound", kernel("communication", 90, 0), 0.5, "GEMM"),
+        ("copy-bound", HOST_COPY, 0.5, "GEMM"),
+    ],
+)
+def test_a_share_above_its_threshold_is_told_and_one_below_is_not(
+    finding, of, threshold, rest
+) -> None:
+    assert finding in names(advise(mostly(threshold + 0.002, of=of, rest=rest)))
+    assert finding not in names(advise(mostly(threshold - 0.002, of=of, rest=rest)))
+
+
+def test_only_an_update_in_many_passes_is_called_unfused() -> None:
+    rest = [kernel("GEMM", 100, 97.0)]
+    assert "optimizer" in names(advise(table([*rest, *foreach_update(3.1)])))
+    assert "optimizer" not in names(advise(table([*rest, *foreach_update(2.9)])))
+    assert "optimizer" not in names(advise(table([*rest, kernel("optimizer", 8, 9.0, FUSED)])))
+    sgd = kernel("optimizer", 2, 9.0, FOREACH.format(2))
+    assert "optimizer" not in names(advise(table([*rest, sgd])))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>",
+        "softmax_warp_forward<float, float, float, 10, true, false>",
+        "softmax_warp_forward<float, float, float, (int)10, (bool)1, (bool)0>",
+        "triton_red_fused__log_softmax_nll_loss_forward_2",
+    ],
+)
+def test_the_losss_softmax_is_no_attention(name) -> None:
+    of = kernel("elementwise", 20, 0, name)
+    assert "materialised-attention" not in names(advise(mostly(0.2, of=of)))
+
+
+def test_fused_attention_beside_a_softmax_materialises_nothing() -> None:
+    assert "materialised-attention" not in names(advise(mostly(0.2, of=SOFTMAX, rest="attention")))
+
+
+def idle(share: float, gap_us: float = 20.0, **fields: Any) -> KernelTable:
+    """A table whose GPU idles for this share of the time, in gaps of `gap_us`."""
+    calls = 1000
+    idle_ms = calls * gap_us / 1e3
+    busy_ms = idle_ms * (1 - share) / share
+    return table([kernel("GEMM", calls, busy_ms)], span_ms=idle_ms + busy_ms, **fields)
+
+
+@pytest.mark.parametrize(
+    ("profile", "finding"),
+    [
+        (idle(0.24), None),
+        (idle(0.26), "idle"),
+        (idle(0.59), "idle"),
+        (idle(0.61), "launch-bound"),
+        (idle(0.61, gap_us=99), "launch-bound"),
+        (idle(0.61, gap_us=101), "host-bound"),
+        (idle(0.61, host_calls=launches(1, name="hipGraphLaunch")), "host-bound"),
+        (idle(0.61, host_calls=launches(1000, name="hipExtModuleLaunchKernel")), "launch-bound"),
+        (idle(0.61, host_calls=launches(1000, name="cuLaunchKernelEx")), "launch-bound"),
+        (idle(0.95, what="operator"), None),
+    ],
+)
+def test_idle_time(profile, finding) -> None:
+    found = set(names(advise(profile))) & {"idle", "launch-bound", "host-bound"}
+    assert found == ({finding} if finding else set())
+    if finding in (None, "idle"):
+        assert headline(advise(profile)).finding == "GEMM-bound"
+
+
+def test_a_captured_run_is_never_told_to_capture() -> None:
+    assert "launch-bound" in names(advise(idle(0.9), record("v1")))
+    assert "launch-bound" not in names(advise(idle(0.9), record("v4")))
+    eager = idle(0.9, host_calls=launches(1000))  # what ran is worth more than what was asked for
+    assert "launch-bound" in names(advise(eager, record("v4")))
+
+
+@pytest.mark.parametrize(
+    ("calls", "each_us", "share", "told"),
+    [
+        ({"cudaStreamSynchronize": 13}, 500, 0.5, True),
+        ({"cudaStreamSynchronize": 12}, 500, 0.5, False),  # one a step, and the profiler's two
+        ({"hipMemcpyWithStream": 9, "hipEventSynchronize": 4}, 500, 0.5, True),
+        ({"cudaMemcpyAsync": 100, "cudaEventRecord": 100}, 500, 0.5, False),
+        ({"cudaStreamSynchronize": 13}, 1, 0.5, False),  # short: the GPU was done before
+        ({"cudaStreamSynchronize": 13}, 500, 0.05, False),  # it never ran dry
+    ],
+)
+def test_synchronisations(calls, each_us, share, told) -> None:
+    host_calls = {name: HostCall(n, n * each_us * 1e3) for name, n in calls.items()}
+    found = advise(idle(share, steps=10, host_calls=host_calls))
+    assert ("synchronisations" in names(found)) is told
+    if told:
+        sentence = find(found, "synchronisations").sentence
+        assert "waits for the GPU 1.3 times a step" in sentence
+        assert "650 µs a step" in sentence
+
+
+def test_communication_that_nothing_covers() -> None:
+    kernels = [kernel("GEMM", 50, 60.0), kernel("communication", 10, 40.0)]
+    covered = table(kernels, timeline=Timeline(62e6, 60e6))
+    assert "nothing else runs" not in find(advise(covered), "communication").sentence
+    exposed = table(kernels, timeline=Timeline(92e6, 90e6))
+    sentence = find(advise(exposed), "communication").sentence
+    assert "At least 30 ms of it pass while nothing else runs." in sentence
+
+
+@pytest.mark.parametrize(
+    ("parts", "bound"),
+    [
+        ({"GEMM": 35, "attention": 6, "elementwise": 35, "optimizer": 24}, "GEMM-bound"),
+        ({"GEMM": 5, "attention": 36, "elementwise": 35, "optimizer": 24}, "attention-bound"),
+        ({"GEMM": 20, "elementwise": 30, "norm": 11, "optimizer": 39}, "elementwise-bound"),
+        ({"GEMM": 39, "elementwise": 37, "optimizer": 24}, "mixed"),
+        ({"other": 60, "GEMM": 40}, "mixed"),
+    ],
+)
+def test_the_largest_part_bounds_the_run_if_it_is_large_enough(parts, bound) -> None:
+    first = headline(advise(table([kernel(name, 50, ms) for name, ms in parts.items()])))
+    assert first is not None
+    assert first.finding == bound
+    if bound == "mixed":
+        largest = sorted(parts, key=lambda name: -parts[name])
+        told = ", ".join(f"{name} {parts[name]}%" for name in largest)
+        assert first.sentence.endswith(f"of their time: {told}.")
+
+
+def test_what_a_table_without_a_timeline_can_not_tell() -> None:
+    long, short = (table([kernel("GEMM", 100, ms)], tool="ncu") for ms in (0.51, 0.49))
+    assert "is launch-bound" not in find(advise(long), "no-timeline").sentence
+    sentence = find(advise(short), "no-timeline").sentence
+    assert sentence.startswith("This table, of ncu, has no timeline")
+    assert "4.9 µs long on average" in sentence
+    assert "unless they come out of a graph, this run is launch-bound" in sentence
+    assert "is launch-bound" not in find(advise(short, record("v4")), "no-timeline").sentence
+    assert "no-timeline" not in names(advise(V4_SMALL))
+
+
+def test_too_few_calls_say_nothing() -> None:
+    assert names(advise(table([kernel("GEMM", 9, 5.0)], 100.0))) == ["too-few"]
+    assert names(advise(table([]))) == ["too-few"]
+    assert headline(advise(table([]))) is None
+    severed = record("v1", gradients=Gradients(110, 109, 1000, 999))
+    assert names(advise(table([]), severed)) == ["severed-gradient", "too-few"]
+
+
+def test_a_cpus_operators() -> None:
+    operators = [
+        kernel("GEMM", 90, 700.0, "aten::mm"),
+        kernel("elementwise", 500, 250.0, "aten::mul"),
+        kernel("elementwise", 8, 50.0, "aten::_softmax"),
+    ]
+    cpu = {"type": "cpu", "name": "Some CPU"}
+    profile = table(operators, 1100.0, what="operator", device=None, steps=1)
+    found = advise(profile, record("v1", "tiny", "fp32", device=cpu))
+    assert names(found) == ["GEMM-bound", "elementwise", "materialised-attention"]
+    assert "70% of the operators' time on the CPU (GEMM 700 ms a step)" in found[0].sentence
+    assert "profile on a GPU" in found[0].treatment
+    assert "version3_triton" not in found[1].treatment, "it can't be timed on a CPU"
+    interpreted = advise(profile, record("v3", "tiny", "fp32", device=cpu))
+    assert names(interpreted) == ["interpreted"]
+
+
+def test_another_programs_fp32_is_told_by_its_kernels() -> None:
+    name = "ampere_sgemm_128x64_tn"
+    found = advise(mostly(0.9, of=kernel("GEMM", 50, 0, name), rest="other"))
+    assert "90 ms of it are sgemm kernels: fp32" in find(found, "GEMM-bound").sentence
+    matrix = advise(
+        mostly(0.9, of=kernel("GEMM", 50, 0, "cutlass_tensorop_s1688gemm"), rest="other")
+    )
+    assert "sgemm" not in find(matrix, "GEMM-bound").sentence
+
+
+# --- real profiles, and any ----------------------------------------------------------------------
+
+
+def test_the_trace_of_an_eager_v1_from_an_h200() -> None:
+    profile = kineto.read(FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz")
+    found = advise(profile)
+    first = headline(found)
+    assert first is not None
+    assert first.finding == "launch-bound"
+    assert "the GPU idles 89% of the time (22.3 ms of 25 ms). It runs 780 kernels" in first.sentence
+    assert "770 launch calls, 4.96 µs each" in first.sentence
+    assert {"elementwise", "device-copies", "optimizer"} <= set(names(found))
+    assert {advice.severity for advice in found} == {NOTE}
+
+
+@pytest.mark.parametrize("severed", [False, True])
+def test_a_backward_pass_that_is_cut_is_seen_in_the_trace(
+    copy_of, odd_config, tmp_path, severed
+) -> None:
+    """On the CPU, without a record: the ranges around the operators tell it."""
+    module = copy_of("v1")
+    if severed:
+        whole = module.RMSNorm.forward
+        module.RMSNorm.forward = lambda self, x: whole(self, x).detach()
+    model = module.TinyLlama(odd_config)
+    optimizer = module.configure_optimizer(model, 1e-3)
+    tokens = torch.randint(odd_config.vocab_size, (2, 2, 63))
+    with torch_profile() as profiler:
+        for _ in range(2):
+            with record_function("forward"):
+                loss = model(*tokens)
+            with record_function("backward"):
+                loss.backward()
+            with record_function("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = advise(kineto.read(tmp_path / "trace.json"))
+    assert [a.finding for a in found if a.severity == WARNING] == ["short-backward"] * severed
+
+
+@pytest.mark.parametrize(
+    ("reader", "path"),
+    [(ncu, "ncu/ncu_raw_h200.csv"), (proton, "proton/h200_proton.hatchet")],
+)
+def test_real_tables_without_a_timeline_are_not_called_launch_bound(reader, path) -> None:
+    found = advise(reader.read(FIXTURES / path))
+    assert found
+    assert not {"launch-bound", "host-bound", "idle", "short-backward"} & set(names(found))
+
+
+times = st.one_of(st.floats(0, 1e3), st.floats(1e3, 1e15))
+amounts = st.one_of(st.none(), st.just(0.0), st.floats(1.0, 1e18))
+kernel_names = st.sampled_from(
+    ["x", "\x1b[31m[red]", FUSED, SOFTMAX.name, HOST_COPY.name, CAST.name, "sgemm"]
+    + [FOREACH.format(i) for i in range(4)]
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> KernelTable:
+    kernels = [
+        Kernel(name, *draw(st.tuples(st.sampled_from(CATEGORIES), st.integers(1, 10**9), times)))
+        for name in draw(st.lists(kernel_names, unique=True))
+    ]
+    for one in kernels:
+        one.bytes, one.flops = draw(amounts), draw(amounts)
+    calls = st.sampled_from(
+        "cudaLaunchKernel hipGraphLaunch hipMemcpy cudaEventSynchronize".split()
+    )
+    span = draw(times)
+    return KernelTable(
+        Path("trace.json"),
+        draw(st.sampled_from(["ncu", "torch.profiler", "rocprofv3"])),
+        kernels,
+        what=draw(st.sampled_from(["kernel", "operator"])),
+        device=draw(st.sampled_from([None, "NVIDIA H200", "\x1b[31m"])),
+        timeline=draw(st.sampled_from([None, Timeline(span, span * draw(st.floats(0, 1)))])),
+        steps=draw(st.one_of(st.none(), st.integers(1, 10**6))),
+        phases_ns=draw(st.dictionaries(st.sampled_from(["forward", "backward", "x"]), times)),
+        host_calls=draw(
+            st.dictionaries(calls, st.builds(HostCall, st.integers(1, 10**9), times), max_size=4)
+        ),
+    )
+
+
+RUNS: list[RunResult | None] = [
+    None,
+    record("v1"),
+    record("v4", "small", "fp32"),
+    record("v2", gradients=None, device={"type": "cuda", "name": None}),
+    record("v3", gradients=Gradients(38, 1, 100, 1), device={"type": "cpu", "name": "CPU"}),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(profile=tables(), run=st.sampled_from(RUNS))
+def test_any_table_gives_sentences_of_finite_figures(profile, run) -> None:
+    found = advise(profile, run)
+    assert found
+    for advice in found:
+        assert advice.sentence[-1] == "." and advice.treatment[-1] == "."
+        for text in (advice.sentence, advice.treatment):
+            assert text.isprintable()
+            assert not re.search(r"\b(?:nan|inf|None)\b|\{|\}|  ", text), text
+        assert math.isfinite(advice.at_stake_ns) and advice.at_stake_ns >= 0
+    order = [(advice.severity != WARNING, -advice.at_stake_ns) for advice in found]
+    assert order == sorted(order)
+    assert len(set(names(found))) == len(found)
+    assert sum(name.endswith("-bound") or name == "mixed" for name in names(found)) <= 1
+
+
+@pytest.mark.parametrize("piece", ["softmax_warp_", "multi_tensor_apply_kernel<", "a,", "copy"])
+def test_a_name_of_a_megabyte_takes_no_time(piece) -> None:
+    hostile = kernel("other", 50, 9.0, piece * ((1 << 20) // len(piece)) + "fused_adam")
+    assert "unrecognised" in names(advise(table([hostile, kernel("GEMM", 50, 9.0)])))
+
+
+def test_the_terminal_shows_names_as_text() -> None:
+    hostile = kernel("other", 50, 9.0, "\x1b[31m[red]evil[/red]")
+    console = Console(width=200, record=True, file=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(advisor.render(advise(table([hostile, kernel("GEMM", 50, 9.0)], 18.0))))
+    shown = capture.get()
+    assert "[red]evil[/red]" in shown
+    assert "\x1b[31m" not in shown

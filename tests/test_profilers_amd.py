@@ -1,0 +1,1113 @@
+"""rocprofv3's and rocprof-compute's outputs: their figures come out as written, and what is broken
+is named or left out."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workshop.errors import WorkshopError
+from workshop.profilers import amd_counters, rocprof_compute, rocprofv3, rocprofv3_formats
+from workshop.profilers.amd_counters import Counters
+from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
+
+T0 = 1_550_151_853_000_001
+"""A clock's reading: of a machine that has been up for 18 days."""
+GEMM = "Cijk_Ailk_Bljk_BBS_BH_MT128x128x64"
+ADD = "void add_kernel<float, 4>(float*, float const*, int)"
+NORM = "void ours::norm_kernel<bf16>(bf16*, bf16 const*, int)"
+
+Row = Mapping[str, object]
+Write = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def table_text(columns: str, rows: Iterable[Row], first: str = "") -> str:
+    """A CSV file as rocprofv3 writes it: texts in quotation marks, numbers without; "1" where a
+    row has no value for a column."""
+    names = [*first.split(), *columns.split()]
+    text = io.StringIO()
+    writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([row.get(name, 1) for name in names] for row in rows)
+    return text.getvalue()
+
+
+def by_name(table: KernelTable) -> dict[str, Kernel]:
+    return {kernel.name: kernel for kernel in table.kernels}
+
+
+def figures(table: KernelTable) -> dict[str, tuple[object, ...]]:
+    """(calls, total, shortest, longest) by kernel."""
+    return {k.name: (k.calls, k.total_ns, k.min_ns, k.max_ns) for k in table.kernels}
+
+
+# --- rocprofv3, CSV ------------------------------------------------------------------------------
+
+SIZES = "Workgroup_Size_X Workgroup_Size_Y Workgroup_Size_Z Grid_Size_X Grid_Size_Y Grid_Size_Z"
+KERNEL_TRACE = (
+    "Kind Agent_Id Queue_Id Stream_Id Thread_Id Dispatch_Id Kernel_Id Kernel_Name Correlation_Id "
+    "Start_Timestamp End_Timestamp LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
+    f"SGPR_Count {SIZES}"
+)
+KERNEL_TRACE_6_3 = (
+    "Kind Agent_Id Queue_Id Thread_Id Dispatch_Id Kernel_Id Kernel_Name Correlation_Id "
+    f"Start_Timestamp End_Timestamp Private_Segment_Size Group_Segment_Size {SIZES}"
+)
+COPY_TRACE = (
+    "Kind Direction Stream_Id Source_Agent_Id Destination_Agent_Id Correlation_Id "
+    "Start_Timestamp End_Timestamp"
+)
+API_TRACE = "Domain Function Process_Id Thread_Id Correlation_Id Start_Timestamp End_Timestamp"
+STATS = "Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev"
+COUNTERS = (
+    "Correlation_Id Dispatch_Id Agent_Id Queue_Id Process_Id Thread_Id Grid_Size Kernel_Id "
+    "Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
+    "SGPR_Count Counter_Name Counter_Value Start_Timestamp End_Timestamp"
+)
+AGENTS = "Node_Id Logical_Node_Id Agent_Type Cu_Count Name Vendor_Name Product_Name Model_Name"
+
+
+def span(start: int, ns: int) -> dict[str, object]:
+    return {"Start_Timestamp": T0 + start, "End_Timestamp": T0 + start + ns}
+
+
+def dispatch(name: str, start: int, ns: int, correlation: int = 1) -> Row:
+    row = {"Kind": "KERNEL_DISPATCH", "Agent_Id": "Agent 4", "Kernel_Name": name}
+    return row | {"Correlation_Id": correlation} | span(start, ns)
+
+
+def copy(direction: str, start: int, ns: int, correlation: int = 1) -> Row:
+    row = {"Kind": "MEMORY_COPY", "Direction": direction, "Correlation_Id": correlation}
+    return row | span(start, ns)
+
+
+def call(name: str, start: int, ns: int, correlation: int, domain: str = "HIP_RUNTIME_API") -> Row:
+    row = {"Domain": domain, "Function": name, "Correlation_Id": correlation}
+    return row | span(start, ns)
+
+
+def marker(name: str, start: int, ns: int) -> Row:
+    return call(name, start, ns, correlation=0, domain="MARKER_CORE_RANGE_API")
+
+
+def count(kernel: str, counter: str, value: float, number: int, start: int = 0, ns: int = 9) -> Row:
+    row = {"Kernel_Name": kernel, "Counter_Name": counter, "Counter_Value": value}
+    return row | {"Dispatch_Id": number} | span(start, ns)
+
+
+THREE = [dispatch(ADD, 0, 100), dispatch(GEMM, 50, 400), dispatch(ADD, 1000, 300)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "first"), [(KERNEL_TRACE, ""), (KERNEL_TRACE_6_3, ""), (KERNEL_TRACE, "Guid")]
+)
+def test_every_version_of_a_kernel_trace_gives_the_same(
+    write: Write, columns: str, first: str
+) -> None:
+    path = write("run_kernel_trace.csv", table_text(columns, THREE, first))
+    table = rocprofv3.read(path)
+    assert figures(table) == {ADD: (2, 400, 100, 300), GEMM: (1, 400, 400, 400)}
+    assert by_name(table)[GEMM].category == "GEMM"
+    # 0 to 450 by two kernels that overlap, then 1000 to 1300.
+    assert table.timeline == Timeline(span_ns=1300, busy_ns=750)
+    assert (table.tool, table.what, table.warnings) == ("rocprofv3", "kernel", [])
+    assert table.steps is None and not table.phases_ns and table.device is None
+
+
+def test_nanoseconds_of_a_clock_that_is_longer_than_a_float(write: Write) -> None:
+    row = {"Start_Timestamp": 2**60 + 1, "End_Timestamp": 2**60 + 8}
+    path = write("kernel_trace.csv", table_text(KERNEL_TRACE, [dispatch(ADD, 0, 0) | row]))
+    assert rocprofv3.read(path).total_ns == 7
+
+
+def test_tables_of_sums(write: Write) -> None:
+    def stats(name: str, *rows: Row) -> KernelTable:
+        return rocprofv3.read(write(f"run_{name}.csv", table_text(STATS, rows)))
+
+    row = {"Name": ADD, "Calls": 4, "TotalDurationNs": 1000, "MinNs": 100, "MaxNs": 400}
+    table = stats("kernel_stats", row)
+    assert figures(table) == {ADD: (4, 1000, 100, 400)} and table.timeline is None
+    copies = stats("memory_copy_stats", row | {"Name": "MEMORY_COPY_HOST_TO_DEVICE"})
+    assert copies.kernels[0].category == "copy" and copies.launches == 4
+    calls = stats("hip_api_stats", row | {"Name": "hipLaunchKernel"})
+    assert calls.host_calls == {"hipLaunchKernel": HostCall(4, 1000)} and not calls.kernels
+    for other in ("domain_stats", "marker_api_stats", "hsa_api_stats"):
+        with pytest.raises(WorkshopError, match=f"run_{other}.csv: sums of other events"):
+            stats(other, row)
+    with pytest.raises(WorkshopError, match="row 2: a mean of 250 ns is not between 300 and 400"):
+        stats("kernel_stats", row | {"MinNs": 300})
+
+
+def test_copies_and_host_calls_alone(write: Write) -> None:
+    rows = [copy("MEMORY_COPY_HOST_TO_DEVICE", 0, 70), copy("HOST_TO_DEVICE", 90, 30)]
+    table = rocprofv3.read(write("1_memory_copy_trace.csv", table_text(COPY_TRACE, rows)))
+    assert figures(table) == {"MEMORY_COPY_HOST_TO_DEVICE": (2, 100, 30, 70)}
+    assert (table.kernels[0].category, table.kernels[0].bytes) == ("copy", None)
+    assert table.timeline is None  # of copies alone it would be none of the GPU's
+
+    calls = [call("hipMemcpyAsync", 0, 5, 1), call("hipMemcpyAsync", 9, 6, 2)]
+    calls += [call("hsa_signal_create", 0, 5, 3, "HSA_CORE_API"), marker("step", 0, 5)]
+    table = rocprofv3.read(write("1_hip_api_trace.csv", table_text(API_TRACE, calls)))
+    assert table.host_calls == {"hipMemcpyAsync": HostCall(2, 11)}
+    table = rocprofv3.read(
+        write("marker_api_trace.csv", table_text(API_TRACE, [marker("step", i, 1) for i in (1, 5)]))
+    )
+    assert table.steps == 2 and not table.kernels
+
+
+def test_a_counter_table_tells_times_bytes_and_operations(write: Write) -> None:
+    rows = [
+        count(GEMM, counter, value, number, start, ns)
+        for number, start, ns in ((7, 0, 100), (8, 500, 300))
+        for counter, value in (
+            ("FETCH_SIZE", 3.0),
+            ("WRITE_SIZE", 1.0),
+            ("SQ_INSTS_VALU_MFMA_MOPS_BF16", number),
+        )
+    ]
+    table = rocprofv3.read(write("counter_collection.csv", table_text(COUNTERS, rows, "Pid")))
+    assert figures(table) == {GEMM: (2, 400, 100, 300)}
+    assert table.kernels[0].bytes == 2 * 4 * 1024
+    assert table.kernels[0].flops == 512 * (7 + 8)
+    assert table.timeline is None
+    under_counters, lower_bound = table.warnings
+    assert "a run under counters" in under_counters
+    assert "lower bound: 15 of their 16 counters were not collected" in lower_bound
+
+
+# --- rocprofv3, folders --------------------------------------------------------------------------
+
+# A step of 1000 ns on the host. The GPU lags: all its kernels run after the step has ended, and
+# autograd's launches come from another thread, in the time of the range `backward`.
+STEP_MARKERS = [
+    *(marker("step", 1000, 1000), marker("forward", 1000, 300), marker("backward", 1300, 500)),
+    # The backward pass repeats a forward, to save memory.
+    *(marker("forward", 1300, 200), marker("optimizer", 1850, 100)),
+    *(marker("layers.0.mlp", 1010, 90), marker("step", 1005, 0)),  # a range, and a mark
+]
+LAUNCH = "hipLaunchKernel"
+STEP_CALLS = [
+    *(call(LAUNCH, 10, 5, 1), call(LAUNCH, 1050, 5, 2), call(LAUNCH, 1410, 5, 3)),
+    *(call(LAUNCH, 1700, 5, 4) | {"Thread_Id": 9}, call("hipMemcpyAsync", 1100, 40, 5)),
+    *(call("hipGraphLaunch", 1860, 5, 6), call(LAUNCH, 1820, 5, 7)),
+]
+STEP_KERNELS = [
+    dispatch("add_kernel", 100, 50, 1),  # warm-up
+    *(dispatch(GEMM, 5000, 100, 2), dispatch(GEMM, 5200, 200, 3), dispatch(GEMM, 5500, 300, 4)),
+    *(dispatch("add_kernel", 6000, 10, 6), dispatch("add_kernel", 6010, 20, 6)),
+    dispatch("add_kernel", 6030, 7, 7),  # in the step, in no phase
+]
+STEP_COPIES = [copy("MEMORY_COPY_HOST_TO_DEVICE", 5150, 25, 5)]
+
+
+def write_run(folder: Path, prefix: str = "run_77_", **tables: tuple[str, list[Row]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (columns, rows) in tables.items():
+        (folder / f"{prefix}{name}.csv").write_text(table_text(columns, rows))
+    return folder
+
+
+def write_step(folder: Path, **others: tuple[str, list[Row]]) -> Path:
+    """A traced step, as run_rocprofv3.sh leaves it; `others` replace tables or add some."""
+    gpu = {"Agent_Type": "GPU", "Name": "gfx942", "Product_Name": "AMD Instinct MI300X"}
+    cpu = {"Agent_Type": "CPU", "Product_Name": "AMD EPYC"}
+    tables = {
+        "kernel_trace": (KERNEL_TRACE, STEP_KERNELS),
+        "memory_copy_trace": (COPY_TRACE, STEP_COPIES),
+        "hip_api_trace": (API_TRACE, STEP_CALLS),
+        "marker_api_trace": (API_TRACE, STEP_MARKERS),
+        "agent_info": (AGENTS, [cpu, gpu, gpu]),
+    }
+    return write_run(folder, **tables | others)
+
+
+def test_a_folder_is_the_table_of_its_steps(tmp_path: Path) -> None:
+    folder = write_step(tmp_path / "hotspots")
+    # Sums of the same kernels, and a helper process's own files, add nothing.
+    sums = {"Name": GEMM, "Calls": 3, "TotalDurationNs": 600, "MinNs": 100, "MaxNs": 300}
+    write_run(folder, kernel_stats=(STATS, [sums]))
+    write_run(folder, "run_78_", hip_api_trace=(API_TRACE, [call("hipInit", 0, 3, 1)]))
+    (folder / "run_77_results.pftrace").write_bytes(b"\x0a\x00")
+    (tmp_path / "kernels.csv").write_text("name,category,calls\n")
+
+    table = rocprofv3.read(tmp_path)
+    assert figures(table) == {
+        GEMM: (3, 600, 100, 300),
+        "add_kernel": (3, 37, 7, 20),
+        "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
+    }
+    assert table.steps == 1
+    assert table.phases_ns == {"forward": 125, "backward": 500, "optimizer": 30}
+    assert table.timeline == Timeline(span_ns=1037, busy_ns=100 + 25 + 200 + 300 + 37)
+    assert table.host_calls == {
+        LAUNCH: HostCall(4, 20),
+        "hipMemcpyAsync": HostCall(1, 40),
+        "hipGraphLaunch": HostCall(1, 5),
+    }
+    assert table.device == "AMD Instinct MI300X"
+    (left_out,) = table.warnings
+    assert left_out.endswith("outside of the marked steps: 1 kernels and copies, 0.0 ms")
+
+
+def test_without_host_calls_no_kernel_is_in_a_step_or_a_phase(tmp_path: Path) -> None:
+    table = rocprofv3.read(write_step(tmp_path, hip_api_trace=(API_TRACE, [])))
+    assert (table.steps, table.phases_ns, table.launches) == (None, {}, 8)
+    assert "it can't be told what the marked steps launched" in table.warnings[0]
+
+
+def test_phases_without_steps(tmp_path: Path) -> None:
+    phases = [row for row in STEP_MARKERS if row["Function"] != "step"]
+    table = rocprofv3.read(write_step(tmp_path, marker_api_trace=(API_TRACE, phases)))
+    assert table.phases_ns == {"forward": 125, "backward": 500, "optimizer": 30}
+    assert (table.steps, table.launches, table.warnings) == (None, 8, [])
+
+
+def test_a_phase_that_launches_nothing_is_said_to_take_no_time(tmp_path: Path) -> None:
+    """As that of a severed gradient."""
+    calls = [row for row in STEP_CALLS if row["Correlation_Id"] not in (3, 4)]
+    table = rocprofv3.read(write_step(tmp_path, hip_api_trace=(API_TRACE, calls)))
+    assert table.phases_ns == {"forward": 125, "backward": 0, "optimizer": 30}
+
+
+def test_counters_of_other_runs_are_taken_by_the_call(tmp_path: Path) -> None:
+    """The times are of three products; the counters of runs with two, and with one."""
+    write_step(tmp_path / "hotspots")
+    groups = {
+        "read": [count(GEMM, "FETCH_SIZE", value, i) for i, value in enumerate((10.0, 30.0))],
+        "written": [count(GEMM, "WRITE_SIZE", 5.0, 4), count("add_kernel", "WRITE_SIZE", 1.0, 5)],
+        "matrix": [count(GEMM, "SQ_INSTS_VALU_MFMA_MOPS_BF16", 1000, 2)],
+        "vector": [count("add_kernel", "SQ_INSTS_VALU_FMA_F32", 10, i) for i in (1, 2)],
+        "waves": [count(GEMM, "SQ_WAVES", 16, 1)],
+    }
+    for group, rows in groups.items():
+        folder = tmp_path / "counters" / group
+        write_run(folder, "run_5_", counter_collection=(COUNTERS, rows))
+    table = rocprofv3.read(tmp_path)
+    kernels = by_name(table)
+    assert kernels[GEMM].bytes == 3 * (20 + 5) * 1024
+    assert kernels[GEMM].flops == 3 * 512 * 1000
+    assert kernels["add_kernel"].flops == 3 * 2 * 64 * 10
+    assert kernels["add_kernel"].bytes is None  # what it reads is not known
+    assert kernels["MEMORY_COPY_HOST_TO_DEVICE"].flops is None
+    assert figures(table)[GEMM] == (3, 600, 100, 300)
+    assert "14 of their 16 counters were not collected" in table.warnings[1]
+
+
+def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
+    """One without counters before one with them, then one that tells every dispatch."""
+    counted = [dispatch(GEMM, 0, 999)], [count(GEMM, "WRITE_SIZE", 1.0, 1)]
+    write_run(
+        tmp_path / "a_pass_1",
+        kernel_trace=(KERNEL_TRACE, counted[0]),
+        counter_collection=(COUNTERS, counted[1]),
+    )
+    assert rocprofv3.read(tmp_path).total_ns == 999
+    sums = {"Name": GEMM, "Calls": 1, "TotalDurationNs": 50, "MinNs": 50, "MaxNs": 50}
+    write_run(tmp_path / "b", kernel_stats=(STATS, [sums]))
+    assert rocprofv3.read(tmp_path).total_ns == 50
+    write_run(tmp_path / "c", kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, 60)]))
+    table = rocprofv3.read(tmp_path)
+    assert table.total_ns == 60
+    assert table.warnings == [f"{tmp_path / 'b'} holds another run, which is left out"]
+
+
+def test_passes_of_counters_alone_count_their_kernels_once(tmp_path: Path) -> None:
+    for number, counter in enumerate(("FETCH_SIZE", "WRITE_SIZE"), start=1):
+        rows = [count(GEMM, counter, 2.0, i, 100 * i, 10 * number) for i in (1, 2, 3)]
+        write_run(tmp_path / f"pmc_{number}", "", counter_collection=(COUNTERS, rows))
+    table = rocprofv3.read(tmp_path)
+    assert figures(table) == {GEMM: (3, 30, 10, 10)}
+    assert table.kernels[0].bytes == 3 * 4 * 1024
+
+
+def test_the_processes_of_a_run_are_added_up(tmp_path: Path) -> None:
+    """The default names: a folder with the host's, and files with the process's number."""
+    for host, pid in (("node1", "71_"), ("node1", "72_"), ("node2", "71_")):
+        write_run(tmp_path / host, pid, kernel_trace=(KERNEL_TRACE, THREE))
+    table = rocprofv3.read(tmp_path)
+    assert figures(table) == {ADD: (6, 1200, 100, 300), GEMM: (3, 1200, 400, 400)}
+    assert (table.timeline, table.warnings) == (None, ["the sum of 3 processes"])
+
+
+def test_what_can_be_read_is_read(tmp_path: Path) -> None:
+    """A trace without a valid row gives way to the sums; a database that is none, to the CSV."""
+    sums = {"Name": ADD, "Calls": 2, "TotalDurationNs": 400, "MinNs": 100, "MaxNs": 300}
+    bad = dispatch(ADD, 0, -5)
+    write_run(
+        tmp_path, kernel_trace=(KERNEL_TRACE, [bad]), kernel_stats=(STATS, [sums]),
+        hip_api_trace=("Domain Function", []),
+    )  # fmt: skip
+    (tmp_path / "run_77_results.db").write_bytes(b"SQLite format 3\0" + bytes(100))
+    table = rocprofv3.read(tmp_path)
+    assert figures(table) == {ADD: (2, 400, 100, 300)}
+    database, calls, trace = table.warnings
+    assert "run_77_results.db: can't be read as a database" in database
+    assert "run_77_hip_api_trace.csv: no column Start_Timestamp" in calls
+    assert "run_77_kernel_trace.csv, row 2: from '15501" in trace
+
+
+def test_a_folder_without_anything_says_so(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match="no kernels, host calls or steps in it"):
+        rocprofv3.read(tmp_path)
+    write_run(tmp_path, kernel_trace=(KERNEL_TRACE, [dispatch(ADD, 0, 5) | {"Kernel_Name": ""}]))
+    with pytest.raises(WorkshopError, match=r"run_77_kernel_trace.csv: .*row 2: '' is no name"):
+        rocprofv3.read(tmp_path)
+
+
+# --- counters ------------------------------------------------------------------------------------
+
+RDREQ, WRREQ = "TCC_EA0_RDREQ", "TCC_EA0_WRREQ"
+WRITTEN = {f"{WRREQ}_sum": 10, f"{WRREQ}_64B_sum": 4}
+"""4 x 64 and 6 x 32 bytes: 448."""
+
+
+@pytest.mark.parametrize(
+    ("counters", "moved"),
+    [
+        ({"FETCH_SIZE": 3, "WRITE_SIZE": 1.5}, 4608),
+        ({"FetchSize": 3, "WriteSize": 1.5}, 4608),
+        # MI300: 10 requests, of which 2 are short and 3 long.
+        ({f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2, "TCC_BUBBLE_sum": 3} | WRITTEN, 768 + 448),
+        ({RDREQ: 10, f"{RDREQ}_32B": 2, "TCC_BUBBLE": 3, "WRITE_SIZE": 1}, 768 + 1024),
+        ({f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2} | WRITTEN, None),  # how many are long?
+        # MI200 has no long ones, and other names.
+        (
+            {f"TCC_EA_{name}": value for name, value in
+             {"RDREQ_sum": 10, "RDREQ_32B_sum": 2, "WRREQ_sum": 10, "WRREQ_64B_sum": 4}.items()},
+            64 + 512 + 448,
+        ),
+        # MI350 counts each length, and FETCH_SIZE wrongly.
+        (
+            {f"{RDREQ}_{size}B_sum": n for size, n in ((32, 1), (64, 2), (128, 3))}
+            | {"FETCH_SIZE": 0.25} | WRITTEN,
+            32 + 128 + 384 + 448,
+        ),
+        ({f"{RDREQ}[0]": 6, f"{RDREQ}[1]": 4, f"{RDREQ}_32B[0]": 2, "TCC_BUBBLE[1]": 3} | WRITTEN,
+         768 + 448),
+        ({"FETCH_SIZE": 3}, None),
+        ({"WRITE_SIZE": 3}, None),
+        ({"FETCH_SIZE": 3, f"{WRREQ}_sum": 3, f"{WRREQ}_64B_sum": 9}, 3072 + 9 * 64 - 6 * 32),
+        ({f"{RDREQ}_sum": 1, f"{RDREQ}_32B_sum": 9, "TCC_BUBBLE_sum": 0, "WRITE_SIZE": 0}, None),
+    ],
+)  # fmt: skip
+def test_bytes_from_counters(counters: Mapping[str, float], moved: float | None) -> None:
+    assert all(amd_counters.is_used(counter) for counter in counters)
+    assert filled(counters).bytes == moved
+
+
+@pytest.mark.parametrize(
+    ("counters", "flops"),
+    [
+        ({"SQ_INSTS_VALU_ADD_F16": 1, "SQ_INSTS_VALU_MUL_F32": 10}, 64 * 11),
+        ({"SQ_INSTS_VALU_TRANS_F64": 1, "SQ_INSTS_VALU_FMA_F16": 10}, 64 * 21),
+        ({"SQ_INSTS_VALU_MFMA_MOPS_F64": 1, "SQ_INSTS_VALU_MFMA_MOPS_F8": 2}, 512 * 3),
+        ({"SQ_INSTS_VALU_MFMA_MOPS_F6F4": 2, "SQ_INSTS_VALU_ADD_F32": 0}, 1024),
+        ({"SQ_INSTS_VALU_ADD_F32": 0}, 0),
+        # All instructions, integers, waves: no operations.
+        ({"SQ_INSTS_VALU": 7, "SQ_INSTS_VALU_MFMA_MOPS_I8": 7, "SQ_WAVES": 7}, None),
+    ],
+)
+def test_operations_from_counters(counters: Mapping[str, float], flops: float | None) -> None:
+    assert filled(counters).flops == flops
+    assert any(map(amd_counters.is_used, counters)) == (flops is not None)
+
+
+def filled(counters: Mapping[str, float], *, calls: int = 1) -> Kernel:
+    collected, kernel = Counters(), Kernel("k", "other", calls, 1.0)
+    for counter, value in counters.items():
+        collected.add("k", counter, value)
+    collected.fill([kernel])
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (ADD, "add_kernel"),
+        (NORM, "norm_kernel"),
+        ("vec_copy(double*, int) [clone .kd]", "vec_copy"),
+        ("vec_copy(double*, int) (.kd)", "vec_copy"),
+        (f"{GEMM}.kd", GEMM),
+        ("void at::native::(anonymous namespace)::fill<int, Op<int>>(int)", "fill"),
+        ("a)b(c", "a)b(c"),
+        (")>", ")>"),
+        ("", ""),
+    ],
+)
+def test_short_names(name: str, short: str) -> None:
+    assert amd_counters.short_name(name) == short
+
+
+def test_counters_find_their_kernel_under_a_truncated_name() -> None:
+    def flops_of(names: list[str], counted: Mapping[str, int]) -> tuple[list[Any], list[str]]:
+        counters = Counters()
+        for name, value in counted.items():
+            counters.add(name, "SQ_INSTS_VALU_ADD_F32", value)
+        kernels = [Kernel(name, "other", 10, 1.0) for name in names]
+        counters.fill(kernels)
+        return [kernel.flops for kernel in kernels], counters.warnings()[1:]
+
+    wide = ADD.replace("float, 4", "float, 8")
+    assert flops_of([ADD, NORM], {"add_kernel": 1, NORM: 2}) == ([640, 1280], [])
+    # The table's one row stands for both, with the mean of their counters.
+    assert flops_of(["add_kernel"], {ADD: 1, wide: 2}) == ([960], [])
+    # Two rows can't share one mean, unless their own are known.
+    flops, (ambiguous,) = flops_of([ADD, wide, NORM], {"add_kernel": 1, NORM: 3})
+    assert flops == [None, None, 1920] and ambiguous.startswith("2 kernels have no bytes")
+    assert flops_of([ADD, wide], {ADD: 1, "add_kernel": 5})[0] == [640, None]
+
+
+# --- rocprofv3, JSON -----------------------------------------------------------------------------
+
+KINDS = [
+    {"kind": "NONE", "operations": []},
+    {"kind": "HIP_RUNTIME_API", "operations": ["hipLaunchKernel", "hipMemcpyAsync"]},
+    {"kind": "MARKER_CORE_RANGE_API", "operations": ["roctxThreadRangeA"]},
+    {"kind": "MEMORY_COPY", "operations": ["NONE", "MEMORY_COPY_HOST_TO_DEVICE"]},
+    {"kind": "KERNEL_DISPATCH", "operations": []},
+]
+
+
+def record(kind: int, operation: int, start: int, ns: int, correlation: int, **more: Any) -> Any:
+    return {
+        "size": 1,
+        "kind": kind,
+        "operation": operation,
+        "correlation_id": {"internal": correlation, "external": 0},
+        "start_timestamp": T0 + start,
+        "end_timestamp": T0 + start + ns,
+    } | more
+
+
+def kernel_record(kernel: int, start: int, ns: int, correlation: int) -> Any:
+    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": 4}}
+    return record(4, 0, start, ns, correlation, dispatch_info=info)
+
+
+def counter_record(kernel: int, number: int, ns: int, values: Mapping[int, list[float]]) -> Any:
+    """Args:
+    values: of a counter's instances, by the counter's number.
+    """
+    return {
+        "thread_id": 1,
+        "dispatch_data": record(0, 0, 0, ns, number)
+        | {"dispatch_info": {"kernel_id": kernel, "dispatch_id": number}},
+        "records": [
+            {"counter_id": {"handle": handle}, "value": value}
+            for handle, instances in values.items()
+            for value in instances
+        ],
+    }
+
+
+def process(*, names: list[str], counts: Iterable[Any] = (), **records: list[Any]) -> Any:
+    """One process in JSON; the kernels' numbers are the names', from 1."""
+    markers = enumerate(("step", "forward", "backward"), start=100)
+    return {
+        "metadata": {"pid": 1, "init_time": 1, "fini_time": 2},
+        "agents": [{"type": 1, "name": "cpu"}, {"type": 2, "product_name": "AMD Instinct MI300X"}],
+        "counters": [
+            {"id": {"handle": 50}, "name": "FETCH_SIZE"},
+            {"id": {"handle": 51}, "name": "WRITE_SIZE"},
+        ],
+        "strings": {
+            "callback_records": [{"kind": "NONE", "operations": []}],
+            "buffer_records": KINDS,
+            "marker_api": [{"key": key, "value": text} for key, text in markers],
+            "counters": {"dimension_ids": []},
+        },
+        "kernel_symbols": [{"kernel_id": 0, "formatted_kernel_name": ""}]
+        + [
+            {"kernel_id": number, "formatted_kernel_name": name, "kernel_name": "_Z.kd"}
+            for number, name in enumerate(names, start=1)
+        ],
+        "callback_records": {"counter_collection": list(counts)},
+        "buffer_records": {"kernel_dispatch": [], "hip_api": [], "memory_copy": []} | records,
+    }
+
+
+def json_text(*processes: Any) -> str:
+    return json.dumps({"rocprofiler-sdk-tool": processes}, indent=0)
+
+
+JSON_STEP = process(
+    names=[GEMM, ADD],
+    kernel_dispatch=[kernel_record(1, 5000, 100, 2), kernel_record(2, 5100, 50, 3),
+                     kernel_record(2, 0, 10, 1)],
+    hip_api=[record(1, 0, 5, 3, 1), record(1, 0, 1010, 3, 2), record(1, 0, 1510, 4, 3),
+             record(1, 1, 1600, 9, 4)],
+    marker_api=[record(2, 0, 1000, 1000, 100), record(2, 0, 1000, 500, 101),
+                record(2, 0, 1500, 500, 102), record(2, 0, 1, 0, 999)],
+    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096)],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20])
+def test_json(write: Write, monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    """However much of the file is held at a time."""
+    monkeypatch.setattr(rocprofv3_formats, "_HELD_BYTES", held)
+    table = rocprofv3.read(write("run_results.json", json_text(JSON_STEP)))
+    assert figures(table) == {
+        GEMM: (1, 100, 100, 100),
+        ADD: (1, 50, 50, 50),
+        "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
+    }
+    assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
+    assert table.host_calls == {LAUNCH: HostCall(2, 7), "hipMemcpyAsync": HostCall(1, 9)}
+    assert (table.steps, table.phases_ns) == (1, {"forward": 100, "backward": 75})
+    assert table.timeline == Timeline(225, 175)
+    assert table.device == "AMD Instinct MI300X"
+
+
+def test_json_of_several_processes_whose_kernels_have_the_same_numbers(write: Write) -> None:
+    one = process(names=[GEMM], kernel_dispatch=[kernel_record(1, 0, 10, 1)])
+    two = process(names=[ADD], kernel_dispatch=[kernel_record(1, 5, 20, 1)])
+    table = rocprofv3.read(write("results.json", json_text(one, two)))
+    assert figures(table) == {GEMM: (1, 10, 10, 10), ADD: (1, 20, 20, 20)}
+    assert (table.timeline, table.warnings) == (None, ["the sum of 2 processes"])
+
+
+def test_json_of_counters_adds_their_instances_up(write: Write) -> None:
+    counts = [
+        counter_record(1, number, ns, {50: [1.0, 2.0], 51: [0.5]})
+        for number, ns in ((1, 10), (2, 30))
+    ]
+    table = rocprofv3.read(write("results.json", json_text(process(names=[ADD], counts=counts))))
+    assert figures(table) == {ADD: (2, 40, 10, 30)}
+    assert table.kernels[0].bytes == 2 * 3.5 * 1024
+
+
+def test_broken_json_gives_its_valid_part(write: Write) -> None:
+    text = json_text(JSON_STEP)
+    cut = text[: text.index('"hip_api"') - 40]
+    table = rocprofv3.read(write("cut_results.json", cut))
+    assert table.launches == 2 and "cut_results.json, row 3: no JSON" in table.warnings[-1]
+    unnamed = process(names=[], kernel_dispatch=[kernel_record(1, 0, 10, 1)])
+    with pytest.raises(WorkshopError, match=r"row 1: no record of kernel_dispatch .KeyError: 1"):
+        rocprofv3.read(write("results.json", json_text(unnamed)))
+
+
+# --- rocprofv3, databases ------------------------------------------------------------------------
+
+UUID = "_0000ddb5_8903_7903"
+
+
+def build_database(path: Path, *statements: str, newer: bool = False) -> Path:
+    """A small rocpd database: rocpd's views, over tables whose names end with a number.
+
+    Args:
+        newer: with the names that schema 4 has for the view of the counters and its columns.
+    """
+    message = '{"message": "%s"}'
+    regions = [
+        *((1, "MARKER_CORE_RANGE_API", "roctxThreadRangeA", 1000, 1000, 1, message % "step"),),
+        *((2, "MARKER_CORE_RANGE_API", "roctxThreadRangeA", 1000, 500, 2, message % "forward"),),
+        *((3, "HIP_RUNTIME_API_EXT", LAUNCH, 1010, 3, 3, "{}"),),
+        *((4, "HIP_RUNTIME_API_EXT", LAUNCH, 1700, 4, 4, "{}"),),
+        *((5, "HIP_COMPILER_API_EXT", "hipInit", 10, 9, 5, "{}"),),
+        *((6, "HSA_CORE_API", "hsa_init", 10, 9, 6, "{}"),),
+    ]
+    kernels = [(1, GEMM, 5000, 100, 3, 11), (2, ADD, 5100, 50, 4, 12), (3, ADD, 10, 5, 5, 13)]
+    copies = [(1, "MEMORY_COPY_HOST_TO_DEVICE", 5200, 25, 3, 4096)]
+    counts = [
+        (dispatch, name, counter, value)
+        for dispatch, name in ((11, GEMM), (12, ADD), (13, ADD))
+        for counter, value in (("FETCH_SIZE", 1.0), ("FETCH_SIZE", 2.0), ("WRITE_SIZE", 0.5))
+    ]
+    tables = {
+        "rocpd_info_agent": ("type, product_name", [("CPU", "EPYC"), ("GPU", "AMD Instinct")]),
+        "regions": ("id, category, name, start, end, stack_id, extdata", regions),
+        "kernels": ("id, name, start, end, stack_id, dispatch_id", kernels),
+        "memory_copies": ("id, name, start, end, stack_id, size", copies),
+        "processes": ("pid", [(77,)]),
+    }
+    if newer:
+        tables["kernel_pmc_events"] = ("dispatch_id, name, pmc_name, pmc_value", counts)
+    else:
+        tables["counters_collection"] = ("dispatch_id, kernel_name, counter_name, value", counts)
+    path.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as connection:
+        for view, (columns, rows) in tables.items():
+            pid = "" if view == "processes" else ", 77 AS pid"
+            connection.execute(f"CREATE TABLE {view}{UUID} ({columns.replace('end', '[end]')})")
+            connection.execute(f"CREATE VIEW {view} AS SELECT *{pid} FROM {view}{UUID}")
+            marks = ", ".join("?" * len(rows[0]))
+            connection.executemany(f"INSERT INTO {view}{UUID} VALUES ({marks})", rows)
+        for view in ("regions", "kernels", "memory_copies"):  # from durations to the clock's time
+            connection.execute(
+                f"UPDATE {view}{UUID} SET start = start + {T0}, [end] = start + [end] + {T0}"
+            )
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+    return path
+
+
+NO_COUNTERS = (f"DELETE FROM counters_collection{UUID}",)
+
+
+def test_database(tmp_path: Path) -> None:
+    path = build_database(tmp_path / "odd #name? 100%.db", *NO_COUNTERS)
+    before = path.read_bytes()
+    table = rocprofv3.read(path)
+    assert figures(table) == {
+        GEMM: (1, 100, 100, 100),
+        ADD: (1, 50, 50, 50),
+        "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
+    }
+    assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
+    assert (table.steps, table.phases_ns) == (1, {"forward": 125})
+    assert table.host_calls == {LAUNCH: HostCall(2, 7)}
+    assert table.timeline == Timeline(225, 175)
+    assert table.device == "AMD Instinct"
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_database_with_counters(tmp_path: Path, newer: bool) -> None:
+    table = rocprofv3.read(build_database(tmp_path / "run_results.db", newer=newer))
+    assert {kernel.name: kernel.bytes for kernel in table.kernels} == {
+        GEMM: 3.5 * 1024,
+        ADD: 3.5 * 1024,
+        "MEMORY_COPY_HOST_TO_DEVICE": 4096,
+    }
+    assert table.timeline is None
+
+
+def test_processes_in_one_database_are_kept_apart(tmp_path: Path) -> None:
+    """A process that is not traced has calls of the same numbers, in the other's step."""
+    path = build_database(
+        tmp_path / "merged.db",
+        *NO_COUNTERS,
+        f"INSERT INTO processes{UUID} VALUES (78)",
+        "DROP VIEW kernels",
+        f"CREATE VIEW kernels AS SELECT *, 74 + stack_id AS pid FROM kernels{UUID}",
+    )
+    table = rocprofv3.read(path)  # of three kernels, one in each of two processes and in a third
+    assert figures(table)[GEMM] == (1, 100, 100, 100) and table.phases_ns == {"forward": 125}
+    assert "1 kernels and copies" in table.warnings[0]
+
+
+def test_a_database_goes_before_the_same_in_csv(tmp_path: Path) -> None:
+    write_run(tmp_path, "run_", kernel_trace=(KERNEL_TRACE, THREE))
+    build_database(tmp_path / "run_results.db", *NO_COUNTERS)
+    assert rocprofv3.read(tmp_path).total_ns == 175
+
+
+ENDLESS = (
+    "CREATE VIEW kernels AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
+    f"SELECT n AS id, 'k' AS name, {T0} AS start, {T0} + n AS [end], n AS stack_id FROM more"
+)
+
+
+@pytest.mark.parametrize(
+    ("statements", "message"),
+    [
+        (("DROP VIEW kernels", "DROP VIEW regions"), "an SQLite database without rocpd's views"),
+        ((f"DROP TABLE kernels{UUID}",), "can't be read as a database: no such table"),
+        (
+            ("DROP VIEW kernels", "CREATE VIEW kernels AS SELECT 1 AS name, 2 AS start, 3 AS [end]",
+             f"DELETE FROM regions{UUID}", f"DELETE FROM memory_copies{UUID}"),
+            "row None: 1 is no name",
+        ),
+    ],
+)  # fmt: skip
+def test_databases_that_are_none_of_rocpds(
+    tmp_path: Path, statements: tuple[str, ...], message: str
+) -> None:
+    path = build_database(tmp_path / "a.db", *statements, *NO_COUNTERS)
+    with pytest.raises(WorkshopError, match=message) as error:
+        rocprofv3.read(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_view_without_end_is_left(tmp_path: Path) -> None:
+    path = build_database(tmp_path / "a.db", *NO_COUNTERS, "DROP VIEW kernels", ENDLESS)
+    table = rocprofv3.read(path)
+    assert any("its views never end" in warning for warning in table.warnings)
+
+
+def test_truncated_databases_and_texts_with_their_name(write: Write, tmp_path: Path) -> None:
+    whole = build_database(tmp_path / "whole.db").read_bytes()
+    path = tmp_path / "cut.db"
+    for length in range(0, len(whole), 997):
+        path.write_bytes(whole[:length])
+        assert_refused_or_sane(path)
+    with pytest.raises(WorkshopError, match=r"text.db: none of the tables that rocprofv3 writes"):
+        rocprofv3.read(write("text.db", "no database\n"))
+
+
+def test_hostile_names_come_through_unharmed(tmp_path: Path) -> None:
+    hostile = "\x1b[31m'); DROP TABLE x; --\n<script>"
+    path = build_database(tmp_path / "a.db", *NO_COUNTERS)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"UPDATE kernels{UUID} SET name = ?", (hostile,))
+        connection.commit()
+    assert hostile in by_name(rocprofv3.read(path))
+
+
+# --- what is whose -------------------------------------------------------------------------------
+
+
+def test_recognition(tmp_path: Path) -> None:
+    for columns in (KERNEL_TRACE, KERNEL_TRACE_6_3, COPY_TRACE, API_TRACE, STATS, COUNTERS):
+        assert rocprofv3.recognises_header(columns.split())
+        assert rocprofv3.recognises_header(["Guid", *columns.split()])
+    for columns in (LONG, f"{DISPATCH} Start_Timestamp End_Timestamp", "Name Total", ""):
+        assert not rocprofv3.recognises_header(columns.split())
+    assert rocprofv3.recognises_json(json_text(JSON_STEP)[: 1 << 16])
+    assert not rocprofv3.recognises_json('{"traceEvents": []}')
+    assert rocprofv3.is_database(build_database(tmp_path / "no_suffix"))
+    (tmp_path / "a.db").write_text("SQLite format")
+    for path in (tmp_path, tmp_path / "a.db", tmp_path / "absent"):
+        assert not rocprofv3.is_database(path)
+    (tmp_path / "roofline.csv").write_text("version,ridge\nv1,1\n")
+    (tmp_path / "results_of_mine.csv").write_text("version,ms\nv1,1\n")
+    assert not rocprof_compute.recognises(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty or cut off"),
+        ("a,b,c\n1,2,3\n", "none of the tables that rocprofv3 writes; its columns are a, b, c"),
+        (table_text(KERNEL_TRACE, []), "no kernels, host calls or steps in it"),
+        (table_text(KERNEL_TRACE, [dispatch(ADD, 0, -1)]), "row 2: from .* is no time"),
+        (table_text(KERNEL_TRACE, [dispatch(ADD, -T0, 1)]), "row 2: from '0' to '1' is no time"),
+        ('"rocprofiler-sdk-tool"', "no kernels, host calls or steps in it"),
+    ],
+)
+def test_a_file_without_anything_is_one_clear_line(write: Write, text: str, message: str) -> None:
+    path = write("run_kernel_trace.csv", text)
+    with pytest.raises(WorkshopError, match=message) as error:
+        rocprofv3.read(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+def test_bad_rows_are_counted_and_the_first_is_named(write: Write) -> None:
+    rows = [
+        dispatch(ADD, 0, 100),
+        dispatch(ADD, 0, 5) | {"End_Timestamp": "soon"},
+        dispatch(ADD, 0, 5) | {"Start_Timestamp": "nan"},
+        dispatch("", 0, 5),
+        dispatch(ADD, 0, 5) | {"End_Timestamp": 10**30},
+        dispatch(ADD, 200, 50),
+    ]
+    table = rocprofv3.read(write("kernel_trace.csv", table_text(KERNEL_TRACE, rows) + '"KERNEL'))
+    assert figures(table) == {ADD: (2, 150, 50, 100)}
+    (warning,) = table.warnings
+    assert "kernel_trace.csv, row 3: 'soon' is no number (and 4 more rows)" in warning
+
+
+# --- rocprof-compute -----------------------------------------------------------------------------
+
+DISPATCH = (
+    "Dispatch_ID Kernel_Name GPU_ID Grid_Size Workgroup_Size LDS_Per_Workgroup "
+    "Scratch_Per_Workitem Arch_VGPR Accum_VGPR SGPR wave_size obj"
+)
+WIDE = (
+    f"{DISPATCH} TCC_EA_RDREQ[0] TCC_EA_RDREQ[1] TCC_EA_RDREQ_32B_sum TCC_EA_WRREQ_sum "
+    "TCC_EA_WRREQ_64B_sum SQ_INSTS_VALU_FMA_F32 SQ_WAVES wave_size_1 obj_1 "
+    "Start_Timestamp End_Timestamp"
+)
+LONG = (
+    "GPU_ID Dispatch_ID Grid_Size Workgroup_Size LDS_Per_Workgroup Scratch_Per_Workitem Arch_VGPR "
+    "Accum_VGPR SGPR Kernel_Name Start_Timestamp End_Timestamp Kernel_ID Counter_Name Counter_Value"
+)
+SYSINFO = "workload_name command gpu_model gpu_arch cu_per_gpu"
+
+
+def wide_row(number: int, start: int, ns: int, fma: object, name: str = ADD) -> Row:
+    counters = {"TCC_EA_RDREQ[0]": 6, "TCC_EA_RDREQ[1]": 4, "TCC_EA_RDREQ_32B_sum": 2.0}
+    counters |= {"TCC_EA_WRREQ_sum": 10.0, "TCC_EA_WRREQ_64B_sum": 4.0}
+    row = {"Dispatch_ID": number, "Kernel_Name": f"{name} [clone .kd]", "GPU_ID": 2, "obj": "0x7f"}
+    return row | counters | {"SQ_INSTS_VALU_FMA_F32": fma} | span(start, ns)
+
+
+def write_workload(folder: Path, **tables: tuple[str, list[Row]]) -> Path:
+    folder.mkdir(parents=True)
+    sysinfo = {"gpu_model": "MI210", "gpu_arch": "gfx90a", "command": "python x.py, y"}
+    for name, (columns, rows) in ({"sysinfo": (SYSINFO, [sysinfo])} | tables).items():
+        (folder / f"{name}.csv").write_text(table_text(columns, rows))
+    return folder
+
+
+def test_a_workload_with_a_column_for_each_counter(tmp_path: Path) -> None:
+    rows = [wide_row(0, 0, 100, 10), wide_row(1, 500, 300, 30), wide_row(2, 900, 50, "", NORM)]
+    folder = write_workload(tmp_path / "workloads" / "v1" / "MI210", pmc_perf=(WIDE, rows))
+    for path in (folder, folder / "pmc_perf.csv", tmp_path):
+        table = rocprof_compute.read(path)
+        assert figures(table) == {ADD: (2, 400, 100, 300), NORM: (1, 50, 50, 50)}
+        assert by_name(table)[ADD].bytes == 2 * (64 + 512 + 448)
+        assert by_name(table)[ADD].flops == 2 * 64 * (10 + 30)
+        assert by_name(table)[NORM].flops is None  # an empty cell: another replay's counter
+        assert (table.device, table.timeline, table.path) == ("MI210 (gfx90a)", None, path)
+        assert rocprof_compute.recognises(path)
+    (lower_bound,) = table.warnings
+    assert "15 of their 16 counters" in lower_bound
+
+
+def long_rows(counter: str, values: Iterable[float], ns: int) -> list[Row]:
+    row = {"Kernel_Name": ADD, "Counter_Name": counter}
+    return [
+        row | {"Dispatch_ID": number, "Counter_Value": value} | span(number * 1000, ns)
+        for number, value in enumerate(values, start=1)
+    ]
+
+
+@pytest.mark.parametrize("files", [["pmc_perf"], ["pmc_perf_0", "pmc_perf_1"], ["results_a"]])
+def test_a_workload_with_a_row_for_each_counter(tmp_path: Path, files: list[str]) -> None:
+    """Whether `analyze` has merged the replays or not; a dispatch counts once."""
+    replays = [long_rows("FETCH_SIZE", (1.0, 3.0), 100), long_rows("WRITE_SIZE", (1.0, 1.0), 120)]
+    tables = dict.fromkeys(files, (LONG, replays[0]))
+    if len(files) == 1:
+        tables = {files[0]: (LONG, replays[0] + replays[1])}
+    else:
+        tables[files[1]] = (LONG, replays[1])
+    folder = write_workload(tmp_path / "w", **tables)
+    (folder / "results_of_mine.csv").write_text("name,value\n")
+    table = rocprof_compute.read(tmp_path)
+    assert figures(table) == {ADD: (2, 200, 100, 100)}
+    assert table.kernels[0].bytes == 2 * (2 + 1) * 1024
+    assert table.warnings == []
+
+
+def test_times_from_the_table_of_times_where_the_counters_have_none(tmp_path: Path) -> None:
+    counters = wide_row(0, 0, 0, 10) | {"Start_Timestamp": "8.1E+14", "End_Timestamp": "8.1E+14"}
+    times = {"Kernel_Name": f"{ADD} (.kd)"} | span(0, 70)
+    folder = write_workload(tmp_path / "w", pmc_perf=(WIDE, [counters]))
+    table = rocprof_compute.read(folder)
+    assert (table.total_ns, table.kernels[0].flops) == (0, 1280)
+    assert "all times are 0" in table.warnings[0]
+    times_columns = f"{DISPATCH} Start_Timestamp End_Timestamp"
+    (folder / "timestamps.csv").write_text(table_text(times_columns, [times]))
+    without = WIDE.removesuffix(" Start_Timestamp End_Timestamp")
+    for columns in (WIDE, without):
+        (folder / "pmc_perf.csv").write_text(table_text(columns, [counters]))
+        table = rocprof_compute.read(folder)
+        assert figures(table) == {ADD: (1, 70, 70, 70)} and table.kernels[0].flops == 1280
+
+
+def test_of_several_workloads_the_first_is_read(tmp_path: Path) -> None:
+    for name, ns in (("b", 20), ("a", 10)):
+        write_workload(tmp_path / name, pmc_perf=(WIDE, [wide_row(0, 0, ns, 1)]))
+    table = rocprof_compute.read(tmp_path)
+    assert table.total_ns == 10
+    assert f"{tmp_path / 'b'} holds another workload" in table.warnings[-1]
+
+
+def test_broken_workloads(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(WorkshopError, match=r"no workload in it, a folder with pmc_perf.csv"):
+        rocprof_compute.read(tmp_path)
+    path = write("w/pmc_perf.csv", "")
+    with pytest.raises(WorkshopError, match=r"pmc_perf.csv: no header in it"):
+        rocprof_compute.read(tmp_path)
+    path.write_text(table_text(WIDE, [wide_row(0, 0, -1, 1)]))
+    with pytest.raises(WorkshopError, match=r"pmc_perf.csv: no kernels in it; .*, row 2: from"):
+        rocprof_compute.read(tmp_path)
+    path.write_text(table_text(WIDE, [wide_row(0, 0, 9, -1), wide_row(1, 0, 9, "x")]))
+    table = rocprof_compute.read(tmp_path)
+    assert table.launches == 2 and table.kernels[0].flops is None
+    assert "row 2: SQ_INSTS_VALU_FMA_F32 is '-1' (and 1 more rows)" in table.warnings[-1]
+
+
+def roofline_text(columns: str, *rows: Iterable[float]) -> str:
+    return "\n".join([columns.replace(" ", ","), *(",".join(map(str, row)) for row in rows)]) + "\n"
+
+
+# As the tool spells them.
+MI200_CEILINGS = (
+    "device HBMBw HBMBwLow hbmBwHigh L2Bw L2BwLow L2BwHigh FP32Flops FP32FlopsLow FP32FlopsHigh "
+    "MFMABF16Flops MFMABF16FlopsLow MFMABF16FlopsHigh MFMAI8Ops MFMAFI8OpsLow MFMAI8OpsHigh"
+)
+MI300_CEILINGS = (
+    "device HBMBw HBMBwLow HBMBwHigh MALLBw MALLBwLow MALLBwHigh FP8Flops FP8FlopsLow FP8FlopsHigh "
+    "I8Ops I8OpsLow I8OpsHigh MFMAF6F4Flops MFMAF6F4FlopsLow MFMAF6F4FlopsHigh"
+)
+
+
+def test_measured_ceilings(tmp_path: Path, write: Write) -> None:
+    values = [1400.5, 1390, 1410, 5000, 4990, 5010, 21000, 20900, 21100]
+    values += [170000, 169000, 171000, 166000, 165000, 167000]
+    write("v1/MI210/roofline.csv", roofline_text(MI200_CEILINGS, [0, *values], [1, *values]))
+    first, second = rocprof_compute.ceilings(tmp_path)
+    ceiling = rocprof_compute.Ceiling
+    assert first.bandwidths_gbs == {
+        "HBM": ceiling(1400.5, 1390, 1410),
+        "L2": ceiling(5000, 4990, 5010),
+    }
+    assert first.rates_gflops == {
+        "FP32": ceiling(21000, 20900, 21100),
+        "MFMABF16": ceiling(170000, 169000, 171000),
+        "MFMAI8": ceiling(166000, 165000, 167000),
+    }
+    assert second == dataclasses.replace(first, device=1)
+    # Ceilings alone are a workload, though one without kernels.
+    assert rocprof_compute.recognises(tmp_path)
+    with pytest.raises(WorkshopError, match="profile without --roof-only"):
+        rocprof_compute.read(tmp_path)
+
+
+def test_ceilings_that_a_chip_lacks_are_absent(write: Write) -> None:
+    row = [3, 4000, 3990, 4010, 9000, 8900, 9100, 0, 0, 0, 5, 4, 6, 0, 0, 0]
+    (only,) = rocprof_compute.read_roofline(
+        write("roofline.csv", roofline_text(MI300_CEILINGS, row))
+    )
+    assert (only.device, set(only.bandwidths_gbs), set(only.rates_gflops)) == (
+        3,
+        {"HBM", "MALL"},
+        {"I8"},
+    )
+
+
+def test_broken_ceilings(tmp_path: Path, write: Write) -> None:
+    assert rocprof_compute.ceilings(tmp_path) == []
+    path = write("roofline.csv", roofline_text("device HBMBw", [0, 1400], ["x", 1], [1]))
+    (only,) = rocprof_compute.read_roofline(path)
+    assert only.bandwidths_gbs["HBM"] == rocprof_compute.Ceiling(1400)
+    for text, message in (
+        ("", "no header in it"),
+        ("HBMBw\n1\n", "no column device"),
+        ("device,HBMBw\n0,fast\n", "no ceilings in it; .*row 2: 'fast' is no number"),
+    ):
+        path.write_text(text)
+        with pytest.raises(WorkshopError, match=message):
+            rocprof_compute.ceilings(tmp_path)
+
+
+# --- anything at all -----------------------------------------------------------------------------
+
+
+def assert_refused_or_sane(path: Path) -> None:
+    read = rocprof_compute.read if path.name == "pmc_perf.csv" else rocprofv3.read
+    try:
+        table = read(path)
+    except WorkshopError as error:
+        assert "\n" not in str(error)
+        return
+    assert table.kernels or table.host_calls or table.steps
+    for kernel in table.kernels:
+        assert kernel.name and kernel.category in CATEGORIES and kernel.calls >= 1
+        assert 0 <= kernel.total_ns < math.inf
+        if kernel.min_ns is not None and kernel.max_ns is not None:
+            assert 0 <= kernel.min_ns <= kernel.max_ns
+            assert kernel.min_ns - 1 <= kernel.mean_ns <= kernel.max_ns + 1
+        for amount in (kernel.bytes, kernel.flops):
+            assert amount is None or 0 <= amount < math.inf
+    if table.timeline is not None:
+        assert 0 <= table.timeline.busy_ns <= table.timeline.span_ns < math.inf
+    assert all(call.calls >= 1 and call.total_ns >= 0 for call in table.host_calls.values())
+    assert sum(table.phases_ns.values()) <= table.total_ns
+
+
+def valid_files(folder: Path) -> list[Path]:
+    """One of each kind."""
+    rows = [count(GEMM, counter, 2, 1) for counter in ("FETCH_SIZE", "WRITE_SIZE")]
+    sums = {"Name": ADD, "Calls": 4, "TotalDurationNs": 1000, "MinNs": 100, "MaxNs": 400}
+    write_step(folder, counter_collection=(COUNTERS, rows), kernel_stats=(STATS, [sums, sums]))
+    (folder / "run_77_agent_info.csv").unlink()
+    (folder / "results.json").write_text(json_text(JSON_STEP))
+    (folder / "counted_results.json").write_text(
+        json_text(process(names=[ADD], counts=[counter_record(1, 1, 9, {50: [1.0], 51: [2.0]})]))
+    )
+    build_database(folder / "results.db")
+    rows = [wide_row(0, 0, 100, 10), wide_row(1, 500, 300, 30)]
+    workload = write_workload(folder / "w", pmc_perf=(WIDE, rows))
+    return [*sorted(file for file in folder.iterdir() if file.is_file()), workload / "pmc_perf.csv"]
+
+
+JUNK = st.sampled_from(
+    [b"nan", b"inf", b"-1", b"0", b"1e308", b"9" * 400, b"null", b"true", b"[", b"{}", b'"', b""]
+) | st.binary(max_size=12)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_damaged_files_are_refused_or_give_what_is_valid(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    path = data.draw(st.sampled_from(valid_files(folder)))
+    content = path.read_bytes()
+    damage = data.draw(st.sampled_from(["cut", "field", "bytes", "all"]))
+    if damage == "cut":
+        content = content[: data.draw(st.integers(0, len(content)))]
+    elif damage == "field":  # of CSV and JSON: from one separator to the next
+        ends = [i for i, byte in enumerate(content) if byte in b",:\n"]
+        first = data.draw(st.integers(0, len(ends) - 2))
+        content = content[: ends[first] + 1] + data.draw(JUNK) + content[ends[first + 1] :]
+    elif damage == "bytes":
+        start = data.draw(st.integers(0, len(content)))
+        content = content[:start] + data.draw(st.binary(max_size=64)) + content[start + 16 :]
+    else:
+        content = data.draw(st.binary(max_size=512))
+    path.write_bytes(content)
+    assert_refused_or_sane(path)
+    if path.parent == folder:
+        assert_refused_or_sane(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_traces_of_a_million_kernels(tmp_path: Path) -> None:
+    """With as many host calls, of which every second launches in a step."""
+    columns = KERNEL_TRACE.split()
+    kernel = dict.fromkeys(columns, "1") | {"Kernel_Name": '"void k%d<float>(float*, int)"'}
+    kernel |= {"Correlation_Id": "%d", "Start_Timestamp": "%d", "End_Timestamp": "%d"}
+    line = ",".join(kernel[column] for column in columns) + "\n"
+    with (tmp_path / "run_1_kernel_trace.csv").open("w") as file:
+        file.write(",".join(columns) + "\n")
+        for i in range(1_000_000):
+            start = T0 + 2000 * i
+            file.write(line % (i % 200, i, start, start + 1000))
+    with (tmp_path / "run_1_hip_api_trace.csv").open("w") as file:
+        file.write(API_TRACE.replace(" ", ",") + "\n")
+        for i in range(1_000_000):
+            start = T0 + 1000 * i
+            file.write(f"HIP_RUNTIME_API,hipLaunchKernel,1,1,{i},{start},{start + 500}\n")
+    markers = [marker("step", 1000 * i, 1000) for i in range(0, 1_000_000, 2)]
+    write_run(tmp_path, "run_1_", marker_api_trace=(API_TRACE, markers))
+    code = """
+import resource, sys, time
+from pathlib import Path
+from workshop.profilers import rocprofv3
+for name in ("run_1_kernel_trace.csv", ""):
+    started = time.process_time()
+    table = rocprofv3.read(Path(sys.argv[1]) / name)
+    seconds = time.process_time() - started
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(table.launches, table.total_ns, seconds, kilobytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
+    )
+    trace, folder = (list(map(float, line.split())) for line in done.stdout.splitlines())
+    assert trace[:2] == [1_000_000, 1e9]
+    assert folder[:2] == [500_000, 0.5e9]
+    assert trace[2] < 10
+    assert max(trace[3], folder[3]) < 1e6

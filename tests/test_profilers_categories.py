@@ -1,0 +1,242 @@
+"""Kernels' names, as profilers on NVIDIA and AMD tell them, and what each of them does."""
+
+import csv
+import gzip
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from workshop.profilers.categories import CATEGORIES, categorize
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "profilers"
+
+NAMES = {
+    "GEMM": (
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1_cublas",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn>",
+        "cutlass3x_sm100_tensorop_s64x256x32gemm_f8_f8_f32_f16_f16_64x256x128_1x1x1_0_tnn_align4",
+        "_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalIN4cute5tupleIJiiiiEEEEEEvNT_6ParamsE",
+        "ampere_sgemm_32x32_sliced1x4_tn",
+        "volta_h884gemm_64x64_ldg8_nn",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, false>(int)",
+        "void gemv2T_kernel_val<int, int, float, float, float, 128, 16, 4, 4, false>(int, float)",
+        "Cijk_Ailk_Bjlk_BBS_BH_Bias_HAS_SAV_UserArgs_MT256x256x64_MI16x16x1_SN_LDSB1_GRVWA8",
+        "Custom_Cijk_Alik_Bljk_BBS_BH_Bias_AS_SAV_UserArgs_MT256x224x64_MI16x16x1.kd",
+        "rocblas_gemvt_sn_kernel<false, 256, 4, int>",
+        "_ZN2ck16kernel_gemm_xdl_cshuffle_v3INS_48GridwiseGemm_xdl_cshuffle_v3EEEvT_",
+        "matmul_kernel",
+        "triton_tem_fused_mm_0",
+        "triton_tem_fused__scaled_mm_add_12",
+        "sm80_xmma_fprop_implicit_gemm_indexed_tf32f32_tf32f32_f32_nhwckrsc_nchw",
+        "cudnn_ampere_scudnn_128x64_relu_xregs_large_nn_v1",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm_",
+        "aten::linear",
+        "aten::matmul",
+        "aten::_scaled_mm",
+        "aten::mkldnn_linear",
+        "mkldnn::_linear_pointwise",
+        "mkl::_mkl_linear",
+        "aten::convolution_backward",
+    ),
+    "attention": (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_4x1x1_cga1",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_27_64x128x64_1x4x1_cga1",
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>>",
+        "_ZN13pytorch_flash44flash_bwd_dq_dk_dv_loop_seqk_parallel_kernelINS_23Flash_bwd_kernelEEEv",
+        "void cutlass::device_kernel<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwd>>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass>)",
+        "_ZN7ck_tile6kentryILi256ELi2ENS_13FmhaFwdKernelINS_32BlockFmhaPipelineQRKSVSEEEEEvT2_",
+        "fmha_bwd_hd128_bf16_causal_a32_psskddv",
+        "attn_fwd",
+        "attn_fwd.kd",
+        "bwd_kernel_dk_dv",
+        "bwd_kernel_dq",
+        "bwd_preprocess",
+        "_attention_forward_kernel",
+        "triton_tem_fused_flex_attention_backward_zeros_1",
+        "aten::scaled_dot_product_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "tiny_llama::flash_attention",
+    ),
+    "norm": (
+        "_rms_norm_forward_kernel",
+        "_rms_norm_backward_kernel",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>",
+        "_ZN2at6native54_GLOBAL__N__bf4d3b1a_20_layer_norm_kernel_cu_9c5ada8a28vectorized_layer_norm",
+        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float>",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float>",
+        "void cuApplyRMSNorm<c10::BFloat16, float, c10::BFloat16>(c10::BFloat16*, float*)",
+        "triton_per_fused__fused_rms_norm_add_0",
+        # Of its neighbour's operators only names are in it.
+        "triton_red_fused__fused_rms_norm__scaled_dot_product_flash_attention_add_cat_mul_3",
+        "triton_red_fused__fused_rms_norm_backward__to_copy_add_mm_mul_view_12",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_5",
+        "triton_per_fused_native_layer_norm_native_layer_norm_backward_2",
+        "cpp_fused__to_copy_add_mean_mul_pow_rsqrt_0",
+        "aten::_fused_rms_norm",
+        "aten::native_layer_norm",
+        "aten::native_batch_norm",
+    ),
+    "elementwise": (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_",
+        "void at::native::unrolled_elementwise_kernel<at::native::sigmoid_kernel, LoadWithCast>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps>>",
+        "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIN3c108BFloat16EEEEEvT1_",
+        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, true, false>",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForwardGmem<8, float, float, float>",
+        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float>",
+        # Random numbers from a normal distribution, no norm.
+        "_ZN2at6native54_GLOBAL__N__d8ceb000_21_DistributionNormal_cu_0c5b6e8543distribution_elementwise",
+        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, int>",
+        "_swiglu_backward_kernel",
+        "_rope_kernel",
+        "_cross_entropy_kernel",
+        "triton_poi_fused_mul_silu_1",
+        "triton_poi_fused_add_cos_sin_0",
+        "triton_per_fused__log_softmax_backward_data_nll_loss_backward_nll_loss_forward_2",
+        "triton_red_fused_mm_sum_3",
+        "cpp_fused_mul_silu_1",
+        "aten::mul",
+        "aten::_softmax_backward_data",
+        "aten::silu_backward",
+        "aten::nll_loss_forward",
+        "aten::fill_",
+        "tiny_llama::rope_qkv_backward",
+    ),
+    "optimizer": (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+        "namespace)::TensorListMetadata<2>, at::native::LerpFunctor<float>, float>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+        "namespace)::FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>",
+        "_ZN2at6native12_GLOBAL__N_125multi_tensor_apply_kernelINS1_18TensorListMetadataILi1EEEEEvT_",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<LpNormFunctor<float>>",
+        "void at::native::lpnorm_cleanup<float, (at::native::NormType)1, float, float>",
+        "triton_for_fused_0",
+        "aten::_fused_adamw_",
+        "aten::_foreach_addcdiv_",
+        "aten::addcmul_",
+        "Optimizer.step#AdamW.step",
+    ),
+    "copy": (
+        "Memcpy HtoD (Pageable -> Device)",
+        "Memcpy DtoD (Device -> Device)",
+        "Memset (Device)",
+        "[CUDA memcpy Host-to-Device]",
+        "[CUDA memset]",
+        "__amd_rocclr_copyBuffer",
+        "__amd_rocclr_fillBufferAligned.kd",
+        "CopyHostToDevice",
+        "MEMORY_COPY_DEVICE_TO_HOST",
+        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda()>",
+        "_ZN2at6native29vectorized_elementwise_kernelILi8EZNS0_25bfloat16_copy_kernel_cudaERNS_18Tensor",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 4>",
+        "void cudnn::ops::nchwToNhwcKernel<float, float, float, false, true>",
+        "batched_transpose_32x32_half",
+        "aten::copy_",
+        "aten::_to_copy",
+        "aten::clone",
+        "aten::cat",
+    ),
+    "communication": (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_ReduceScatter_RING_SIMPLE_Sum_float",
+        "_Z47ncclDevKernel_AllGather_RING_LL24ncclDevKernelArgsStorageILm4096EE",
+        "rcclGenericKernel<1, false>",
+        "nccl:all_reduce",
+        "gloo:all_reduce",
+        "c10d::allreduce_",
+    ),
+    "other": (
+        "scale_kernel",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long)",
+        "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float, float>",
+        "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<Opaque>>",
+        "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int>",
+        "_ZN2at6native12_GLOBAL__N_121max_pool_forward_nchwIffEEviPKT_lllliiiiiiiiiPS3_Pl",
+        "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<at_cuda_detail::cub::Policy>",
+        "aten::embedding_dense_backward",
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::t",
+        "aten::empty_strided",
+        "MmBackward0",
+        "ScaledDotProductFlashAttentionForCpuBackward0",
+        "autograd::engine::evaluate_function: MmBackward0",
+        "torch::autograd::AccumulateGrad",
+        "cudaDeviceProperties_kernel",  # no "rope"
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_names(category: str) -> None:
+    wrong = {name: categorize(name) for name in NAMES[category] if categorize(name) != category}
+    assert not wrong
+
+
+def test_every_kernel_of_version_3_has_a_category() -> None:
+    """So that a new kernel's name is thought of here too."""
+    expected = {
+        "_attention_forward_kernel": "attention",
+        "_attention_prepare_kernel": "attention",
+        "_attention_backward_kernel": "attention",
+        "_rms_norm_forward_kernel": "norm",
+        "_rms_norm_backward_kernel": "norm",
+        "_rope_kernel": "elementwise",
+        "_swiglu_forward_kernel": "elementwise",
+        "_swiglu_backward_kernel": "elementwise",
+        "_cross_entropy_kernel": "elementwise",
+    }
+    sources = (path.read_text() for path in (ROOT / "version3_triton").glob("triton_*.py"))
+    kernels = {name for text in sources for name in re.findall(r"^def (_\w+_kernel)\(", text, re.M)}
+    assert {name: categorize(name) for name in kernels} == expected
+
+
+def test_every_kernel_name_of_our_recorded_runs() -> None:
+    """Seen one by one; what can't be told from the name is a user's scale_kernel, and lookups."""
+    names = set()
+    with gzip.open(FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    names |= {event["name"] for event in events if event.get("cat") in on_gpu}
+    with (FIXTURES / "ncu" / "ncu_raw_h200.csv").open() as file:
+        names |= {row["Kernel Name"] for row in csv.DictReader(file) if row["ID"]}
+    roots = json.loads((FIXTURES / "proton" / "h200_proton.hatchet").read_text())[:1]
+    while roots:
+        node = roots.pop()
+        roots += node["children"]
+        if "count" in node["metrics"] and node["metrics"]["count"]:
+            names.add(node["frame"]["name"])
+
+    categories = Counter(categorize(name) for name in names)
+    assert categories == {
+        "GEMM": 14,
+        "copy": 11,
+        "elementwise": 41,
+        "optimizer": 7,
+        "other": 3,
+    }
+    other = [name for name in names if categorize(name) == "other"]
+    assert all(re.search("scale_kernel|gather|embedding", name) for name in other)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["a", "gem", "(", "triton_a_fused_", "mean_pow_", "index_", "aten::", "triton_tem_fused_flex_"],
+)
+def test_a_name_of_a_megabyte_takes_no_time(part: str) -> None:
+    started = time.process_time()
+    for name in (part * (1_000_000 // len(part)), "triton_red_fused_" + part * 100_000):
+        assert categorize(name) in CATEGORIES
+    assert time.process_time() - started < 0.5

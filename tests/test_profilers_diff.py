@@ -1,0 +1,274 @@
+"""Two kernel tables compared, and the names of kernels made fit for a terminal."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from workshop.errors import WorkshopError
+from workshop.profilers import diff
+from workshop.profilers.categories import categorize
+from workshop.profilers.diff import TableDiff, compare
+from workshop.profilers.names import display_name
+from workshop.profilers.table import Kernel, KernelTable, Timeline
+
+COPY = (
+    "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda(int)::{lambda()#1}>(int)"
+)
+
+
+def table(kernels: dict[str, tuple[int, float]], **fields: object) -> KernelTable:
+    """A table of kernels by name: (calls, total in ms)."""
+    listed = [
+        Kernel(name, categorize(name), calls, ms * 1e6) for name, (calls, ms) in kernels.items()
+    ]
+    return KernelTable(Path("x.csv"), "nsys", kernels=listed, **fields)  # type: ignore[arg-type]
+
+
+def kinds(difference: TableDiff) -> dict[str, str]:
+    return {change.name: change.kind for change in difference.changes}
+
+
+EAGER = table(
+    {"nvjet_a": (20, 40.0), COPY: (200, 30.0), "some_gemm": (20, 20.0), "softmax": (10, 10.0)},
+    steps=10,
+    timeline=Timeline(200e6, 100e6),
+)
+FUSED = table(
+    {"nvjet_a": (6, 12.0), "some_gemm": (6, 9.0), "softmax": (3, 2.4), "fused_norm": (6, 1.5)},
+    steps=3,
+    timeline=Timeline(30e6, 24.9e6),
+)
+
+
+def test_gone_new_slower_faster_by_step() -> None:
+    difference = compare(EAGER, FUSED)
+    assert difference.unit == "step"
+    found = {c.name: (c.kind, round(c.difference_ns / 1e6, 6)) for c in difference.changes}
+    assert found == {
+        COPY: ("gone", -3.0),
+        "some_gemm": ("slower", 1.0),
+        "fused_norm": ("new", 0.5),
+        "softmax": ("faster", -0.2),
+    }
+    assert [c.name for c in difference.changes] == list(found), "the largest difference first"
+    assert difference.unchanged == 1, "4 ms a step on both sides"
+    gone = difference.changes[0]
+    assert (gone.a_calls, gone.b_calls, gone.a_ns, gone.b_ns) == (20, 0, 3e6, 0)
+    a, b = difference.a, difference.b
+    assert (a.launches, b.launches) == (25, 7)
+    assert (a.kernels_ns, b.kernels_ns) == pytest.approx((10e6, 8.3e6))
+    assert (a.busy_ns, a.idle_ns) == (10e6, 10e6)
+    assert (b.busy_ns, b.idle_ns) == pytest.approx((8.3e6, 1.7e6))
+    assert a.categories_ns == {"GEMM": 6e6, "copy": 3e6, "elementwise": 1e6}
+    assert difference.notes == []
+
+
+def test_by_profile_where_one_does_not_tell_its_steps() -> None:
+    whole = table({"nvjet_a": (20, 40.0)})
+    difference = compare(EAGER, whole)
+    assert difference.unit == "profile"
+    assert difference.a.kernels_ns == 100e6
+    assert difference.b.busy_ns is None
+    assert "not both tell how many steps" in difference.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (40.0, 42.0, "slower"),
+        (40.0, 38.0, "faster"),
+        (40.0, 41.1, None),  # 2.8% of its own time
+        (2.0, 2.9, None),  # 0.9% of all kernels'
+        (2.0, 3.1, "slower"),
+        (0.0, 0.0, None),
+    ],
+)
+def test_noise_is_no_change(before, after, kind) -> None:
+    rest = {"nvjet_rest": (10, 100.0 - max(before, after))}
+    difference = compare(table({"x": (5, before), **rest}), table({"x": (5, after), **rest}))
+    assert kinds(difference) == ({"x": kind} if kind else {})
+    assert difference.unchanged == (1 if kind else 2)
+
+
+def test_the_compilers_running_numbers() -> None:
+    a = {
+        "triton_poi_fused_add_3": (1, 10.0),
+        "triton_poi_fused_mul_1": (1, 10.0),
+        "triton_red_fused_sum_1": (1, 10.0),
+        "triton_red_fused_sum_2": (1, 20.0),
+        "nvjet_1": (1, 10.0),
+    }
+    b = {
+        "triton_poi_fused_add_5": (1, 10.0),  # the same kernel, and as fast
+        "triton_poi_fused_mul_1": (1, 15.0),
+        "triton_poi_fused_mul_4": (1, 10.0),  # mul_1 is taken
+        "triton_red_fused_sum_7": (1, 10.0),  # of which of the two?
+        "nvjet_2": (1, 10.0),  # no compiler's number
+    }
+    difference = compare(table(a), table(b))
+    assert kinds(difference) == {
+        "triton_poi_fused_mul_1": "slower",
+        "triton_poi_fused_mul_4": "new",
+        "triton_red_fused_sum_1": "gone",
+        "triton_red_fused_sum_2": "gone",
+        "triton_red_fused_sum_7": "new",
+        "nvjet_1": "gone",
+        "nvjet_2": "new",
+    }
+    assert difference.unchanged == 1
+
+
+def test_what_can_not_be_compared() -> None:
+    operators = table({"aten::mm": (1, 1.0)}, what="operator")
+    with pytest.raises(WorkshopError, match=r"and x\.csv operators: compare two"):
+        compare(EAGER, operators)
+    other = table({}, device="NVIDIA H200")
+    other.tool = "ncu"
+    notes = compare(table({}, device="AMD MI300X"), other).notes
+    assert any("nsys and ncu measure differently" in note for note in notes)
+    assert any("two devices: AMD MI300X and NVIDIA H200" in note for note in notes)
+
+
+def shown(difference: TableDiff, limit: int = 20, width: int = 140) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as capture:
+        console.print(diff.render(difference, limit))
+    return capture.get()
+
+
+def test_the_terminal_and_the_json_show_the_figures() -> None:
+    text = shown(compare(EAGER, FUSED))
+    for row in (
+        r"│ kernel calls      │     25 │     7 │  -72.0% │",
+        r"│ GPU idle, ms      │ 10.000 │ 1.700 │  -83.0% │",
+        r"│ gone   │ elementwise_kernel<direct_copy_kernel_cuda> │      20 │ 0 │",
+        "unchanged: 1 of the kernels",
+    ):
+        assert row in text, text
+    assert "│ 3.000 │ 0.000 │ -3.000 │" in shown(compare(EAGER, FUSED), width=60), (
+        "no figure is cut"
+    )
+    assert "smaller ones, not shown: 1 new, 1 faster" in shown(compare(EAGER, FUSED), limit=2)
+    content = json.loads(json.dumps(diff.as_json(compare(EAGER, FUSED)), allow_nan=False))
+    assert content["schema_version"] == 1
+    assert content["a"]["launches"] == 25
+    assert content["changes"][0]["difference_ns"] == -3e6
+    assert content["changes"][0]["name"] == COPY
+
+
+HOSTILE = "\x1b[2J\x9b31m[bold]evil[/bold]\u202e\n\tx"
+
+
+def test_names_from_files_are_text_to_the_terminal() -> None:
+    a = table({HOSTILE: (20, 1.0)}, device=HOSTILE)
+    a.path = Path(HOSTILE.replace("/", ""))
+    text = shown(compare(a, table({}, device="another")))
+    assert "[bold]evil[/bold] x" in text
+    assert not {"\x1b", "\x9b", "\u202e", "\t"} & set(text)
+
+
+figures = st.dictionaries(
+    st.sampled_from(["a", "b", "triton_poi_fused_x_1", "triton_poi_fused_x_2", HOSTILE]),
+    st.tuples(st.integers(1, 10**9), st.floats(0, 1e9)),
+)
+lines = st.one_of(st.none(), st.builds(Timeline, st.floats(1, 1e15), st.just(0.0)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(figures, figures, st.sampled_from([None, 1, 7]), lines)
+def test_any_two_tables_compare(a, b, steps, line) -> None:
+    difference = compare(table(a, steps=steps, timeline=line), table(b, steps=steps))
+    json.dumps(diff.as_json(difference), allow_nan=False)
+    per = steps or 1
+    total = sum(ms for _, ms in b.values()) - sum(ms for _, ms in a.values())
+    got = (difference.b.kernels_ns - difference.a.kernels_ns) / 1e6 * per
+    assert got == pytest.approx(total, rel=1e-6, abs=1e-3)
+    rows = len(difference.changes) + difference.unchanged
+    assert max(len(a), len(b)) <= rows <= len(a) + len(b)
+    assert not any(word in shown(difference) for word in ("nan", "inf", "\x1b"))
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+ANONYMOUS = "(anonymous namespace)"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>, "
+            "std::array<char*, 3ul> >(int, at::native::AddFunctor<float>)",
+            "vectorized_elementwise_kernel<AddFunctor>",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
+            "at::native::BinaryFunctor<float, float, float, at::native::binary_internal::"
+            "MulFunctor<float> > >(at::TensorIteratorBase&)::{lambda(int)#1}>(int)",
+            "elementwise_kernel<MulFunctor>",
+        ),
+        (  # as ncu writes it
+            "void at::elementwise_kernel<128, 4, void at::gpu_kernel_impl_nocast<at::<unnamed>::"
+            "my_copy_kernel(at::TensorIteratorBase &)::[lambda(float) (instance 1)]>(const T1 &)>"
+            "(int, T2)",
+            "elementwise_kernel<my_copy_kernel>",
+        ),
+        (
+            f"void at::native::{ANONYMOUS}::multi_tensor_apply_kernel<at::native::{ANONYMOUS}::"
+            "TensorListMetadata<1>, at::native::BinaryOpScalarFunctor<float, 1, 1, 0>, "
+            "std::multiplies<float>, float>(float)",
+            "multi_tensor_apply_kernel<BinaryOpScalarFunctor, multiplies>",
+        ),
+        (
+            f"void {ANONYMOUS}::softmax_warp_forward<float, float, float, 7, false>(float*)",
+            "softmax_warp_forward",
+        ),
+        (
+            "std::enable_if<!(false), void>::type lib::gemv::kernel<int, 7>(T13)",
+            "lib::gemv::kernel",
+        ),
+        ("void divide(float*, int) [clone .kd]", "divide"),
+        (
+            "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEE"
+            "St5arrayIPcLm1EEEEviT0_T1_",
+            "vectorized_elementwise_kernel<FillFunctor>",
+        ),
+        (
+            "_ZN2at6native12_GLOBAL__N_16my_sumILi4ELi8EZNS0_17my_functor_kernelEvEEEvT_",
+            "my_sum<my_functor_kernel>",
+        ),
+        ("_Z6dividePfi", "divide"),
+        ("_ZN99999999999999x", "_ZN99999999999999x"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
+        ("[CUDA memcpy Host-to-Device]", "[CUDA memcpy Host-to-Device]"),
+        ("aten::mm", "aten::mm"),
+        ("triton_poi_fused_add_3", "triton_poi_fused_add_3"),
+    ],
+)
+def test_what_is_left_of_a_name(name, short) -> None:
+    assert display_name(name, 80) == short
+
+
+def test_a_long_name_keeps_both_ends() -> None:
+    name = "Cijk_Alik_Bljk_" + "MT64x16x32_" * 40 + "WG64_4_1"
+    short = display_name(name, 30)
+    assert len(short) == 30
+    assert short.startswith("Cijk_Alik_") and short.endswith("WG64_4_1") and "…" in short
+    assert display_name(name, 1) == "…"
+
+
+@given(st.text(st.characters() | st.sampled_from("<>()[]{}: -,\x1b\u202ev"), max_size=80))
+def test_any_name_is_printable_and_fits(name) -> None:
+    for width in (1, 7, 40):
+        short = display_name(name, width)
+        assert len(short) <= width
+        assert short.isprintable()
+
+
+@pytest.mark.parametrize("piece", ["<", ">", "(", "a<", "::", "a::", "x, ", "(anonymous "])
+def test_a_name_of_a_megabyte_takes_no_time(piece) -> None:
+    assert len(display_name("void f<" + piece * (1 << 20), 60)) <= 60

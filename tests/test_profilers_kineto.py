@@ -1,0 +1,681 @@
+"""The parser of torch.profiler's traces, against a trace of an H200 read the slow way, traces made
+by hand, one made live on the CPU, and broken ones."""
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from workshop.errors import WorkshopError
+from workshop.profilers import json_stream, kineto
+from workshop.profilers.reading import Problems
+from workshop.profilers.table import KernelTable
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
+MAIN, AUTOGRAD = 770, 806
+"""Threads of the host."""
+
+
+# Traces made by hand. Times in µs, as in the file.
+
+
+def event(category: str, name: str, ts: Any, dur: Any, tid: Any = MAIN, **args: Any) -> dict:
+    return {
+        "ph": "X", "cat": category, "name": name, "pid": MAIN, "tid": tid,
+        "ts": ts, "dur": dur, "args": args,
+    }  # fmt: skip
+
+
+def kernel(name: str, ts: float, dur: float, correlation: Any, *, device: int = 0, **args) -> dict:
+    return event("kernel", name, ts, dur, tid=7, device=device, correlation=correlation, **args)
+
+
+def launch(ts: float, correlation: Any, tid: int = MAIN, name: str = "cudaLaunchKernel") -> dict:
+    return event("cuda_runtime", name, ts, 3.0, tid, correlation=correlation)
+
+
+def mark(name: str, ts: float, dur: float) -> dict:
+    return event("user_annotation", name, ts, dur)
+
+
+def write(folder: Path, events: list, **keys: Any) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"schemaVersion": 1, **keys, "traceEvents": events}))
+    return path
+
+
+def read(folder: Path, *events: Any, **keys: Any) -> KernelTable:
+    return kineto.read(write(folder, list(events), **keys))
+
+
+# A training step whose kernels run long after their launch: those of the forward pass while the
+# host is in the backward pass, and so on.
+LAGGING_STEP = [
+    mark("step", 0, 100),
+    mark("forward", 0, 20),
+    mark("backward", 25, 40),
+    mark("optimizer", 70, 20),
+    launch(5, 1),
+    launch(30, 2, AUTOGRAD),
+    launch(50, 3, AUTOGRAD),
+    launch(75, 4),
+    launch(95, 5),
+    kernel("fwd", 28, 30, 1),
+    kernel("bwd", 58, 20, 2),
+    kernel("bwd", 78, 17, 3),
+    kernel("adam", 95, 4, 4),
+    kernel("later", 99, 1, 5),
+]
+
+
+def test_phases_are_those_of_the_launch_on_whatever_thread(tmp_path: Path) -> None:
+    table = read(tmp_path, *random.Random(0).sample(LAGGING_STEP, len(LAGGING_STEP)))
+    assert table.phases_ns == {"forward": 30e3, "backward": 37e3, "optimizer": 4e3}
+    assert table.steps == 1
+    assert table.host_calls["cudaLaunchKernel"].calls == 5
+    assert table.host_calls["cudaLaunchKernel"].total_ns == 15e3
+    assert table.warnings == []
+
+
+def test_a_severed_backward_pass_is_a_phase_without_kernels(tmp_path: Path) -> None:
+    events = [event for event in LAGGING_STEP if event["name"] != "bwd"]
+    phases = read(tmp_path, *events).phases_ns
+    assert phases == {"forward": 30e3, "backward": 0.0, "optimizer": 4e3}
+
+
+def test_a_graph_launch_has_many_kernels(tmp_path: Path) -> None:
+    table = read(
+        tmp_path,
+        mark("forward", 0, 20),
+        mark("optimizer", 30, 20),
+        launch(10, 1, name="cudaGraphLaunch"),
+        launch(40, 2, name="cudaGraphLaunch"),
+        *(kernel("replayed", 100 + 10 * i, 5, correlation=1 + i // 3) for i in range(4)),
+    )
+    assert table.phases_ns == {"forward": 15e3, "optimizer": 5e3}
+    assert table.host_calls["cudaGraphLaunch"].calls == 2
+    assert table.launches == 4
+
+
+def test_other_peoples_traces_have_phases_by_pytorchs_own_marks(tmp_path: Path) -> None:
+    table = read(
+        tmp_path,
+        mark("ProfilerStep#4", 0, 100),
+        mark("ProfilerStep#5", 100, 1),  # nothing in it: the profiler was stopped here
+        event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 30, 10, AUTOGRAD),
+        event("cpu_op", "MulBackward0", 31, 8, AUTOGRAD),
+        mark("Optimizer.step#AdamW.step", 60, 20),
+        mark("Optimizer.zero_grad#AdamW.zero_grad", 85, 5),
+        *(launch(ts, i) for i, ts in enumerate((10, 35, 70, 87), start=1)),
+        *(kernel("k", 200 + 10 * i, i, i) for i in range(1, 5)),
+    )
+    assert table.phases_ns == {"backward": 2e3, "optimizer": 3e3}
+    assert table.steps == 1
+
+
+def test_a_forward_that_the_backward_pass_repeats_is_backward(tmp_path: Path) -> None:
+    table = read(
+        tmp_path,
+        mark("forward", 0, 10),
+        mark("backward", 20, 50),
+        mark("forward", 30, 10),
+        *(launch(ts, i) for i, ts in enumerate((5, 25, 35, 45, 70, 71), start=1)),
+        *(kernel("k", 100 + i, 1, i) for i in range(1, 7)),
+    )
+    assert table.phases_ns == {"forward": 1e3, "backward": 4e3}
+
+
+def test_a_launch_is_in_one_phase_where_two_overlap(tmp_path: Path) -> None:
+    table = read(
+        tmp_path,
+        mark("forward", 0, 30),
+        mark("backward", 20, 30),
+        *(launch(ts, i) for i, ts in enumerate((10, 25, 40), start=1)),
+        *(kernel("k", 100 + i, 1, i) for i in range(1, 4)),
+    )
+    assert table.phases_ns == {"forward": 2e3, "backward": 1e3}
+
+
+def test_kernels_without_a_launch_are_in_no_phase(tmp_path: Path) -> None:
+    table = read(tmp_path, *LAGGING_STEP, kernel("early", 1, 7, 99), kernel("none", 2, 9, 0))
+    assert sum(table.phases_ns.values()) == 71e3
+    assert "2 of 7 kernels and copies have no launch" in table.warnings[0]
+
+
+def test_kernels_that_overlap_are_busy_once(tmp_path: Path) -> None:
+    table = read(
+        tmp_path, kernel("a", 10, 10, 1), kernel("b", 15, 20, 2), kernel("c", 18, 2, 3),
+        kernel("d", 50, 5, 4),
+    )  # fmt: skip
+    assert table.timeline is not None
+    assert (table.timeline.span_ns, table.timeline.busy_ns) == (45e3, 30e3)
+    assert table.total_ns == 37e3
+
+
+def test_several_devices(tmp_path: Path) -> None:
+    table = read(
+        tmp_path,
+        kernel("k", 0, 10, 1, device=0),
+        kernel("k", 0, 30, 2, device=3),
+        kernel("k", 40, 10, 3, device=3),
+        deviceProperties=[{"id": 0, "name": "first"}, {"id": 3, "name": "fourth"}],
+    )
+    assert (table.device, table.launches, table.total_ns) == ("fourth", 3, 50e3)
+    assert table.timeline is not None
+    assert (table.timeline.span_ns, table.timeline.busy_ns) == (50e3, 40e3)
+    assert "2 devices are added up; busy and idle time are those of device 3" in table.warnings[0]
+
+
+def test_an_amd_trace(tmp_path: Path) -> None:
+    """The same categories, HIP's names; numbers as text, as some versions write them, in a bare
+    list; and times since 1970, whose nanoseconds are more than a float can tell apart."""
+    gemm = "Cijk_Alik_Bljk_BBS_BH_MT128x128x64_MI32x32x8x1"
+    ts = 1694039968955744
+    events = [
+        event("cuda_runtime", "hipLaunchKernel", str(ts), "4.5", correlation="11"),
+        event("hip_runtime", "hipExtModuleLaunchKernel", ts + 10, 5, correlation="12"),
+        kernel(gemm, ts + 20, 7, "11", device=2),
+        kernel(gemm, ts + 30, 9, 12.0, device=2),
+        mark("forward", ts + 9, 2),
+        event("gpu_memcpy", "Memcpy HtoD (Host -> Device)", ts + 50, 2, device=2, bytes=4096),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", ts + 52, 2, device=2, bytes=4096),
+        event("gpu_memset", "Memset (Device)", ts + 54, 1, device=2),
+    ]
+    path = tmp_path / "rank0.pt.trace.json"
+    path.write_text("\n " + json.dumps(events, indent=1))
+    assert kineto.recognises_json(path.read_text())
+    table = kineto.read(path)
+    first = table.kernels[0]
+    assert (first.name, first.category, first.calls, first.total_ns) == (gemm, "GEMM", 2, 16e3)
+    assert (first.min_ns, first.max_ns, first.bytes) == (7e3, 9e3, None)
+    copies = {kernel.name: kernel.bytes for kernel in table.kernels if kernel.category == "copy"}
+    assert copies == {
+        "Memcpy HtoD (Host -> Device)": 4096,
+        "Memcpy DtoD (Device -> Device)": 8192,
+        "Memset (Device)": None,
+    }
+    assert table.phases_ns == {"forward": 9e3}
+    assert list(table.host_calls) == ["hipLaunchKernel", "hipExtModuleLaunchKernel"]
+    assert table.timeline is not None and table.timeline.span_ns == 35e3
+
+
+# The H200's trace, by json.load and loops.
+
+
+@cache
+def h200_events(category: str) -> list[dict]:
+    events = json.loads(gzip.decompress(H200.read_bytes()))["traceEvents"]
+    return [event for event in events if event.get("cat") == category]
+
+
+def test_the_h200s_kernels_and_calls() -> None:
+    table = kineto.read(H200)
+    ran = h200_events("kernel") + h200_events("gpu_memset")
+    calls: dict[str, list[float]] = defaultdict(list)
+    for one in ran:
+        calls[one["name"]].append(one["dur"] * 1000)
+    assert {kernel.name: kernel.calls for kernel in table.kernels} == {
+        name: len(times) for name, times in calls.items()
+    }
+    for row in table.kernels:
+        times = calls[row.name]
+        assert row.total_ns == pytest.approx(sum(times))
+        assert (row.min_ns, row.max_ns) == pytest.approx((min(times), max(times)))
+    assert [row.total_ns for row in table.kernels] == sorted(map(sum, calls.values()), reverse=True)
+    memset = next(row for row in table.kernels if row.name == "Memset (Device)")
+    assert (memset.category, memset.bytes) == ("copy", 160)
+
+    host: dict[str, list[float]] = defaultdict(list)
+    for one in h200_events("cuda_runtime") + h200_events("cuda_driver"):
+        host[one["name"]].append(one["dur"] * 1000)
+    assert {name: call.calls for name, call in table.host_calls.items()} == {
+        name: len(times) for name, times in host.items()
+    }
+    assert {name: call.total_ns for name, call in table.host_calls.items()} == pytest.approx(
+        {name: sum(times) for name, times in host.items()}
+    )
+    assert (table.tool, table.what, table.device) == ("torch.profiler", "kernel", "NVIDIA H200")
+    assert (table.steps, table.warnings, table.launches) == (None, [], 780)
+
+
+def test_the_h200s_busy_time_and_phases() -> None:
+    table = kineto.read(H200)
+    ran = h200_events("kernel") + h200_events("gpu_memset")
+    # A byte for each ns since the first start: 1 where a kernel ran.
+    origin = min(one["ts"] for one in ran)
+    busy = bytearray(round((max(one["ts"] + one["dur"] for one in ran) - origin) * 1000))
+    for one in ran:
+        start, ns = round((one["ts"] - origin) * 1000), round(one["dur"] * 1000)
+        busy[start : start + ns] = b"\1" * ns
+    assert table.timeline is not None
+    assert table.timeline.busy_ns == pytest.approx(busy.count(1), rel=1e-3)
+    assert table.timeline.span_ns == pytest.approx(len(busy), rel=1e-6)
+
+    starts = {
+        one["args"]["correlation"]: one["ts"]
+        for one in h200_events("cuda_runtime") + h200_events("cuda_driver")
+    }
+    ranges = h200_events("user_annotation")
+    phases: dict[str, float] = defaultdict(float)
+    for one in ran:
+        launched = starts[one["args"]["correlation"]]
+        for range_ in ranges:
+            if range_["name"] in kineto.PHASES and 0 <= launched - range_["ts"] <= range_["dur"]:
+                phases[range_["name"]] += one["dur"] * 1000
+    assert table.phases_ns == pytest.approx(phases)
+    assert phases["backward"] > phases["forward"] > phases["optimizer"] > 0
+
+
+def test_the_h200s_phases_are_told_without_the_workshops_marks(tmp_path: Path) -> None:
+    """But for the gradient of the loss, which backward() fills in before autograd takes over."""
+    marked = kineto.read(H200).phases_ns
+    text = gzip.decompress(H200.read_bytes()).decode()
+    for phase in kineto.PHASES:
+        text = text.replace(f'"name": "{phase}"', '"name": "something else"')
+    (tmp_path / "trace.json").write_text(text)
+    told = kineto.read(tmp_path / "trace.json").phases_ns
+    assert set(told) == {"backward", "optimizer"}
+    for phase, time in told.items():
+        assert 0.99 * marked[phase] < time <= marked[phase]
+
+
+# Traces without a GPU.
+
+
+def profiled_training(steps: int) -> profile:
+    """Of a tiny model, on the CPU."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(128, 64)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=1, warmup=1, active=steps),
+        with_stack=True,
+    ) as profiler:
+        for _ in range(steps + 2):
+            with record_function("forward"):
+                loss = model(inputs).square().mean()
+            with record_function("backward"):
+                loss.backward()
+            with record_function("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+            profiler.step()
+    return profiler
+
+
+def test_a_live_trace_of_the_cpu(tmp_path: Path) -> None:
+    """Own times are those that PyTorch itself adds up from the events in memory."""
+    profiler, path = profiled_training(steps=3), tmp_path / "trace.json.gz"
+    profiler.export_chrome_trace(str(path))
+    table = kineto.read(path)
+    operators = [
+        event["name"]
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        if event.get("cat") == "cpu_op"
+    ]
+    assert {row.name: row.calls for row in table.kernels} == Counter(operators)
+    own_us = {row.key: row.self_cpu_time_total for row in profiler.key_averages()}
+    for row in table.kernels:
+        assert row.total_ns == pytest.approx(own_us[row.name] * 1e3, rel=0.01, abs=20)
+        assert 0 <= row.min_ns <= row.mean_ns <= row.max_ns <= row.total_ns
+    assert (table.what, table.tool, table.steps) == ("operator", "torch.profiler", 3)
+    assert table.device is None and table.timeline is None
+    # The ranges cover a whole step but for the profiler's own work: every operator is in one.
+    assert sum(table.phases_ns.values()) == pytest.approx(table.total_ns)
+    assert set(table.phases_ns) == set(kineto.PHASES) and min(table.phases_ns.values()) > 0
+    assert table.category_ns()["GEMM"] > 0
+
+
+@given(
+    operators=st.lists(
+        st.tuples(
+            st.integers(0, 30), st.integers(0, 20), st.sampled_from("abc"), st.integers(1, 2)
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_own_times_count_every_instant_once(operators, tmp_path_factory) -> None:
+    """Nested or not: in each microsecond the last operator to start that still runs has the
+    thread."""
+    events = [event("cpu_op", name, ts, dur, tid) for ts, dur, name, tid in operators]
+    table = read(tmp_path_factory.mktemp("operators"), *events)
+    expected = dict.fromkeys((name for _, _, name, _ in operators), 0)
+    for thread in (1, 2):
+        for instant in range(50):
+            running = [
+                # Of those that start together the longest calls the others; of equals the first.
+                (ts, -dur, index, name)
+                for index, (ts, dur, name, tid) in enumerate(operators)
+                if tid == thread and ts <= instant < ts + dur
+            ]
+            if running:
+                expected[max(running)[3]] += 1000
+    assert {row.name: row.total_ns for row in table.kernels} == pytest.approx(expected)
+
+
+def test_operators_of_a_trace_that_lacks_its_kernels_come_with_a_warning(tmp_path: Path) -> None:
+    table = read(tmp_path, event("cpu_op", "aten::mm", 0, 9), launch(3, 1))
+    assert table.what == "operator"
+    assert "none is in the trace" in table.warnings[0]
+
+
+# Files and folders.
+
+
+@pytest.mark.parametrize(
+    ("start", "is_trace"),
+    [
+        ('{"schemaVersion": 1, "deviceProperties": [', True),
+        ('{"traceEvents": []}', True),
+        ('\ufeff [{"ph": "X", "cat": "kernel"', True),
+        ('[{"frame": {"name": "ROOT"}, "metrics": {"time (ns)": 1}}]', False),
+        ('{"rocprofiler-sdk-tool": [{"metadata": {}}]}', False),
+        ('{"schema_version": 1, "version": "v1"}', False),
+        ("", False),
+    ],
+)
+def test_what_a_trace_looks_like(start: str, is_trace: bool) -> None:
+    assert kineto.recognises_json(start) is is_trace
+
+
+def test_a_folders_newest_trace(tmp_path: Path) -> None:
+    for number, name in enumerate(("b.pt.trace.json", "a.pt.trace.json")):
+        (tmp_path / name).write_text(json.dumps({"traceEvents": [kernel(name, 1, 1, 1)]}))
+        os.utime(tmp_path / name, (number, number))
+    (tmp_path / "run.json").write_text('{"schema_version": 1}')
+    table = kineto.read(tmp_path)
+    assert table.path == tmp_path / "a.pt.trace.json"
+    assert table.kernels[0].name == "a.pt.trace.json"
+    assert table.warnings == [f"{tmp_path} has 2 traces; this is the newest, a.pt.trace.json"]
+
+
+def test_a_folder_without_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"schema_version": 1}')
+    with pytest.raises(
+        WorkshopError, match=r"no trace of torch.profiler \(.json, .json.gz\) in it"
+    ):
+        kineto.read(tmp_path)
+
+
+# What is broken.
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        ("text", "row 2: a str is no event"),
+        (kernel("k", 1, -1, 1), "row 2: its duration (dur): -1 is no duration"),
+        (kernel("k", 1, float("nan"), 1), "row 2: its duration (dur): nan is no finite number"),
+        (kernel("k", 1, 10**400, 1), "row 2: its duration (dur)"),
+        (kernel("k", 1, 10**18, 1), "row 2: its duration (dur)"),
+        (kernel("k", None, 1, 1), "row 2: its start (ts): None is no number"),
+        (kernel("k", -1e300, 1, 1), "row 2: its start (ts): -1e+300 is years from the first"),
+        (kernel(17, 1, 1, 1), "row 2: it has no name"),
+        ({"ph": "X", "cat": "kernel", "name": "k", "ts": 1}, "row 2: its duration (dur): None"),
+        (
+            {"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 1, "dur": []},
+            "row 2: its",
+        ),
+    ],
+)
+def test_an_event_that_makes_no_sense_is_left_out(tmp_path: Path, broken, what: str) -> None:
+    table = read(tmp_path, kernel("good", 0, 1, 1), broken, kernel("good", 5, 1, 2))
+    assert [(row.name, row.calls) for row in table.kernels] == [("good", 2)]
+    assert what in table.warnings[0] and len(table.warnings) == 1
+
+
+def test_odd_events_that_still_tell_something(tmp_path: Path) -> None:
+    """Unhashable and wrong fields beside the ones that count, other phases of the format, names
+    that no terminal should be given, an id that comes twice."""
+    table = read(
+        tmp_path,
+        kernel("\x1b[2Jname\ud800", 0, 1, []) | {"pid": {}},
+        kernel("k", 1, 1, 1, device=[]) | {"tid": []},
+        kernel("k", 2, 1, 1, device=None) | {"args": []},
+        event("gpu_memcpy", "copy", 3, 1, bytes="many"),
+        event("gpu_memcpy", "copy", 4, 1, bytes=-5),
+        event("cpu_op", "aten::mm", 0, 1, tid=[]),
+        {"ph": "X", "cat": ["kernel"]},
+        {"ph": "M", "name": "process_name"},
+        kernel("of another phase", 0, 1, 1) | {"ph": "i"},
+        launch(0, 1),
+        launch(99, 1),
+        mark("forward", 0, 5),
+    )
+    assert table.phases_ns == {"forward": 1e3}
+    assert {row.name: row.calls for row in table.kernels} == {
+        "\ufffd[2Jname\ufffd": 1,
+        "k": 2,
+        "copy": 2,
+    }
+    assert table.host_calls["cudaLaunchKernel"].calls == 2
+    assert all(row.bytes is None for row in table.kernels)
+
+
+@pytest.mark.parametrize("text", ["", "\0" * 99, "{}", "[]", '{"traceEvents": []}', "{" * 99_999])
+def test_no_events(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(WorkshopError, match=r"trace.json: its traceEvents are missing or empty"):
+        kineto.read(tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(
+    ("events", "what"),
+    [
+        ([{"ph": "M"}], "no kernels and no operators in it$"),
+        ([launch(0, 1), kernel("k", 1, -1, 1)], "no operators in it; .*row 2: its duration"),
+    ],
+)
+def test_nothing_in_the_events(tmp_path: Path, events: list, what: str) -> None:
+    with pytest.raises(WorkshopError, match=what):
+        read(tmp_path, *events)
+
+
+def test_a_file_that_is_missing_or_no_gzip(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match="no such file"):
+        kineto.read(tmp_path / "trace.json")
+    (tmp_path / "trace.json.gz").write_bytes(b"\x1f\x8bnot gzip after all")
+    with pytest.raises(WorkshopError, match="its gzip compression is corrupt"):
+        kineto.read(tmp_path / "trace.json.gz")
+
+
+def test_a_deeply_nested_event_ends_the_valid_part(tmp_path: Path) -> None:
+    path = write(tmp_path, [kernel("k", 0, 1, 1), "deep", kernel("k", 1, 1, 2)])
+    path.write_text(path.read_text().replace('"deep"', "[" * 100_000))
+    table = kineto.read(path)
+    assert table.launches == 1
+    assert "row 2: no JSON (maximum recursion depth" in table.warnings[0]
+
+
+def test_a_zero_byte_in_a_name_is_no_end(tmp_path: Path) -> None:
+    path = write(tmp_path, [kernel("k@", 0, 1, 1), kernel("k", 1, 1, 2)])
+    path.write_bytes(path.read_bytes().replace(b"@", b"\0"))
+    assert {row.name for row in kineto.read(path).kernels} == {"k\ufffd", "k"}
+
+
+def test_a_truncated_gzip_gives_its_beginning(tmp_path: Path) -> None:
+    """Cut to three quarters: the operators of that part, and the kernels, with their phases."""
+    whole, path = kineto.read(H200), tmp_path / "cut.json.gz"
+    path.write_bytes(H200.read_bytes()[: H200.stat().st_size * 3 // 4])
+    table = kineto.read(path)
+    assert 0 < table.launches < whole.launches
+    assert {row.name for row in table.kernels} <= {row.name for row in whole.kernels}
+    assert any("cut.json.gz, row" in warning for warning in table.warnings)
+
+
+def is_sane(table: KernelTable) -> bool:
+    times = [table.total_ns, *table.phases_ns.values()]
+    times += [call.total_ns for call in table.host_calls.values()]
+    if table.timeline is not None:
+        times += [table.timeline.busy_ns, table.timeline.idle_ns]
+    sums = sum(table.phases_ns.values()) <= table.total_ns * (1 + 1e-9)
+    return sums and bool(table.kernels) and all(0 <= time < 1e21 for time in times)
+
+
+VALUES = st.sampled_from(
+    [None, True, [], {}, "", "x", "NaN", "1e999", -1, 0, 1e18, -1e308, 10**30, float("nan")]
+)
+FIELDS = st.sampled_from(["ph", "cat", "name", "pid", "tid", "ts", "dur", "args"])
+
+
+@given(
+    replaced=st.lists(st.tuples(st.integers(0, 13), FIELDS, VALUES), max_size=4),
+    flipped=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), max_size=3),
+    cut=st.integers(0, 1 << 20) | st.none(),
+    packed=st.booleans(),
+)
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_whatever_happens_to_a_file(tmp_path, replaced, flipped, cut, packed) -> None:
+    events = [dict(event) for event in LAGGING_STEP]
+    for index, field, value in replaced:
+        events[index][field] = value
+    content = bytearray(json.dumps({"traceEvents": events}).encode())
+    if packed:
+        content = bytearray(gzip.compress(content, 1))
+    for position, change in flipped:
+        content[position % len(content)] ^= change
+    if cut is not None:
+        content = content[: cut % len(content)]
+    path = tmp_path / "fuzzed.json"
+    path.write_bytes(content)
+    try:
+        table = kineto.read(path)
+    except WorkshopError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:
+        assert is_sane(table)
+
+
+# Reading a file block by block.
+
+
+@given(
+    entries=st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+            ),
+            max_leaves=6,
+        ),
+        max_size=8,
+    ),
+    block=st.integers(1, 40),
+    indent=st.sampled_from([None, 3]),
+    ascii_only=st.booleans(),
+    bare=st.booleans(),
+)
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_blocks_may_end_anywhere(
+    tmp_path, monkeypatch, entries, block, indent, ascii_only, bare
+) -> None:
+    document = entries if bare else {"other": 1, "key": entries, "after": {"key": [7]}}
+    path = tmp_path / "blocks.json"
+    text = json.dumps(document, indent=indent, ensure_ascii=ascii_only)
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    monkeypatch.setattr(json_stream, "_BLOCK_BYTES", block)
+    problems = Problems(path)
+    found = list(json_stream.file_items(path, "key", problems))
+    wanted = entries if bare else [*entries, 7]
+    assert found == list(enumerate(wanted, start=1))
+    assert problems.count == 0
+    if not bare:
+        assert list(json_stream.items(text, "key", problems)) == found
+
+
+def test_a_text_cut_anywhere_gives_the_entries_before_the_cut(tmp_path: Path, monkeypatch) -> None:
+    text = '{"key": [{"a": [1, "]"]}, "two", 33, 4.5, [null]], "after": 0}'
+    ends = [text.index(entry) + len(entry) for entry in ('"]"]}', '"two"', "33", "4.5", "[null]")]
+    path = tmp_path / "cut.json"
+    monkeypatch.setattr(json_stream, "_BLOCK_BYTES", 5)
+    for cut in range(text.index("[") + 1, len(text)):
+        path.write_text(text[:cut])
+        problems = Problems(path)
+        found = [entry for _, entry in json_stream.file_items(path, "key", problems)]
+        whole = sum(end <= cut for end in ends)
+        assert found[:whole] == [{"a": [1, "]"]}, "two", 33, 4.5, [None]][:whole]
+        assert len(found) <= whole + 1  # a number that is cut is a number
+        assert problems.count == (cut <= text.index("], ")), text[:cut]
+
+
+def test_a_broken_entry_does_not_load_the_rest_of_the_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", 1000)
+    monkeypatch.setattr(json_stream, "_BLOCK_BYTES", 100)
+    path = tmp_path / "open.json"
+    path.write_text('{"key": [1, "' + "never closed " * 10_000)
+    problems = Problems(path)
+    window = json_stream._Window(json_stream._blocks(path))
+    assert list(json_stream._entries(window, json_stream._array("key"), problems)) == [(1, 1)]
+    assert problems.count == 1
+    assert len(window.text) < 4000
+
+
+# A million events.
+
+EVENTS = 1_000_000
+GEMM = "nvjet_sm90_tst_64x64_64x13_2x1_v_bz_NNT"
+SHAPES = {"Input Dims": [[1024, 512], [512, 512], []], "Input type": ["float", "float", ""]}
+A_CALL = [
+    event("cpu_op", "aten::linear", "TS", 18, **{"Ev Idx": "ID"}, **SHAPES),
+    event("cpu_op", "aten::addmm", "TS", 9, **{"Ev Idx": "ID"}, **SHAPES),
+    launch("TS", "ID"),
+    kernel(GEMM, "TS", 2.4, "ID", grid=[1024, 1, 1], block=[128, 1, 1], **{"blocks per SM": 7.7}),
+]
+MEASURE = """
+    import resource, sys, time
+    from pathlib import Path
+    from workshop.profilers import kineto
+
+    table = kineto.read(Path(sys.argv[1]))
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(table.launches, table.phases_ns["forward"], time.process_time(), kib * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_million_events_in_ten_seconds_and_a_gigabyte(tmp_path: Path) -> None:
+    call = ",\n".join(json.dumps(event) for event in A_CALL)
+    call = call.replace('"TS"', "%.3f").replace('"ID"', "%d")
+    calls = EVENTS // len(A_CALL)
+    with (tmp_path / "trace.json").open("w") as file:
+        file.write('{"schemaVersion": 1, "traceEvents": [\n')
+        for number in range(1, calls + 1):
+            ts = 4309434489349.691 + 20 * number
+            file.write(call % (ts, number, ts + 1, number, ts + 2, number, ts + 12, number))
+            file.write(",\n")
+        file.write(json.dumps(mark("forward", 4309434489000, 1e9)) + "]}")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path / "trace.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    launches, forward_ns, seconds, memory = map(float, done.stdout.split())
+    assert launches == calls
+    assert forward_ns == pytest.approx(calls * 2400)
+    assert seconds < 10  # of the processor's time: others may share the machine
+    assert memory < 1e9

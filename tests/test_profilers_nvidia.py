@@ -1,0 +1,597 @@
+"""ncu's, nsys's and Proton's outputs: their figures come out as written, and what is broken is
+named or left out."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workshop.errors import WorkshopError
+from workshop.profilers import ncu, nsys, proton
+from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.table import HostCall, Kernel, KernelTable
+
+FIXTURES = Path(__file__).parent / "fixtures" / "profilers"
+NCU_RAW = FIXTURES / "ncu" / "ncu_raw_h200.csv"
+NCU_DETAILS = FIXTURES / "ncu" / "ncu_details_h200.csv"
+PROTON = FIXTURES / "proton" / "h200_proton.hatchet"
+
+
+def kernel(table: KernelTable, part: str) -> Kernel:
+    """The one kernel with this in its name."""
+    (found,) = (kernel for kernel in table.kernels if part in kernel.name)
+    return found
+
+
+def rows_text(rows: Iterable[Iterable[object]], *, quote: int = csv.QUOTE_MINIMAL) -> str:
+    text = io.StringIO()
+    csv.writer(text, quoting=quote, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], Path]:
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+Write = Callable[[str, str], Path]
+
+
+# --- ncu -----------------------------------------------------------------------------------------
+
+TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
+BF16 = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
+
+
+def sass(op: str) -> str:
+    return f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum"
+
+
+def raw_page(units: dict[str, str], *launches: dict[str, str]) -> str:
+    """A raw page with these metrics' units and the launches' values; "Kernel Name" may be one."""
+    header = ["ID", "Process ID", "Process Name", "Kernel Name", *units]
+    rows = [header, ["", "", "", "", *units.values()]]
+    for number, launch in enumerate(launches):
+        name = launch.get("Kernel Name", "some_kernel")
+        rows.append([str(number), "7", "python3", name, *(launch.get(m, "") for m in units)])
+    return rows_text(rows, quote=csv.QUOTE_ALL)
+
+
+def test_ncu_raw_page_of_an_h200() -> None:
+    """One step of x W -> silu -> sum and its backward: (2048 x 1024) by (1024 x 4096)."""
+    table = ncu.read(NCU_RAW)
+    assert (table.tool, table.device, table.warnings) == ("ncu", "NVIDIA H200", [])
+    assert table.timeline is None
+    assert (table.launches, table.total_ns) == (15, 186_080)
+    products = [kernel for kernel in table.kernels if kernel.category == "GEMM"]
+    assert [kernel.flops for kernel in products] == [2 * 2048 * 1024 * 4096] * 3
+    assert [kernel.total_ns for kernel in products] == [26_816, 25_376, 24_352]
+    assert products[0].bytes == 12_616_704 + 674_048
+    silu = kernel(table, "silu_kernel")  # fadd + 2 ffma + 4 hfma of its 2048 x 4096 elements
+    assert silu.flops == (1 + 2 * 10 + 4) * 2048 * 4096
+    casts = kernel(table, "vectorized_elementwise_kernel<8, at::bfloat16_copy_kernel_cuda")
+    assert (casts.calls, casts.total_ns, casts.min_ns, casts.max_ns) == (2, 12_800, 5_120, 7_680)
+    assert casts.bytes == 16_782_336 + 28_160 + 8_393_728 + 0
+
+
+def test_ncu_details_page_agrees_with_the_raw_page() -> None:
+    """The details are rounded to three or four digits, in units of their own: us, Mbyte, Kbyte."""
+    raw, details = ncu.read(NCU_RAW), ncu.read(NCU_DETAILS)
+    assert {kernel.name for kernel in details.kernels} == {kernel.name for kernel in raw.kernels}
+    for exact in raw.kernels:
+        (rounded,) = (kernel for kernel in details.kernels if kernel.name == exact.name)
+        assert (rounded.calls, rounded.category) == (exact.calls, exact.category)
+        assert rounded.flops == exact.flops
+        for field in ("total_ns", "min_ns", "max_ns", "bytes"):
+            assert getattr(rounded, field) == pytest.approx(getattr(exact, field), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("units", "values"),
+    [
+        (("ns", "byte"), ("1,500,000", "2,500,000,000")),
+        (("nsecond", "Kbyte"), ("1500000", "2,500,000")),
+        (("us", "Mbyte"), ("1,500", "2,500")),
+        (("usecond", "Gbyte"), ("1500.0", "2.5")),
+        (("msecond", "Gbyte"), ("1.5", "2.50")),
+        (("second", "Tbyte"), ("0.0015", "0.0025")),
+    ],
+)
+def test_ncu_units(write: Write, units: tuple[str, str], values: tuple[str, str]) -> None:
+    time, size = units
+    page = raw_page(
+        {TIME: time, READ: size, WRITTEN: "byte"}, {TIME: values[0], READ: values[1], WRITTEN: "8"}
+    )
+    (only,) = ncu.read(write("raw.csv", page)).kernels
+    assert (only.total_ns, only.bytes) == pytest.approx((1.5e6, 2.5e9 + 8))
+
+
+@pytest.mark.parametrize(
+    ("counters", "flops"),
+    [
+        ({sass("fadd"): 1, sass("fmul"): 10, sass("ffma"): 100}, 1 + 10 + 200),
+        ({sass("dadd"): 1, sass("dmul"): 10, sass("dfma"): 100}, 1 + 10 + 200),
+        ({sass("hadd"): 1, sass("hmul"): 10, sass("hfma"): 100}, 2 + 20 + 400),
+        ({BF16: 64, sass("ffma"): 1}, 66),
+        # Parts of a counter are in it already; without it they are all there is.
+        ({BF16: 64, BF16.replace(".", "_sparsity_on."): 4, sass("fadd"): 1}, 65),
+        ({BF16.replace(".", "_sparsity_on."): 4, BF16.replace(".", "_sparsity_off."): 60}, 64),
+        ({"sm__ops_path_tensor_src_fp8.sum": 8, "sm__ops_path_tensor_src_fp8_dst_fp32.sum": 6}, 8),
+        ({"sm__ops_path_tensor_src_tf32_dst_fp32.sum": 8, BF16: 1}, 9),
+        # Integers; instructions, of which nobody knows the operations; an average.
+        ({"sm__ops_path_tensor_src_int8.sum": 8, sass("fadd"): 0}, 0),
+        ({"sm__inst_executed_pipe_tensor.sum": 8}, None),
+        ({BF16.replace(".sum", ".avg"): 8}, None),
+        ({BF16: "n/a", sass("fadd"): 3}, 3),
+        ({BF16: "n/a"}, None),
+    ],
+)
+def test_ncu_operations(write: Write, counters: dict[str, object], flops: float | None) -> None:
+    units = {TIME: "ns"} | dict.fromkeys(counters, "inst")
+    launch = {TIME: "5"} | {metric: str(value) for metric, value in counters.items()}
+    (only,) = ncu.read(write("raw.csv", raw_page(units, launch))).kernels
+    assert only.flops == flops
+
+
+def test_ncu_leaves_out_bad_rows_and_names_the_first(write: Write) -> None:
+    units = {TIME: "ns", READ: "byte", WRITTEN: "byte"}
+    page = raw_page(
+        units,
+        {TIME: "10", READ: "n/a", WRITTEN: "4"},
+        {TIME: "n/a"},
+        {TIME: "-3"},
+        {TIME: "10", READ: "-1", WRITTEN: "4"},
+        {TIME: "10", "Kernel Name": ""},
+        {TIME: "20", READ: "1", WRITTEN: "4"},
+    )
+    before = 'a program\'s line\n"loss", 3.14\n==PROF== Connected to process 7\n\n'
+    after = "==PROF== Disconnected from process 7\nbye\n" + page.splitlines()[2][:30]
+    path = write("raw.csv", before + page + after)
+    assert ncu.recognises(path)
+    table = ncu.read(path)
+    (only,) = table.kernels
+    assert (only.calls, only.total_ns, only.bytes) == (2, 30, 5)  # not what is n/a in part
+    assert table.warnings == [
+        f"left out {path}, row 8: has no gpu__time_duration.sum (and 5 more rows)"
+    ]
+
+
+def test_ncu_sections_call_the_time_otherwise(write: Write) -> None:
+    """`--set full` instead of --metrics; the rows of rules are longer than those of metrics."""
+    header = ["ID", "Process ID", "Kernel Name", "Section Name", "Metric Name", "Metric Unit"]
+    header += ["Metric Value", "Rule Name", "Rule Description"]
+    start = ["0", "7", "some_gemm_kernel"]
+    rows = [
+        header,
+        [*start, "GPU Speed Of Light Throughput", "DRAM Throughput", "%", "0.74", ""],
+        [*start, "GPU Speed Of Light Throughput", "Duration", "us", "1,406.24", ""],
+        [*start, "SpeedOfLight", "", "", "", "Bottleneck", "This kernel, it says, could do better"],
+        ["0", "8", *start[2:], "GPU Speed Of Light Throughput", "Duration", "ms", "1", ""],
+    ]
+    (only,) = ncu.read(write("details.csv", rows_text(rows, quote=csv.QUOTE_ALL))).kernels
+    assert (only.calls, only.total_ns) == (2, pytest.approx(2_406_240))  # of two processes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header"),
+        ("no\ncsv\n", "no header"),
+        ('"ID","Kernel Name"\n', "no kernels with a time in it; was ncu run with --metrics"),
+        (raw_page({READ: "byte"}, {READ: "5"}), "row 3: has no gpu__time_duration.sum"),
+        (raw_page({TIME: "cycle"}, {TIME: "5"}), "row 3: 'cycle' is no unit of time"),
+        (raw_page({TIME: "ns"}, {TIME: "1e300"}), "row 3: '1e300' is no duration"),
+        ('"ID","Metric Name"\n', "no column Kernel Name"),
+    ],
+)
+def test_ncu_says_in_a_line_why_there_is_nothing(write: Write, text: str, message: str) -> None:
+    path = write("page.csv", text)
+    with pytest.raises(WorkshopError) as caught:
+        ncu.read(path)
+    assert str(path) in str(caught.value) and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- nsys ----------------------------------------------------------------------------------------
+
+KERN_SUM = ["Time (%)", "Total Time (ns)", "Instances", "Avg (ns)", "Med (ns)", "Min (ns)"]
+KERN_SUM += ["Max (ns)", "StdDev (ns)", "Name"]
+TRACE = ["Start (ns)", "Duration (ns)", "CorrId", "GrdX", "GrdY", "GrdZ", "BlkX", "BlkY", "BlkZ"]
+TRACE += ["Reg/Trd", "StcSMem (MB)", "DymSMem (MB)", "Bytes (MB)", "Throughput (MB/s)", "SrcMemKd"]
+TRACE += ["DstMemKd", "Device", "Ctx", "GreenCtx", "Strm", "Name"]
+
+Row = dict[str, object]
+
+
+def report(columns: list[str], *rows: Row) -> str:
+    """A report with these rows' fields, and dots for the others."""
+    return rows_text([columns, *([row.get(column, ".") for column in columns] for row in rows)])
+
+
+def kern_row(name: str, calls: int, total: float, least: float, most: float) -> Row:
+    times = {"Total Time (ns)": total, "Min (ns)": least, "Max (ns)": most}
+    return {"Name": name, "Instances": calls, **times}
+
+
+def trace_row(name: str, start: int, duration: int) -> Row:
+    times = {"Start (ns)": start, "Duration (ns)": duration}
+    return {"Name": name, "Device": "NVIDIA H200 (0)", **times}
+
+
+KERNELS = report(
+    KERN_SUM,
+    kern_row("my_gemm(float *, int)", 4, 4_000, 900, 1_100),
+    kern_row("my_softmax", 1, 500, 500, 500),
+)
+COPIES = report(
+    [*KERN_SUM[:2], "Count", *KERN_SUM[3:-1], "Operation"],
+    {**kern_row("", 0, 300, 100, 200), "Count": 2, "Operation": "[CUDA memcpy Host-to-Device]"},
+)
+KERNEL_TRACE = report(
+    TRACE,
+    *(trace_row("my_gemm(float *, int)", 10_000 * i, t) for i, t in enumerate((900, 1_100))),
+    trace_row("my_gemm(float *, int)", 10_500, 1_000),  # half of it beside the one before
+    trace_row("my_gemm(float *, int)", 30_000, 1_000),
+    trace_row("my_softmax", 31_000, 500),
+    trace_row("[CUDA memcpy Host-to-Device]", 31_100, 100),
+    trace_row("[CUDA memcpy Host-to-Device]", 32_000, 200),
+)
+
+
+def phase_rows(**times: int) -> str:
+    columns = ["NVTX Range", "Style", "PID", "TID", "NVTX Inst", "Kern Inst", "Total Time (ns)"]
+    return report(
+        [*columns, "Kernel Name"],
+        *({"NVTX Range": f":{name}", "Total Time (ns)": time} for name, time in times.items()),
+    )
+
+
+def test_nsys_reports_of_one_profile(write: Write, tmp_path: Path) -> None:
+    write("rep_cuda_gpu_kern_sum.csv", KERNELS)
+    write("rep_cuda_gpu_mem_time_sum.csv", COPIES)
+    api = report(
+        [*KERN_SUM[:2], "Num Calls", *KERN_SUM[3:]],
+        {"Total Time (ns)": "7,500", "Num Calls": 5, "Name": "cudaLaunchKernel"},
+        {"Total Time (ns)": 900, "Num Calls": 2, "Name": "cudaMemcpyAsync"},
+    )
+    write("rep_cuda_api_sum.csv", api)
+    ranges = report(
+        [*KERN_SUM[:-1], "Style", "Range"],
+        {"Instances": 3, "Range": ":step"},
+        {"Instances": 24, "Range": ":layers.0.mlp"},
+    )
+    write("rep_nvtx_sum.csv", ranges)
+    write("rep_nvtx_kern_sum.csv", phase_rows(step=4500, forward=1500, backward=2500, optimizer=9))
+    write("rep_osrt_sum.csv", api.replace("cudaLaunchKernel", "poll"))
+    for path in (tmp_path, tmp_path / "rep_cuda_gpu_kern_sum.csv"):
+        table = nsys.read(path)
+        assert (table.tool, table.warnings, table.timeline) == ("nsys", [], None)
+        gemm, softmax, copies = table.kernels
+        assert gemm == Kernel("my_gemm(float *, int)", "GEMM", 4, 4_000, 900, 1_100)
+        assert softmax == Kernel("my_softmax", "elementwise", 1, 500, 500, 500)
+        assert copies == Kernel("[CUDA memcpy Host-to-Device]", "copy", 2, 300, 100, 200)
+        assert table.host_calls == {
+            "cudaLaunchKernel": HostCall(5, 7_500),
+            "cudaMemcpyAsync": HostCall(2, 900),
+        }
+        assert table.steps == 3
+        assert table.phases_ns == {"forward": 1500, "backward": 2500, "optimizer": 9}
+
+
+def test_nsys_trace_tells_the_timeline(write: Write, tmp_path: Path) -> None:
+    sums = nsys.read(write("sums_cuda_gpu_kern_sum.csv", KERNELS))
+    trace = nsys.read(write("rep_cuda_gpu_trace.csv", KERNEL_TRACE))
+    assert trace.kernels[:2] == sums.kernels
+    assert (trace.kernels[2].category, trace.kernels[2].total_ns) == ("copy", 300)
+    assert trace.device == "NVIDIA H200"
+    assert trace.timeline is not None and trace.timeline.span_ns == 32_200
+    assert trace.timeline.busy_ns == 900 + 1_500 + 1_000 + 500 + 200
+    # The sums are of the same calls: they must not be added to those of the trace.
+    write("rep_cuda_gpu_kern_sum.csv", KERNELS)
+    assert nsys.read(tmp_path / "rep_cuda_gpu_kern_sum.csv").kernels == trace.kernels
+
+
+def test_nsys_other_units_and_text_around_the_table(write: Write) -> None:
+    """As `nsys stats` prints it, microseconds asked for, a report of another kind behind it."""
+    before = "Generating SQLite file rep.sqlite from rep.nsys-rep\nProcessing [rep.sqlite] with x\n"
+    microseconds = report(
+        [name.replace("(ns)", "(us)") for name in KERN_SUM],
+        {
+            "Name": "my_gemm(float *, int)",
+            "Instances": 4,
+            "Total Time (us)": "4.000",
+            "Min (us)": 0.9,
+            "Max (us)": 1.1,
+        },
+    )
+    path = write("stdout.txt", f"{before}\n{microseconds}\nProcessing [rep.sqlite] with\n{COPIES}")
+    assert nsys.recognises_header(before.splitlines()[:1])
+    table = nsys.read(path)
+    (only,) = table.kernels
+    assert (only.calls, only.total_ns, only.min_ns, only.max_ns) == (4, 4_000, 900, 1_100)
+    assert table.warnings == []
+
+
+def test_nsys_cannot_tell_the_phases_where_autograd_has_its_own_thread(write: Write) -> None:
+    """Only the first gradient is made by the thread that pushed the range."""
+    path = write("rep_cuda_gpu_kern_sum.csv", KERNELS)
+    write("rep_nvtx_kern_sum.csv", phase_rows(step=1600, forward=1500, backward=2, optimizer=98))
+    table = nsys.read(path)
+    assert table.phases_ns == {}
+    assert "PyTorch launches the backward pass from another" in table.warnings[0]
+
+
+def test_nsys_leaves_out_what_is_broken(write: Write, tmp_path: Path) -> None:
+    path = write("rep_cuda_gpu_kern_sum.csv", KERNELS + "40.0,400,n/a,1,1,1,1,1,cut\n1,2\n")
+    write("rep_cuda_gpu_trace.csv", report(TRACE, trace_row("no_time", 1, -5)))
+    write("rep_cuda_api_sum.csv", "\n")
+    write("rep_nvtx_sum.csv", KERNELS)
+    table = nsys.read(path)
+    assert [kernel.calls for kernel in table.kernels] == [4, 1]
+    assert [warning.partition("rep_")[2] for warning in table.warnings] == [
+        "cuda_gpu_trace.csv, row 2: '-5' is no duration",
+        "cuda_gpu_kern_sum.csv, row 4: 'n/a' is no number (and 1 more rows)",
+        "cuda_api_sum.csv: no header of a report of nsys's in it; is it empty or cut off?",
+        "nvtx_sum.csv: has the columns of cuda_gpu_kern_sum, not of nvtx_sum",
+    ]
+    write("other_cuda_gpu_kern_sum.csv", KERNELS)
+    with pytest.raises(WorkshopError, match="reports of 2 profiles"):
+        nsys.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no header of a report"),
+        (report(KERN_SUM), "no kernels in it"),
+        (report(KERN_SUM, kern_row("k", 2, 100, 60, 70)), "row 2: '100' does not lie between"),
+        (report(KERN_SUM, kern_row("k", 2, 100, 10, 20)), "row 2: '100' does not lie between"),
+        (report(KERN_SUM, kern_row("", 2, 100, 10, 90)), "row 2: has no name"),
+        (KERNELS.replace("Total Time (ns)", "Total Time (h)"), "'h' is no unit of time"),
+        (report(["Time (%)", "Total Time (ns)", "Style"]) + KERNELS, "has no column Instances"),
+        (report([KERN_SUM[0], *KERN_SUM], {})[:-3], "row 2: has only 9 fields"),
+        ("SKIPPED: rep.sqlite does not contain CUDA kernel data.\n", "no header of a report"),
+    ],
+)
+def test_nsys_says_in_a_line_why_there_is_nothing(write: Write, text: str, message: str) -> None:
+    path = write("rep_cuda_gpu_kern_sum.csv", text)
+    with pytest.raises(WorkshopError) as caught:
+        nsys.read(path)
+    assert str(path) in str(caught.value) and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nsys_headers() -> None:
+    assert nsys.recognises_header(KERN_SUM)
+    assert nsys.recognises_header(TRACE)
+    assert not nsys.recognises_header(["Name", "Calls", "TotalDurationNs", "AverageNs"])
+    assert not nsys.recognises_header([])
+
+
+@pytest.mark.slow
+def test_nsys_trace_of_a_million_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "rep_cuda_gpu_trace.csv"
+    with path.open("w") as file:
+        file.write(report(TRACE))
+        for i in range(1_000_000):
+            row = trace_row(f"kernel_{i % 200}(float *; int)", 2_000 * i, 1_000)
+            file.write(",".join(str(row.get(column, "1")) for column in TRACE) + "\n")
+    code = """
+import resource, sys, time
+from pathlib import Path
+from workshop.profilers import nsys
+started = time.process_time()
+table = nsys.read(Path(sys.argv[1]))
+seconds = time.process_time() - started
+kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(table.launches, table.timeline.busy_ns, seconds, kilobytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
+    launches, busy_ns, seconds, kilobytes = map(float, done.stdout.split())
+    assert (launches, busy_ns) == (1_000_000, 1e9)
+    assert seconds < 10
+    assert kilobytes < 1e6
+
+
+# --- Proton --------------------------------------------------------------------------------------
+
+
+def node(name: str, *children: object, **metrics: object) -> dict[str, Any]:
+    return {
+        "children": list(children),
+        "frame": {"name": name, "type": "function"},
+        "metrics": {key.replace("time", "time (ns)"): value for key, value in metrics.items()},
+    }
+
+
+def leaf(name: str, calls: float, time: float, **metrics: object) -> dict[str, Any]:
+    return node(name, count=calls, time=time, device_id="0", device_type="HIP", **metrics)
+
+
+def hatchet(*children: object) -> str:
+    info = {"HIP": {"0": {"arch": "gfx942", "num_sms": 304}}}
+    return json.dumps([node("ROOT", *children, count=0, time=0), info])
+
+
+def test_proton_on_an_h200() -> None:
+    """Four of each product, of which the forward pass of one stands in a scope."""
+    start = PROTON.read_text()[:2_000]
+    assert proton.recognises_json(start)
+    table = proton.read(PROTON)
+    assert (table.tool, table.device) == ("proton", "CUDA, architecture 90, 132 SMs")
+    assert (table.warnings, table.timeline, table.steps) == ([], None, None)
+    forward = kernel(table, "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT")
+    assert (forward.calls, forward.total_ns) == (3 + 1, 77_568 + 25_983)
+    assert (forward.category, forward.bytes, forward.flops) == ("GEMM", None, None)
+    # Of three calls in one place and one in another, the extremes are unknown.
+    assert (forward.min_ns, forward.max_ns) == (None, None)
+    normal = kernel(table, "DistributionNormal")
+    assert (normal.calls, normal.min_ns, normal.max_ns) == (1, 7_616, 7_616)
+    assert table.launches == 60
+
+
+def test_proton_scopes_bytes_and_operations(write: Write) -> None:
+    step = node(
+        "step",
+        node(
+            "forward",
+            node("layers.0.mlp", leaf("gemm", 2, 100, flops16=6e9, bytes=50)),
+            leaf("add", 1, 10, bytes=12),
+        ),
+        node("backward", leaf("gemm", 4, 210, flops16=1e9, flops32=1e9, bytes=100)),
+        node("optimizer", leaf("adam", 1, 30)),
+        leaf("between", 1, 5),
+        count=2,
+    )
+    own = node("__proton_launch_metadata", leaf("torch_sum", 9, 900))
+    table = proton.read(write("p.hatchet", hatchet(step, own)))
+    assert table.phases_ns == {"forward": 110, "backward": 210, "optimizer": 30}
+    assert (table.steps, table.total_ns) == (2, 355)
+    assert table.device == "HIP, architecture gfx942, 304 compute units"
+    gemm = kernel(table, "gemm")
+    assert (gemm.calls, gemm.total_ns, gemm.bytes, gemm.flops) == (6, 310, 150, 8e9)
+    assert kernel(table, "adam").bytes is None
+
+
+def test_proton_tells_the_phases_only_where_it_can(write: Write) -> None:
+    """A backward pass that is short, with kernels outside all scopes: they may be its own. Without
+    such kernels it is really short, and that is worth telling."""
+    forward = node("forward", leaf("gemm", 1, 100))
+    backward = node("backward", leaf("fill", 1, 2))
+    elsewhere = leaf("gemm", 2, 200)
+    table = proton.read(write("p.hatchet", hatchet(node("step", forward, backward), elsewhere)))
+    assert table.phases_ns == {}
+    assert "PyTorch launches the backward pass from another" in table.warnings[0]
+    table = proton.read(write("p.hatchet", hatchet(node("step", forward, backward))))
+    assert (table.phases_ns, table.warnings) == ({"forward": 100, "backward": 2}, [])
+
+
+def test_proton_leaves_out_what_is_broken(write: Write) -> None:
+    path = write(
+        "p.hatchet",
+        hatchet(
+            {"children": []},
+            7,
+            node("scope", leaf("good", 1, 10), leaf("no_time", 1, -1)),
+            {"children": "x", "frame": {"name": "s"}, "metrics": {}},
+            leaf("no_count", 0.5, 3),
+            leaf("no_flops", 1, 3, flops32=-4),
+            leaf("no_bytes", 1, 3, bytes="many"),
+        ),
+    )
+    table = proton.read(path)
+    assert [(kernel.name, kernel.total_ns) for kernel in table.kernels] == [("good", 10)]
+    assert table.warnings == [
+        f"left out {path}, row 2: is no scope with a frame's name, metrics and children"
+        " (and 6 more rows)"
+    ]
+
+
+def test_proton_of_deep_python_frames(write: Write) -> None:
+    tree: object = leaf("gemm", 1, 10)
+    for _ in range(200):
+        tree = node("frame", tree)
+    path = write("p.hatchet", hatchet(tree))
+    assert proton.read(path).total_ns == 10
+    deeper = '[{"children": ' * 100_000 + "]" * 100_000
+    with pytest.raises(WorkshopError, match="nested too deeply"):
+        proton.read(write("p.hatchet", deeper))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no JSON, or cut off"),
+        (hatchet(leaf("gemm", 1, 10))[:-40], "no JSON, or cut off"),
+        ("[]", "no tree of Proton's"),
+        ('{"children": []}', "no tree of Proton's"),
+        ("[1]", "no kernels in it"),
+        (hatchet(), "no kernels in it"),
+        (hatchet(leaf("gemm", 1, math.nan)), "no kernels in it"),
+    ],
+)
+def test_proton_says_in_a_line_why_there_is_nothing(write: Write, text: str, message: str) -> None:
+    path = write("p.hatchet", text)
+    with pytest.raises(WorkshopError) as caught:
+        proton.read(path)
+    assert str(path) in str(caught.value) and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- any bytes -----------------------------------------------------------------------------------
+
+
+def check_sane(table: KernelTable) -> None:
+    """Nothing in it that no run could show."""
+    assert table.kernels and len({kernel.name for kernel in table.kernels}) == len(table.kernels)
+    for kernel in table.kernels:
+        assert kernel.name and kernel.category in CATEGORIES and kernel.calls >= 1
+        assert 0 <= kernel.total_ns < 1e24
+        if kernel.min_ns is not None and kernel.max_ns is not None:
+            assert 0 <= kernel.min_ns <= kernel.max_ns
+        for amount in (kernel.bytes, kernel.flops):
+            assert amount is None or 0 <= amount < 1e30
+    if table.timeline:
+        assert 0 <= table.timeline.busy_ns <= table.timeline.span_ns < 1e19
+    assert table.steps is None or table.steps >= 1
+    assert all("\n" not in warning for warning in table.warnings)
+
+
+CASES = {
+    "raw.csv": (ncu.read, "".join(NCU_RAW.read_text().splitlines(keepends=True)[:5])),
+    "details.csv": (ncu.read, "".join(NCU_DETAILS.read_text().splitlines(keepends=True)[:19])),
+    "rep_cuda_gpu_kern_sum.csv": (nsys.read, KERNELS),
+    "rep_cuda_gpu_trace.csv": (nsys.read, KERNEL_TRACE),
+    "p.hatchet": (proton.read, hatchet(node("forward", leaf("a", 2, 5)), leaf("b", 1, 7, flops=2))),
+}
+VALUES = ["", "-1", "0", "1e999", "nan", "inf", "n/a", '"', "1,,0", "9" * 400, "\0", "null", "[]"]
+
+
+@st.composite
+def broken(draw: st.DrawFn, text: str) -> bytes:
+    """The text with a field replaced, cut off, or with bytes that are others."""
+    fields = [part for part in text.replace("\n", ",").split(",") if part]
+    for _ in range(draw(st.integers(0, 3))):
+        text = text.replace(draw(st.sampled_from(fields)), draw(st.sampled_from(VALUES)), 1)
+    data = bytearray(text.encode())
+    for _ in range(draw(st.integers(0, 3))):
+        if data:
+            data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return bytes(data[: draw(st.one_of(st.just(len(data)), st.integers(0, len(data))))])
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_any_bytes_give_a_sane_table_or_one_line(
+    name: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    read, text = CASES[name]
+    path = tmp_path / name
+    path.write_bytes(data.draw(broken(text)))
+    try:
+        table = read(path)
+    except WorkshopError as error:
+        assert "\n" not in str(error) and str(path) in str(error)
+    else:
+        check_sane(table)

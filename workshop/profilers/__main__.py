@@ -1,0 +1,110 @@
+"""`python -m workshop.profilers show|diff|draw|advise`: what profilers wrote, read for you."""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from workshop import errors
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m workshop.profilers",
+        description="Reads what a profiler wrote: a file, or the folder of one tool's outputs. "
+        "Which tool it was is found out from the content.",
+        epilog="Exit status: 0 done, 2 wrong usage or nothing that can be read, 77 a package is "
+        "missing.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    show = commands.add_parser("show", help="the hot list: which kernels take the time")
+    show.add_argument("path", type=Path, metavar="PATH")
+    show.add_argument("--limit", type=_positive, default=15, help="rows (default %(default)s)")
+    show.add_argument(
+        "--output-dir", type=Path, metavar="DIR", help="also write kernels.csv and kernels.json"
+    )
+    diff = commands.add_parser("diff", help="what changed from one profile to another")
+    diff.add_argument("a", type=Path, metavar="A")
+    diff.add_argument("b", type=Path, metavar="B")
+    diff.add_argument("--output-dir", type=Path, metavar="DIR", help="also write diff.json")
+    draw = commands.add_parser("draw", help="a step of a torch.profiler trace as a picture")
+    draw.add_argument("path", type=Path, metavar="PATH")
+    draw.add_argument("--output", type=Path, metavar="FILE", required=True, help="a .png")
+    draw.add_argument("--step", type=_positive, metavar="N", help="which one (default: the first)")
+    draw.add_argument("--from", type=float, dest="start", metavar="MS", help="or a stretch, from")
+    draw.add_argument("--to", type=float, dest="end", metavar="MS", help="to, in the axis's ms")
+    advise = commands.add_parser("advise", help="what bounds a run, in sentences, and what helps")
+    advise.add_argument("paths", type=Path, metavar="PATH", nargs="+")
+    advise.add_argument("--output-dir", type=Path, metavar="DIR", help="also write advice.json")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    commands = {"show": _show, "diff": _diff, "draw": _draw, "advise": _advise}
+    return errors.exit_status(
+        lambda: commands[arguments.command](arguments), interrupted="interrupted"
+    )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from workshop.profilers import show
+
+    return show.show(arguments.path, limit=arguments.limit, output_dir=arguments.output_dir)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
+    from rich.console import Console
+
+    from workshop import results
+    from workshop.profilers import diff
+    from workshop.profilers.load import load
+
+    difference = diff.compare(load(arguments.a), load(arguments.b))
+    Console().print(diff.render(difference))
+    if arguments.output_dir is not None:
+        target = results.prepare_folder(arguments.output_dir) / "diff.json"
+        results.write_json(target, diff.as_json(difference))
+        print(f"Written: {target}")
+    return errors.DONE
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    from workshop.profilers import picture
+
+    stretch = {"start_ms": arguments.start, "end_ms": arguments.end}
+    picture.draw(arguments.path, arguments.output, step=arguments.step, **stretch)
+    print(f"Written: {arguments.output}")
+    return errors.DONE
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
+    from rich.console import Console
+
+    from workshop import results
+    from workshop.profilers import advisor
+    from workshop.profilers.load import load, recorded_run
+
+    console, written = Console(), {}
+    for path in arguments.paths:
+        advice = advisor.advise(load(path), recorded_run(path))
+        console.print(f"{path}", markup=False, highlight=False, style="bold")
+        console.print(advisor.render(advice))
+        written[str(path)] = [dataclasses.asdict(sentence) for sentence in advice]
+    if arguments.output_dir is not None:
+        target = results.prepare_folder(arguments.output_dir) / "advice.json"
+        results.write_json(target, {"schema_version": 1, "advice": written})
+        print(f"Written: {target}")
+    return errors.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,726 @@
+"""What bounds a run, said of its kernel table in plain sentences: each quotes the figures that it
+rests on, and comes with the version of the workshop that treats it.
+
+A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
+table lacks them (no timeline, no marker ranges, no counters) nothing is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workshop import flops
+from workshop.interpreter import NOT_COMPARABLE
+from workshop.plausibility import LEAST_BACKWARD_SHARE
+from workshop.profilers.figures import (
+    LONGEST_LAUNCH_GAP_NS,
+    Figures,
+    digits,
+    duration,
+    group,
+    is_product,
+)
+from workshop.profilers.names import display_name, printable
+from workshop.profilers.table import Kernel, KernelTable
+from workshop.results import RunResult
+from workshop.versions import VERSIONS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+NOTE, WARNING = "note", "warning"
+BOUND = "-bound"
+MIXED = "mixed"
+
+FEWEST_CALLS = 10
+"""A training step of the smallest model launches hundreds of kernels: fewer than this are no step,
+and their shares mean nothing."""
+LEAST_NS = 1.0
+"""No profiler's clock resolves less: nothing can be said of a shorter time."""
+PROFILER_SLOWDOWN = 2
+"""Recording an operator and its launch takes the host about as long as they take themselves, so
+without the profiler it may be twice as fast, and the GPU's idle time that much shorter."""
+SOMEWHAT_IDLE = 0.25
+"""Of the timeline: less than this can be the profiler's doing alone."""
+LAUNCH_NS = 5e3
+"""What the host needs at least to launch a kernel from eager PyTorch."""
+LEAST_PRODUCTS = 0.2
+LEAST_ELEMENTWISE = 0.15
+LEAST_DEVICE_COPIES = 0.1
+"""Of the kernels' time: at these shares, halving what they are of gives a step a few percent."""
+LEAST_HOST_COPIES = 0.05
+LEAST_COMMUNICATION = 0.05
+LEAST_UNFUSED = 0.03
+LEAST_SOFTMAX = 0.03
+"""Of the kernels' time: lower, since what treats these removes most of it."""
+LEAST_UNRECOGNISED = 0.2
+"""Of the kernels' time: with more that is not understood, the other shares say little."""
+LEAST_FLOPS = 0.75
+"""Of a step's products. The forward pass alone makes a third of them; without the gradient of
+either the inputs or the weights two thirds remain."""
+COUNTED = 0.9
+"""Of a group's time: the part whose operations or bytes must be known before their rate is given;
+kernels that only add up partial products count no operations."""
+FEWEST_PASSES = 3
+"""Kernels of an update that goes operation by operation: SGD's is a single one as it is."""
+LEAST_WAITING = 0.01
+"""Of the time: a shorter wait finds the GPU done already, so that it costs nothing more."""
+OWN_WAITS = 2
+"""Synchronisations that the profiler, or the script around it, makes at its start and end."""
+MANY_WAITS = 10
+"""In a profile whose steps are not known, beyond OWN_WAITS."""
+IDLE_THAT_WAITS_COST = 0.1
+"""Of the timeline: with less of it idle, no wait has left the GPU without work."""
+
+_WAIT = re.compile(
+    r"(?:cuda|hip)(?:Device|Stream|Event)Synchronize|cu(?:Ctx|Stream|Event)Synchronize"
+    r"|(?:cuda|cu|hip)Memcpy(?!\w*Async)"
+)
+_UNFUSED = re.compile(r"multi_tensor_apply_kernel<(?!.*fused_?adam)", re.IGNORECASE | re.DOTALL)
+_SOFTMAX = re.compile(r"softmax", re.IGNORECASE)
+_LOG_SOFTMAX = re.compile(
+    r"log_?softmax|softmax_warp_\w+<(?:[^<>,]+,){4} ?(?:true|\(bool\)1)\b", re.IGNORECASE
+)
+"""The loss's, which is no part of attention. Some kernels say so in their fifth argument alone."""
+_SGEMM = re.compile(r"sgemm")
+_LONGEST = 1 << 14
+"""Characters of a kernel's name that are looked at: a made-up one of a megabyte would cost the
+patterns above minutes."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding."""
+
+    finding: str
+    """Its short name: "launch-bound", "GEMM", "severed-gradient", ... The one that ends in
+    "-bound", or is "mixed", says what bounds the run."""
+    sentence: str
+    treatment: str
+    """What to do, with the file or README of the workshop that treats it."""
+    severity: str = NOTE
+    """Or WARNING: the run does not do what it seems to."""
+    at_stake_ns: float = 0.0
+    """The time in the profile that it speaks of."""
+
+
+def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
+    """What a kernel table says of a run: warnings first, then by the time at stake.
+
+    Args:
+        run: the record of what was profiled; None for a profile of another program.
+    """
+    figures = Figures(table, run)
+    found = [advice for check in _FAULTS for advice in check(figures)]
+    unfit = _unfit(figures)
+    if unfit:
+        found.append(unfit)
+    else:
+        if any(advice.severity == WARNING for advice in found):
+            figures.needed_flops = None  # they were not all done: no rate can be made of them
+        found += [advice for check in _CHECKS for advice in check(figures)]
+    return sorted(found, key=lambda advice: (advice.severity != WARNING, -advice.at_stake_ns))
+
+
+def headline(advices: Iterable[Advice]) -> Advice | None:
+    """The one that says what bounds the run; None if the figures do not tell."""
+    return next(
+        (advice for advice in advices if advice.finding.endswith(BOUND) or advice.finding == MIXED),
+        None,
+    )
+
+
+def render(advices: Sequence[Advice]) -> RenderableType:
+    """The sentences for rich's console. Needs rich."""
+    from rich.text import Text
+
+    text, first = Text(), headline(advices)
+    for advice in advices:
+        style = "red" if advice.severity == WARNING else "bold" if advice is first else ""
+        text.append(f"- {advice.sentence}\n", style)
+        text.append(f"  {advice.treatment}\n", "dim")
+    return text
+
+
+# --- the step is not the training step that it seems to be ---------------------------------------
+
+
+def _severed_gradient(figures: Figures) -> Iterator[Advice]:
+    reached = figures.run.gradients if figures.run else None
+    if reached is None or reached.params_with_grad >= reached.params_total:
+        return
+    line = figures.table.timeline
+    yield Advice(
+        "severed-gradient",
+        f"Severed gradient: only {reached.params_with_grad:,} of {reached.params_total:,} "
+        f"parameters ({reached.params_with_grad / reached.params_total:.1%}), in "
+        f"{reached.tensors_with_grad:,} of {reached.tensors_total:,} tensors, received one. The "
+        "step trains only that part of the model.",
+        _ask_the_gate(figures.run),
+        WARNING,
+        # All of the time is: no other finding is larger.
+        max(figures.total_ns, line.span_ns if line else 0.0),
+    )
+
+
+def _short_backward(figures: Figures) -> Iterator[Advice]:
+    phases = figures.table.phases_ns
+    forward, backward = phases.get("forward", 0.0), phases.get("backward", 0.0)
+    trains = figures.run is not None or "backward" in phases or "optimizer" in phases
+    if not trains or forward <= 0 or backward >= LEAST_BACKWARD_SHARE * forward:
+        return
+    ratio = f"{backward / forward:.2f} of the forward's {figures.time(forward)}"
+    outside = figures.total_ns - forward - backward - phases.get("optimizer", 0.0)
+    if outside >= LEAST_BACKWARD_SHARE * forward:
+        yield Advice(
+            "backward-unplaced",
+            f"The kernels in the backward range take {figures.time(backward)}, {ratio}, but "
+            f"{figures.time(outside)} lie outside of all ranges: a range belongs to the thread "
+            "that opened it, and autograd runs the backward pass on another. Whether it is whole "
+            "can't be told from the ranges.",
+            "run_pytorch_profiler.py places the backward pass right, in each version's folder.",
+            at_stake_ns=outside,
+        )
+        return
+    yield Advice(
+        "short-backward",
+        f"The backward pass is all but absent: its kernels take {figures.time(backward)}, {ratio}. "
+        "It has twice the forward's products to compute, so a part of it did not run: a severed "
+        "gradient.",
+        _ask_the_gate(figures.run),
+        WARNING,
+        forward,
+    )
+
+
+def _missing_products(figures: Figures) -> Iterator[Advice]:
+    """By the operations that a step must do, where the record tells the model's sizes."""
+    needed, peak = figures.needed_flops, figures.peak_tflops
+    if needed is None or figures.total_ns < LEAST_NS:
+        return
+    counted = _counted_flops(figures)
+    rate = needed / figures.total_ns / 1e3
+    if counted is not None and counted < LEAST_FLOPS * needed:
+        told = (
+            f"the profiler counted {digits(counted / 1e12)} TFLOP in {figures.steps:,} steps, "
+            f"{counted / needed:.2f} of the {digits(needed / 1e12)}"
+        )
+    elif peak and rate > peak:
+        told = (
+            f"all kernels together took {duration(figures.total_ns)}, in which the chip can do "
+            f"{digits(peak * figures.total_ns / 1e9)} TFLOP (data sheet), not the "
+            f"{digits(needed / 1e12)}"
+        )
+    else:
+        return
+    yield Advice(
+        "missing-products",
+        f"Products are missing: {told} that the forward and backward pass of this model need. "
+        "Either kernels are missing from the profile, or a part of the backward pass did not run.",
+        "Profile whole steps, as the run_* scripts do: a range of one thread misses the backward "
+        f"pass. {_ask_the_gate(figures.run)}",
+        WARNING,
+        figures.total_ns,
+    )
+
+
+def _counted_flops(figures: Figures) -> float | None:
+    """Operations of all kernels, where counters tell those of the products."""
+    told = sum(k.total_ns for k in figures.table.kernels if is_product(k) and k.flops)
+    if told <= 0 or told < COUNTED * figures.products_ns:
+        return None
+    return sum(kernel.flops or 0.0 for kernel in figures.table.kernels)
+
+
+def _unfit(figures: Figures) -> Advice | None:
+    """Why the times say nothing; None if they do."""
+    if figures.run and figures.run.interpreted:
+        return Advice(
+            "interpreted",
+            f"{_capital(NOT_COMPARABLE)}: Triton's interpreter ran this version's kernels on the "
+            "CPU, so these times say nothing about them.",
+            "Profile it on a GPU; version3_triton/inspect_kernels.py shows without one what the "
+            "compiler makes of the kernels.",
+        )
+    if figures.launches < FEWEST_CALLS or figures.total_ns < LEAST_NS:
+        return Advice(
+            "too-few",
+            f"Calls in this profile: {figures.launches:,}, of {duration(figures.total_ns)} in all. "
+            "They are too few to be a training step, or to say anything of one.",
+            "Profile whole training steps: --steps N of the run_* scripts.",
+        )
+    return None
+
+
+# --- the bound, where the kernels do not tell it -------------------------------------------------
+
+
+def _idle(figures: Figures) -> Iterator[Advice]:
+    share, line = figures.idle_share, figures.table.timeline
+    if share is None or line is None or share < SOMEWHAT_IDLE:
+        return
+    told = (
+        f"the GPU idles {share:.0%} of the time ({duration(line.idle_ns)} of "
+        f"{duration(line.span_ns)}). It runs {figures.times(figures.launches, 'kernels')}, "
+        f"{duration(figures.total_ns / figures.launches)} long on average, with "
+        f"{duration(figures.gap_ns)} between them.{_host_launches(figures)}"
+    )
+    if figures.bound == "launch":
+        yield _launch_bound(figures, told, line.busy_ns / line.span_ns, line.idle_ns)
+    elif figures.bound == "host":
+        yield _host_bound(figures, told, line.idle_ns)
+    else:
+        yield Advice(
+            "idle",
+            f"{_capital(told)} The profiler slows the host, so a part of this is its own doing.",
+            "Compare the span of a step here with its time without a profiler, which "
+            "analysis_tools/compare_versions.py measures.",
+            at_stake_ns=line.idle_ns,
+        )
+
+
+def _launch_bound(figures: Figures, told: str, busy_share: float, idle_ns: float) -> Advice:
+    still_idle = max(0.0, 1 - PROFILER_SLOWDOWN * busy_share)
+    treatment = [
+        "--cuda-graph captures the step, and one launch replays all of it: it works with every "
+        f"version, and {_where('v4')} does so by default.",
+        *_beyond(figures, v2="{} does the same in fewer kernels."),
+    ]
+    return Advice(
+        "launch" + BOUND,
+        f"launch-bound: {told} The profiler slows the host; were it {PROFILER_SLOWDOWN} times as "
+        f"fast without, the GPU would still idle {still_idle:.0%}.",
+        " ".join(treatment),
+        at_stake_ns=idle_ns,
+    )
+
+
+def _host_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
+    why = (
+        "its kernels come out of a graph"
+        if figures.in_graphs
+        else f"gaps of more than {duration(LONGEST_LAUNCH_GAP_NS)} are longer than those"
+    )
+    return Advice(
+        "host" + BOUND,
+        f"host-bound: {told} The GPU waits for the host, and not for ordinary launches ({why}): "
+        "for data, for Python between the steps, or for start-up, in which code is loaded and "
+        "compiled, if the profile covers it.",
+        "Look at what the host's threads do in the gaps of the timeline, which "
+        "run_pytorch_profiler.py writes in each version's folder; workshop/data.py makes all "
+        "batches before the first step.",
+        at_stake_ns=idle_ns,
+    )
+
+
+def _host_launches(figures: Figures) -> str:
+    parts = []
+    for call, what in (
+        (figures.launch_calls, "launch calls"),
+        (figures.graph_launches, "graph launches"),
+    ):
+        if call.calls:
+            each = duration(call.total_ns / call.calls)
+            parts.append(f"{figures.times(call.calls, what)}, {each} each")
+    return f" The host makes {' and '.join(parts)}." if parts else ""
+
+
+def _mixed(figures: Figures) -> Iterator[Advice]:
+    if figures.bound is not None:
+        return
+    categories = list(figures.table.category_ns().items())[:3]
+    parts = ", ".join(f"{name} {ns / figures.total_ns:.0%}" for name, ns in categories)
+    yield Advice(
+        MIXED,
+        f"No known kind of {figures.calls} bounds this run alone. The largest parts of their time: "
+        f"{parts}.",
+        "Take the findings one by one, the largest first; README.md lists what each version does.",
+        at_stake_ns=sum(ns for _, ns in categories),
+    )
+
+
+def _no_timeline(figures: Figures) -> Iterator[Advice]:
+    if figures.on_host or figures.table.timeline is not None:
+        return
+    sentence = (
+        f"This table, of {printable(figures.table.tool)}, has no timeline: how long the GPU idles, "
+        "and whether launching bounds the run, can't be told from sums."
+    )
+    mean = figures.total_ns / figures.launches
+    if mean < LAUNCH_NS and not figures.in_graphs:
+        sentence += (
+            f" But its kernels are {duration(mean)} long on average, and eager PyTorch takes at "
+            f"least {duration(LAUNCH_NS)} to launch one: unless they come out of a graph, this "
+            "run is launch-bound."
+        )
+    yield Advice(
+        "no-timeline",
+        sentence,
+        "run_pytorch_profiler.py writes a timeline, in each version's folder.",
+    )
+
+
+# --- where the kernels' time goes ----------------------------------------------------------------
+
+
+def _products(figures: Figures) -> Iterator[Advice]:
+    kind, ns = figures.products, figures.products_ns
+    if kind != figures.bound and ns < LEAST_PRODUCTS * figures.total_ns:
+        return
+    both = ((name, figures.groups_ns[name]) for name in ("GEMM", "attention"))
+    parts = ", ".join(f"{name} {figures.time(part)}" for name, part in both if part)
+    sentences = [
+        f"matrix products take {figures.of_all(ns)} ({parts}).",
+        *_product_rate(figures),
+        *_single_precision(figures),
+    ]
+    yield _of_group(figures, kind, " ".join(sentences), _product_treatment(figures), ns)
+
+
+def _product_rate(figures: Figures) -> list[str]:
+    """What they reach: by counters, else by the operations that the model's sizes ask for."""
+    counted = [k for k in figures.table.kernels if is_product(k) and k.flops]
+    ns = sum(kernel.total_ns for kernel in counted)
+    if counted and ns >= COUNTED * figures.products_ns > 0:
+        operations = sum(kernel.flops or 0.0 for kernel in counted)
+        told = f"The profiler counted {digits(operations / 1e12)} TFLOP in {duration(ns)} of it"
+    elif figures.needed_flops and figures.steps and figures.products_ns:
+        operations, ns = figures.needed_flops, figures.products_ns
+        each = digits(operations / figures.steps / 1e12)
+        told = f"A step needs {each} TFLOP, causal attention counted by half"
+    else:
+        return []
+    rate, peak = operations / ns / 1e3, figures.peak_tflops
+    if peak is None or figures.run is None:
+        return [f"{told}: {digits(rate)} TFLOP/s."]
+    if rate > peak:  # of another precision's units, or not all in kernels with a product's name
+        return []
+    return [
+        f"{told}: {digits(rate)} TFLOP/s, {rate / peak:.0%} of the {digits(peak)} that the data "
+        f"sheet gives for {figures.run.precision}."
+    ]
+
+
+def _single_precision(figures: Figures) -> list[str]:
+    """For profiles of other programs, whose precision no record tells."""
+    gemms = [kernel for kernel in figures.table.kernels if kernel.category == "GEMM"]
+    plain = sum(kernel.total_ns for kernel in gemms if _is_named(kernel, _SGEMM))
+    if figures.run or plain <= 0 or plain < figures.groups_ns["GEMM"] / 2:
+        return []
+    return [f"{_capital(figures.time(plain))} of it are sgemm kernels: fp32 without matrix units."]
+
+
+def _product_treatment(figures: Figures) -> str:
+    run = figures.run
+    if figures.on_host:
+        return (
+            "These are the CPU library's own. The workshop's versions change what lies around "
+            "them: profile on a GPU, where that takes more of the time (README.md)."
+        )
+    if run is None:
+        return (
+            "If they run in fp32, bf16 or tf32 is faster (--precision here); else larger products "
+            f"are: a larger batch, and weights stacked as in {_where('v2')}."
+        )
+    if run.precision in ("fp32", "tf32"):
+        return _lower_precision(figures, run.precision)
+    advice = [
+        "What is left is the products' own rate, which is higher for larger ones: --batch-size, "
+        "--config (PERFORMANCE_RESULTS.md has the share of peak by size)."
+    ]
+    advice += _beyond(figures, v2="{} makes one product of q, k and v, and one of gate and up.")
+    return " ".join(advice)
+
+
+def _lower_precision(figures: Figures, precision: str) -> str:
+    names = {"fp32": ["fp32", "tf32", "bf16"], "tf32": ["tf32", "bf16"]}[precision]
+    rates = figures.peaks.tflops if figures.peaks else {}
+    names = [name for name in names if name in rates or not rates]
+    told = ", ".join(f"{name} {digits(rates[name])}" for name in names if name in rates)
+    sheet = f" (TFLOP/s on the data sheet: {told})" if told else ""
+    return (
+        f"--precision {' or '.join(names[1:])} uses faster units{sheet}; PERFORMANCE_RESULTS.md "
+        "has every version's times at both."
+    )
+
+
+def _elementwise(figures: Figures) -> Iterator[Advice]:
+    ns = figures.groups_ns["elementwise"]
+    if figures.bound != "elementwise" and ns < LEAST_ELEMENTWISE * figures.total_ns:
+        return
+    kernels = [k for k in figures.table.kernels if group(k) == "elementwise"]
+    named = {"elementwise": "elementwise", "norm": "norm", "copy": _copies(figures)}
+    parts = []
+    for category, what in named.items():
+        part = sum(k.total_ns for k in kernels if k.category == category)
+        if part:
+            parts.append(f"{what} {figures.time(part)}")
+    sentences = [
+        f"work that moves memory and computes little takes {figures.of_all(ns)} "
+        f"({', '.join(parts)}), in {figures.times(_calls(kernels), figures.calls)}.",
+        *_memory_rate(figures, kernels),
+    ]
+    treatment = _treatment(
+        figures,
+        v2="{} has fused forms of norm and attention.",
+        v3="{} passes over memory once, in kernels of its own.",
+        v4="{} has the compiler join what lies between the products.",
+    )
+    yield _of_group(figures, "elementwise", " ".join(sentences), treatment, ns)
+
+
+def _memory_rate(figures: Figures, kernels: list[Kernel]) -> list[str]:
+    counted = [kernel for kernel in kernels if kernel.bytes]
+    moved, ns = sum(k.bytes or 0.0 for k in counted), sum(k.total_ns for k in counted)
+    if not counted or ns <= 0 or ns < COUNTED * figures.groups_ns["elementwise"]:
+        return []
+    share, peak = "", figures.peaks.bandwidth_gbs if figures.peaks else 0.0
+    if moved / ns <= peak:  # more comes out of a cache, and is no share of the memory's rate
+        share = f", {moved / ns / peak:.0%} of the {digits(peak)} of the data sheet"
+    return [
+        f"The profiler counted {digits(moved / 1e9)} GB in {duration(ns)} of it: "
+        f"{digits(moved / ns)} GB/s{share}."
+    ]
+
+
+def _device_copies(figures: Figures) -> Iterator[Advice]:
+    copies = [
+        k for k in figures.table.kernels if k.category == "copy" and group(k) == "elementwise"
+    ]
+    ns = sum(kernel.total_ns for kernel in copies)
+    if ns < LEAST_DEVICE_COPIES * figures.total_ns:
+        return
+    treatment = _treatment(
+        figures,
+        v3="{} reads and writes the products' precision in its own kernels.",
+        v4="{} has the compiler cast in the kernel before or after.",
+    )
+    yield Advice(
+        "device-copies",
+        f"{_capital(_copies(figures))} take {figures.of_all(ns)} ({figures.time(ns)}), in "
+        f"{figures.times(_calls(copies), figures.calls)}, and compute nothing: casts to another "
+        "precision, transposed tensors made contiguous, fills.",
+        treatment,
+        at_stake_ns=ns,
+    )
+
+
+def _copies(figures: Figures) -> str:
+    return "copies in memory" if figures.on_host else "copies on the device"
+
+
+def _materialised_attention(figures: Figures) -> Iterator[Advice]:
+    ns = sum(k.total_ns for k in figures.table.kernels if _is_softmax(k))
+    if figures.groups_ns["attention"] or ns <= 0 or ns < LEAST_SOFTMAX * figures.total_ns:
+        return
+    size = ""
+    if figures.run and figures.sizes:
+        batch, length = figures.run.batch_size, figures.run.seq_len
+        size = f" ({batch:,} x {figures.sizes.num_heads} x {length:,} x {length:,} numbers a layer)"
+    treatment = _treatment(
+        figures,
+        v2="{} calls F.scaled_dot_product_attention, which keeps them on the chip.",
+        v3="{} does so in a Triton kernel that one can read.",
+    )
+    yield Advice(
+        "materialised-attention",
+        f"Softmax {figures.calls} take {figures.of_all(ns)} ({figures.time(ns)}), and nothing runs "
+        f"that is made for attention: the scores{size} go through memory.",
+        treatment,
+        at_stake_ns=ns,
+    )
+
+
+def _optimizer(figures: Figures) -> Iterator[Advice]:
+    unfused = [k for k in figures.table.kernels if _is_named(k, _UNFUSED)]
+    ns = sum(kernel.total_ns for kernel in unfused)
+    if len(unfused) >= FEWEST_PASSES and ns >= LEAST_UNFUSED * figures.total_ns:
+        sentence = (
+            f"the optimizer's update takes {figures.of_all(ns)} ({figures.time(ns)}), in "
+            f"{figures.times(_calls(unfused), 'kernels')}: a pass over the parameters for each of "
+            "its operations."
+        )
+        treatment = f"AdamW(fused=True) makes a single pass: configure_optimizer of {_where('v2')}."
+    elif figures.bound == "optimizer":
+        ns = figures.groups_ns["optimizer"]
+        sentence = f"the optimizer's update takes {figures.of_all(ns)} ({figures.time(ns)})."
+        treatment = (
+            "An update costs the same however many tokens it follows: a larger --batch-size makes "
+            "it a smaller part (compare the sizes in PERFORMANCE_RESULTS.md)."
+        )
+    else:
+        return
+    sentence = " ".join([sentence, *_least_update(figures)])
+    yield _of_group(figures, "optimizer", sentence, treatment, ns)
+
+
+def _least_update(figures: Figures) -> list[str]:
+    """What an update must take, where the model and the chip are known."""
+    if figures.sizes is None or figures.peaks is None:
+        return []
+    each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
+    moved = flops.parameter_count(figures.sizes) * each
+    return [
+        f"AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
+        f"{duration(moved / rate)} at the data sheet's {digits(rate)} GB/s."
+    ]
+
+
+def _host_copies(figures: Figures) -> Iterator[Advice]:
+    ns = figures.groups_ns["copy"]
+    if figures.bound != "copy" and ns < LEAST_HOST_COPIES * figures.total_ns:
+        return
+    copies = [kernel for kernel in figures.table.kernels if group(kernel) == "copy"]
+    sentence = (
+        f"copies between host and device take {figures.of_all(ns)} ({figures.time(ns)}), in "
+        f"{figures.times(_calls(copies), 'copies')}."
+    )
+    if any("pageable" in kernel.name.lower() for kernel in copies):
+        sentence += " Some are from or to pageable memory, where a copy holds the host up."
+    treatment = (
+        "Keep on the device what is used again; pin the host's memory and copy with "
+        "non_blocking=True, as Runner does with the batches (workshop/trainer.py)."
+    )
+    yield _of_group(figures, "copy", sentence, treatment, ns)
+
+
+def _communication(figures: Figures) -> Iterator[Advice]:
+    ns, line = figures.groups_ns["communication"], figures.table.timeline
+    if figures.bound != "communication" and ns < LEAST_COMMUNICATION * figures.total_ns:
+        return
+    sentence = f"communication between devices takes {figures.of_all(ns)} ({figures.time(ns)})."
+    # What the others can't cover, even if none of them overlap, is exposed.
+    exposed = line.busy_ns - (figures.total_ns - ns) if line else 0.0
+    if exposed > 0:
+        sentence += f" At least {figures.time(exposed)} of it pass while nothing else runs."
+    treatment = (
+        "The workshop's versions train on one device and have none. Send gradients in larger "
+        "buckets, while the backward pass still runs: DistributedDataParallel does both."
+    )
+    yield _of_group(figures, "communication", sentence, treatment, ns)
+
+
+def _waits(figures: Figures) -> Iterator[Advice]:
+    waits, idle = figures.host_calls(_WAIT), figures.idle_share
+    if figures.on_host or waits.calls <= OWN_WAITS + (figures.steps or MANY_WAITS):
+        return
+    line = figures.table.timeline
+    span = line.span_ns if line else figures.total_ns
+    if waits.total_ns < LEAST_WAITING * span or (idle is not None and idle < IDLE_THAT_WAITS_COST):
+        return
+    calls = {name: c.calls for name, c in figures.table.host_calls.items() if _WAIT.match(name)}
+    most = sorted(calls, key=lambda name: (-calls[name], name))[:3]
+    names = ", ".join(f"{display_name(name, 40)} {calls[name]:,}" for name in most)
+    yield Advice(
+        "synchronisations",
+        f"The host waits for the GPU {figures.times(waits.calls, 'times')} (in all: {names}), "
+        f"{figures.time(waits.total_ns)}. After each wait the GPU has nothing queued, and idles "
+        "until the next launch reaches it.",
+        "Leave out of the loop what reads a result on the host: .item(), .cpu(), printing a "
+        "tensor, copies without non_blocking=True. Runner (workshop/trainer.py) looks at the "
+        "losses after the run.",
+        at_stake_ns=min(waits.total_ns, line.idle_ns) if line else waits.total_ns,
+    )
+
+
+def _unrecognised(figures: Figures) -> Iterator[Advice]:
+    others = [kernel for kernel in figures.table.kernels if group(kernel) == "other"]
+    ns = figures.groups_ns["other"]
+    if ns < LEAST_UNRECOGNISED * figures.total_ns:
+        return
+    longest = max(others, key=lambda kernel: kernel.total_ns)
+    yield Advice(
+        "unrecognised",
+        f"{figures.of_all(ns)} ({figures.time(ns)}) went into {figures.calls} of no category, "
+        f"above all {display_name(longest.name, 60)} ({figures.time(longest.total_ns)}): the other "
+        "shares may be larger than they seem.",
+        "workshop/profilers/categories.py tells categories by names: add those that you know.",
+        at_stake_ns=ns,
+    )
+
+
+# --- what they share -----------------------------------------------------------------------------
+
+
+def _of_group(figures: Figures, name: str, sentence: str, treatment: str, ns: float) -> Advice:
+    """A finding about one group of kernels, said to bound the run if it does.
+
+    Args:
+        sentence: beginning with a small letter.
+    """
+    if name == figures.bound:
+        name += BOUND
+        sentence = f"{name}: {sentence}"
+    else:
+        sentence = _capital(sentence)
+    return Advice(name, sentence, treatment, at_stake_ns=ns)
+
+
+def _where(version: str) -> str:
+    return f"{version.upper()} ({VERSIONS[version].folder}/README.md)"
+
+
+def _beyond(figures: Figures, **sentences: str) -> list[str]:
+    """The sentences, by version, of those that can treat the run: on which its version is not
+    built, and which this kind of machine can time; {} becomes the version's name and README."""
+    built_on, key = set(), figures.run.version if figures.run else None
+    while key is not None:
+        built_on.add(key)
+        key = VERSIONS[key].parent
+    return [
+        sentence.format(_where(version))
+        for version, sentence in sentences.items()
+        if version not in built_on and not (figures.on_host and VERSIONS[version].triton)
+    ]
+
+
+def _treatment(figures: Figures, **sentences: str) -> str:
+    """The sentences of `_beyond` as one text, and another where there are none."""
+    left = f"This is what {_where(figures.run.version)} leaves of it." if figures.run else ""
+    return " ".join(_beyond(figures, **sentences)) or left
+
+
+def _ask_the_gate(run: RunResult | None) -> str:
+    version = f" --version {run.version}" if run else ""
+    return (
+        f"No time of such a step counts. python -m workshop.parity{version} (the gate, "
+        "workshop/parity.py) compares every parameter's gradient with V1's; look for a detach(), "
+        "a no_grad(), a kernel without a backward pass."
+    )
+
+
+def _is_softmax(kernel: Kernel) -> bool:
+    return _is_named(kernel, _SOFTMAX) and not _is_named(kernel, _LOG_SOFTMAX)
+
+
+def _is_named(kernel: Kernel, pattern: re.Pattern[str]) -> bool:
+    return pattern.search(kernel.name, 0, _LONGEST) is not None
+
+
+def _calls(kernels: list[Kernel]) -> int:
+    return sum(kernel.calls for kernel in kernels)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+_Check = Callable[[Figures], Iterator[Advice]]
+_FAULTS: tuple[_Check, ...] = (_severed_gradient, _short_backward, _missing_products)
+_CHECKS: tuple[_Check, ...] = (
+    _idle,
+    _mixed,
+    _products,
+    _elementwise,
+    _device_copies,
+    _materialised_attention,
+    _optimizer,
+    _host_copies,
+    _communication,
+    _waits,
+    _unrecognised,
+    _no_timeline,
+)

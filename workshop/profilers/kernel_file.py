@@ -1,0 +1,100 @@
+"""kernels.json and kernels.csv: a kernel table on its own, small enough to keep and to share."""
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from workshop import results
+from workshop.errors import WorkshopError
+from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.reading import MOST_NS
+from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline, as_records
+
+CSV_FILE, JSON_FILE = "kernels.csv", "kernels.json"
+SCHEMA_VERSION = 1
+_DERIVED = ("mean_ns", "share")
+"""Written for those who read the file without us."""
+
+
+def write(table: KernelTable, folder: Path) -> tuple[Path, Path]:
+    """Writes CSV_FILE and JSON_FILE; their paths."""
+    results.prepare_folder(folder)
+    records = as_records(table)
+    text = io.StringIO()
+    columns = [field.name for field in dataclasses.fields(Kernel)]
+    writer = csv.DictWriter(text, [*columns, *_DERIVED], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    results.write_text(folder / CSV_FILE, text.getvalue())
+    content = {"schema_version": SCHEMA_VERSION, "kernel_table": table.tool}
+    content |= dataclasses.asdict(table) | {"path": table.path.name, "kernels": records}
+    results.write_json(folder / JSON_FILE, content)
+    return folder / CSV_FILE, folder / JSON_FILE
+
+
+def recognises_json(start: str) -> bool:
+    """Whether a JSON text begins as JSON_FILE does."""
+    return '"kernel_table"' in start[:200]
+
+
+def read(path: Path) -> KernelTable:
+    """Reads JSON_FILE.
+
+    Raises:
+        WorkshopError: it is broken; the message names the file and the field.
+    """
+    content = results.read_json(path)
+    if content.get("schema_version") != SCHEMA_VERSION:
+        raise WorkshopError(
+            f"{path}: schema_version is {content.get('schema_version')!r:.40}, this workshop reads "
+            f"{SCHEMA_VERSION}; make it again with this checkout"
+        )
+    table = results.decode(_Stored, _without_derived(content), path, "")
+    for where, value in _figures(table):
+        if not (math.isfinite(value) and 0 <= value <= MOST_NS):
+            raise WorkshopError(f"{path}: field {where} is {value!r:.40}")
+    for index, kernel in enumerate(table.kernels):
+        if kernel.calls < 1 or kernel.category not in CATEGORIES:
+            raise WorkshopError(f"{path}: field kernels[{index}] has no calls or no category")
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(KernelTable)}
+    return KernelTable(**fields | {"path": path})
+
+
+@dataclasses.dataclass
+class _Stored:
+    """The fields of JSON_FILE, by type."""
+
+    schema_version: int
+    kernel_table: str
+    path: str
+    tool: str
+    kernels: list[Kernel]
+    what: str
+    device: str | None
+    timeline: Timeline | None
+    steps: int | None
+    phases_ns: dict[str, float]
+    host_calls: dict[str, HostCall]
+    warnings: list[str]
+
+
+def _without_derived(content: Mapping[str, Any]) -> dict[str, Any]:
+    kernels = content.get("kernels")
+    if not isinstance(kernels, list) or not all(isinstance(kernel, dict) for kernel in kernels):
+        return dict(content)  # which decoding will refuse, by the field's name
+    kept = [{k: v for k, v in kernel.items() if k not in _DERIVED} for kernel in kernels]
+    return {**content, "kernels": kept}
+
+
+def _figures(table: _Stored) -> Iterator[tuple[str, float]]:
+    for index, kernel in enumerate(table.kernels):
+        for name in ("total_ns", "min_ns", "max_ns"):
+            yield f"kernels[{index}].{name}", getattr(kernel, name) or 0.0
+    if table.timeline:
+        yield from dataclasses.asdict(table.timeline).items()
+    yield from table.phases_ns.items()
+    yield "steps", 0 if table.steps is None else table.steps - 1

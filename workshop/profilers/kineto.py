@@ -1,0 +1,426 @@
+"""torch.profiler's traces: the Chrome JSON that Kineto writes, on NVIDIA, on AMD and without a GPU.
+
+A kernel belongs to the phase (forward, backward, optimizer) in which the host launched it: the GPU
+runs it later, often when the host is in the next phase. Autograd launches the backward pass from a
+thread of its own, while the thread that holds the range "backward" waits; so a launch's phase is
+told by its time on the host, whatever its thread.
+"""
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workshop.errors import WorkshopError
+from workshop.profilers import json_stream
+from workshop.profilers.reading import MOST_NS, NoNumber, Problems, count, nanoseconds, number
+from workshop.profilers.table import HostCall, KernelTable, Sums, Timeline, timeline
+
+PHASES = ("forward", "backward", "optimizer")
+
+_STEP_RANGES = ("ProfilerStep", "step")
+"""The profiler's own and this workshop's: the first of them that the trace has counts."""
+_BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
+_OPTIMIZER_RANGE = "Optimizer.step"
+_NS_PER_US = 1000.0
+_NO_CORRELATION = 0
+
+_Thread = tuple[int | str, int | str]
+"""Its process and its number."""
+_Operator = tuple[float, float, str]
+"""Start and end in ns since the trace's first event, name."""
+
+
+def read(path: Path) -> KernelTable:
+    """The table of a trace: of GPU kernels, or where no GPU was traced, of the host's operators
+    with the time that each spent outside the operators it called.
+
+    Args:
+        path: a .json or .json.gz, or a folder with such (the newest counts).
+
+    Raises:
+        WorkshopError: it can't be read, is no trace, or has neither kernels nor operators.
+    """
+    if path.is_dir():
+        path, warnings = newest_trace(path)
+    else:
+        warnings = []
+    problems, trace = Problems(path), _Trace()
+    row = 0
+    for row, event in json_stream.file_items(path, "traceEvents", problems):
+        try:
+            trace.add(event)
+        except (NoNumber, _NoEvent) as error:
+            problems.add(row, str(error))
+    if not row and not problems.count:
+        raise WorkshopError(
+            f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
+        )
+    table = _kernel_table(path, trace) if trace.devices else _operator_table(path, trace)
+    if not table.kernels:
+        raise problems.error("kernels and no operators")
+    table.warnings += warnings + problems.warnings()
+    return table
+
+
+def recognises_json(start: str) -> bool:
+    """Whether a JSON text that begins so is a trace.
+
+    Args:
+        start: the first 64 KiB.
+    """
+    if start.lstrip("\ufeff \t\r\n").startswith("["):
+        return '"ph"' in start and '"cat"' in start
+    return any(f'"{key}"' in start for key in ("traceEvents", "schemaVersion", "deviceProperties"))
+
+
+def newest_trace(folder: Path) -> tuple[Path, list[str]]:
+    """The trace to read of a folder, and a warning where others are passed over."""
+    traces = [
+        file
+        for file in folder.rglob("*.json*")
+        if file.name.endswith((".json", ".json.gz"))
+        and file.is_file()
+        and recognises_json(json_stream.head(file))
+    ]
+    if not traces:
+        raise WorkshopError(f"{folder}: no trace of torch.profiler (.json, .json.gz) in it")
+    newest = max(traces, key=lambda file: (file.stat().st_mtime_ns, file.name))
+    if len(traces) == 1:
+        return newest, []
+    return newest, [f"{folder} has {len(traces)} traces; this is the newest, {newest.name}"]
+
+
+class _NoEvent(ValueError):
+    """An entry of the list of events is not what its place or its category makes it."""
+
+
+class _Interval(NamedTuple):
+    """In ns since the trace's first event, on the host."""
+
+    start: float
+    end: float
+
+
+@dataclass
+class _Device:
+    """What one GPU ran: kernels, copies and memsets. Arrays, for there may be a million."""
+
+    starts: array = field(default_factory=lambda: array("d"))
+    durations: array = field(default_factory=lambda: array("d"))
+    correlations: array = field(default_factory=lambda: array("q"))
+
+    def timeline(self) -> Timeline | None:
+        ends = (start + ns for start, ns in zip(self.starts, self.durations, strict=True))
+        return timeline(zip(self.starts, ends, strict=True))
+
+
+class _Trace:
+    """A trace's events, sorted by what they tell. Times in ns since its first event.
+
+    Attributes:
+        kernels: with copies and memsets.
+        devices: what ran on each GPU, by its number.
+        launches: when the host launched, by the correlation that it shares with what it launched.
+        ranges: the annotations that mark steps and phases, by name, without the number or the
+            class that PyTorch adds to its own.
+        operators: (start, end, name) of the host's operators, by thread.
+    """
+
+    def __init__(self) -> None:
+        self.kernels = Sums()
+        self.devices: defaultdict[int, _Device] = defaultdict(_Device)
+        self.host_calls: defaultdict[str, HostCall] = defaultdict(HostCall)
+        self.launches: dict[int, float] = {}
+        self.ranges: dict[str, list[_Interval]] = {
+            name: [] for name in (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE)
+        }
+        self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
+        self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
+        self._origin_us: float | None = None
+        self._adders = {
+            "kernel": self._add_kernel,
+            "gpu_memcpy": self._add_copy,
+            "gpu_memset": self._add_copy,
+            "cuda_runtime": self._add_host_call,
+            "cuda_driver": self._add_host_call,
+            "hip_runtime": self._add_host_call,
+            "user_annotation": self._add_range,
+            "cpu_op": self._add_operator,
+        }
+
+    def add(self, event: Any) -> None:
+        """Raises:
+        NoNumber, _NoEvent: what it should hold is missing or makes no sense.
+        """
+        if not isinstance(event, dict):
+            raise _NoEvent(f"a {type(event).__name__} is no event")
+        category = event.get("cat")
+        adder = self._adders.get(category) if isinstance(category, str) else None
+        if adder is None or event.get("ph") != "X":
+            return
+        name, arguments = event.get("name"), event.get("args")
+        if not isinstance(name, str) or not name:
+            raise _NoEvent("it has no name")
+        start, duration = self._times(event)
+        if name not in self._names:
+            self._names[name] = _printable(name)
+        adder(
+            event,
+            arguments if isinstance(arguments, dict) else {},
+            self._names[name],
+            start,
+            duration,
+        )
+
+    def _times(self, event: dict) -> tuple[float, float]:
+        """Start and duration. The start counts from the first event: since 1970, nanoseconds
+        would take more digits than a float has."""
+        try:
+            start_us = number(event.get("ts"))
+        except NoNumber as error:
+            raise NoNumber(f"its start (ts): {error}") from None
+        try:
+            duration = nanoseconds(event.get("dur"), _NS_PER_US)
+        except NoNumber as error:
+            raise NoNumber(f"its duration (dur): {error}") from None
+        if self._origin_us is None:
+            self._origin_us = start_us
+        start = (start_us - self._origin_us) * _NS_PER_US
+        if abs(start) > MOST_NS:
+            raise NoNumber(f"its start (ts): {start_us:g} is years from the first event's")
+        return start, duration
+
+    def _add_kernel(
+        self, event: dict, arguments: dict, name: str, start: float, duration: float
+    ) -> None:
+        self.kernels.add(name, duration)
+        self._add_gpu_event(event, arguments, start, duration)
+
+    def _add_copy(
+        self, event: dict, arguments: dict, name: str, start: float, duration: float
+    ) -> None:
+        self.kernels.add(name, duration, bytes=_traffic(name, arguments), category="copy")
+        self._add_gpu_event(event, arguments, start, duration)
+
+    def _add_gpu_event(self, event: dict, arguments: dict, start: float, duration: float) -> None:
+        index = arguments.get("device", event.get("pid"))
+        device = self.devices[index if isinstance(index, int) else 0]
+        device.starts.append(start)
+        device.durations.append(duration)
+        device.correlations.append(_correlation(arguments))
+
+    def _add_host_call(
+        self, event: dict, arguments: dict, name: str, start: float, duration: float
+    ) -> None:
+        call = self.host_calls[name]
+        call.calls += 1
+        call.total_ns += duration
+        correlation = _correlation(arguments)
+        if correlation != _NO_CORRELATION:
+            self.launches.setdefault(correlation, start)
+
+    def _add_range(
+        self, event: dict, arguments: dict, name: str, start: float, duration: float
+    ) -> None:
+        intervals = self.ranges.get(name.partition("#")[0])
+        if intervals is not None:
+            intervals.append(_Interval(start, start + duration))
+
+    def _add_operator(
+        self, event: dict, arguments: dict, name: str, start: float, duration: float
+    ) -> None:
+        process, thread = event.get("pid"), event.get("tid")
+        key = (
+            process if isinstance(process, int | str) else "",
+            thread if isinstance(thread, int | str) else "",
+        )
+        self.operators[key].append((start, start + duration, name))
+
+
+def _printable(name: str) -> str:
+    """A name without what could not be printed or encoded, of which JSON can hold any."""
+    if name.isprintable():
+        return name
+    return "".join(character if character.isprintable() else "\ufffd" for character in name)
+
+
+def _traffic(name: str, arguments: dict) -> float | None:
+    """What a copy or memset moves to and from the device's memory: a copy within it reads and
+    writes each byte there."""
+    try:
+        copied = number(arguments.get("bytes"))
+    except NoNumber:
+        return None
+    if not 0 <= copied <= MOST_NS:
+        return None
+    return 2 * copied if "Device -> Device" in name else copied
+
+
+def _correlation(arguments: dict) -> int:
+    try:
+        return count(arguments.get("correlation"))
+    except NoNumber:
+        return _NO_CORRELATION
+
+
+def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
+    index, busiest = max(trace.devices.items(), key=lambda item: sum(item[1].durations))
+    launched = [
+        (trace.launches[correlation], duration)
+        for device in trace.devices.values()
+        for correlation, duration in zip(device.correlations, device.durations, strict=True)
+        if correlation in trace.launches
+    ]
+    table = _table(path, trace, trace.kernels, launched)
+    table.device = device_names(path).get(index)
+    table.timeline = busiest.timeline()
+    table.host_calls = dict(trace.host_calls)
+    if len(trace.devices) > 1:
+        table.warnings.append(
+            f"{path}: the kernels of {len(trace.devices)} devices are added up; busy and idle time "
+            f"are those of device {index}, the busiest"
+        )
+    orphans = table.launches - len(launched)
+    if orphans and table.phases_ns:
+        table.warnings.append(
+            f"{path}: {orphans:,} of {table.launches:,} kernels and copies have no launch in the "
+            "trace, so that they are in no phase"
+        )
+    return table
+
+
+def _operator_table(path: Path, trace: _Trace) -> KernelTable:
+    sums, started = Sums(), []
+    for operators in trace.operators.values():
+        for start, own_time, name in _own_times(operators):
+            sums.add(name, own_time)
+            started.append((start, own_time))
+    table = _table(path, trace, sums, started)
+    table.what = "operator"
+    table.host_calls = dict(trace.host_calls)
+    if any("Launch" in name for name in trace.host_calls):
+        table.warnings.append(
+            f"{path}: the host launched kernels, but none is in the trace, so these are the host's "
+            "operators; was the GPU traced, and the trace written to its end?"
+        )
+    return table
+
+
+def _table(
+    path: Path, trace: _Trace, sums: Sums, started: list[tuple[float, float]]
+) -> KernelTable:
+    """Args:
+    started: (when on the host, how long it took) of every kernel or operator.
+    """
+    return KernelTable(
+        path=path,
+        tool="torch.profiler",
+        kernels=sums.kernels(),
+        steps=_steps(trace, sorted(instant for instant, _ in started)),
+        phases_ns=_phases(trace).sum(started),
+    )
+
+
+def device_names(path: Path) -> dict[int, str]:
+    """Of the GPUs that a trace tells of, by number."""
+    devices = json_stream.value(json_stream.head(path), "deviceProperties")
+    return {
+        device["id"]: _printable(device["name"])
+        for device in (devices if isinstance(devices, list) else [])
+        if isinstance(device, dict)
+        and isinstance(device.get("id"), int)
+        and isinstance(device.get("name"), str)
+        and device["name"]
+    }
+
+
+def _steps(trace: _Trace, instants: list[float]) -> int | None:
+    """How many step ranges have one of the sorted `instants` in them: a profiler that is stopped
+    after its last step leaves another range, in which nothing was launched."""
+    for name in _STEP_RANGES:
+        steps = sum(
+            bisect_left(instants, interval.start) < bisect_right(instants, interval.end)
+            for interval in trace.ranges[name]
+        )
+        if steps:
+            return steps
+    return None
+
+
+def _phases(trace: _Trace) -> "_Phases":
+    """From the ranges of that name; where a trace has none, backward from autograd's own operators
+    and optimizer from the range that PyTorch sets itself."""
+    intervals = {phase: trace.ranges[phase] for phase in PHASES}
+    if not intervals["backward"]:
+        intervals["backward"] = [
+            _Interval(start, end)
+            for start, end, name in chain.from_iterable(trace.operators.values())
+            if name.startswith(_BACKWARD_OPERATOR)
+        ]
+    if not intervals["optimizer"]:
+        intervals["optimizer"] = trace.ranges[_OPTIMIZER_RANGE]
+    return _Phases(intervals)
+
+
+class _Phases:
+    """Which phase the host was in at an instant. Of ranges within each other the outermost counts:
+    a forward that the backward pass repeats, to save memory, is part of the backward pass."""
+
+    def __init__(self, intervals: dict[str, list[_Interval]]) -> None:
+        ordered = sorted(
+            (interval.start, -interval.end, phase)
+            for phase, ranges in intervals.items()
+            for interval in ranges
+        )
+        self._known = [phase for phase, ranges in intervals.items() if ranges]
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._phases: list[str] = []
+        reached = -math.inf
+        for start, minus_end, phase in ordered:
+            if -minus_end > reached:
+                self._starts.append(max(start, reached))
+                self._ends.append(-minus_end)
+                self._phases.append(phase)
+                reached = -minus_end
+
+    def at(self, instant: float) -> str | None:
+        index = bisect_right(self._starts, instant) - 1
+        return self._phases[index] if index >= 0 and instant <= self._ends[index] else None
+
+    def sum(self, started: Iterable[tuple[float, float]]) -> dict[str, float]:
+        """Time by phase, of (instant, time); 0 for a phase whose ranges hold none of them."""
+        sums = dict.fromkeys(self._known, 0.0)
+        for instant, time in started:
+            phase = self.at(instant)
+            if phase is not None:
+                sums[phase] += time
+        return sums
+
+
+def _own_times(operators: list[_Operator]) -> Iterator[tuple[float, float, str]]:
+    """(start, own time, name) of each operator of one thread. Every instant is the own time of the
+    last operator to start that still runs, so that it counts once however they overlap."""
+    running: list[tuple[float, float, str]] = []
+    own_times: list[float] = []  # of those that run, so far: until `clock`
+    clock = -math.inf
+    operators.sort(key=lambda operator: (operator[0], -operator[1]))
+    for start, end, name in chain(operators, [(math.inf, math.inf, "")]):
+        while running and running[-1][1] <= start:
+            began, ended, ran = running.pop()
+            own_time = own_times.pop()
+            if ended > clock:
+                own_time += ended - clock
+                clock = ended
+            yield began, own_time, ran
+        if running:
+            own_times[-1] += start - clock
+        clock = start
+        running.append((start, end, name))
+        own_times.append(0.0)

@@ -1,0 +1,324 @@
+"""Nsight Systems' reports as CSV, which `nsys stats` writes one file each:
+
+    nsys stats --report cuda_gpu_kern_sum --format csv --output . report.nsys-rep
+
+cuda_gpu_trace, where it was asked for, tells every kernel and copy with its start; otherwise
+cuda_gpu_kern_sum and cuda_gpu_mem_time_sum tell their sums. cuda_api_sum adds the calls on the
+host, nvtx_sum or nvtx_pushpop_sum the number of steps, nvtx_kern_sum the phases of a step.
+
+The headers are known from nsys's documentation and from outputs that others have published; no
+output of our own has been read with this yet.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from workshop.errors import WorkshopError
+from workshop.profilers.reading import CsvTable, NoNumber, Problems, count, lines, nanoseconds
+from workshop.profilers.table import HostCall, KernelTable, Sums
+
+_KERNELS, _COPIES, _TRACE = "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum", "cuda_gpu_trace"
+_HOST_CALLS, _RANGE_KERNELS = "cuda_api_sum", "nvtx_kern_sum"
+_RANGES = ("nvtx_sum", "nvtx_pushpop_sum")
+_COLUMNS = {
+    _KERNELS: {"Total Time", "Instances", "Name"},
+    _COPIES: {"Total Time", "Count", "Operation"},
+    _TRACE: {"Start", "Duration", "CorrId", "Name"},
+    _HOST_CALLS: {"Total Time", "Num Calls", "Name"},
+    _RANGE_KERNELS: {"NVTX Range", "Total Time", "Kernel Name"},
+    **{ranges: {"Instances", "Range"} for ranges in _RANGES},
+}
+"""What each report can't be read without; the units are left out."""
+_ON_THE_GPU = (_TRACE, _KERNELS, _COPIES)
+
+_UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
+_OUTPUT_OF_NSYS = ("Generating ", "Processing [", "NOTICE: ")
+_NEXT_TABLE = re.compile(r"Processing \[|\s*\*\* |Time \(%\)|Start \(")
+_BEFORE_HEADER = 1 << 22
+"""Characters within which the header is looked for: what nsys prints may precede it."""
+_STEP = "step"
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def recognises_header(columns: Iterable[str]) -> bool:
+    """Whether these are the columns of a report on the GPU's kernels and copies, or the beginning
+    of what nsys prints before one.
+
+    Args:
+        columns: of the first line of a CSV file.
+    """
+    columns = list(columns)
+    return any(name.startswith(_OUTPUT_OF_NSYS) for name in columns[:1]) or (
+        _report_with(columns) in _ON_THE_GPU
+    )
+
+
+def read(path: Path) -> KernelTable:
+    """The kernels and copies of one profile.
+
+    Args:
+        path: a report; those beside it whose names begin alike belong to it. Or a folder, with
+            the reports of one profile in it or below.
+
+    Raises:
+        WorkshopError: it can't be read, has no kernels, or is a folder with several profiles.
+    """
+    files = _reports_of(path)
+    table = KernelTable(path, "nsys", [])
+    sums = Sums()
+
+    def take(report: str, add: Callable[["_Report"], None]) -> None:
+        if report in files:
+            warnings = _read_report(files[report], report, add)
+            table.warnings += warnings
+
+    take(_TRACE, lambda report: _add_trace(report, sums, table))
+    if not len(sums):
+        take(_KERNELS, lambda report: _add_sums(report, sums, "Instances", "Name"))
+        take(_COPIES, lambda report: _add_sums(report, sums, "Count", "Operation"))
+    if not len(sums):
+        raise WorkshopError("; ".join([f"{path}: no kernels in it", *table.warnings[:1]]))
+    table.kernels, table.timeline = sums.kernels(), sums.timeline()
+    take(_HOST_CALLS, lambda report: _add_host_calls(report, table))
+    for ranges in _RANGES:
+        take(ranges, lambda report: _count_steps(report, table))
+    take(_RANGE_KERNELS, lambda report: _add_phases(report, table))
+    return table
+
+
+# --- finding the reports -------------------------------------------------------------------------
+
+
+def _reports_of(path: Path) -> dict[str, Path]:
+    """The files of a profile, by the report's name."""
+    if path.is_dir():
+        path = _only_profile(path)
+    report = next((report for report in _COLUMNS if path.name.endswith(f"{report}.csv")), None)
+    if report is None:
+        report, _ = _find_header(path)
+        return {report: path}
+    prefix = path.name.removesuffix(f"{report}.csv")
+    beside = {name: path.with_name(f"{prefix}{name}.csv") for name in _COLUMNS}
+    return {name: file for name, file in beside.items() if name == report or file.is_file()}
+
+
+def _only_profile(folder: Path) -> Path:
+    """A report on the kernels of the one profile in a folder."""
+    profiles = {}
+    for report in _ON_THE_GPU:
+        for file in sorted(folder.rglob(f"*{report}.csv")):
+            profiles[file.parent, file.name.removesuffix(f"{report}.csv")] = file
+    if not profiles:
+        raise WorkshopError(f"{folder}: no report *{_KERNELS}.csv of nsys's in it")
+    if len(profiles) > 1:
+        names = ", ".join(file.name for file in list(profiles.values())[:3])
+        raise WorkshopError(
+            f"{folder}: reports of {len(profiles)} profiles ({names}): name one of the files"
+        )
+    return next(iter(profiles.values()))
+
+
+def _report_with(columns: Iterable[str]) -> str | None:
+    """Which report has these columns."""
+    bare = {_split(name)[0] for name in columns}
+    return next((report for report, wanted in _COLUMNS.items() if wanted <= bare), None)
+
+
+def _split(column: str) -> tuple[str, str]:
+    """A column's name and its unit: "Total Time (ns)"."""
+    column = column.strip()
+    if not column.endswith(")"):
+        return column, ""
+    name, _, unit = column[:-1].rpartition("(")
+    return name.rstrip(), unit
+
+
+def _find_header(path: Path) -> tuple[str, str]:
+    """The report whose table stands first in a file, and the name of its first column."""
+    seen = 0
+    for line in lines(path):
+        with suppress(csv.Error):
+            columns = next(csv.reader([line]), [])
+            report = _report_with(columns)
+            if report:
+                return report, columns[0].strip().lstrip("\ufeff")
+        seen += len(line)
+        if seen > _BEFORE_HEADER:
+            break
+    raise WorkshopError(f"{path}: no header of a report of nsys's in it; is it empty or cut off?")
+
+
+class _Report:
+    """One report's rows, read by the names of its columns, times in nanoseconds."""
+
+    def __init__(self, path: Path, report: str, problems: Problems) -> None:
+        """
+        Raises:
+            WorkshopError: the file can't be read, or is not this report.
+        """
+        found, first_column = _find_header(path)
+        if _COLUMNS[found] != _COLUMNS[report]:
+            raise WorkshopError(f"{path}: has the columns of {found}, not of {report}")
+        self._path, self._problems = path, problems
+        self._table = CsvTable(path, problems, first_column=first_column)
+        self._columns = {
+            name: (index, unit)
+            for column, index in self._table.columns.items()
+            for name, unit in [_split(column)]
+        }
+        missing = _COLUMNS[report] - self._columns.keys()
+        if missing:
+            raise WorkshopError(
+                f"{path}: its first table has no column {min(missing)}: let `nsys stats --output` "
+                "write a file for each report"
+            )
+
+    def index(self, column: str) -> int:
+        """Where one of the report's columns stands."""
+        return self._columns[column][0]
+
+    def find(self, column: str) -> int | None:
+        """As `index`, or None."""
+        return self._columns.get(column, (None, ""))[0]
+
+    def unit_ns(self, column: str) -> float:
+        """
+        Raises:
+            WorkshopError: the column's unit is none of time.
+        """
+        _, unit = self._columns.get(column, (None, "ns"))
+        if unit not in _UNITS_NS:
+            raise WorkshopError(f"{self._path}: {unit!r:.40} is no unit of time, of {column}")
+        return _UNITS_NS[unit]
+
+    def each(self, add: Callable[[list[str]], None]) -> None:
+        """Has `add` take every row; one that it finds to hold no number is noted and left out.
+        What nsys prints after the table, and further tables, are none of it."""
+        width = 1 + max(self._table.columns.values())
+        for row, fields in self._table.rows():
+            if _NEXT_TABLE.match(fields[0]):
+                return
+            if len(fields) < width:
+                self._problems.add(row, f"has only {len(fields)} fields")
+                continue
+            try:
+                add(fields)
+            except NoNumber as error:
+                self._problems.add(row, str(error))
+
+
+def _read_report(path: Path, report: str, add: Callable[[_Report], None]) -> list[str]:
+    """Has `add` read a report; what is wrong with it becomes warnings, since the profile's other
+    reports may be whole."""
+    problems = Problems(path)
+    try:
+        add(_Report(path, report, problems))
+    except WorkshopError as error:
+        return [str(error)]
+    return problems.warnings()
+
+
+# --- reading them --------------------------------------------------------------------------------
+
+
+def _add_trace(report: _Report, sums: Sums, table: KernelTable) -> None:
+    start, duration, name = (report.index(column) for column in ("Start", "Duration", "Name"))
+    start_unit, duration_unit = report.unit_ns("Start"), report.unit_ns("Duration")
+    device = report.find("Device")
+
+    def add(fields: list[str]) -> None:
+        start_ns = nanoseconds(fields[start], start_unit)
+        sums.add(
+            _name(fields[name]), nanoseconds(fields[duration], duration_unit), start_ns=start_ns
+        )
+        if table.device is None and device is not None:
+            table.device = re.sub(r" \(\d+\)$", "", fields[device]) or None
+
+    report.each(add)
+
+
+def _add_sums(report: _Report, sums: Sums, calls_column: str, name_column: str) -> None:
+    calls, name = report.index(calls_column), report.index(name_column)
+    total, unit_ns = report.index("Total Time"), report.unit_ns("Total Time")
+    extremes = [(report.find(column), report.unit_ns(column)) for column in ("Min", "Max")]
+
+    def add(fields: list[str]) -> None:
+        n, total_ns = count(fields[calls]), nanoseconds(fields[total], unit_ns)
+        least, most = (
+            None if index is None else nanoseconds(fields[index], unit) for index, unit in extremes
+        )
+        rounding = unit_ns * n
+        if (least or 0.0) * n > total_ns + rounding or (
+            most is not None and most * n < total_ns - rounding
+        ):
+            raise NoNumber(f"{fields[total]!r:.40} does not lie between the calls' extremes")
+        sums.add(_name(fields[name]), total_ns, calls=n, min_ns=least, max_ns=most)
+
+    report.each(add)
+
+
+def _add_host_calls(report: _Report, table: KernelTable) -> None:
+    calls, name, total = (report.index(c) for c in ("Num Calls", "Name", "Total Time"))
+    unit_ns = report.unit_ns("Total Time")
+
+    def add(fields: list[str]) -> None:
+        n, total_ns = count(fields[calls]), nanoseconds(fields[total], unit_ns)
+        call = table.host_calls.setdefault(_name(fields[name]), HostCall())
+        call.calls += n
+        call.total_ns += total_ns
+
+    report.each(add)
+
+
+def _count_steps(report: _Report, table: KernelTable) -> None:
+    """Sets the number of steps, where there are ranges named so."""
+    instances, range_ = report.index("Instances"), report.index("Range")
+
+    def add(fields: list[str]) -> None:
+        if _range_name(fields[range_]) == _STEP:
+            table.steps = max(table.steps or 0, count(fields[instances]))
+
+    report.each(add)
+
+
+def _add_phases(report: _Report, table: KernelTable) -> None:
+    """Sets the phases' times, where all can be told.
+
+    nsys gives a kernel to the ranges of the thread that launched it, and PyTorch launches the
+    backward pass from a thread of its own, so that the range around it is all but empty.
+    """
+    range_, total = report.index("NVTX Range"), report.index("Total Time")
+    unit_ns = report.unit_ns("Total Time")
+    phases: dict[str, float] = {}
+
+    def add(fields: list[str]) -> None:
+        phase = _range_name(fields[range_])
+        if phase in _PHASES:
+            phases[phase] = phases.get(phase, 0.0) + nanoseconds(fields[total], unit_ns)
+
+    report.each(add)
+    if phases.get("backward", 0.0) >= phases.get("forward", 0.0):
+        table.phases_ns = phases
+    else:
+        table.warnings.append(
+            "no times of the phases: nsys gives a kernel to the marker ranges of the thread that "
+            "launched it, and PyTorch launches the backward pass from another"
+        )
+
+
+def _name(text: str) -> str:
+    """
+    Raises:
+        NoNumber: it is empty.
+    """
+    if not text:
+        raise NoNumber("has no name")
+    return text
+
+
+def _range_name(text: str) -> str:
+    """Without its domain: "PyTorch:step", or ":step" in the default one."""
+    return text.rpartition(":")[2]

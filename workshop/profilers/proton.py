@@ -1,0 +1,194 @@
+"""Triton's own profiler, Proton: NAME.hatchet, a tree of scopes with the kernels as its leaves.
+
+    proton -n NAME script.py
+
+Its times are sums over the calls of a kernel in a scope: there is no timeline. Kernels' names are
+as the compiler made them, C++ ones mangled. Bytes and operations are there where the program told
+them at the launch, as Triton kernels can.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workshop.errors import WorkshopError
+from workshop.profilers.reading import NoNumber, Problems, count, nanoseconds, number, text
+from workshop.profilers.table import KernelTable, Sums
+
+_TIME = "time (ns)"
+_STEP = "step"
+_PHASES = ("forward", "backward", "optimizer")
+_OUTSIDE = ""
+"""The phase of a kernel that stands in no scope of a step."""
+_OWN_SCOPE = "__proton_launch_metadata"
+"""Holds what Proton itself launches, to find out about a launch."""
+_MOST = 1e24
+"""No program computes or moves more: what does is corrupt."""
+_PROCESSORS = {"CUDA": "SMs", "HIP": "compute units"}
+
+
+def recognises_json(start: str) -> bool:
+    """Whether a JSON text is one of Proton's.
+
+    Args:
+        start: its first thousands of characters.
+    """
+    return start.lstrip()[:1] == "[" and '"children"' in start and '"frame"' in start
+
+
+def read(path: Path) -> KernelTable:
+    """The kernels of a .hatchet file.
+
+    Raises:
+        WorkshopError: it can't be read, is no such file, or has no kernels.
+    """
+    problems = Problems(path)
+    trees, device_info = _load(path)
+    kernels: dict[str, _Total] = {}
+    phases: dict[str, float] = {}
+    table = KernelTable(path, "proton", [])
+    for node in _nodes(trees, problems):
+        try:
+            if node.name == _STEP and "count" in node.metrics:
+                table.steps = (table.steps or 0) + count(node.metrics["count"])
+            elif _TIME in node.metrics and node.metrics.get("count") != 0:  # the root has 0 calls
+                total = _Total.told_by(node.metrics)
+                kernels.setdefault(node.name, _Total()).add(total)
+                phases[node.phase] = phases.get(node.phase, 0.0) + total.time_ns
+                table.device = table.device or _device(node.metrics, device_info)
+        except NoNumber as error:
+            problems.add(node.row, str(error))
+    sums = Sums()
+    for name, total in kernels.items():
+        sums.add(name, total.time_ns, calls=total.calls, bytes=total.bytes, flops=total.flops)
+    if not len(sums):
+        raise problems.error("kernels")
+    table.kernels = sums.kernels()
+    table.warnings += problems.warnings()
+    _add_phases(table, phases)
+    return table
+
+
+class _Node(NamedTuple):
+    row: int
+    """Its number in the tree, from 1, parents before children."""
+    name: str
+    phase: str
+    """Of the scopes above it, the innermost that is a step or a part of one; else _OUTSIDE."""
+    metrics: dict[str, Any]
+
+
+@dataclass
+class _Total:
+    """Of one kernel, over all scopes: only the sum of several calls has no known extremes."""
+
+    calls: int = 0
+    time_ns: float = 0.0
+    bytes: float | None = None
+    flops: float | None = None
+
+    @classmethod
+    def told_by(cls, metrics: dict[str, Any]) -> "_Total":
+        """What the metrics of a node say.
+
+        Raises:
+            NoNumber: one of them is none.
+        """
+        operations = [_amount(value) for key, value in metrics.items() if key.startswith("flops")]
+        return cls(
+            calls=count(metrics.get("count")),
+            time_ns=nanoseconds(metrics[_TIME]),
+            bytes=_amount(metrics["bytes"]) if "bytes" in metrics else None,
+            flops=sum(operations) if operations else None,
+        )
+
+    def add(self, other: "_Total") -> None:
+        self.calls += other.calls
+        self.time_ns += other.time_ns
+        if other.bytes is not None:
+            self.bytes = (self.bytes or 0.0) + other.bytes
+        if other.flops is not None:
+            self.flops = (self.flops or 0.0) + other.flops
+
+
+def _amount(value: Any) -> float:
+    """Bytes or operations.
+
+    Raises:
+        NoNumber: it is no number, or negative.
+    """
+    amount = number(value)
+    if not 0 <= amount <= _MOST:
+        raise NoNumber(f"{value!r:.40} is no number of bytes or operations")
+    return amount
+
+
+def _load(path: Path) -> tuple[list[Any], dict[str, Any]]:
+    """The trees of a file, and what it says of the devices, by type and number."""
+    try:
+        content = json.loads(text(path))
+    except RecursionError:
+        raise WorkshopError(f"{path}: its scopes are nested too deeply to be read") from None
+    except ValueError as error:
+        raise WorkshopError(f"{path}: no JSON, or cut off: {error!s:.80}") from None
+    if not isinstance(content, list) or not content:
+        raise WorkshopError(f"{path}: no tree of Proton's: a list of scopes should be in it")
+    last = content[-1]
+    if isinstance(last, dict) and "frame" not in last:
+        return content[:-1], last
+    return content, {}
+
+
+def _nodes(trees: list[Any], problems: Problems) -> Iterator[_Node]:
+    """All nodes that are whole, parents before children."""
+    # A stack of our own: a tree of Python frames is deeper than Python lets functions call.
+    stack = [(tree, _OUTSIDE) for tree in reversed(trees)]
+    row = 0
+    while stack:
+        node, phase = stack.pop()
+        row += 1
+        try:
+            name, metrics, children = node["frame"]["name"], node["metrics"], node["children"]
+        except (KeyError, TypeError):
+            problems.add(row, "is no scope with a frame's name, metrics and children")
+            continue
+        if not (isinstance(name, str) and isinstance(metrics, dict) and isinstance(children, list)):
+            problems.add(row, "has a name, metrics or children of the wrong type")
+            continue
+        if name == _OWN_SCOPE:
+            continue
+        yield _Node(row, name, phase, metrics)
+        below = name if name in _PHASES or (name == _STEP and phase == _OUTSIDE) else phase
+        stack += ((child, below) for child in reversed(children))
+
+
+def _device(metrics: dict[str, Any], info: dict[str, Any]) -> str | None:
+    """What is known of the device of a kernel: "CUDA, architecture 90, 132 SMs"."""
+    kind, index = metrics.get("device_type"), metrics.get("device_id")
+    devices = info.get(kind) if isinstance(kind, str) else None
+    device = devices.get(index) if isinstance(devices, dict) and isinstance(index, str) else None
+    if not isinstance(device, dict):
+        return None
+    parts = [f"architecture {device.get('arch')}"]
+    if isinstance(device.get("num_sms"), int):
+        parts.append(f"{device['num_sms']} {_PROCESSORS.get(str(kind), 'processors')}")
+    return ", ".join([str(kind), *parts])
+
+
+def _add_phases(table: KernelTable, times: dict[str, float]) -> None:
+    """Sets the phases' times, where all can be told.
+
+    A scope holds what its own thread launches, and PyTorch launches the backward pass from a
+    thread of its own: its kernels then stand outside all scopes.
+    """
+    phases = {phase: times[phase] for phase in _PHASES if phase in times}
+    backward_is_short = phases.get("backward", 0.0) < phases.get("forward", 0.0)
+    if backward_is_short and times.get(_OUTSIDE):
+        table.warnings.append(
+            "no times of the phases: Proton gives a kernel to the scope of the thread that "
+            "launched it, and PyTorch launches the backward pass from another"
+        )
+    else:
+        table.phases_ns = phases

@@ -1,0 +1,223 @@
+"""Reading what other programs wrote: any line of it may be missing, cut off or made up.
+
+Each parser keeps the valid part and counts the rest in `Problems`; where nothing is valid, that
+becomes one error, which names the file and the row.
+"""
+
+import csv
+import gzip
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workshop.errors import WorkshopError
+from workshop.profilers.names import printable
+
+MOST_BYTES = 8 << 30
+"""Of a file's text, unpacked. A gigabyte of gzip can hold a terabyte of it."""
+MOST_NS = 1e18
+"""No time in a profile is longer (30 years): what is comes from a corrupt file."""
+_BLOCK_BYTES = 1 << 20
+
+csv.field_size_limit(1 << 24)  # a templated kernel name can pass the default of 128 KiB
+
+
+class Problems:
+    """The rows of a file that can't be read: the first is named, the others are counted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count = 0
+        self._first = ""
+
+    def add(self, row: int, what: str) -> None:
+        """Args:
+        row: the line of the file, from 1, or of a database's or a JSON list's entries.
+        """
+        if not self.count:
+            self._first = f"{self.path}, row {row}: {what}"
+        self.count += 1
+
+    def warnings(self) -> list[str]:
+        """One sentence, or none."""
+        if not self.count:
+            return []
+        others = f" (and {self.count - 1:,} more rows)" if self.count > 1 else ""
+        return [f"left out {self._first}{others}"]
+
+    def error(self, wanted: str) -> WorkshopError:
+        """What to raise where nothing valid was found.
+
+        Args:
+            wanted: what should have been there, as in "kernels".
+        """
+        first = f"; {self._first}" if self.count else ""
+        return WorkshopError(f"{self.path}: no {wanted} in it{first}")
+
+
+class NoNumber(ValueError):
+    """A field that should hold a number holds something else."""
+
+
+def number(text: str | float | None) -> float:
+    """A finite number: from JSON, or from a tool's CSV, which may group thousands with commas.
+
+    Raises:
+        NoNumber: it is none.
+    """
+    try:
+        value = float(text.replace(",", "") if isinstance(text, str) else text)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise NoNumber(f"{text!r:.40} is no number") from None
+    if not math.isfinite(value) or isinstance(text, bool):
+        raise NoNumber(f"{text!r:.40} is no finite number")
+    return value
+
+
+def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
+    """A duration from its value in a unit of `unit_ns`.
+
+    Raises:
+        NoNumber: it is none, negative, or longer than any profile.
+    """
+    value = number(text) * unit_ns
+    if not 0 <= value <= MOST_NS:
+        raise NoNumber(f"{text!r:.40} is no duration")
+    return value
+
+
+def count(text: str | float | None) -> int:
+    """A number of calls, at least 1.
+
+    Raises:
+        NoNumber: it is none.
+    """
+    value = number(text)
+    if not 1 <= value <= MOST_NS or value != int(value):
+        raise NoNumber(f"{text!r:.40} is no number of calls")
+    return int(value)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while a file is read into one line that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise WorkshopError(f"{path}: no such file") from None
+    except (gzip.BadGzipFile, zlib.error):
+        raise WorkshopError(f"{path}: its gzip compression is corrupt") from None
+    except OSError as error:
+        raise WorkshopError(f"{path}: can't be read: {error.strerror or error}") from None
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, gzip or not, unknown bytes replaced; a truncated gzip gives what
+    can be unpacked.
+
+    Raises:
+        WorkshopError: it can't be read, or its text is longer than MOST_BYTES.
+    """
+    opener: Callable = gzip.open if is_gzip(path) else open
+    left = MOST_BYTES
+    with readable(path), opener(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
+        while True:
+            try:
+                line = file.readline(_BLOCK_BYTES)
+            except EOFError:  # gzip's word for a file that ends too early
+                return
+            if not line:
+                return
+            left -= len(line)
+            if left < 0:
+                raise WorkshopError(f"{path}: its text is longer than {MOST_BYTES >> 30} GiB")
+            yield line.replace("\0", "\ufffd")
+
+
+def text(path: Path) -> str:
+    """The whole text of a file; as `lines`, with its errors."""
+    return "".join(lines(path))
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether a file begins as gzip does, whatever its name."""
+    with readable(path), path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+class CsvTable:
+    """A CSV file read by the names of its columns, row by row.
+
+    Attributes:
+        columns: index by name, from the header.
+    """
+
+    def __init__(self, path: Path, problems: Problems, *, first_column: str | None = None) -> None:
+        """Reads the header: the first line, or the first that begins with `first_column` where
+        a program's own output may precede it.
+
+        Raises:
+            WorkshopError: there is no such line, or the file can't be read.
+        """
+        self.path, self._problems = path, problems
+        self._lines_before = 0
+        self._reader = csv.reader(self._from_header(first_column))
+        header = next(self._safely(), [])
+        names = [name.strip().lstrip("\ufeff") for name in header]
+        if not any(names):
+            wanted = f" (a line that begins with {first_column!r})" if first_column else ""
+            raise WorkshopError(f"{path}: no header{wanted} in it; is the file empty or cut off?")
+        self.columns: dict[str, int] = {}
+        for index, name in enumerate(names):
+            self.columns.setdefault(name, index)
+
+    def _from_header(self, first_column: str | None) -> Iterator[str]:
+        """The file's lines without those before the header, whose quotes need not match."""
+        after = lines(self.path)
+        for line in after:
+            start = line.lstrip('\ufeff \t"')
+            if start.strip() and (first_column is None or start.startswith(first_column)):
+                yield line
+                break
+            self._lines_before += 1
+        yield from after
+
+    def index(self, *names: str) -> int:
+        """Where the first of these columns stands that the file has.
+
+        Raises:
+            WorkshopError: it has none of them.
+        """
+        found = self.find(*names)
+        if found is None:
+            wanted = " or ".join(names)
+            has = printable(", ".join(list(self.columns)[:12]))
+            raise WorkshopError(f"{self.path}: no column {wanted:.80}; its columns are {has:.200}")
+        return found
+
+    def find(self, *names: str) -> int | None:
+        """As `index`, or None."""
+        return next((self.columns[name] for name in names if name in self.columns), None)
+
+    def rows(self, at_least: int = 1) -> Iterator[tuple[int, list[str]]]:
+        """(line number, fields) of every row that has `at_least` fields; shorter ones, but for
+        empty lines, are counted as problems."""
+        for row in self._safely():
+            if len(row) >= at_least:
+                yield self._line(), row
+            elif row:
+                self._problems.add(self._line(), f"has only {len(row)} fields")
+
+    def _line(self) -> int:
+        return self._lines_before + self._reader.line_num
+
+    def _safely(self) -> Iterator[list[str]]:
+        while True:
+            try:
+                yield next(self._reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                self._problems.add(self._line(), str(error))

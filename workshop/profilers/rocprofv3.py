@@ -1,0 +1,522 @@
+"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
+
+A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
+`<prefix>_results.db` or `.json`. By default they lie in a folder with the host's name and the
+prefix is the process's number; the passes of a run under counters get folders of their own. A
+domain without events leaves no file.
+"""
+
+import contextlib
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from workshop.errors import WorkshopError
+from workshop.profilers import json_stream, reading
+from workshop.profilers.amd_counters import MOST, Counters
+from workshop.profilers.names import printable
+from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
+from workshop.profilers.rocprofv3_formats import (
+    Count,
+    Event,
+    Files,
+    Process,
+    Rows,
+    Sum,
+    from_database,
+    from_json,
+    from_tables,
+    interval,
+)
+from workshop.profilers.table import HostCall, KernelTable, Sums
+
+STEP = "step"
+PHASES = ("forward", "backward", "optimizer")
+"""The marker ranges in a training step whose kernels are summed."""
+
+_COPY = "MEMORY_COPY_"
+
+_HEADERS: Mapping[str, frozenset[str]] = {
+    "counter_collection": frozenset(
+        ("Correlation_Id", "Dispatch_Id", "Kernel_Name", "Counter_Name", "Counter_Value")
+    ),
+    "kernel_trace": frozenset(
+        ("Correlation_Id", "Dispatch_Id", "Kernel_Name", "Start_Timestamp", "End_Timestamp")
+    ),
+    "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
+    "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
+    "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
+}
+"""The columns that tell a table; the first that fits it is."""
+_API_TRACES = ("hip_api_trace", "marker_api_trace")
+_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
+_OTHER_SUMS = tuple(
+    f"{domain}_stats"
+    for domain in (
+        "domain",
+        "marker_api",
+        "hsa_api",
+        "rccl_api",
+        "memory_allocation",
+        "scratch_memory",
+    )
+)
+_TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
+_CSV_NAME = re.compile(
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv"
+)
+_RowT = TypeVar("_RowT", bound=tuple)
+
+
+def read(path: Path) -> KernelTable:
+    """The kernels and copies in a file of rocprofv3's, or in all that a folder holds.
+
+    Of a folder's runs, those that tell every dispatch go before those with sums only, and those
+    without counters before those with them, under which kernels take longer and never overlap.
+    Where there are several, the first by name is read.
+
+    If the run marks its steps and tells the host's calls, the table is that of the steps, without
+    start-up and warm-up.
+
+    Bytes and operations come from counters, which other runs collected than the one that gave the
+    times: they are the means over the dispatches of a kernel, times its calls. A copy's bytes are
+    those that it moved.
+
+    Raises:
+        WorkshopError: it can't be read, or has neither kernels, nor host calls, nor steps in it.
+    """
+    notes, counters = _Notes(path), Counters()
+    runs: dict[Path, list[Process]] = {}
+    with contextlib.ExitStack() as stack:
+        for files in _sets_below(path) if path.is_dir() else [_set_of(path)]:
+            runs.setdefault(files.run, []).extend(_processes(files, stack, notes))
+        table = _first_table(path, runs, counters, notes)
+        if table is None:
+            raise notes.nothing_found()
+        for process in chain.from_iterable(runs.values()):
+            _add_counts(process, counters, notes)
+    counters.fill(table.kernels)
+    table.warnings += counters.warnings() + notes.warnings()
+    return table
+
+
+def recognises_header(columns: list[str]) -> bool:
+    """Whether a CSV file with these columns is one that `read` reads."""
+    return _table_with(columns) is not None
+
+
+def recognises_json(text_start: str) -> bool:
+    """Whether a JSON text that begins so is rocprofv3's."""
+    return '"rocprofiler-sdk-tool"' in text_start
+
+
+def is_database(path: Path) -> bool:
+    """Whether a file is an SQLite database, whatever its name."""
+    if not path.is_file():
+        return False
+    with reading.readable(path), path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+# --- which files there are ---
+
+
+def _table_with(columns: Iterable[str]) -> str | None:
+    has = set(columns)
+    return next((table for table, needs in _HEADERS.items() if needs <= has), None)
+
+
+def _set_of(path: Path) -> Files:
+    """A file by itself, known by its content; the name tells only what a table of sums sums."""
+    files = Files(path.parent)
+    if is_database(path):
+        files.database = path
+        return files
+    if recognises_json(json_stream.head(path)):
+        files.json = path
+        return files
+    columns = CsvTable(path, Problems(path)).columns
+    table = _table_with(columns)
+    if table is None:
+        raise WorkshopError(
+            f"{path}: none of the tables that rocprofv3 writes; "
+            f"its columns are {printable(', '.join(columns)):.200}"
+        )
+    if table == "api_trace":  # one header for all domains, which the rows name
+        files.tables = dict.fromkeys(_API_TRACES, path)
+    elif table == "stats":
+        if any(other in path.name for other in _OTHER_SUMS):
+            raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
+        files.tables = {next((name for name in _SUMS if name in path.name), _SUMS[0]): path}
+    else:
+        files.tables = {table: path}
+    return files
+
+
+def _sets_below(folder: Path) -> list[Files]:
+    """All files below a folder that rocprofv3 may have written, by process."""
+    sets: dict[tuple[Path, str], Files] = {}
+
+    def set_of(path: Path, prefix: str) -> Files:
+        # A number is the process's, in a folder with the host's name; others are the user's.
+        run = path.parent.parent if prefix.isdigit() else path.parent
+        return sets.setdefault((path.parent, prefix), Files(run))
+
+    for path in sorted(folder.rglob("*")):
+        if match := _CSV_NAME.fullmatch(path.name):
+            set_of(path, match["prefix"] or "").tables[match["table"]] = path
+            continue
+        prefix = path.stem.removesuffix("results").rstrip("_")
+        if path.suffix == ".db" and is_database(path):
+            set_of(path, prefix).database = path
+        elif path.name.endswith("results.json") and recognises_json(json_stream.head(path)):
+            set_of(path, prefix).json = path
+    return list(sets.values())
+
+
+# --- the table, from what the processes did ---
+
+
+class _Notes:
+    """What could not be read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._problems: list[Problems] = []
+        self.errors: list[WorkshopError] = []
+
+    def each(self, rows: Rows[_RowT] | None, use: Callable[[_RowT], None]) -> int:
+        """Gives each row to `use`, which raises NoNumber for one that makes no sense; how many
+        made sense. An error that ends the rows is kept."""
+        if rows is None:
+            return 0
+        self._problems.append(rows.problems)
+        used = 0
+        try:
+            for row in rows.rows:
+                try:
+                    use(row)
+                    used += 1
+                except NoNumber as error:
+                    rows.problems.add(row[0], str(error))
+        except WorkshopError as error:
+            self.errors.append(error)
+        return used
+
+    def warnings(self) -> list[str]:
+        sentences = [str(error) for error in self.errors]
+        return sentences + [line for problems in self._problems for line in problems.warnings()]
+
+    def nothing_found(self) -> WorkshopError:
+        if self.errors:
+            return self.errors[0]
+        bad = next((problems for problems in self._problems if problems.count), None)
+        return (bad or Problems(self._path)).error("kernels, host calls or steps")
+
+
+def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list[Process]:
+    """Those in a set of files: from that of its formats which tells most and can be read."""
+    formats: list[Callable[[], list[Process]]] = []
+    if files.database is not None:
+        formats.append(lambda: from_database(files, stack))
+    if files.tables.keys() - {"agent_info"}:
+        formats.append(lambda: [from_tables(files)])
+    if files.json is not None:
+        formats.append(lambda: from_json(files))
+    for read_format in formats:
+        try:
+            return read_format()
+        except WorkshopError as error:
+            notes.errors.append(error)
+    return []
+
+
+def _first_table(
+    path: Path, runs: Mapping[Path, list[Process]], counters: Counters, notes: _Notes
+) -> KernelTable | None:
+    """That of the run whose times mislead least; of one with kernels, if there is any."""
+    ranked = sorted(runs, key=lambda run: (_rank(runs[run]), run))
+    without_kernels = []
+    for index, folder in enumerate(ranked):
+        run = _Run(runs[folder], counters, notes)
+        table = run.table(path)
+        if table.kernels:
+            table.warnings += [
+                f"{other} holds another run, which is left out"
+                for other in ranked[index + 1 :]
+                if _has_kernels(runs[other]) and not _has_counters(runs[other])
+            ]
+            return table
+        without_kernels.append(table)
+    return next((table for table in without_kernels if table.host_calls or table.steps), None)
+
+
+def _has_kernels(processes: Iterable[Process]) -> bool:
+    return any(one.kernels or one.kernel_sums or one.counts for one in processes)
+
+
+def _has_counters(processes: Iterable[Process]) -> bool:
+    return any(one.counts for one in processes)
+
+
+def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
+    """By which the run comes first whose times mislead least."""
+    only_sums = not any(process.kernels for process in processes)
+    return not _has_kernels(processes), _has_counters(processes), only_sums
+
+
+class _Part:
+    """What a run did, or a part of it."""
+
+    def __init__(self) -> None:
+        self.sums = Sums()
+        self.host_calls: dict[str, HostCall] = {}
+        self.phases_ns = dict.fromkeys(PHASES, 0.0)
+        self.kernels = 0
+        self.processes = 0
+        """That have kernels in it."""
+
+    def add_kernel(self, name: str, ns: float, **more: Any) -> None:
+        self.sums.add(name, ns, **more)
+        self.kernels += 1
+
+    def add_copy(self, direction: str, ns: float, **more: Any) -> None:
+        # Versions differ in whether the operation's prefix stands before it.
+        self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
+
+    def add_host_call(self, name: str, ns: float, *, calls: int = 1, **_: object) -> None:
+        call = self.host_calls.get(name) or self.host_calls.setdefault(name, HostCall())
+        call.calls += calls
+        call.total_ns += ns
+
+
+def _add_counts(
+    process: Process, counters: Counters, notes: _Notes, part: _Part | None = None
+) -> None:
+    """Adds a process's counters and, to `part`, the dispatches that they are of. They can be read
+    once."""
+    timed: set[Hashable] = set()
+
+    def add_count(row: Count) -> None:
+        _, kernel, counter, value, dispatch, start, end = row
+        counters.add(_name(kernel), counter, value)
+        if part is not None and dispatch not in timed:
+            part.add_kernel(kernel, interval(start, end)[1])
+            timed.add(dispatch)
+
+    counts, process.counts = process.counts, None
+    notes.each(counts, add_count)
+
+
+class _Run:
+    """Adds up the processes of one run: all that they did, and what their marked steps launched.
+    The rest is start-up and warm-up, which rocprofv3 watches too."""
+
+    def __init__(self, processes: list[Process], counters: Counters, notes: _Notes) -> None:
+        self._processes, self._counters, self._notes = processes, counters, notes
+        self._whole, self._in_steps = _Part(), _Part()
+        self._steps = 0
+        self._phases: set[str] = set()
+        self._under_counters = _has_counters(processes)
+        for process in processes:
+            self._add(process)
+
+    def table(self, path: Path) -> KernelTable:
+        """Without the bytes and operations that counters tell."""
+        part = self._in_steps if self._in_steps.kernels else self._whole
+        table = KernelTable(
+            path,
+            "rocprofv3",
+            part.sums.kernels(),
+            device=next((process.device for process in self._processes if process.device), None),
+            steps=self._steps or None,
+            host_calls=part.host_calls,
+        )
+        if any(part.phases_ns.values()):
+            table.phases_ns = {
+                phase: ns for phase, ns in part.phases_ns.items() if phase in self._phases
+            }
+        if part.processes > 1:
+            # Each may have a GPU of its own: there is no one timeline with idle time in it.
+            table.warnings.append(f"the sum of {part.processes} processes")
+        elif table.kernels and self._under_counters:
+            table.warnings.append(
+                "times are those of a run under counters, where kernels take longer and run one "
+                "at a time"
+            )
+        else:
+            table.timeline = part.sums.timeline()
+        if part is self._in_steps:
+            table.warnings += self._left_out(table)
+        elif self._steps and table.kernels:
+            table.steps = None
+            table.warnings.append(
+                "without a trace of the HIP runtime it can't be told what the marked steps "
+                "launched: these are the kernels of the whole run, warm-up included"
+            )
+        return table
+
+    def _left_out(self, table: KernelTable) -> list[str]:
+        whole = self._whole.sums.kernels()
+        calls = sum(kernel.calls for kernel in whole) - table.launches
+        if not calls:
+            return []
+        milliseconds = (sum(kernel.total_ns for kernel in whole) - table.total_ns) / 1e6
+        return [
+            f"left out what was launched outside of the marked steps: {calls:,} kernels and "
+            f"copies, {milliseconds:,.1f} ms"
+        ]
+
+    def _add(self, process: Process) -> None:
+        launches, each, whole = _Launches(), self._notes.each, self._whole
+        before = whole.kernels, self._in_steps.kernels
+        each(process.markers, partial(self._add_range, launches))
+        self._steps = max(self._steps, launches.steps)
+        if not each(process.host_calls, partial(self._add_call, launches)):
+            each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
+        traced = each(process.kernels, partial(self._add_kernel, launches))
+        if not traced and not each(process.kernel_sums, partial(_add_sum, whole.add_kernel)):
+            _add_counts(process, self._counters, self._notes, whole)
+        # Where only sums of the kernels are known, the copies alone make no timeline.
+        add_copy = partial(self._add_copy, launches, in_timeline=traced > 0)
+        if not each(process.copies, add_copy):
+            each(process.copy_sums, partial(_add_sum, whole.add_copy))
+        whole.processes += whole.kernels > before[0]
+        self._in_steps.processes += self._in_steps.kernels > before[1]
+
+    def _add_range(self, launches: "_Launches", event: Event) -> None:
+        _, name, start, end, *_ = event
+        launches.add_range(name, *interval(start, end))
+        if name in PHASES:
+            self._phases.add(name)
+
+    def _add_call(self, launches: "_Launches", event: Event) -> None:
+        _, name, start, end, correlation, _ = event
+        first, ns = interval(start, end)
+        for part in self._parts(launches.add_call(correlation, first)):
+            part.add_host_call(_name(name), ns)
+
+    def _add_kernel(self, launches: "_Launches", event: Event) -> None:
+        _, name, start, end, correlation, _ = event
+        first, ns = interval(start, end)
+        in_step, phase = launches.place(correlation)
+        for part in self._parts(in_step):
+            part.add_kernel(_name(name), ns, start_ns=first)
+            if phase:
+                part.phases_ns[phase] += ns
+
+    def _add_copy(self, launches: "_Launches", event: Event, *, in_timeline: bool) -> None:
+        _, direction, start, end, correlation, size = event
+        first, ns = interval(start, end)
+        start_ns = first if in_timeline else None
+        in_step, phase = launches.place(correlation)
+        for part in self._parts(in_step):
+            part.add_copy(_name(direction), ns, start_ns=start_ns, bytes=_size(size))
+            if phase:
+                part.phases_ns[phase] += ns
+
+    def _parts(self, in_step: bool) -> tuple[_Part, ...]:
+        return (self._whole, self._in_steps) if in_step else (self._whole,)
+
+
+class _Ranges:
+    """Named ranges of time. Of those within each other the outermost counts: a forward pass that
+    the backward pass repeats, to save memory, is part of the backward pass."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int, str]] = []
+        self._starts: list[int] | None = None
+
+    def add(self, start: int, end: int, name: str) -> None:
+        self._ranges.append((start, end, name))
+        self._starts = None
+
+    def at(self, instant: int) -> str:
+        """The name of the range that an instant lies in; "" for none."""
+        if self._starts is None:
+            self._flatten()
+        index = bisect_right(self._starts or (), instant) - 1
+        return self._ranges[index][2] if index >= 0 and instant < self._ranges[index][1] else ""
+
+    def _flatten(self) -> None:
+        """Leaves those that lie in no other, in order."""
+        reached = 0
+        outermost = []
+        for start, end, name in sorted(self._ranges, key=lambda one: (one[0], -one[1])):
+            if end > reached:
+                outermost.append((start, end, name))
+                reached = end
+        self._ranges = outermost
+        self._starts = [start for start, _, _ in outermost]
+
+
+class _Launches:
+    """Which step and phase launched what, in one process. Ranges come before host calls, and those
+    before what they launched.
+
+    A kernel has the correlation of the host call that launched it, and belongs where that call
+    began: on whatever thread, since autograd launches from its own. Without host calls nothing can
+    be told. When a kernel ran would not tell it: the GPU lags behind the host, often by more than
+    a phase.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._step_ranges, self._phase_ranges = _Ranges(), _Ranges()
+        self._places: dict[Hashable, tuple[bool, str]] = {}
+
+    def add_range(self, name: object, start: int, ns: int) -> None:
+        if not ns:  # a mark, no range
+            return
+        if name == STEP:
+            self.steps += 1
+            self._step_ranges.add(start, start + ns, STEP)
+        elif isinstance(name, str) and name in PHASES:
+            self._phase_ranges.add(start, start + ns, name)
+
+    def add_call(self, correlation: Hashable, start: int) -> bool:
+        """Whether it began in a step."""
+        in_step, phase = bool(self._step_ranges.at(start)), self._phase_ranges.at(start)
+        if in_step or phase:
+            self._places[correlation] = in_step, phase
+        return in_step
+
+    def place(self, correlation: Hashable) -> tuple[bool, str]:
+        """Whether a step launched what has this correlation, and in which phase; "" for none."""
+        return self._places.get(correlation, (False, ""))
+
+
+# --- single values ---
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise NoNumber(f"{name!r:.40} is no name")
+    return name
+
+
+def _add_sum(add: Callable[..., None], row: Sum) -> None:
+    """Gives a row of a table of sums to `add`, with its extremes where it has both."""
+    _, name, calls, total, shortest, longest = row
+    number_of_calls, total_ns = reading.count(calls), reading.nanoseconds(total)
+    if shortest is None or longest is None:
+        add(_name(name), total_ns, calls=number_of_calls)
+        return
+    least, most = reading.nanoseconds(shortest), reading.nanoseconds(longest)
+    mean = total_ns / number_of_calls
+    if not least - 1 <= mean <= most + 1:
+        raise NoNumber(f"a mean of {mean:.0f} ns is not between {least:.0f} and {most:.0f}")
+    add(_name(name), total_ns, calls=number_of_calls, min_ns=least, max_ns=most)
+
+
+def _size(size: Any) -> float | None:
+    """A copy's bytes, where the format tells them."""
+    try:
+        moved = number(size)
+    except NoNumber:
+        return None
+    return moved if 0 <= moved <= MOST else None

@@ -1,0 +1,459 @@
+"""The formats of rocprofv3's output, each as the events of the processes that it traced."""
+
+import contextlib
+import json
+import re
+import sqlite3
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from workshop.errors import WorkshopError
+from workshop.profilers import json_stream, reading
+from workshop.profilers.reading import MOST_NS, CsvTable, NoNumber, Problems, number
+
+_RowT = TypeVar("_RowT")
+
+Event = tuple[int, Any, Any, Any, Hashable, Any]
+"""(row, name, start, end, correlation, bytes) of a kernel, a copy, a host call or a marker range:
+as they were read, unchecked. Bytes are a copy's, None where the format has none."""
+Sum = tuple[int, str, str, str, str | None, str | None]
+"""(row, name, calls, total, shortest, longest)."""
+Count = tuple[int, Any, str, Any, Hashable, Any, Any]
+"""(row, kernel, counter, value, dispatch, start, end)."""
+
+
+@dataclass
+class Rows(Generic[_RowT]):
+    """Rows that are read when they are asked for, once, and where to note those that can't be."""
+
+    problems: Problems
+    rows: Iterable[_RowT]
+
+
+@dataclass
+class Files:
+    """The files that one traced process left."""
+
+    run: Path
+    """The folder that it shares with the other processes of its run."""
+    tables: dict[str, Path] = field(default_factory=dict)
+    """CSV, by the domain in their names, such as "kernel_trace"."""
+    json: Path | None = None
+    database: Path | None = None
+
+
+@dataclass
+class Process:
+    """What one traced process did; None for what the format does not tell."""
+
+    run: Path
+    device: str | None = None
+    markers: Rows[Event] | None = None
+    host_calls: Rows[Event] | None = None
+    host_call_sums: Rows[Sum] | None = None
+    kernels: Rows[Event] | None = None
+    kernel_sums: Rows[Sum] | None = None
+    copies: Rows[Event] | None = None
+    copy_sums: Rows[Sum] | None = None
+    counts: Rows[Count] | None = None
+
+
+_LATEST_NS = 1e19
+"""No clock has counted further: the year 2286 in nanoseconds since 1970."""
+
+
+def interval(start: Any, end: Any) -> tuple[int, int]:
+    """(start, nanoseconds) from two readings of a clock in nanoseconds. They are whole numbers,
+    because a clock's can be longer than a float's 53 bits.
+
+    Raises:
+        NoNumber: they are none, or none of a clock that runs forwards.
+    """
+    try:
+        first, last = int(start), int(end)
+    except (TypeError, ValueError, OverflowError):
+        first, last = int(number(start)), int(number(end))
+    if not 0 < first <= last <= _LATEST_NS or last - first > MOST_NS:
+        raise NoNumber(f"from {start!r:.40} to {end!r:.40} is no time")
+    return first, last - first
+
+
+# --- CSV ---
+
+
+def from_tables(files: Files) -> Process:
+    """The process that left these CSV files. They are opened when their rows are read."""
+
+    def rows(table: str, read: Callable[[Path, Problems], Iterable[_RowT]]) -> Rows[_RowT] | None:
+        path = files.tables.get(table)
+        if path is None:
+            return None
+        problems = Problems(path)
+        return Rows(problems, read(path, problems))
+
+    def events(table: str, name_column: str, domain: str = "") -> Rows[Event] | None:
+        return rows(table, partial(_csv_events, name_column=name_column, domain=domain))
+
+    return Process(
+        files.run,
+        device=_device_of(files.tables.get("agent_info")),
+        markers=events("marker_api_trace", "Function", "MARKER"),
+        host_calls=events("hip_api_trace", "Function", "HIP"),
+        host_call_sums=rows("hip_api_stats", _csv_sums),
+        kernels=events("kernel_trace", "Kernel_Name"),
+        kernel_sums=rows("kernel_stats", _csv_sums),
+        copies=events("memory_copy_trace", "Direction"),
+        copy_sums=rows("memory_copy_stats", _csv_sums),
+        counts=rows("counter_collection", _csv_counts),
+    )
+
+
+def _csv_events(path: Path, problems: Problems, name_column: str, domain: str) -> Iterator[Event]:
+    """Args:
+    domain: how that of the wanted rows begins; "" for all, where a table has one only.
+    """
+    table = CsvTable(path, problems)
+    name, start, end, correlation = (
+        table.index(column)
+        for column in (name_column, "Start_Timestamp", "End_Timestamp", "Correlation_Id")
+    )
+    of_domain = table.index("Domain") if domain else name
+    for row, fields in table.rows(1 + max(name, start, end, correlation, of_domain)):
+        if fields[of_domain].startswith(domain):
+            yield row, fields[name], fields[start], fields[end], fields[correlation], None
+
+
+def _csv_sums(path: Path, problems: Problems) -> Iterator[Sum]:
+    table = CsvTable(path, problems)
+    name, calls, total = (table.index(column) for column in ("Name", "Calls", "TotalDurationNs"))
+    shortest, longest = table.find("MinNs"), table.find("MaxNs")
+    for row, fields in table.rows(1 + max(name, calls, total, shortest or 0, longest or 0)):
+        extremes = [None if index is None else fields[index] for index in (shortest, longest)]
+        yield row, fields[name], fields[calls], fields[total], extremes[0], extremes[1]
+
+
+def _csv_counts(path: Path, problems: Problems) -> Iterator[Count]:
+    table = CsvTable(path, problems)
+    columns = [
+        table.index(column)
+        for column in ("Kernel_Name", "Counter_Name", "Counter_Value", "Dispatch_Id")
+    ]
+    start, end = table.find("Start_Timestamp"), table.find("End_Timestamp")
+    kernel, counter, value, dispatch = columns
+    for row, fields in table.rows(1 + max(*columns, start or 0, end or 0)):
+        yield (
+            *(row, fields[kernel], fields[counter], fields[value], fields[dispatch]),
+            None if start is None else fields[start],
+            None if end is None else fields[end],
+        )
+
+
+def _device_of(agents: Path | None) -> str | None:
+    """The names of the GPUs in an agent_info table, each once."""
+    if agents is None:
+        return None
+    with contextlib.suppress(WorkshopError):
+        table = CsvTable(agents, Problems(agents))
+        kind, name = table.index("Agent_Type"), table.index("Product_Name", "Name")
+        rows = table.rows(1 + max(kind, name))
+        return _joined(fields[name] for _, fields in rows if fields[kind] == "GPU")
+    return None
+
+
+def _joined(names: Iterable[Any]) -> str | None:
+    return ", ".join(dict.fromkeys(str(name) for name in names if name)) or None
+
+
+# --- JSON ---
+
+_PROCESS_START = re.compile(r'"metadata"\s*:\s*\{\s*"(?:node|pid|init_time)"')
+_RECORDS_START = re.compile(r'"(?:callback|buffer)_records"\s*:\s*\{')
+_HELD_BYTES = 64 << 20
+"""Of a JSON file: a longer one is read block by block, once for each kind of record."""
+_NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What reading a field raises where a JSON entry is not of the form that it should be."""
+_GPU = 2
+"""The type of an agent in JSON."""
+_Items = Callable[[str, Problems], Iterator[tuple[int, Any]]]
+"""(number, entry) of the lists under a key."""
+
+
+def from_json(files: Files) -> list[Process]:
+    """The processes in a JSON file, which lists them; rocprofv3 gives each a file of its own.
+
+    Raises:
+        WorkshopError: it can't be read.
+    """
+    path = files.json
+    assert path is not None
+    if path.stat().st_size > _HELD_BYTES:
+        names = _names_text(path)
+        return [_JsonProcess(path, names, partial(json_stream.file_items, path)).read(files.run)]
+    text = reading.text(path)
+    starts = [match.start() for match in _PROCESS_START.finditer(text)][1:]
+    texts = [text[start:end] for start, end in zip([0, *starts], [*starts, None], strict=True)]
+    processes = [_JsonProcess(path, text, partial(json_stream.items, text)) for text in texts]
+    return [process.read(files.run) for process in processes]
+
+
+def _names_text(path: Path) -> str:
+    """What stands before the records: a small part of the text, with all names in it."""
+    text = ""
+    for line in reading.lines(path):
+        text += line
+        if _RECORDS_START.search(line):
+            break
+    return text
+
+
+class _JsonProcess:
+    """One process's part of a JSON text. Its records name nothing: kernels, operations, counters
+    and marker messages stand in lists of their own."""
+
+    def __init__(self, path: Path, names: str, items: _Items) -> None:
+        """Args:
+        names: the text with those lists in it.
+        items: gives the records.
+        """
+        self._path, self._names_text, self._items = path, names, items
+        # The first name that is given: without arguments only where the tool was asked for that.
+        keys = ("formatted_kernel_name", "truncated_kernel_name", "kernel_name")
+        self._kernels = self._names(
+            "kernel_symbols",
+            lambda entry: entry["kernel_id"],
+            lambda entry: next(entry[key] for key in keys if entry.get(key)),
+        )
+        self._counters = self._names(
+            "counters", lambda entry: entry["id"]["handle"], lambda entry: entry["name"]
+        )
+        self._messages = self._names(
+            "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
+        )
+        self._operations = [
+            entry.get("operations") if isinstance(entry, dict) else None
+            for _, entry in self._named("buffer_records")
+        ]
+
+    def _named(self, key: str) -> Iterator[tuple[int, Any]]:
+        return json_stream.items(self._names_text, key, Problems(self._path))
+
+    def read(self, run: Path) -> Process:
+        return Process(
+            run,
+            device=_joined(self._gpus()),
+            markers=self._rows("marker_api", self._markers),
+            host_calls=self._rows("hip_api", self._operation_events),
+            kernels=self._rows("kernel_dispatch", self._kernel_events),
+            copies=self._rows("memory_copy", self._operation_events),
+            counts=self._rows("counter_collection", self._counts),
+        )
+
+    def _rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
+        """Of the lists under `key`; None where they are all empty."""
+        problems = Problems(self._path)
+        if next(self._items(key, problems), None) is None and not problems.count:
+            return None
+        problems = Problems(self._path)
+
+        def rows() -> Iterator[_RowT]:
+            for row, entry in self._items(key, problems):
+                try:
+                    yield from rows_of(row, entry)
+                except _NO_ENTRY as error:
+                    problems.add(row, f"no record of {key} ({type(error).__name__}: {error!s:.60})")
+
+        return Rows(problems, rows())
+
+    def _names(
+        self, key: str, id_of: Callable[[Any], Any], name_of: Callable[[Any], Any]
+    ) -> dict[Hashable, Any]:
+        """Names by number; entries of another form are passed over."""
+        names: dict[Hashable, Any] = {}
+        for _, entry in self._named(key):
+            with contextlib.suppress(*_NO_ENTRY, StopIteration):
+                names[id_of(entry)] = name_of(entry)
+        return names
+
+    def _gpus(self) -> Iterator[Any]:
+        for _, entry in self._named("agents"):
+            if isinstance(entry, dict) and entry.get("type") == _GPU:
+                yield entry.get("product_name") or entry.get("name")
+
+    def _kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
+        yield _json_event(row, entry, self._kernels[entry["dispatch_info"]["kernel_id"]])
+
+    def _operation_events(self, row: int, entry: Any) -> Iterator[Event]:
+        yield _json_event(row, entry, self._operations[entry["kind"]][entry["operation"]])
+
+    def _markers(self, row: int, entry: Any) -> Iterator[Event]:
+        # The messages themselves stand in a list of the same name.
+        if "correlation_id" in entry:
+            message = self._messages.get(entry["correlation_id"]["internal"])
+            if message is not None:
+                yield _json_event(row, entry, message)
+
+    def _counts(self, row: int, entry: Any) -> Iterator[Count]:
+        data = entry["dispatch_data"]
+        info = data["dispatch_info"]
+        kernel, dispatch = self._kernels[info["kernel_id"]], int(info["dispatch_id"])
+        totals: dict[str, float] = {}
+        for record in entry["records"]:  # one for each instance of a hardware block
+            counter = str(self._counters[record["counter_id"]["handle"]])
+            totals[counter] = totals.get(counter, 0.0) + number(record["value"])
+        times = data.get("start_timestamp"), data.get("end_timestamp")
+        for counter, value in totals.items():
+            yield (row, kernel, counter, value, dispatch, *times)
+
+
+def _json_event(row: int, entry: Any, name: Any) -> Event:
+    correlation = int(entry["correlation_id"]["internal"])
+    times = entry["start_timestamp"], entry["end_timestamp"]
+    return (row, name, *times, correlation, entry.get("bytes"))
+
+
+# --- rocpd ---
+
+_INSTRUCTIONS = 1_000_000
+_INSTRUCTIONS_PER_BYTE = 200
+"""SQLite may spend so many on a file, and more with its size. Honest views take a few hundred a
+row; a made-up one can go on forever."""
+
+# Views by what they are called in the versions of the schema, with their columns.
+_COUNTS = {
+    "counters_collection": ("kernel_name", "counter_name", "value"),
+    "kernel_pmc_events": ("name", "pmc_name", "pmc_value"),
+}
+
+
+def from_database(files: Files, stack: contextlib.ExitStack) -> list[Process]:
+    """The processes in a rocpd database, which stays open until `stack` closes.
+
+    Raises:
+        WorkshopError: it can't be read, or lacks rocpd's views.
+    """
+    assert files.database is not None
+    database = _Database(files.database, stack)
+    if not database.columns("kernels") and not database.columns("regions"):
+        raise WorkshopError(
+            f"{files.database}: an SQLite database without rocpd's views `kernels` and `regions`; "
+            "did the run end early?"
+        )
+    return [database.process(files.run, pid) for pid in database.pids()]
+
+
+class _Database:
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        self._path = path
+        self._left = _INSTRUCTIONS + _INSTRUCTIONS_PER_BYTE * path.stat().st_size
+        with self._errors():
+            # Read-only by its address: nothing, not even a journal, is written beside it.
+            uri = f"{path.resolve().as_uri()}?mode=ro"
+            self._connection = sqlite3.connect(uri, uri=True)
+        stack.callback(self._connection.close)
+        self._connection.set_progress_handler(self._spend, 10_000)
+
+    def _spend(self) -> bool:
+        self._left -= 10_000
+        return self._left < 0
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            reason = "its views never end" if self._left < 0 else f"{error}; is the file cut off?"
+            raise WorkshopError(f"{self._path}: can't be read as a database: {reason}") from None
+
+    def _query(self, query: str) -> Iterator[tuple]:
+        with self._errors():
+            yield from self._connection.execute(query)
+
+    def columns(self, view: str) -> set[str]:
+        """Empty where there is no such view."""
+        return {name for _, name, *_ in self._query(f"PRAGMA table_info([{view}])")}
+
+    def pids(self) -> list[int | None]:
+        """The processes' numbers; [None] where the database does not list them."""
+        if "pid" not in self.columns("processes"):
+            return [None]
+        query = "SELECT DISTINCT [pid] FROM [processes]"
+        pids: list[int | None] = [pid for (pid,) in self._query(query) if isinstance(pid, int)]
+        return pids or [None]
+
+    def process(self, run: Path, pid: int | None) -> Process:
+        return Process(
+            run,
+            device=self._device(),
+            markers=self._markers(pid),
+            host_calls=self._events("regions", pid, "AND [category] LIKE 'HIP%'"),
+            kernels=self._events("kernels", pid),
+            copies=self._events("memory_copies", pid),
+            counts=self._counts(pid),
+        )
+
+    def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
+        """The text of a query; columns that the view lacks come as NULL."""
+        has = self.columns(view)
+        # Brackets, because SQLite takes an unknown name in quotation marks for a text.
+        names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
+        where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"
+        return f"SELECT {names} FROM [{view}] {where} {more}"
+
+    def _events(
+        self, view: str, pid: int | None, more: str = "", last: str = "size"
+    ) -> Rows[Event] | None:
+        """Args:
+        more: a condition on the rows.
+        last: the column that comes last in an event.
+        """
+        # The tool's own correlation is the schema's "stack"; its "correlation" is the user's.
+        columns = ("id", "name", "start", "end", "stack_id", last)
+        if not {"name", "start", "end"} <= self.columns(view):
+            return None
+        return Rows(Problems(self._path), self._query(self._select(view, columns, pid, more)))
+
+    def _markers(self, pid: int | None) -> Rows[Event] | None:
+        """Their names are those of the functions that set them; what they say lies beside."""
+        found = self._events("regions", pid, "AND [category] LIKE 'MARKER%'", last="extdata")
+        if found is None:
+            return None
+        return Rows(
+            found.problems,
+            ((row, _message(data), *event, None) for row, _, *event, data in found.rows),
+        )
+
+    def _counts(self, pid: int | None) -> Rows[Count] | None:
+        for view, columns in _COUNTS.items():
+            if {*columns, "dispatch_id"} <= self.columns(view):
+                query = self._select(view, ("dispatch_id", *columns), pid)
+                if next(self._query(f"{query} LIMIT 1"), None) is not None:
+                    return Rows(Problems(self._path), self._count_rows(query, columns))
+        return None
+
+    def _count_rows(self, query: str, columns: tuple[str, str, str]) -> Iterator[Count]:
+        kernel, counter, value = columns
+        # Some schemas give a row for each instance of a hardware block.
+        summed = (
+            f"SELECT [dispatch_id], [{kernel}], [{counter}], SUM([{value}]) FROM ({query}) "
+            f"GROUP BY [dispatch_id], [{kernel}], [{counter}]"
+        )
+        for row, (dispatch, name, counted, total) in enumerate(self._query(summed), start=1):
+            yield row, name, str(counted), total, dispatch, None, None
+
+    def _device(self) -> str | None:
+        has = self.columns("rocpd_info_agent")
+        name = next((column for column in ("product_name", "name") if column in has), None)
+        if name is None or "type" not in has:
+            return None
+        query = f"SELECT DISTINCT [{name}] FROM [rocpd_info_agent] WHERE [type] = 'GPU'"
+        return _joined(name for (name,) in self._query(query))
+
+
+def _message(data: Any) -> Any:
+    try:
+        return json.loads(data)["message"]
+    except _NO_ENTRY:
+        return None

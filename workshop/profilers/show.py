@@ -1,0 +1,147 @@
+"""The hot list of a kernel table: on the terminal, and as CSV and JSON."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workshop import errors
+from workshop.profilers import kernel_file
+from workshop.profilers.load import load
+from workshop.profilers.names import display_name
+from workshop.profilers.table import Kernel, KernelTable
+
+_LEAST_NAME = 16
+_WIDE = 120
+"""Columns of a terminal that shows all figures."""
+COLOURS = {
+    "GEMM": "green",
+    "attention": "cyan",
+    "norm": "magenta",
+    "elementwise": "yellow",
+    "optimizer": "blue",
+    "copy": "red",
+    "communication": "bright_red",
+    "other": "white",
+}
+
+
+def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
+    """Prints the hot list of what a profiler wrote, and with `output_dir` writes it there
+    as kernel_file.CSV_FILE and JSON_FILE; the exit status."""
+    errors.require_rich()
+    from rich.console import Console
+
+    table = load(path)
+    console = Console()
+    for renderable in render(table, limit, console.width):
+        console.print(renderable)
+    for warning in table.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+    if output_dir is not None:
+        for file in kernel_file.write(table, output_dir):
+            print(f"Written: {file}")
+    return errors.DONE
+
+
+def render(table: KernelTable, limit: int, width: int) -> list[Any]:
+    """The hot list, its summary and the categories, for rich's console of `width` columns: the
+    figures whole, and of the names what then fits."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = table.kernels[:limit]
+    columns = [column for column in _COLUMNS if any(column.value(kernel) for kernel in shown)]
+    if width < _WIDE:
+        columns = [column for column in columns if not column.wide]
+    rows = [[column.cell(kernel, table) for column in columns] for kernel in shown]
+    rest = _rest(table, limit, columns)
+    numbers = [
+        max(len(cell) for cell in (column.heading, *cells))
+        for column, *cells in zip(columns, *rows, *([rest] if rest else []), strict=True)
+    ]
+    # Each column stands between two spaces and a line.
+    categories = max((len(kernel.category) for kernel in shown), default=0)
+    left = width - sum(numbers) - 3 * len(columns) - max(categories, len("category")) - 7
+    hot = Table(title=Text(_title(table)), title_justify="left")
+    hot.add_column(table.what, no_wrap=True, max_width=max(left, _LEAST_NAME))
+    hot.add_column("category", no_wrap=True)
+    for column in columns:
+        hot.add_column(column.heading, justify="right", no_wrap=True)
+    for kernel, cells in zip(shown, rows, strict=True):
+        # Names come from files: as text they can be neither markup nor terminal codes.
+        name = Text(display_name(kernel.name, max(left, _LEAST_NAME)))
+        hot.add_row(name, Text(kernel.category, style=COLOURS[kernel.category]), *cells)
+    if rest:
+        hot.add_row(f"{len(table.kernels) - limit:,} more", "", *rest, style="dim")
+    return [hot, Text("\n".join(_summary(table)))]
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: str
+    value: Callable[[Kernel], float | None]
+    """Of a kernel, in the heading's unit; None where the tool does not tell."""
+    format: str
+    of_sums: bool = False
+    """Whether it says something of many kernels together too."""
+    wide: bool = False
+    """Whether only a wide terminal shows it."""
+
+    def cell(self, kernel: Kernel, table: KernelTable) -> str:
+        value = self.value(kernel)
+        if value is None:
+            return "-"
+        return format(value if self.heading != "share" else table.share(kernel), self.format)
+
+
+_COLUMNS = (
+    _Column("calls", lambda k: k.calls, ",", of_sums=True),
+    _Column("total ms", lambda k: k.total_ns / 1e6, ",.3f", of_sums=True),
+    _Column("mean µs", lambda k: k.mean_ns / 1e3, ",.1f"),
+    _Column("min", lambda k: None if k.min_ns is None else k.min_ns / 1e3, ",.1f", wide=True),
+    _Column("max", lambda k: None if k.max_ns is None else k.max_ns / 1e3, ",.1f", wide=True),
+    _Column("share", lambda k: k.total_ns, ".1%", of_sums=True),
+    _Column("GB/s", lambda k: k.bytes / k.total_ns if k.bytes and k.total_ns else None, ",.0f"),
+    _Column(
+        "TFLOP/s", lambda k: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None, ",.1f"
+    ),
+)
+
+
+def _rest(table: KernelTable, limit: int, columns: list[_Column]) -> list[str]:
+    """The cells of all kernels below the limit together; none where there are none."""
+    rest = table.kernels[limit:]
+    if not rest:
+        return []
+    calls, total = sum(k.calls for k in rest), sum(k.total_ns for k in rest)
+    together = Kernel("", "other", calls, total)
+    return [column.cell(together, table) if column.of_sums else "" for column in columns]
+
+
+def _title(table: KernelTable) -> str:
+    where = f", {display_name(table.device, 60)}" if table.device else ""
+    return f"{table.tool}{where}: {table.path}"
+
+
+def _summary(table: KernelTable) -> list[str]:
+    lines = [f"{table.launches:,} {table.what} calls, {table.total_ns / 1e6:,.3f} ms"]
+    if table.steps:
+        per_step = table.launches / table.steps, table.total_ns / table.steps / 1e6
+        lines[0] += (
+            f", in {table.steps} steps: {per_step[0]:,.0f} calls, {per_step[1]:,.3f} ms each"
+        )
+    if table.timeline and table.timeline.span_ns:
+        t = table.timeline
+        lines.append(
+            f"GPU busy {t.busy_ns / 1e6:,.3f} of {t.span_ns / 1e6:,.3f} ms "
+            f"({t.busy_ns / t.span_ns:.1%}), idle {t.idle_ns / 1e6:,.3f} ms"
+        )
+    if table.phases_ns:
+        parts = ", ".join(f"{name} {ns / 1e6:,.3f} ms" for name, ns in table.phases_ns.items())
+        lines.append(f"by marker range: {parts}")
+    total = table.total_ns
+    if total:
+        shares = ", ".join(f"{name} {ns / total:.1%}" for name, ns in table.category_ns().items())
+        lines.append(f"by category: {shares}")
+    return lines

@@ -1,0 +1,189 @@
+"""The one table that every profiler's output becomes."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workshop.profilers.categories import categorize
+
+
+@dataclass(slots=True)
+class Kernel:
+    """All calls of one kernel (of one operator, in a trace of a machine without a GPU)."""
+
+    name: str
+    category: str
+    """One of categories.CATEGORIES."""
+    calls: int
+    total_ns: float
+    min_ns: float | None = None
+    """None where the tool gives sums only."""
+    max_ns: float | None = None
+    bytes: float | None = None
+    """Read from and written to the device's memory by all calls, where counters tell."""
+    flops: float | None = None
+    """Floating-point operations of all calls, where counters tell."""
+
+    @property
+    def mean_ns(self) -> float:
+        return self.total_ns / self.calls
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When the GPU worked, where a tool tells the start and end of every kernel and copy."""
+
+    span_ns: float
+    """From the first start to the last end."""
+    busy_ns: float
+    """In which at least one of them ran: those that overlap count once."""
+
+    @property
+    def idle_ns(self) -> float:
+        return self.span_ns - self.busy_ns
+
+
+@dataclass(slots=True)
+class HostCall:
+    """All calls of one function of the CUDA or HIP runtime, on the host."""
+
+    calls: int = 0
+    total_ns: float = 0.0
+
+
+@dataclass
+class KernelTable:
+    """What a profiler saw of a run.
+
+    `kernels` comes longest total first. Copies and memsets that the tool tells stand among them,
+    under the category "copy".
+    """
+
+    path: Path
+    """What it was read from."""
+    tool: str
+    """The profiler, as its users call it: "torch.profiler", "rocprofv3", "ncu", "nsys", ..."""
+    kernels: list[Kernel]
+    what: str = "kernel"
+    """Or "operator", for a trace of a machine without a GPU: then times are the host's."""
+    device: str | None = None
+    timeline: Timeline | None = None
+    steps: int | None = None
+    """Training steps, where marker ranges tell."""
+    phases_ns: dict[str, float] = field(default_factory=dict)
+    """Time of kernels (and copies) by the marker range that launched them, where markers tell:
+    "forward", "backward", "optimizer"."""
+    host_calls: dict[str, HostCall] = field(default_factory=dict)
+    """By the runtime function's name, such as cudaLaunchKernel or hipStreamSynchronize."""
+    warnings: list[str] = field(default_factory=list)
+    """Sentences: what could not be read, what the figures leave out."""
+
+    @property
+    def total_ns(self) -> float:
+        return sum(kernel.total_ns for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        return sum(kernel.calls for kernel in self.kernels)
+
+    def share(self, kernel: Kernel) -> float:
+        """Of the time of all kernels, from 0 to 1."""
+        return kernel.total_ns / self.total_ns if self.total_ns else 0.0
+
+    def category_ns(self) -> dict[str, float]:
+        """Total time by category, longest first."""
+        sums: dict[str, float] = {}
+        for kernel in self.kernels:
+            sums[kernel.category] = sums.get(kernel.category, 0.0) + kernel.total_ns
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+class Sums:
+    """Adds calls up to kernels, and their intervals to a timeline. Made for a million calls: it
+    keeps two numbers a call, and those only where starts are given."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Kernel] = {}
+        self._intervals: list[tuple[float, float]] = []
+
+    def add(
+        self,
+        name: str,
+        total_ns: float,
+        *,
+        calls: int = 1,
+        start_ns: float | None = None,
+        min_ns: float | None = None,
+        max_ns: float | None = None,
+        bytes: float | None = None,
+        flops: float | None = None,
+        category: str | None = None,
+    ) -> None:
+        """Adds one call, or the sum of `calls` calls with the extremes that the tool gives.
+
+        Args:
+            start_ns: of a single call, where the tool tells it.
+            category: where the tool tells more than the name does.
+        """
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = Kernel(name, category or categorize(name), 0, 0.0)
+            self._kernels[name] = kernel
+        if calls == 1:
+            min_ns = max_ns = total_ns
+        kernel.calls += calls
+        kernel.total_ns += total_ns
+        kernel.min_ns = _extreme(min, kernel.min_ns, min_ns)
+        kernel.max_ns = _extreme(max, kernel.max_ns, max_ns)
+        kernel.bytes = _plus(kernel.bytes, bytes)
+        kernel.flops = _plus(kernel.flops, flops)
+        if start_ns is not None:
+            self._intervals.append((start_ns, start_ns + total_ns))
+
+    def kernels(self) -> list[Kernel]:
+        """Longest total first, then by name."""
+        return sorted(self._kernels.values(), key=lambda kernel: (-kernel.total_ns, kernel.name))
+
+    def timeline(self) -> Timeline | None:
+        """None where no starts were given."""
+        return timeline(self._intervals)
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+
+def timeline(intervals: Iterable[tuple[float, float]]) -> Timeline | None:
+    """The span of (start, end) intervals and the part of it that they cover; None for none."""
+    ordered = sorted(intervals)
+    if not ordered:
+        return None
+    first = ordered[0][0]
+    busy, reached = 0.0, first
+    for start, end in ordered:
+        if end > reached:
+            busy += end - max(start, reached)
+            reached = end
+    return Timeline(span_ns=reached - first, busy_ns=busy)
+
+
+def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:
+    """The kernels as rows of plain values, for CSV and JSON."""
+    return [
+        dataclasses.asdict(kernel) | {"mean_ns": kernel.mean_ns, "share": table.share(kernel)}
+        for kernel in table.kernels
+    ]
+
+
+def _extreme(
+    choose: Callable[[float, float], float], old: float | None, new: float | None
+) -> float | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return choose(old, new)
+
+
+def _plus(old: float | None, new: float | None) -> float | None:
+    if old is None or new is None:
+        return new if old is None else old
+    return old + new
