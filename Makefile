@@ -15,7 +15,7 @@ PREPARE = bash setup/environment_setup.sh --venv "$(VENV)" --build $(BUILD) \
 	$(if $(PYTHON),--python "$(PYTHON)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test lint docs clean environment test-environment
+.PHONY: help setup compare profile test lint docs clean environment test-environment
 # Two targets at once would prepare the same environment at once.
 .NOTPARALLEL:
 
@@ -27,6 +27,11 @@ setup: environment ## prepare the Python environment (VENV, BUILD, PYTHON)
 
 compare: environment ## time the versions against each other, after proving that they agree
 	@$(RUN) analysis_tools/compare_versions.py $(ARGS)
+
+profile: environment ## run every profiler that this machine has on every version
+	@status=0; for folder in version?_*/; do \
+		PYTHON=$(RUN) bash "$$folder/run_all_profilers.sh" $(ARGS) || status=1; \
+	done; exit $$status
 
 test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)
 	@$(RUN) -m pytest $(ARGS)

@@ -1,0 +1,410 @@
+"""FLOP counters side by side: every difference is explained to the operation, or said not to be."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
+from test_versions import ON_CPU
+from torch.utils.flop_counter import flop_registry
+
+from workshop import errors, flops, interpreter, parity, profile_run, results, trainer, versions
+from workshop.precision import get_precision
+from workshop.profilers import flop_counts
+from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Utilisation, Work
+
+NAME = "run_deepspeed_flops.py"
+B, T = 3, 17
+WHOLE_SQUARE = "all of attention's (T, T) square, of which a causal model needs half"
+needs_interpreter = pytest.mark.skipif("v3" not in ON_CPU, reason="Triton's interpreter is off")
+
+
+def load_script() -> ModuleType:
+    path = versions.get_version("v1").path.with_name(NAME)
+    spec = importlib.util.spec_from_file_location("flops_script", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load_script()
+
+
+def make_step(key: str, config, precision: str = "fp32") -> trainer.EagerStep:
+    module = versions.load(key)
+    torch.manual_seed(0)
+    model = module.TinyLlama(config)
+    tokens = torch.randint(config.vocab_size, (2, B, T))
+    device = torch.device("cpu")
+    return trainer.EagerStep(
+        model,
+        module.configure_optimizer(model, 1e-3),
+        get_precision(precision, device),
+        tokens,
+    )
+
+
+def explain(step: trainer.EagerStep, config) -> tuple[TorchCount, Work, list[Remark]]:
+    """FlopCounterMode's count of a step and the remarks on it, which account for all of it."""
+    counted = flop_counts.count_with_torch(step, SCRIPT.count_with_torch)
+    work = Work.of(config, B, T)
+    gradients = parity.count_gradients(step.model)
+    remarks = list(flop_counts.explain_torch(work, counted, gradients))
+    accounted_for(work, counted.step_flops, remarks)
+    return counted, work, remarks
+
+
+def accounted_for(work: Work, counted: tuple[float, float], remarks: list[Remark]) -> None:
+    assert work.step.forward + sum(remark.forward for remark in remarks) == counted[0]
+    assert work.step.backward + sum(remark.backward for remark in remarks) == counted[1]
+
+
+def the_one(remarks: list[Remark], words: str) -> Remark:
+    (found,) = (remark for remark in remarks if words in remark.text)
+    return found
+
+
+# --- FlopCounterMode ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ON_CPU)
+def test_every_difference_is_explained_to_the_operation(key: str, odd_config) -> None:
+    counted, work, remarks = explain(make_step(key, odd_config, "bf16"), odd_config)
+    assert all(remark.explained for remark in remarks)
+    half = flops.attention_flops(odd_config, B, T)
+    if key == "v3":
+        assert the_one(remarks, "computes them again").backward == half / 2
+        moved = the_one(remarks, "moved from one column to the other")
+        assert "tiny_llama.linear_cross_entropy" in moved.text
+        assert moved.forward == -moved.backward == 2 * 2 * B * T * 192 * 311
+        assert "tiny_llama.rms_norm" in the_one(remarks, "They multiply no matrices").text
+        return
+    whole = the_one(remarks, WHOLE_SQUARE)
+    assert (whole.forward, whole.backward) == (half, 2 * half)
+    assert bool(counted.note) == (key != "v1")
+    if counted.note:
+        missed = f"{work.weights:,.0f} forward, {2 * work.weights:,.0f} backward"
+        assert f"_for_cpu, which has no FLOP formula: the step as it runs would count {missed}" in (
+            counted.note
+        )
+
+
+def test_flash_attention_of_a_gpu_has_a_fifth_product(odd_config) -> None:
+    work = Work.of(odd_config, B, T)
+    square = int(2 * work.attention)
+    counted = TorchCount(
+        {"aten.mm": int(work.weights), "aten._scaled_dot_product_flash_attention": square},
+        {
+            "aten.mm": int(2 * work.weights),
+            "aten._scaled_dot_product_flash_attention_backward": square * 5 // 2,
+        },
+        without_formula={"aten.mul": 7},
+    )
+    remarks = list(flop_counts.explain_torch(work, counted, results.Gradients(2, 2, 9, 9)))
+    accounted_for(work, counted.step_flops, remarks)
+    assert [remark.backward / work.attention for remark in remarks] == [2, 1]
+    assert all(remark.explained for remark in remarks)
+
+
+def test_a_counter_that_refuses_grouped_heads_counts_plain_products(odd_config) -> None:
+    def refuse(step):
+        if torch.backends.cuda.flash_sdp_enabled():
+            raise AssertionError("h == h2")
+        return SCRIPT.count_with_torch(step)
+
+    step = make_step("v2", odd_config)
+    counted = flop_counts.count_with_torch(step, refuse)
+    assert "refuses grouped heads" in counted.note
+    assert sum(counted.step_flops) == flops.step_flops(odd_config, B, T, causal=False).total
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "severed", "columns", "attention"),
+    [
+        # No gradient of what q, k and v are made from; nor of their weights, of one layer's
+        # attention (of two), and of what o_proj takes.
+        ("input_layernorm", "forward", 1, 192 + 2 * 64, 0),
+        ("self_attn", "attend", 4, 2 * (192 + 2 * 64) + 192, 1),
+    ],
+)
+def test_a_cut_backward_pass_is_called_one(
+    part: str, method: str, severed: int, columns: int, attention: int, odd_config
+) -> None:
+    step = make_step("v1", odd_config)
+    owner = getattr(step.model.layers[1], part)
+    whole = getattr(owner, method)
+    setattr(owner, method, lambda *inputs: whole(*inputs).detach())
+    _, work, remarks = explain(step, odd_config)
+    assert all(remark.explained for remark in remarks)
+    cut = the_one(remarks, "the backward pass is cut: ")
+    total = parity.count_gradients(step.model).tensors_total
+    assert f"{total - severed} of {total} parameter tensors get a gradient" in cut.text
+    assert cut.backward == -2 * B * T * 192 * columns - attention * work.attention
+    assert f"{-cut.backward / work.step.backward:.1%} of its products" in cut.text
+
+
+@torch.library.custom_op("planted::product", mutates_args=())
+def planted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.t()
+
+
+def test_an_operator_without_a_formula_is_suspected(odd_config) -> None:
+    step = make_step("v1", odd_config)
+    up = step.model.layers[0].mlp.up_proj
+    up.forward = lambda x: planted_product(x.detach(), up.weight.detach()) + x[..., :152]
+    _, _, remarks = explain(step, odd_config)
+    rest = the_one(remarks, "not explained")
+    assert not rest.explained and rest.forward == -(2 * B * T * 192 * 152)
+    assert re.search(r"\(\d\.\d\d% of .*\); no formula, so counted as 0: planted\.p", rest.text)
+    assert "the backward pass is cut" in the_one(remarks, "get a gradient").text
+
+
+@needs_interpreter
+def test_triton_attention_without_its_formula_is_missed(
+    odd_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step("v3", odd_config)
+    for name in ("flash_attention", "flash_attention_backward"):
+        monkeypatch.delitem(flop_registry, getattr(torch.ops.tiny_llama, name))
+    _, work, remarks = explain(step, odd_config)
+    missed = the_one(remarks, "missed")
+    assert "no formula for tiny_llama.flash_attention, tiny_llama.flash_att" in missed.text
+    assert (missed.forward, missed.backward) == (-work.attention, -2 * work.attention)
+    assert str(missed).startswith(f"-{work.attention:,.0f} forward, -{2 * work.attention:,.0f} b")
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------
+
+
+def explain_deepspeed(work: Work, flops: float, macs: float, *operators: str) -> list[Remark]:
+    seen = TorchCount(dict.fromkeys(operators, 1), {}, {})
+    counted = DeepSpeedCount(int(flops), int(macs))
+    remarks = list(flop_counts.explain_deepspeed(work, counted, seen))
+    accounted_for(work, (counted.flops, 0), remarks)
+    return remarks
+
+
+def test_what_deepspeed_counts_and_misses(odd_config) -> None:
+    work = Work.of(odd_config, B, T)
+    products = work.weights + 2 * work.attention
+    remarks = explain_deepspeed(work, products + 77, products / 2)
+    assert the_one(remarks, WHOLE_SQUARE).forward == work.attention
+    assert the_one(remarks, "F.silu").forward == 77
+    assert the_one(remarks, "no backward pass").backward == -work.step.backward
+
+    attention = "tiny_llama.flash_attention"
+    remarks = explain_deepspeed(work, work.weights, work.weights / 2, "aten.mm", attention)
+    assert the_one(remarks, f"missed: {attention}").forward == -work.attention
+    assert all(remark.explained for remark in remarks)
+
+    for counted in (work.weights, products - 2):  # attention gone for no reason; one MAC less
+        remarks = explain_deepspeed(work, counted, counted / 2, "aten.mm")
+        rest = the_one(remarks, "not explained")
+        assert not rest.explained and rest.forward == counted - work.step.forward
+
+
+class FakeFlopsProfiler:
+    """What DeepSpeed's profiler does when, and that its counts are gone once it has ended."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.calls: list[str] = ["init"]
+        FakeFlopsProfiler.last = self
+        model.register_forward_hook(lambda *_: self.calls.append("forward"))
+
+    def start_profile(self) -> None:
+        self.calls.append("start")
+
+    def print_model_profile(self, output_file: str) -> None:
+        with Path(output_file).open("w") as sys.stdout:
+            print("the report")
+
+    def get_total_flops(self) -> int:
+        assert "end" not in self.calls
+        return 100
+
+    def get_total_macs(self) -> int:
+        return 40
+
+    def end_profile(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.fixture
+def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> type[FakeFlopsProfiler]:
+    for name in ("deepspeed", "deepspeed.profiling", "deepspeed.profiling.flops_profiler"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    module.FlopsProfiler = FakeFlopsProfiler  # type: ignore[attr-defined]
+    return FakeFlopsProfiler
+
+
+def test_deepspeed_is_asked_before_it_forgets(
+    fake_deepspeed: type[FakeFlopsProfiler], odd_config, tmp_path: Path
+) -> None:
+    step, report, stdout = make_step("v1", odd_config), tmp_path / "profile.txt", sys.stdout
+    count = SCRIPT.count_with_deepspeed
+    assert flop_counts.count_with_deepspeed(step, count, report) == (DeepSpeedCount(100, 40), "")
+    assert fake_deepspeed.last.calls == ["init", "start", "forward", "end"]
+    assert report.read_text() == "the report\n"
+    assert sys.stdout is stdout
+
+
+def test_a_deepspeed_that_fails_costs_its_own_row(
+    fake_deepspeed: type[FakeFlopsProfiler], odd_config, tmp_path: Path
+) -> None:
+    step = make_step("v1", odd_config)
+    step.model.forward = lambda *_: (_ for _ in ()).throw(TypeError("out_dtype?\nat line 3"))
+    counted, lack = flop_counts.count_with_deepspeed(
+        step, SCRIPT.count_with_deepspeed, tmp_path / "profile.txt"
+    )
+    assert (counted, lack) == (None, "failed (TypeError: out_dtype?)")
+    assert fake_deepspeed.last.calls[-1] == "end"
+
+
+@pytest.mark.parametrize("key", ON_CPU)
+def test_the_true_deepspeed_is_explained_to_the_operation(
+    key: str, odd_config, tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed")
+    step, report = make_step(key, odd_config, "bf16"), tmp_path / "profile.txt"
+    matmul = torch.Tensor.__matmul__
+    counted, lack = flop_counts.count_with_deepspeed(step, SCRIPT.count_with_deepspeed, report)
+    assert counted is not None and not lack
+    operators = flop_counts.count_with_torch(step, SCRIPT.count_with_torch)
+    work = Work.of(odd_config, B, T)
+    remarks = list(flop_counts.explain_deepspeed(work, counted, operators))
+    accounted_for(work, (counted.flops, 0), remarks)
+    assert all(remark.explained for remark in remarks)
+    words = "missed: tiny_llama.flash_attention" if key == "v3" else WHOLE_SQUARE
+    assert abs(the_one(remarks, words).forward) == work.attention
+    assert "self_attn" in report.read_text()
+    assert torch.Tensor.__matmul__ is matmul  # what it patched is as before
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_utilisation_is_the_useful_share_of_the_peak() -> None:
+    used = Utilisation([2.0, 1.0, 4.0], flops=6e12, peak_tflops=10_000, peak_source="made up")
+    assert (used.tflops, used.mfu) == (3000, 0.3)
+
+
+@contextmanager
+def counted_run(
+    type_command: TypeCommand, key: str, folder: Path, *flags: str, model: tuple[str, ...] = ()
+) -> Iterator[tuple[str, SimpleNamespace]]:
+    """What the script prints, and flops.json."""
+    answer = type_command(
+        *("python", NAME, "--output-dir", folder, *flags, "--", *SMALL, *model),
+        **script(key),
+        **ONE_CORE,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "Traceback" not in answer.stderr
+    yield answer.stdout, SimpleNamespace(**json.loads((folder / "flops.json").read_text()))
+
+
+def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path: Path) -> None:
+    flags = ("--steps", "3")
+    with counted_run(type_command, "v2", tmp_path, *flags) as (printed, record):
+        sizes = flops.Sizes(
+            **{f.name: record.config[f.name] for f in dataclasses.fields(flops.Sizes)}
+        )
+        step = flops.step_flops(sizes, 2, 16)
+        assert record.counts["analytic"] == {"forward": step.forward, "backward": step.backward}
+        assert all(difference["explained"] for difference in record.differences)
+        assert len(record.step_ms) == 3 and record.peak_source == "measured: a large matrix product"
+        median_s = sorted(record.step_ms)[1] / 1e3
+        assert record.mfu == pytest.approx(step.total / median_s / 1e12 / record.peak_tflops)
+        assert f"MFU: {record.mfu:.1%}. {step.total:,.0f} FLOP in " in printed
+        assert re.search(r"FlopCounterMode's count would make it \d+\.\d%", printed)
+        row = rf"\| analytic +\| +{step.forward:,.0f} \| +{step.backward:,.0f} \|"
+        assert re.search(row, printed)
+        assert (tmp_path / "flops.md").read_text() in printed
+        if importlib.util.find_spec("deepspeed"):
+            assert "not counted" in printed and (tmp_path / "deepspeed_profile.txt").is_file()
+        else:
+            assert re.search(r"\| DeepSpeed +\| +not installed \|", printed)
+            assert "pip install -r setup/requirements-profiling.txt" in printed
+        command = (tmp_path / "command.txt").read_text()
+        assert command.startswith(f"python {NAME} --output-dir {tmp_path} --steps 3 -- --device")
+
+
+@needs_interpreter
+def test_an_interpreted_step_is_counted_on_one_sequence_and_not_timed(
+    type_command: TypeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (
+        not torch.cuda.is_available()
+    ):  # V3 turns the interpreter on, if nothing imports Triton first
+        monkeypatch.delenv(interpreter.VARIABLE)
+    model = (*WIDE_HEADS, "--batch-size", "5")
+    with counted_run(type_command, "v3", tmp_path, model=model) as (printed, record):
+        assert "MFU: interpreted, not comparable." in printed
+        assert "Counted on 1 sequence, in Triton's interpreter, and multiplied by 5" in printed
+        assert (record.step_ms, record.mfu, record.counted_batch_size) == ([], None, 1)
+        assert record.differences and all(found["explained"] for found in record.differences)
+        head = 2 * 5 * 16 * 64 * 300
+        by_operator = record.counts["FlopCounterMode"]["forward_by_operator"]
+        assert by_operator["tiny_llama.linear_cross_entropy"] == 3 * head
+
+
+def test_what_deepspeed_lacks_decides_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = profile_run.make_request(versions.VERSIONS["v1"], SMALL, 1)
+    batch = torch.zeros(2, 2, 16, dtype=torch.long)
+    for lack, status in (("not installed", errors.DONE), ("failed (X: y)", errors.ANSWER_IS_NO)):
+        monkeypatch.setattr(flop_counts, "count_with_deepspeed", lambda *_, why=lack: (None, why))
+        report = flop_counts.count(
+            request, batch, SCRIPT.count_with_torch, SCRIPT.count_with_deepspeed, tmp_path / "x"
+        )
+        assert flop_counts.write(report, tmp_path, "python x") == status
+        assert json.loads((tmp_path / "flops.json").read_text())["counts"]["DeepSpeed"] == {
+            "forward": None,
+            "backward": None,
+            "forward_macs": None,
+            "lack": lack,
+        }
+        assert f"- {lack}" in capsys.readouterr().out
+
+
+def test_the_script_is_the_same_in_every_folder() -> None:
+    paths = [versions.get_version(key).path.with_name(NAME) for key in versions.available()]
+    assert len(paths) == 4 and len({path.read_bytes() for path in paths}) == 1
+    assert all(os.access(path, os.X_OK) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (
+            ["--dry-run", "--steps", "7", "--", "--batch-size", "2"],
+            0,
+            f"^python {NAME} .*/out --dry-run --steps 7 -- --batch-size 2$",
+        ),
+        (["--help"], 0, "FlopCounterMode, DeepSpeed .*default 10.*profiles/v4/deepspeed_flops"),
+        (["--steps", "0"], 2, "--steps 0: it must be at least 1"),
+        (["--", "--precision", "int8"], 2, "error: unknown precision 'int8'"),
+    ],
+)
+def test_what_is_typed_beside_it(
+    words: list[str], status: int, told: str, type_command: TypeCommand, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    answer = type_command("python", NAME, "--output-dir", folder, *words, **script("v4"))
+    assert answer.returncode == status
+    assert re.search(told, " ".join((answer.stdout or answer.stderr).split()))
+    assert not folder.exists()

@@ -1,0 +1,794 @@
+"""The shell scripts that run the profilers, and what runs them all.
+
+The tools are stand-ins, on a PATH with the system's own commands alone: none is needed, and what a
+script would run on another machine can be read off. Command lines are held against tables of the
+options that the real tools have.
+"""
+
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from workshop import versions
+from workshop.profilers import amd_counters, ncu, run_all
+from workshop.profilers.table import Kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = [ROOT / version.folder for version in versions.VERSIONS.values()]
+TOOLS = ("rocprofv3", "rocprof_sys", "rocprof_compute", "ncu", "nsys", "proton")
+SCRIPTS = [f"run_{tool}.sh" for tool in (*TOOLS, "all_profilers")]
+
+Run = subprocess.CompletedProcess[str]
+
+# Says that it has PyTorch, notes how it is called, and leaves a kernel table where it is asked to.
+PYTHON = """
+case $1 in -c) exit ${HAS_MODULE:-0} ;; esac
+printf '%s\\n' "$@" >>"$RECORD.my_python"
+case "$*" in *workshop.profilers\\ show*) echo table >"$4/kernels.json" ;; esac
+"""
+RECORDER = 'printf "%s\\n" "$@" >>"$RECORD.$(basename "$0")"\n'
+AMD_GPU = {"rocm_agent_enumerator": "echo gfx000; echo gfx942"}
+NVIDIA_GPU = {"nvidia-smi": "echo 'GPU 0: NVIDIA H200 (UUID: GPU-0)'"}
+SYSTEM = """
+awk basename bash cat date dirname env find grep head ls mkdir mv rm sed sh sleep sort tail tee
+""".split()
+"""All that the scripts call beside Python and the profilers."""
+
+
+class Machine:
+    """A checkout, under a path with spaces, of one version, and the programs of its machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "my checkout"
+        self.folder = self.root / "version1_pytorch_baseline"
+        self.bin = folder / "bin"
+        self.record = folder / "record"
+        self.out = folder / "the outputs"
+        self.bin.mkdir()
+        for name in SYSTEM:
+            (self.bin / name).symlink_to(shutil.which(name) or name)
+        shutil.copytree(FOLDERS[0], self.folder, ignore=shutil.ignore_patterns("__pycache__"))
+        (self.root / "workshop").symlink_to(ROOT / "workshop")
+        self.install(my_python=PYTHON)
+
+    def install(self, **programs: str) -> None:
+        for name, body in programs.items():
+            program = self.bin / name.replace("_", "-" if name.startswith("rocprof_") else "_")
+            program.write_text(f"#!/bin/sh\n{body}\n")
+            program.chmod(0o755)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        return {
+            "PATH": str(self.bin),
+            "PYTHON": str(self.bin / "my_python"),
+            "RECORD": str(self.record),
+            "HOME": str(self.root),
+            "TERM": "dumb",
+        } | extra
+
+    def command(self, tool: str, *words: str | Path) -> list[str]:
+        return [str(self.folder / f"run_{tool}.sh"), *map(str, words)]
+
+    def run(self, tool: str, *words: str | Path, **extra: str) -> Run:
+        """Runs a script as from a shell in another folder, with its outputs in `out`."""
+        if "--output-dir" not in words:
+            words = ("--output-dir", self.out, *words)
+        return subprocess.run(
+            self.command(tool, *words),
+            capture_output=True,
+            text=True,
+            env=self.environment(**extra),
+            cwd=self.bin,
+            stdin=subprocess.DEVNULL,
+            timeout=60,
+        )
+
+    def recorded(self, program: str) -> list[str]:
+        """The words that a stand-in was called with, all calls in a row."""
+        path = Path(f"{self.record}.{program}")
+        return path.read_text().splitlines() if path.exists() else []
+
+    def dry_run(self, tool: str, *words: str, **extra: str) -> list[list[str]]:
+        """The commands of a dry run, each as a shell splits it."""
+        done = self.run(tool, "--dry-run", *words, **extra)
+        assert done.returncode == 0, done.stderr
+        assert not self.out.exists()
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+        return [shlex.split(line) for line in lines]
+
+    def edit(self, script: str, old: str, new: str) -> None:
+        path = self.folder / script
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+# --- The files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_is_the_same_in_every_folder(script: str) -> None:
+    for folder in FOLDERS:
+        assert (folder / script).read_bytes() == (FOLDERS[0] / script).read_bytes(), folder
+        assert os.access(folder / script, os.X_OK), folder
+
+
+def test_bash_can_read_every_script() -> None:
+    for path in (ROOT / "workshop" / "profile_lib.sh", *(FOLDERS[0] / name for name in SCRIPTS)):
+        subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_run_all_profilers_lists_every_script_that_the_folders_have() -> None:
+    listed = re.findall(r"^  (run_\S+)", (FOLDERS[0] / SCRIPTS[-1]).read_text(), re.MULTILINE)
+    assert {Path(script).stem.removeprefix("run_") for script in listed} == set(run_all.QUESTIONS)
+    for folder in FOLDERS:
+        present = {
+            path.name for pattern in ("*.sh", "*.py") for path in folder.glob(f"run_{pattern}")
+        }
+        assert present - {"run_all_profilers.sh"} == set(listed), folder
+
+
+# --- Usage ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", [*TOOLS, "all_profilers"])
+def test_help_begins_with_the_question_and_names_the_options(tool: str, machine: Machine) -> None:
+    done = machine.run(tool, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (FOLDERS[0] / f"run_{tool}.sh").read_text().splitlines()
+    assert done.stdout.startswith(lines[1].removeprefix("# "))
+    for option in ("--steps N", "--output-dir DIR", "--dry-run", "--help", "-- FLAGS"):
+        assert f"  {option} " in done.stdout
+    assert ("--mode MODE" in done.stdout) == tool.startswith("rocprof")
+    assert "shellcheck" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["--config", "tiny"], "--config"),
+        (["--steps"], "--steps"),
+        (["--steps", "0"], "--steps 0"),
+        (["--steps=two"], "--steps two"),
+        (["--mode", "counters"], "--mode"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    words: list[str], named: str, machine: Machine
+) -> None:
+    done = machine.run("ncu", *words)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not machine.out.exists()
+
+
+def test_python_without_pytorch_is_told(machine: Machine) -> None:
+    done = machine.run("ncu", HAS_MODULE="1")
+    assert done.returncode == 2
+    assert "has no PyTorch" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_python_is_found_by_itself_and_paths_from_here_are_kept(machine: Machine) -> None:
+    machine.install(python="exit 1", python3=PYTHON)
+    (command,) = machine.dry_run("proton", "--", "--text-file", "my text", PYTHON="")
+    assert command[0] == "python3"
+    assert command[-1] == str(machine.bin / "my text")  # where the script was called
+
+
+# --- The command lines ----------------------------------------------------------------------------
+
+# How many values an option takes: 0, 1 or "+"; with the versions that have it, from and up to.
+Options = dict[str, tuple[int | str, str, str]]
+
+
+def options(text: str, since: str = "0", until: str = "99") -> Options:
+    """From words such as `--stats`, `--name=1` and `--pmc=+`."""
+    split = (word.partition("=") for word in text.split())
+    return {name: ("+" if n == "+" else int(n or 0), since, until) for name, _, n in split}
+
+
+TRACING = (
+    "--kernel-trace --hip-trace --hip-runtime-trace --memory-copy-trace --marker-trace "
+    "--runtime-trace --sys-trace"
+)
+ROCPROFV3 = options(
+    f"{TRACING} --stats --truncate-kernels --summary --output-format=+ --output-directory=1 "
+    "--output-file=1 --pmc=+ --kernel-include-regex=1"
+)
+ROCPROF_SYS = options("--trace --profile --device --host --output=1") | options(
+    "--preset=1", since="1.6"
+)
+ROCPROF_COMPUTE = {
+    "profile": options("--name=1 --no-roof --roof-only --kernel=+ --block=+ --dispatch=+")
+    | options("--path=1 --subpath=1", until="3.6")
+    | options("--roofline-data-type=+ --sort=1 --mem-level=+", until="3.5")
+    | options("--set=1", since="3.3")
+    | options("--output-directory=1", since="3.5")
+    | options("--bench-only", since="3.7")
+    | options("--overwrite", since="3.8"),
+    "analyze": options("--path=+ --list-stats --kernel=+ --dispatch=+ --block=+")
+    | options("--output=1", until="3.2")
+    | options("--output-format=1 --output-name=1", since="3.3")
+    | options("--roofline-data-type=+", since="3.5"),
+}
+NCU = options(
+    "--profile-from-start=1 --target-processes=1 --clock-control=1 --cache-control=1 --metrics=1 "
+    "--export=1 --force-overwrite --import=1 --csv --page=1 --print-units=1 --set=1 --section=1 "
+    "--nvtx --nvtx-include=1 --graph-profiling=1"
+)
+NSYS = {
+    "profile": options(
+        "--trace=1 --sample=1 --cpuctxsw=1 --capture-range=1 --capture-range-end=1 "
+        "--cuda-graph-trace=1 --output=1 --force-overwrite=1 --stats=1 --kill=1"
+    ),
+    "stats": options("--report=1 --format=1 --output=1 --force-export=1 --force-overwrite=1"),
+}
+NSYS_REPORTS = frozenset(
+    "cuda_gpu_kern_sum cuda_gpu_mem_time_sum cuda_gpu_mem_size_sum cuda_api_sum cuda_gpu_trace "
+    "nvtx_sum nvtx_pushpop_sum nvtx_kern_sum osrt_sum".split()
+)
+PROTON = options("--name=1 --context=1 --data=1 --hook=1 --backend=1")
+NEWEST = {"rocprof-sys-sample": "1.7", "rocprof-sys-run": "1.7", "rocprof-compute": "3.9"}
+
+
+def number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def problems(command: list[str], version: str | None = None) -> list[str]:
+    """What the real tool would not accept, or not do anything with."""
+    words = command[1:] if command[0] == "env" else list(command)
+    while "=" in words[0]:
+        words.pop(0)
+    program = Path(words.pop(0)).name
+    if program in ("rocprofv3", "rocprof-sys-sample", "rocprof-sys-run"):
+        known = ROCPROFV3 if program == "rocprofv3" else ROCPROF_SYS
+    elif program in ("rocprof-compute", "nsys"):
+        tables = ROCPROF_COMPUTE if program == "rocprof-compute" else NSYS
+        subcommand = words.pop(0)
+        if subcommand not in tables:
+            return [f"{program} has no {subcommand}"]
+        known = tables[subcommand]
+        program += f" {subcommand}"
+    elif program == "ncu":
+        known = NCU
+    elif words[:2] == ["-m", "triton.profiler.proton"]:
+        known, words, program = PROTON, words[2:], "proton"
+    else:
+        return [f"{program} is no profiler"]
+    found, given, application = _parse(words, known, version or NEWEST.get(program.split()[0], "1"))
+    return [*found, *_rules(program, given, application)]
+
+
+def _parse(
+    words: list[str], known: Options, version: str
+) -> tuple[list[str], dict[str, list[str]], list[str] | None]:
+    """(problems, values by option, the words from the application on or None)."""
+    found: list[str] = []
+    given: dict[str, list[str]] = {}
+    while words and words[0].startswith("-") and words[0] != "--":
+        name, equals, value = words.pop(0).partition("=")
+        if name not in known:
+            found.append(f"unknown option {name}")
+            known = known | options(name)
+        arity, since, until = known[name]
+        if not number(since) <= number(version) <= number(until):
+            found.append(f"{name} is not an option of version {version}")
+        values = given.setdefault(name, [])
+        if equals:
+            values.append(value)
+            continue
+        while words and not words[0].startswith("-") and (arity == "+" or len(values) < arity):
+            values.append(words.pop(0))
+        if arity and not values:
+            found.append(f"{name} lacks its value")
+    return found, given, words or None
+
+
+def _rules(
+    program: str, given: dict[str, list[str]], application: list[str] | None
+) -> Iterator[str]:
+    if "analyze" in program or "stats" in program or "--import" in given:
+        return
+    dashes = program.startswith("rocprof")  # NVIDIA's tools refuse them
+    if not application or (application[0] == "--") != dashes:
+        yield "there must be an application" + (" after --" if dashes else ", and no -- before it")
+        return
+    script = application[0] if program == "proton" else application[1 + dashes]
+    if Path(script).name != "tiny_llama_v1.py" or "--profile-steps" not in application:
+        yield "the application is not the version's"
+    formats = given.get("--output-format", [])
+    if program == "rocprofv3":
+        if not formats:
+            yield "no output format: its default depends on the version"
+        for name in set(formats) - {"csv", "json", "pftrace", "otf2", "rocpd"}:
+            yield f"{name} is no output format"
+        if "--stats" in given and not (set(TRACING.split()) & given.keys()):
+            yield "--stats needs a tracing option"
+        if "--stats" in given and not {"csv", "json"} & set(formats):
+            yield "--stats does nothing without csv or json"
+    if program == "rocprof-compute profile" and "--name" not in given:
+        yield "a workload needs a name"
+
+
+def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
+    counts = {}
+    for tool in TOOLS:
+        commands = [c for c in machine.dry_run(tool, "--", "--config", "tiny") if c[0] != "cd"]
+        counts[tool] = len(commands)
+        for command in commands:
+            command = command[: command.index(">")] if ">" in command else command
+            assert problems(command) == [], command
+    assert counts == {
+        "rocprofv3": 8,
+        "rocprof_sys": 2,
+        "rocprof_compute": 4,
+        "ncu": 2,
+        "nsys": 2,
+        "proton": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "old", "new", "told"),
+    [
+        ("run_rocprofv3.sh", "--truncate-kernels", "--basenames", "unknown option --basenames"),
+        ("run_rocprofv3.sh", "--output-format csv", "--output-format csv,json", "csv,json is no"),
+        ("run_rocprofv3.sh", "--output-format csv", "", "no output format"),
+        ("run_rocprofv3.sh", '-- "${TRAIN[@]}"', '"${TRAIN[@]}"', "after --"),
+        (
+            "run_rocprofv3.sh",
+            "--output-format csv",
+            "--output-format rocpd",
+            "--stats does nothing",
+        ),
+        ("run_rocprof_sys.sh", "--trace --profile", "--system-wide", "unknown option"),
+        ("run_rocprof_sys.sh", "rocprof-sys-run", "rocprof-sys", "no profiler"),
+        ("run_rocprof_compute.sh", "--name counters", "--name counters --path x", "of version 3.9"),
+        (
+            "run_rocprof_compute.sh",
+            "rocprof-compute analyze",
+            "rocprof-compute visualize",
+            "has no",
+        ),
+        ("run_ncu.sh", '--force-overwrite "${TRAIN', '--force-overwrite -- "${TRAIN', "no --"),
+        ("run_nsys.sh", "--capture-range=", "--capture=", "unknown option --capture"),
+        ("run_proton.sh", '"${TRAIN[@]:1}"', '"${TRAIN[@]}"', "not the version's"),
+    ],
+)
+def test_planted_fault_in_a_command_is_found(
+    script: str, old: str, new: str, told: str, machine: Machine
+) -> None:
+    machine.edit(script, old, new)
+    tool = script.removeprefix("run_").removesuffix(".sh")
+    commands = [c for c in machine.dry_run(tool) if c[0] != "cd"]
+    assert told in "; ".join(problem for command in commands for problem in problems(command))
+
+
+@pytest.mark.parametrize("version", ["3.2.3", "3.3.0", "3.4.0", "3.5.0", "3.6.0", "3.7.0", "3.9.0"])
+def test_options_of_rocprof_compute_are_those_of_the_installed_version(
+    version: str, machine: Machine
+) -> None:
+    banner = f"echo ----; echo 'rocprofiler-compute version: {version} (release)'; echo 'git 1.5'"
+    machine.install(rocprof_compute=banner)
+    _, counters, _, roofline, drawn = machine.dry_run("rocprof_compute")
+    for command in (counters, roofline, drawn):
+        assert problems([word for word in command if word != ">"], version) == []
+    # The types of a bf16 training, where this version draws the roofline.
+    draws = roofline if number(version) < (3, 6) else drawn
+    assert draws[draws.index("--roofline-data-type") + 1] == "BF16"
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.2.1", "1.5.0", "1.6.0", "1.10.0"])
+def test_options_of_rocprof_sys_are_those_of_the_installed_version(
+    version: str, machine: Machine
+) -> None:
+    machine.install(rocprof_sys_sample=f"echo 'rocprof-sys-sample v{version} (rev: 12, rocm 6.4)'")
+    commands = machine.dry_run("rocprof_sys")
+    for command in commands:
+        assert problems(command, version) == []
+        assert ("ROCPROFSYS_USE_ROCPD=ON" in command) == (number(version) >= (1, 2))
+    assert ("--preset=workload-trace" in commands[0]) == (number(version) >= (1, 6))
+
+
+ARCHITECTURES = ["gfx90a", "gfx942", "gfx950"]
+# What of the four counters of the L2 cache that a pass holds the derived ones take.
+OF_L2 = {"gfx90a": {"FETCH_SIZE": 2}, "gfx942": {"FETCH_SIZE": 3}, "gfx950": {}}
+NOT_BEFORE = {"SQ_INSTS_VALU_MFMA_MOPS_F8": "gfx942", "SQ_INSTS_VALU_MFMA_MOPS_F6F4": "gfx950"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_counters_give_bytes_and_all_operations_in_passes_that_fit(
+    architecture: str, machine: Machine
+) -> None:
+    machine.install(rocm_agent_enumerator=f"echo gfx000; echo {architecture}; echo {architecture}")
+    older = ARCHITECTURES[: ARCHITECTURES.index(architecture)]
+    counters = amd_counters.Counters()
+    for command in machine.dry_run("rocprofv3", "--mode", "counters"):
+        assert problems(command) == []
+        group = command[command.index("--pmc") + 1 : command.index("--truncate-kernels")]
+        of_l2 = {"WRITE_SIZE": 2} | OF_L2[architecture]
+        assert sum(name.startswith("SQ_") for name in group) <= 8
+        assert sum(of_l2.get(name, name.startswith("TCC_")) for name in group) <= 4
+        for name in group:
+            assert NOT_BEFORE.get(name, "gfx90a") in (*older, architecture)
+            counters.add("kernel", name, 1)
+    kernel = Kernel("kernel", "GEMM", calls=1, total_ns=1.0)
+    counters.fill([kernel])
+    assert kernel.bytes and kernel.flops
+    assert counters.warnings() == []  # of operations that are left out
+
+
+def test_chip_without_chosen_counters_skips_these_alone(machine: Machine) -> None:
+    machine.install(rocprofv3="exit 0", rocminfo="echo '  Name:   gfx1100'")
+    assert len(machine.dry_run("rocprofv3")) == 2
+    done = machine.run("rocprofv3", "--mode", "counters")
+    assert done.returncode == 77
+    assert "gfx1100" in done.stderr
+
+
+def test_ncu_counts_all_operations_under_the_names_of_the_chip(machine: Machine) -> None:
+    listed = "bf16_dst_fp32 bf16_dst_fp32_sparsity_off fp16_dst_fp16 fp16_dst_fp32 int8".split()
+    lines = "".join(f"echo 'sm__ops_path_tensor_src_{name}  Counter  # of ops';" for name in listed)
+    machine.install(ncu=f"echo 'Device NVIDIA A100'; {lines}")
+    command, _ = machine.dry_run("ncu")
+    metrics = command[command.index("--metrics") + 1].split(",")
+    tensor = [m for m in metrics if "tensor" in m]
+    assert tensor == [
+        f"sm__ops_path_tensor_src_{name}.sum"
+        for name in ("bf16_dst_fp32", "fp16_dst_fp16", "fp16_dst_fp32")
+    ]
+    # As ncu would print them, each metric 1, so that the parser says what it finds.
+    raw = machine.root / "raw.csv"
+    with raw.open("w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerow(["ID", "Kernel Name", *metrics])
+        writer.writerow([""] * (2 + len(metrics)))
+        writer.writerow(["0", "kernel", *("1" for _ in metrics)])
+    (kernel,) = ncu.read(raw).kernels
+    assert kernel.bytes == 2
+    single, double, half = 1 + 1 + 2, 1 + 1 + 2, 2 + 2 + 4
+    assert kernel.flops == single + double + half + len(tensor)
+
+
+def test_dry_run_of_all_is_every_script_s(machine: Machine) -> None:
+    for script in ("run_pytorch_profiler.py", "run_deepspeed_flops.py"):
+        (machine.folder / script).write_text("import sys; print('python', *sys.argv[1:])\n")
+    words = ("--steps", "2", "--", "--config", "tiny")
+    done = machine.run("all_profilers", "--dry-run", *words, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert not machine.out.exists()
+    for tool in TOOLS:
+        alone = machine.run(
+            tool,
+            "--dry-run",
+            "--output-dir",
+            machine.out / "v1" / tool,
+            *words,
+            PYTHON=sys.executable,
+        )
+        assert alone.stdout in done.stdout
+    python = (
+        f"python --output-dir {machine.out}/v1/deepspeed_flops --steps 2 --dry-run -- --config tiny"
+    )
+    assert python in done.stdout
+
+
+# --- Running --------------------------------------------------------------------------------------
+
+NSYS_TOOL = (
+    RECORDER
+    + """
+for word in "$@"; do case $word in --output=*) out=${word#*=} ;; esac; done
+case $1 in profile) echo timeline >"$out.nsys-rep" ;; *) echo rows >"$out"_sums.csv ;; esac
+"""
+)
+
+
+def test_commands_run_as_printed_and_leave_the_table(machine: Machine) -> None:
+    machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
+    expected = machine.dry_run("nsys", "--steps", "2", "--", "--text-file", "/a b/it's $HOME")
+    done = machine.run("nsys", "--steps", "2", "--", "--text-file", "/a b/it's $HOME")
+    assert done.returncode == 0, done.stderr
+    assert machine.recorded("nsys") == [word for command in expected for word in command[1:]]
+    told, *commands, status = (machine.out / "command.txt").read_text().splitlines()
+    assert "run_nsys.sh of v1" in told
+    assert [shlex.split(line) for line in commands] == expected
+    assert status == "# exit status 0"
+    assert machine.recorded("my_python")[:4] == [
+        *("-m", "workshop.profilers", "show"),
+        str(machine.out),
+    ]
+    names = {path.name for path in machine.out.iterdir()}
+    assert names == {
+        *("command.txt", "output.txt", "nsys.nsys-rep", "nsys_sums.csv", "kernels.json")
+    }
+    assert f"{machine.out}/nsys.nsys-rep: open it in nsys-ui" in done.stdout
+
+
+def test_own_outputs_are_replaced_and_others_refused(machine: Machine) -> None:
+    machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
+    machine.out.mkdir()
+    (machine.out / "thesis.txt").write_text("years")
+    done = machine.run("nsys")
+    assert done.returncode == 2
+    assert "not written by this script" in done.stderr
+    assert (machine.out / "thesis.txt").read_text() == "years"
+    (machine.out / "command.txt").write_text("# of an earlier run\n")
+    assert machine.run("nsys").returncode == 0
+    assert not (machine.out / "thesis.txt").exists()
+    assert machine.run("nsys", "--output-dir", machine.out / "nsys.nsys-rep").returncode == 2
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_the_machine_lacks_is_skipped_and_earlier_outputs_stay(
+    tool: str, machine: Machine
+) -> None:
+    if Path("/dev/kfd").exists():
+        pytest.skip("this machine has an AMD GPU")
+    machine.out.mkdir()
+    (machine.out / "command.txt").write_text("# of an earlier run\n")
+    without_gpu = machine.run(tool)
+    machine.install(**(AMD_GPU if tool.startswith("rocprof") else NVIDIA_GPU))
+    machine.install(my_python='case "$2" in *triton*) exit 1 ;; esac')
+    without_tool = machine.run(tool)
+    for done, why in ((without_gpu, "GPU here"), (without_tool, "")):
+        assert done.returncode == 77
+        assert re.fullmatch(r"skipped: .+\n", done.stderr)
+        assert why in done.stderr
+    assert re.search(r"is not installed|has no module triton", without_tool.stderr)
+    assert [path.name for path in machine.out.iterdir()] == ["command.txt"]
+
+
+def test_proton_on_amd_says_which_variable_it_wants(machine: Machine) -> None:
+    machine.install(**AMD_GPU)
+    done = machine.run("proton", HIP_VISIBLE_DEVICES="1")
+    assert done.returncode == 77
+    assert "ROCR_VISIBLE_DEVICES" in done.stderr
+    assert machine.run("proton", ROCR_VISIBLE_DEVICES="1").returncode == 0
+    machine.install(**NVIDIA_GPU)
+    assert machine.run("proton", CUDA_VISIBLE_DEVICES="1").returncode == 0
+
+
+def test_counters_that_only_administrators_may_read_are_a_reason_to_skip(machine: Machine) -> None:
+    told = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission"
+    machine.install(ncu=f'case "$*" in *--export*) echo "{told}" ;; esac', **NVIDIA_GPU)
+    done = machine.run("ncu")
+    assert done.returncode == 77
+    assert "NVreg_RestrictProfilingToAdminUsers" in done.stderr
+
+
+def test_program_that_lacks_something_is_skipped_with_its_own_words(machine: Machine) -> None:
+    machine.install(nsys="echo 'error: version v3 needs Triton' >&2; exit 77", **NVIDIA_GPU)
+    done = machine.run("nsys")
+    assert done.returncode == 77
+    assert done.stderr == "skipped: version v3 needs Triton\n"
+
+
+def test_failing_tool_fails_the_script_with_one_line(machine: Machine) -> None:
+    machine.install(nsys="echo no such kernel; exit 3", **NVIDIA_GPU)
+    done = machine.run("nsys")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "nsys failed with exit status 3" in line and "output.txt" in line
+    assert (machine.out / "output.txt").read_text() == "no such kernel\n"
+    assert (machine.out / "command.txt").read_text().endswith("# exit status 1\n")
+    assert not (machine.out / "kernels.json").exists()
+
+
+def test_tool_that_leaves_no_timeline_fails(machine: Machine) -> None:
+    machine.install(rocprof_sys_sample="exit 0", rocprof_sys_run="exit 0", **AMD_GPU)
+    done = machine.run("rocprof_sys")
+    assert done.returncode == 1
+    assert "wrote no trace" in done.stderr
+
+
+def test_one_group_of_counters_may_fail(machine: Machine) -> None:
+    body = RECORDER + 'case "$*" in *WRITE_SIZE*) exit 1 ;; *pftrace*) echo >"$TRACE" ;; esac'
+    machine.install(rocprofv3=body, **AMD_GPU)
+    done = machine.run("rocprofv3", TRACE=str(machine.out / "run.pftrace"))
+    assert done.returncode == 1
+    assert "failed: counters, written" in done.stderr
+    assert "run.pftrace: open it in ui.perfetto.dev" in done.stdout
+    assert "SQ_WAVES" in machine.recorded("rocprofv3")  # the last group ran
+    assert (machine.out / "kernels.json").exists()
+
+
+def test_rocprof_compute_analyzes_what_it_has_profiled(machine: Machine) -> None:
+    body = RECORDER + (
+        'case $1 in profile) mkdir -p "workloads/$3/MI300X" ;; analyze) echo "report of $3";; esac'
+    )
+    machine.install(rocprof_compute=body, **AMD_GPU)
+    done = machine.run("rocprof_compute")
+    assert done.returncode == 0, done.stderr
+    for mode in ("counters", "roofline"):
+        assert (machine.out / f"{mode}.txt").read_text() == f"report of workloads/{mode}/MI300X\n"
+    # Without the packages of the analysis the profile is worth something all the same.
+    machine.install(rocprof_compute=body.replace("analyze) ", "analyze) exit 1;"))
+    done = machine.run("rocprof_compute")
+    assert done.returncode == 1
+    assert "counters.txt, roofline.txt" in done.stderr
+    assert {"kernels.json", "workloads"} < {path.name for path in machine.out.iterdir()}
+    assert not list(machine.out.glob("*.txt.part"))
+
+
+def test_interrupted_script_says_so_and_leaves_no_table(machine: Machine) -> None:
+    machine.install(nsys=f"{RECORDER}exec sleep 60", **NVIDIA_GPU)
+    process = subprocess.Popen(
+        machine.command("nsys", "--output-dir", machine.out),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=machine.environment(),
+        start_new_session=True,
+    )
+    wait_for(lambda: bool(machine.recorded("nsys")))
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert told == f"interrupted: {machine.out} is not complete\n"
+    assert (machine.out / "command.txt").read_text().endswith("# exit status 130\n")
+    assert not (machine.out / "kernels.json").exists()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- Running all ----------------------------------------------------------------------------------
+
+HOSTILE = "void <script>alert(1)</script>\\u001b[31m"
+STAND_INS = {
+    "run_pytorch_profiler.py": f"""
+import json, sys
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
+folder.mkdir(parents=True)
+(folder / "trace #1.pt.trace.json").write_text("[]")
+kernel = dict(name="{HOSTILE}", category="GEMM", calls=2, total_ns=3e6, share=0.5)
+(folder / "kernels.json").write_text(json.dumps(dict(kernels=[kernel])))
+print(*sys.argv[1:])
+""",
+    "run_rocprofv3.sh": "echo noise; echo 'skipped: no AMD GPU here' >&2; exit 77",
+    "run_ncu.sh": "echo 'error: <b>out of memory</b>' >&2; echo; echo later noise; exit 1",
+    "run_nsys.sh": 'mkdir -p "$2"; echo x >"$2/nsys.nsys-rep"',
+}
+
+
+def install_stand_ins(machine: Machine, scripts: dict[str, str]) -> list[str]:
+    for name, body in scripts.items():
+        (machine.folder / name).write_text(body)
+    return ["--folder", str(machine.folder), "--output-dir", str(machine.out), *scripts]
+
+
+@pytest.fixture
+def keep_sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("keep_sigterm")
+def test_all_run_past_a_failure_and_the_summary_tells(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = install_stand_ins(machine, STAND_INS)
+    assert run_all.main([*words, "--steps", "2", "--", "--config", "tiny"]) == 1
+    out, err = capsys.readouterr()
+    for line in (
+        "run_rocprofv3.sh: skipped: no AMD GPU here (0 s)",
+        "run_ncu.sh: FAILED: <b>out of memory</b> (0 s)",
+        "run_nsys.sh: ok (0 s)",
+    ):
+        assert line in err.splitlines()
+    assert re.search(r"nsys .* ok .* nsys/", out) and re.search(r"FAILED: .* ncu\.log", out)
+    summary = json.loads((machine.out / "summary.json").read_text())
+    statuses = [(tool["tool"], tool["status"], tool["exit_status"]) for tool in summary["tools"]]
+    assert statuses == [
+        ("pytorch_profiler", "ok", 0),
+        ("rocprofv3", "skipped", 77),
+        ("ncu", "failed", 1),
+        ("nsys", "ok", 0),
+    ]
+    assert "--steps 2 -- --config tiny" in (machine.out / "pytorch_profiler.log").read_text()
+    check_page(machine.out)
+
+
+def check_page(folder: Path) -> None:
+    """The page links every output, asks for nothing from elsewhere, and shows names as text."""
+    text = (folder / "index.html").read_text()
+    assert "<script" not in text and "<b>" not in text and "\x1b" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+    class Links(HTMLParser):
+        targets: set[str] = set()
+        ids: set[str] = set()
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            values = dict(attrs)
+            assert "src" not in values and tag != "link"
+            if values.get("href"):
+                self.targets.add(values["href"] or "")
+            if values.get("id"):
+                self.ids.add(values["id"] or "")
+
+    page = Links()
+    page.feed(text)
+    elsewhere = {target for target in page.targets if target.startswith("https:")}
+    assert elsewhere <= {"https://ui.perfetto.dev", "https://pytorch.org/memory_viz"}
+    anchors = {target for target in page.targets if target.startswith("#")}
+    assert {anchor[1:] for anchor in anchors} <= page.ids
+    files = {urllib.parse.unquote(t) for t in page.targets - elsewhere - anchors}
+    outputs = {str(p.relative_to(folder)) for p in folder.glob("*/**/*") if p.is_file()}
+    assert outputs <= files
+    assert all((folder / name).is_file() for name in files)
+
+
+@pytest.mark.usefixtures("keep_sigterm")
+def test_nothing_but_skipped_is_no_failure(machine: Machine) -> None:
+    words = install_stand_ins(machine, {"run_rocprofv3.sh": STAND_INS["run_rocprofv3.sh"]})
+    assert run_all.main(words) == 0
+
+
+@pytest.mark.usefixtures("keep_sigterm")
+@pytest.mark.parametrize("script", ["run_vtune.sh", "run_proton.py"])
+def test_script_that_is_none_is_one_error(
+    script: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_all.main([*install_stand_ins(machine, {}), script]) == 2
+    assert script in capsys.readouterr().err
+
+
+def test_interrupt_ends_the_profiler_and_shows_what_was_completed(machine: Machine) -> None:
+    grandchild = machine.root / "grandchild"
+    # Neither the script nor the program below it heeds Ctrl-C's signal when asked politely.
+    stubborn = f"trap '' INT; sleep 120 & echo $! >'{grandchild}'; wait"
+    words = install_stand_ins(machine, {"run_nsys.sh": "exit 0", "run_ncu.sh": stubborn})
+    code = "from workshop.profilers import run_all as r; r.SECONDS_TO_STOP = 1; exit(r.main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words, "run_proton.sh"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    wait_for(lambda: grandchild.exists() and bool(grandchild.read_text().strip()))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err and re.search(r"nsys .* ok", out)
+    tools = json.loads((machine.out / "summary.json").read_text())["tools"]
+    assert [tool["status"] for tool in tools] == ["ok", "interrupted", "not run"]
+    assert not is_running(int(grandchild.read_text()))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

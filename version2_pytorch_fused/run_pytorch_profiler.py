@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""PyTorch's profiler: which operators and kernels a training step runs, when, on which shapes,
+and with how much memory. Works on a CPU too.
+
+    ./run_pytorch_profiler.py --steps 3 -- --config medium --precision bf16
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from workshop import cli, errors, markers, profile_run
+from workshop.profilers import torch_profiler
+
+WAIT, WARMUP = 1, 1
+"""Steps that are not recorded, and steps whose records are thrown away: a profiler starts slow."""
+
+
+def profile_steps(
+    run: profile_run.ProfileRun, steps: int, *, stacks: bool, folder: Path
+) -> profile:
+    """Trains WAIT + WARMUP + `steps` steps, of which the last ones are recorded into `folder`."""
+    activities = [ProfilerActivity.CPU]
+    if run.runner.device.type == "cuda":  # so it is called on AMD too
+        activities.append(ProfilerActivity.CUDA)
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
+        on_trace_ready=tensorboard_trace_handler(str(folder), use_gzip=True),
+        record_shapes=True,  # of every operator's inputs
+        profile_memory=True,  # what every operator allocates and frees
+        with_stack=stacks,  # the Python lines behind it: slow, so only when asked for
+    ) as profiler:
+        for _ in range(WAIT + WARMUP + steps):
+            run.step()
+            profiler.step()
+    return profiler
+
+
+def main(arguments: argparse.Namespace) -> int:
+    steps = WAIT + WARMUP + arguments.steps + torch_profiler.SNAPSHOT_STEPS
+    request = profile_run.make_request(arguments.version, arguments.model_flags, steps)
+    if arguments.dry_run:
+        print(profile_run.command_line(__file__, sys.argv[1:]))
+        return errors.DONE
+    errors.require_rich()
+    return cli.within_memory(request, lambda: profile_version(request, arguments))
+
+
+def profile_version(request: cli.Request, arguments: argparse.Namespace) -> int:
+    folder = arguments.output_dir
+    profile_run.fresh_folder(folder, profile_run.command_line(__file__, sys.argv[1:]))
+    run = profile_run.prepare(request, range_=markers.for_torch_profiler)
+    with run.layer_ranges():
+        profiler = profile_steps(
+            run, arguments.steps, stacks=arguments.stacks, folder=folder / "trace"
+        )
+    torch_profiler.write_operators(profiler, folder, stacks=arguments.stacks)
+    torch_profiler.write_memory_snapshot(run, folder)
+    run.record.options["num_steps"] = arguments.steps
+    run.save_record(folder)
+    return torch_profiler.show(run, folder)
+
+
+if __name__ == "__main__":
+    arguments = profile_run.runner_arguments(
+        __file__,
+        "Profiles training steps with torch.profiler: trace, operators, kernels, memory.",
+        steps=3,
+        argv=sys.argv[1:],
+        add=torch_profiler.add_flags,
+    )
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted="interrupted"))

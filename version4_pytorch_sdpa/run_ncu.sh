@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# ncu, Nsight Compute (NVIDIA): what does each kernel move and compute, and how close is it to the
+# chip's limits?
+#
+# Usage: ./run_ncu.sh [options] [-- flags of the model]
+
+# shellcheck source-path=SCRIPTDIR source=../workshop/profile_lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../workshop/profile_lib.sh"
+DEFAULT_STEPS=1 # every kernel is run again for every group of metrics
+begin "$@"
+need_gpu nvidia
+need ncu "it comes with the CUDA toolkit, and by itself as Nsight Compute"
+skip_if_printed ERR_NVGPUCTRPERM "the GPU's counters are for administrators only here: ask for \
+NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
+
+# What a roofline needs: time, bytes to and from memory, operations. Instructions of the vector
+# units are counted by kind. The tensor cores count operations, by data types and under names that
+# differ between chips: ncu tells this one's.
+metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum
+metrics+=,sm__throughput.avg.pct_of_peak_sustained_elapsed
+metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
+for operation in fadd fmul ffma dadd dmul dfma hadd hmul hfma; do
+  metrics+=,smsp__sass_thread_inst_executed_op_${operation}_pred_on.sum
+done
+tensor=$(ncu --query-metrics 2>/dev/null | awk '/^sm__ops_path_tensor_src_/ { print $1 }' |
+  grep -v -e int -e sparsity | sort -u) || tensor=""
+if [[ -z $tensor && $DRY_RUN == yes ]]; then
+  tensor=$(printf 'sm__ops_path_tensor_src_%s\n' bf16_dst_fp32 fp16 fp64 fp8 tf32_dst_fp32)
+  note "no NVIDIA GPU here: these are the tensor cores' metrics of a Hopper (H100, H200)"
+fi
+for metric in $tensor; do metrics+=,$metric.sum; done
+
+# Only the steps between cudaProfilerStart and cudaProfilerStop, which the program calls, are
+# profiled. A filter by NVTX range would lose the backward pass: such ranges belong to a thread,
+# and autograd has its own. Without a CUDA graph the kernels are launched one by one, as ncu
+# measures them anyway. ncu takes no -- before the program.
+run ncu --profile-from-start off --target-processes all --clock-control none \
+  --metrics "$metrics" --export "$OUT/ncu.ncu-rep" --force-overwrite "${TRAIN[@]}" --no-cuda-graph
+attempt_to "$OUT/ncu.csv" ncu --import "$OUT/ncu.ncu-rep" --csv --page raw --print-units base
+
+show

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# rocprof-compute (AMD): how well does each kernel use the chip's parts, and where is its roofline?
+# Two modes, one after the other: counters (all of them) and roofline.
+#
+# Usage: ./run_rocprof_compute.sh [options] [-- flags of the model]
+
+# shellcheck source-path=SCRIPTDIR source=../workshop/profile_lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../workshop/profile_lib.sh"
+MODES="counters roofline"
+DEFAULT_STEPS=1 # the whole program is run again for every group of counters
+begin "$@"
+need_gpu amd
+need rocprof-compute "it is ROCm's package rocprofiler-compute"
+find_version rocprof-compute 3.9 # 3.2 is ROCm 7.0's, 3.4 is 7.2's, 3.9 is 10.1's
+
+# Its workloads/NAME/<model of the GPU> is made where it runs: newer versions have no option for
+# the place, older ones have another.
+enter "$OUT"
+if wanted counters; then
+  run rocprof-compute profile --name counters --no-roof -- "${TRAIN[@]}"
+  attempt_to counters.txt rocprof-compute analyze --path "$(workload counters)"
+fi
+
+# Up to 3.5 (ROCm 7.12) `profile` draws the roofline, from 3.6 on `analyze`: for these data types.
+types=(--roofline-data-type BF16 FP32)
+profile=("${types[@]}") analyze=()
+if at_least "$TOOL_VERSION" 3.6; then
+  profile=() analyze=("${types[@]}")
+fi
+if wanted roofline; then
+  run rocprof-compute profile --name roofline --roof-only ${profile[@]+"${profile[@]}"} \
+    -- "${TRAIN[@]}"
+  attempt_to roofline.txt rocprof-compute analyze --path "$(workload roofline)" \
+    ${analyze[@]+"${analyze[@]}"}
+fi
+
+# The ceilings alone have no table.
+[[ $MODE == roofline ]] || show

@@ -1,0 +1,100 @@
+"""What run_pytorch_profiler.py makes of a profile: tables of operators, the memory's history, and
+of the trace the kernel table.
+
+Python needs torch for it; the trace itself is read by kineto.py.
+"""
+
+import argparse
+import csv
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from workshop import results
+from workshop.profile_run import ProfileRun, gradients_sentence
+
+SNAPSHOT_FILE = "memory_snapshot.pickle"
+SNAPSHOT_STEPS = 1
+"""Steps trained for the snapshot of memory, after the profile: recording slows the host."""
+_SNAPSHOT_EVENTS = 200_000
+_TABLE_ROWS = 40
+_COLUMNS = (
+    "count",
+    "self_cpu_time_total",
+    "cpu_time_total",
+    "self_device_time_total",
+    "device_time_total",
+    "self_cpu_memory_usage",
+    "self_device_memory_usage",
+)
+"""Of an operator's row, by the names that PyTorch gives them: times in µs, memory in bytes."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of run_pytorch_profiler.py alone."""
+    parser.add_argument(
+        "--stacks",
+        action="store_true",
+        help="also record the Python line behind every operator (slower, larger trace)",
+    )
+
+
+def write_operators(profiler: profile, folder: Path, *, stacks: bool) -> None:
+    """Writes operators.csv and operators.txt (by name), operators_by_shape.csv, and with `stacks`
+    operators_by_line.txt; longest own time on the device first, on a CPU its own time there."""
+    by_name = profiler.key_averages()
+    on_device = any(row.self_device_time_total for row in by_name)
+    sort_by = "self_device_time_total" if on_device else "self_cpu_time_total"
+    _write_csv(folder / "operators.csv", _sorted(by_name, sort_by), shapes=False)
+    table = by_name.table(sort_by=sort_by, row_limit=_TABLE_ROWS, max_name_column_width=60)
+    results.write_text(folder / "operators.txt", table + "\n")
+    by_shape = profiler.key_averages(group_by_input_shape=True)
+    _write_csv(folder / "operators_by_shape.csv", _sorted(by_shape, sort_by), shapes=True)
+    if stacks:
+        by_line = profiler.key_averages(group_by_stack_n=5)
+        table = by_line.table(sort_by=sort_by, row_limit=_TABLE_ROWS, max_name_column_width=60)
+        results.write_text(folder / "operators_by_line.txt", table + "\n")
+
+
+def _sorted(rows: Iterable[Any], column: str) -> list[Any]:
+    return sorted(rows, key=lambda row: -getattr(row, column))
+
+
+def _write_csv(target: Path, rows: Iterable[Any], *, shapes: bool) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["operator", *(["input_shapes"] if shapes else []), *_COLUMNS])
+    for row in rows:
+        where = [row.input_shapes] if shapes else []
+        writer.writerow([row.key, *where, *(getattr(row, column) for column in _COLUMNS)])
+    results.write_text(target, text.getvalue())
+
+
+def write_memory_snapshot(run: ProfileRun, folder: Path) -> None:
+    """Trains one more step, operation by operation, while PyTorch's allocator notes each block
+    that is taken and given back, and the Python lines that did it: SNAPSHOT_FILE, for
+    https://pytorch.org/memory_viz. On a CPU there is no such allocator, and nothing to do."""
+    if run.runner.device.type != "cuda":
+        return
+    record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+    record(max_entries=_SNAPSHOT_EVENTS)
+    try:
+        run.eager_step()
+        run.runner.wait()
+        with results.atomic_path(folder / SNAPSHOT_FILE) as path:
+            dump(str(path))
+    finally:
+        record(enabled=None)
+
+
+def show(run: ProfileRun, folder: Path) -> int:
+    """Prints the hot list of the trace, what it says of the run, and what lies in the folder."""
+    from workshop.profilers import show as tables
+
+    status = tables.show(folder, output_dir=folder)
+    print(gradients_sentence(run.record))
+    return status
