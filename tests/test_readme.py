@@ -12,37 +12,48 @@ import pytest
 from workshop import versions
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = [".", *(versions.get_version(key).folder for key in versions.available())]
+FOLDERS = [ROOT, *(versions.get_version(key).path.parent for key in versions.available())]
+DOCUMENTS = [*(folder / "README.md" for folder in FOLDERS), *sorted(ROOT.glob("docs/*.md"))]
 
 
-def commands(folder: str) -> list[str]:
-    """The blocks of a README that a comment marks as running on a CPU."""
-    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+def commands(document: Path) -> list[str]:
+    """The blocks of a document that a comment marks as running on a CPU."""
+    text = document.read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- runs on a CPU -->\n *```bash\n(.*?)```", text, re.DOTALL)
     return [re.sub(r"^ +", "", block, flags=re.MULTILINE) for block in blocks]
 
 
 @pytest.fixture
 def clean_results() -> Iterator[None]:
-    """Removes the runs that the commands add to results/, where a user wants them."""
-    runs = ROOT / "results" / "runs"
+    """Removes what the commands add to results/, where a user wants it; puts aside what they
+    would replace there."""
+    runs, profiles = ROOT / "results" / "runs", ROOT / "results" / "profiles"
+    aside = profiles.with_name("profiles.before-tests")
     before = set(runs.glob("*"))
-    yield
-    for session in set(runs.glob("*")) - before:
-        shutil.rmtree(session)
+    if profiles.exists():
+        profiles.rename(aside)
+    try:
+        yield
+    finally:
+        for session in set(runs.glob("*")) - before:
+            shutil.rmtree(session)
+        shutil.rmtree(profiles, ignore_errors=True)
+        if aside.exists():
+            aside.rename(profiles)
 
 
 @pytest.mark.timeout(600)
 def test_the_readmes_commands_run_on_a_cpu(clean_results: None, tmp_path: Path) -> None:
     done: set[str] = set()
-    for folder in FOLDERS:
-        for command in commands(folder):
+    for document in DOCUMENTS:
+        folder = document.parent if document.name == "README.md" else ROOT
+        for command in commands(document):
             last_line = command.splitlines()[-1]
             if last_line not in done:  # a version's README repeats the main one's
-                run(command, ROOT / folder, tmp_path)
+                run(command, folder, tmp_path)
             done.add(last_line)
     assert (tmp_path / "comparison.png").is_file()
-    assert len(done) >= 7
+    assert len(done) >= 9
 
 
 def run(command: str, folder: Path, output: Path) -> None:
@@ -61,7 +72,7 @@ def run(command: str, folder: Path, output: Path) -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("version*/README.md"), *ROOT.glob("setup/*.md")]:
+    for path in [*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("setup/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
