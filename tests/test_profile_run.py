@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import re
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
     folder = tmp_path / "out"
     answer = profile_with_torch(type_command, key, folder, "--steps", "2")
     assert answer.returncode == 0, answer.stderr
-    (trace,) = (folder / "trace").glob("*.pt.trace.json.gz")
+    (trace,) = (folder / "trace").glob(f"{key}.*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     ranges = [e["name"] for e in events if e.get("cat") == "user_annotation"]
     for name in ("step", "forward", "backward", "optimizer"):
@@ -280,3 +281,31 @@ def test_what_can_not_fit_is_refused_in_one_line(
     assert answer.returncode == 1, answer.stderr
     assert answer.stderr.startswith("error: out of memory") and answer.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_the_backward_pass_stays_inside_its_range(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The vendors' tools give a kernel to the ranges of the thread that launched it."""
+    threads: dict[str, set[int]] = {"push": set(), "backward": set()}
+    push = torch.cuda.nvtx.range_push
+    monkeypatch.setattr(
+        torch.cuda.nvtx,
+        "range_push",
+        lambda name: (threads["push"].add(threading.get_ident()), push(name)),
+    )
+    request = profile_run.make_request(versions.VERSIONS["v1"], ["--num-layers", "2"], 2)
+    request.arguments.output_dir = tmp_path
+    prepared = profile_run.prepare
+
+    def with_hook(*arguments, **options):
+        run = prepared(*arguments, **options)
+        run.model.norm.weight.register_hook(
+            lambda gradient: threads["backward"].add(threading.get_ident())
+        )
+        return run
+
+    monkeypatch.setattr(profile_run, "prepare", with_hook)
+    assert profile_run.profile(request) == 0
+    assert threads["push"] == threads["backward"] == {threading.get_ident()}

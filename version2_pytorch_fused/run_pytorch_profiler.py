@@ -30,7 +30,9 @@ def profile_steps(
     with profile(
         activities=activities,
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(str(folder), use_gzip=True),
+        on_trace_ready=tensorboard_trace_handler(
+            str(folder), worker_name=run.request.version.key, use_gzip=True
+        ),
         record_shapes=True,  # of every operator's inputs
         profile_memory=True,  # what every operator allocates and frees
         with_stack=stacks,  # the Python lines behind it: slow, so only when asked for

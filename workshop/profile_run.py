@@ -116,7 +116,9 @@ def _profile(request: cli.Request) -> int:
     folder, steps = request.arguments.output_dir, request.schedule.timed
     results.prepare_folder(folder)
     run = prepare(request, range_=markers.for_vendor_tools(request.device))
-    with run.layer_ranges():
+    # A range belongs to the thread that opened it. In a thread of autograd's own, the backward
+    # pass would lie outside of them all, and some tools lose what other threads do.
+    with run.layer_ranges(), torch.autograd.set_multithreading_enabled(False):
         _start_profiler(request.device)
         for _ in range(steps):
             run.step()

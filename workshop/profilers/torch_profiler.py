@@ -92,9 +92,14 @@ def write_memory_snapshot(run: ProfileRun, folder: Path) -> None:
 
 
 def show(run: ProfileRun, folder: Path) -> int:
-    """Prints the hot list of the trace, what it says of the run, and what lies in the folder."""
+    """Prints the hot list of the trace, and what it says of the run; the exit status."""
+    from rich.console import Console
+
+    from workshop.profilers import advisor
     from workshop.profilers import show as tables
+    from workshop.profilers.load import load
 
     status = tables.show(folder, output_dir=folder)
     print(gradients_sentence(run.record))
+    Console().print(advisor.render(advisor.advise(load(folder), run.record)))
     return status
