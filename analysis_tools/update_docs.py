@@ -1,7 +1,8 @@
 """Writes the measured tables of the documentation from the result files in results/reference/.
 
-PERFORMANCE_RESULTS.md is written whole; in README.md the part between the ladder's markers is.
-No figure in either is typed by hand. `--check` changes nothing and exits 1 if they are stale.
+PERFORMANCE_RESULTS.md is written whole; of README.md the part between the ladder's markers is, and
+of a version's README the part between those of its profiles. No figure there is typed by hand.
+`--check` changes nothing and exits 1 if they are stale.
 """
 
 import argparse
@@ -17,13 +18,18 @@ from version3_triton import benchmark_kernels  # noqa: E402
 from workshop import comparison, errors, results  # noqa: E402
 from workshop.comparison import Row  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
+from workshop.profilers import advisor, show  # noqa: E402
+from workshop.profilers.load import load, recorded_run  # noqa: E402
+from workshop.profilers.names import display_name  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.versions import VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
-BEGIN, END = "<!-- ladder: begin, written by make docs -->", "<!-- ladder: end -->"
+LADDER, PROFILES = "ladder", "profiles"
+"""Parts of documents between two markers that name them."""
+HOT_KERNELS = 6
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,17 +54,33 @@ def main(argv: list[str] | None = None) -> int:
 def render() -> dict[Path, str]:
     """The documents as the result files would have them."""
     folders = sorted(path for path in REFERENCE.iterdir() if path.is_dir())
-    devices = [(folder, results.load_folder(folder)) for folder in folders]
-    readme = _read(ROOT / "README.md")
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise WorkshopError(f"README.md: expected one line {BEGIN!r} and one {END!r}")
-    head, rest = readme.split(BEGIN)
+    devices = [(path, results.load_folder(path)) for path in folders if (path / "runs").is_dir()]
     ladder = "\n\n".join(_ladder(comparison.build_rows(runs)) for _, runs in devices)
-    tail = rest.split(END)[1]
-    return {
-        ROOT / "README.md": f"{head}{BEGIN}\n{ladder}\n{END}{tail}",
+    documents = {
+        ROOT / "README.md": _with_part(ROOT / "README.md", LADDER, ladder),
         ROOT / "PERFORMANCE_RESULTS.md": _performance(devices),
     }
+    for key, version in VERSIONS.items():
+        profiles = [path for folder in folders for path in sorted(folder.glob(f"profiles/{key}/*"))]
+        if profiles:
+            readme = version.path.parent / "README.md"
+            documents[readme] = _with_part(readme, PROFILES, "\n\n".join(map(_profile, profiles)))
+    return documents
+
+
+def _with_part(document: Path, part: str, content: str) -> str:
+    """A document's text, with `content` between the markers of a part.
+
+    Raises:
+        WorkshopError: the markers are not there, once each.
+    """
+    begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
+    text = _read(document)
+    if text.count(begin) != 1 or text.count(end) != 1:
+        name = document.relative_to(ROOT)
+        raise WorkshopError(f"{name}: expected one line {begin!r} and one {end!r}")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{content}\n{end}{rest.split(end)[1]}"
 
 
 def _read(path: Path) -> str:
@@ -103,6 +125,37 @@ def _ladder_cells(row: Row | None) -> list[str]:
 
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+# --- the profiles --------------------------------------------------------------------------------
+
+
+def _profile(folder: Path) -> str:
+    """The head of a profile's hot list, a step each, and what is said of it."""
+    table, run = load(folder), recorded_run(folder)
+    if run is None or not table.steps:
+        raise WorkshopError(f"{folder}: no run.json beside the profile, or no steps in it")
+    header = [table.what, "category", "calls a step", "ms a step", "share"]
+    lines = [
+        f"`{run.config_name}`, {run.precision}, {run.device['name']} ({table.tool}):",
+        "",
+        _line(header),
+        "| --- | --- |" + " ---: |" * 3,
+    ]
+    for kernel in table.kernels[:HOT_KERNELS]:
+        cells = [
+            f"`{display_name(kernel.name, 60)}`",
+            kernel.category,
+            f"{kernel.calls / table.steps:,.0f}",
+            f"{kernel.total_ns / table.steps / 1e6:,.3f}",
+            f"{table.share(kernel):.1%}",
+        ]
+        lines.append(_line(cells))
+    lines += ["", *(f"- {line}" for line in show.summary(table))]
+    bound = advisor.headline(advisor.advise(table, run))
+    if bound:
+        lines.append(f"- `advise` says: {bound.sentence}")
+    return "\n".join(lines)
 
 
 # --- PERFORMANCE_RESULTS.md ----------------------------------------------------------------------

@@ -74,7 +74,7 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
         hot.add_row(name, Text(kernel.category, style=COLOURS[kernel.category]), *cells)
     if rest:
         hot.add_row(f"{len(table.kernels) - limit:,} more", "", *rest, style="dim")
-    return [hot, Text("\n".join(_summary(table)))]
+    return [hot, Text("\n".join(summary(table)))]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def _title(table: KernelTable) -> str:
     return f"{table.tool}{where}: {table.path}"
 
 
-def _summary(table: KernelTable) -> list[str]:
+def summary(table: KernelTable) -> list[str]:
+    """Calls, busy and idle time, time by marker range and by category: a line each, where told."""
     lines = [f"{table.launches:,} {table.what} calls, {table.total_ns / 1e6:,.3f} ms"]
     if table.steps:
         per_step = table.launches / table.steps, table.total_ns / table.steps / 1e6
@@ -138,8 +139,9 @@ def _summary(table: KernelTable) -> list[str]:
             f"({t.busy_ns / t.span_ns:.1%}), idle {t.idle_ns / 1e6:,.3f} ms"
         )
     if table.phases_ns:
-        parts = ", ".join(f"{name} {ns / 1e6:,.3f} ms" for name, ns in table.phases_ns.items())
-        lines.append(f"by marker range: {parts}")
+        steps, each = (table.steps, " a step") if table.steps else (1, "")
+        parts = [f"{name} {ns / steps / 1e6:,.3f} ms" for name, ns in table.phases_ns.items()]
+        lines.append(f"by marker range{each}: {', '.join(parts)}")
     total = table.total_ns
     if total:
         shares = ", ".join(f"{name} {ns / total:.1%}" for name, ns in table.category_ns().items())
