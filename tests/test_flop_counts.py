@@ -338,7 +338,8 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
         else:
             assert re.search(r"\| DeepSpeed +\| +not installed \|", printed)
             assert "pip install -r setup/requirements-profiling.txt" in printed
-        command = (tmp_path / "command.txt").read_text()
+        mark, command = (tmp_path / "command.txt").read_text().splitlines()
+        assert mark == f"# {NAME}"
         assert command.startswith(f"python {NAME} --output-dir {tmp_path} --steps 3 -- --device")
 
 

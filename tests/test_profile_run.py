@@ -207,14 +207,16 @@ def test_a_folder_is_replaced_only_if_a_script_filled_it(
     for folder in (mine, foreign):
         folder.mkdir()
         (folder / "old.txt").write_text("old")
-    (mine / profile_run.COMMAND_FILE).write_text("python run_pytorch_profiler.py\n")
-    profile_run.fresh_folder(mine, "python x")
+    (mine / profile_run.COMMAND_FILE).write_text("# run_pytorch_profiler.py\n")
+    (foreign / profile_run.COMMAND_FILE).write_text("sbatch my_job.sh\n")
+    profile_run.fresh_folder(mine, "python run_x.py")
+    assert (mine / profile_run.COMMAND_FILE).read_text().startswith(profile_run.COMMAND_MARK)
     assert [path.name for path in mine.iterdir()] == [profile_run.COMMAND_FILE]
     with pytest.raises(WorkshopError, match="not empty"):
-        profile_run.fresh_folder(foreign, "python x")
+        profile_run.fresh_folder(foreign, "python run_x.py")
     answer = profile_with_torch(type_command, "v1", foreign)
     assert answer.returncode == 2 and "not empty" in answer.stderr
-    assert [path.name for path in foreign.iterdir()] == ["old.txt"]
+    assert (foreign / "old.txt").read_text() == "old"
 
 
 def test_a_dry_run_prints_the_command_and_does_nothing(

@@ -531,11 +531,14 @@ def test_own_outputs_are_replaced_and_others_refused(machine: Machine) -> None:
     machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
     machine.out.mkdir()
     (machine.out / "thesis.txt").write_text("years")
-    done = machine.run("nsys")
-    assert done.returncode == 2
-    assert "not written by this script" in done.stderr
-    assert (machine.out / "thesis.txt").read_text() == "years"
-    (machine.out / "command.txt").write_text("# of an earlier run\n")
+    for command in ("", "sbatch my_job.sh\n"):
+        if command:
+            (machine.out / "command.txt").write_text(command)
+        done = machine.run("nsys")
+        assert done.returncode == 2
+        assert "not written by this script" in done.stderr
+        assert (machine.out / "thesis.txt").read_text() == "years"
+    (machine.out / "command.txt").write_text("# run_nsys.sh of an earlier run\n")
     assert machine.run("nsys").returncode == 0
     assert not (machine.out / "thesis.txt").exists()
     assert machine.run("nsys", "--output-dir", machine.out / "nsys.nsys-rep").returncode == 2
@@ -548,7 +551,7 @@ def test_what_the_machine_lacks_is_skipped_and_earlier_outputs_stay(
     if Path("/dev/kfd").exists():
         pytest.skip("this machine has an AMD GPU")
     machine.out.mkdir()
-    (machine.out / "command.txt").write_text("# of an earlier run\n")
+    (machine.out / "command.txt").write_text("# run_nsys.sh of an earlier run\n")
     without_gpu = machine.run(tool)
     machine.install(**(AMD_GPU if tool.startswith("rocprof") else NVIDIA_GPU))
     machine.install(my_python='case "$2" in *triton*) exit 1 ;; esac')

@@ -37,8 +37,10 @@ def profile_steps(
         profile_memory=True,  # what every operator allocates and frees
         with_stack=stacks,  # the Python lines behind it: slow, so only when asked for
     ) as profiler:
-        for _ in range(WAIT + WARMUP + steps):
+        for done in range(1, WAIT + WARMUP + steps + 1):
             run.step()
+            if done == WAIT + WARMUP:
+                run.runner.wait()  # or kernels of these steps would be recorded as well
             profiler.step()
     return profiler
 

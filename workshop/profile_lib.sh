@@ -265,7 +265,7 @@ record() { if [[ $STARTED == yes ]]; then printf '%s\n' "$1" >>"$OUT/$COMMAND_FI
 prepare_output() {
   [[ $DRY_RUN == no && $STARTED == no ]] || return 0
   [[ ! -e $OUT || -d $OUT ]] || fail 2 "--output-dir $OUT: it is a file"
-  if [[ -d $OUT && ! -f $OUT/$COMMAND_FILE && -n $(ls -A "$OUT") ]]; then
+  if [[ -d $OUT && -n $(ls -A "$OUT") ]] && ! filled_by_us; then
     fail 2 "--output-dir $OUT: it is not empty, and not written by this script: choose another one"
   fi
   mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
@@ -274,6 +274,12 @@ prepare_output() {
   note "$(basename "$SCRIPT") of $VERSION, $(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$OUT/$COMMAND_FILE" ||
     fail 2 "--output-dir $OUT: it can't be written"
   STARTED=yes
+}
+
+filled_by_us() {
+  local first=""
+  [[ ! -f $OUT/$COMMAND_FILE ]] || read -r first <"$OUT/$COMMAND_FILE" || true
+  [[ $first == "# run_"* ]]
 }
 
 program() { # program COMMAND...: its name, past the variables that env sets

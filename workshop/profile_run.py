@@ -1,7 +1,7 @@
 """What profilers look at: a version that trains a few steps, warmed up, with marker ranges.
 
 `tiny_llama_vN.py --profile-steps N` runs `profile` for the profilers that start a program of their
-own accord; run_pytorch_profiler.py and run_deepspeed_flops.py call `prepare` and step themselves.
+own accord; run_pytorch_profiler.py calls `prepare` and steps by itself.
 """
 
 import argparse
@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from workshop import cli, errors, hardware, interpreter, markers, parity, results, trainer, versions
+from workshop import cli, errors, hardware, markers, parity, results, trainer, versions
 from workshop.errors import WorkshopError
 from workshop.versions import Version
 
 COMMAND_FILE = "command.txt"
-"""In every folder that a runner fills: what was run. A folder with it may be replaced."""
+"""In every folder that a runner fills: what was run. A folder may be replaced if its first line
+begins with COMMAND_MARK."""
+COMMAND_MARK = "# run_"
 RUN_FILE = "run.json"
 PROFILES = results.DEFAULT_FOLDER / "profiles"
 
@@ -218,21 +220,23 @@ def fresh_folder(folder: Path, command: str) -> Path:
     """
     if folder.exists() and not folder.is_dir():
         raise WorkshopError(f"--output-dir {folder}: it is a file")
-    if (folder / COMMAND_FILE).is_file():
-        shutil.rmtree(folder)
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise WorkshopError(
-            f"--output-dir {folder}: it is not empty, and no profiler's script filled it; choose "
-            "another one"
-        )
+    if folder.is_dir() and any(folder.iterdir()):
+        if not _filled_by_a_runner(folder):
+            raise WorkshopError(
+                f"--output-dir {folder}: it is not empty, and no profiler's script filled it; "
+                "choose another one"
+            )
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     results.prepare_folder(folder)
-    results.write_text(folder / COMMAND_FILE, command + "\n")
+    script = command.split()[1]
+    results.write_text(folder / COMMAND_FILE, f"# {script}\n{command}\n")
     return folder
 
 
-def refuse_interpreted(request: cli.Request, what: str) -> None:
-    """Raises NotOnThisMachine where Triton's interpreter runs the version's kernels."""
-    if request.interpreted:
-        raise errors.NotOnThisMachine(
-            f"{what}: {interpreter.NOT_COMPARABLE} (version {request.version.key} without a GPU)"
-        )
+def _filled_by_a_runner(folder: Path) -> bool:
+    try:
+        with (folder / COMMAND_FILE).open(encoding="utf-8", errors="replace") as file:
+            return file.readline().startswith(COMMAND_MARK)
+    except OSError:
+        return False

@@ -64,7 +64,7 @@ _RULES = (
     # Before the products: many attention kernels are built on CUTLASS and carry its name.
     (
         "attention",
-        r"attention|attn|flash_|flash::|fmha|sdpa|scaled_dot_product"
+        r"attention|attn|flash_|flash::|fmha|sdpa|scaled_dot_product|dot_do_o|convert_dq|^kentry"
         r"|bwd_kernel_(?:dk_dv|dq|fuse)|bwd_preprocess",
     ),
     (
@@ -82,7 +82,7 @@ _RULES = (
     ),
     (
         "norm",
-        r"(?:rms|layer|batch|group|instance)_?norm|bn_fw|bn_bw|rowwisemoments|gammabeta",
+        r"(?:rms|layer|batch|group|instance)_?norm|bn_fw|bn_bw|cucomputegradinput|rowwisemoments|gammabeta",
     ),
     # Before elementwise: PyTorch runs copies by the same kernels, with another functor.
     (

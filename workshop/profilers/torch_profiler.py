@@ -61,7 +61,9 @@ def write_operators(profiler: profile, folder: Path, *, stacks: bool) -> None:
 
 
 def _sorted(rows: Iterable[Any], column: str) -> list[Any]:
-    return sorted(rows, key=lambda row: -getattr(row, column))
+    # A range on the GPU lasts from its first kernel to its last, gaps and all: no operator's time.
+    operators = (row for row in rows if not getattr(row, "is_user_annotation", False))
+    return sorted(operators, key=lambda row: -getattr(row, column))
 
 
 def _write_csv(target: Path, rows: Iterable[Any], *, shapes: bool) -> None:
