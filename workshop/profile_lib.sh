@@ -83,7 +83,10 @@ begin() {
         shift 2
         ;;
       --dry-run) DRY_RUN=yes && shift ;;
-      --help | -h) usage && exit 0 ;;
+      --help | -h)
+        usage
+        exit 0
+        ;;
       --) shift && break ;;
       *) fail 2 "unknown option '$1' (flags of the model go after --); see --help" ;;
     esac
