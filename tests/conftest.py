@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+# Before PyTorch is imported, here and in the programs that tests start: threads that wait for each
+# other must not spin on a machine that others use too, or a step takes many times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
