@@ -1,19 +1,33 @@
 """What `python -m workshop.profilers` makes of a path, and the kernel table kept in a file."""
 
+import dataclasses
+import io
 import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from test_results import make_result
 
+from workshop import errors, results
 from workshop.errors import WorkshopError
-from workshop.profilers import kernel_file
-from workshop.profilers.load import load
+from workshop.profilers import kernel_file, show
+from workshop.profilers.__main__ import main
+from workshop.profilers.load import load, recorded_run
 from workshop.profilers.table import HostCall, Kernel, KernelTable, Sums, Timeline, timeline
 
-FIXTURES = Path(__file__).parent / "fixtures" / "profilers"
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures" / "profilers"
 HOSTILE = "\x1b[31m[bold]evil[/bold]\n<script>alert(1)</script>"
+PRINTABLE = "[31m[bold]evil[/bold] <script>alert(1)</script>"
 TABLE = KernelTable(
     path=Path("trace.json"),
     tool="torch.profiler",
@@ -66,12 +80,83 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     csv_path, json_path = kernel_file.write(TABLE, tmp_path)
     read = load(json_path)
     assert read.path == json_path
-    read.path = TABLE.path
+    assert read.kernels[1].name == PRINTABLE
+    assert load(tmp_path).kernels == read.kernels
+    read.path, read.kernels[1].name = TABLE.path, HOSTILE
     assert read == TABLE
-    assert load(tmp_path).kernels == TABLE.kernels
     assert len(csv_path.read_text().splitlines()) == 1 + 2 + HOSTILE.count("\n")
     shares = [kernel["share"] for kernel in json.loads(json_path.read_text())["kernels"]]
     assert sum(shares) == pytest.approx(1.0)
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for entry in value:
+            yield from texts(entry)
+    elif isinstance(value, str):
+        yield value
+
+
+def test_every_text_that_is_read_is_printable(tmp_path: Path) -> None:
+    hostile = f"{HOSTILE}\ud800"
+    table = dataclasses.replace(
+        TABLE,
+        tool=hostile,
+        device=hostile,
+        phases_ns={hostile: 1.0},
+        host_calls={hostile: HostCall(1, 1.0)},
+        warnings=[hostile],
+        kernels=[Kernel(HOSTILE, "other", 1, 1.0)],
+    )
+    _, path = kernel_file.write(table, tmp_path)
+    path.write_text(path.read_text().replace("\\ud800", "\\udc9b"))
+    read = load(path)
+    read.path = Path()
+    for text in texts(dataclasses.asdict(read) | {"path": ""}):
+        assert text.isprintable()
+        text.encode()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kernels.0.bytes", -1.0),
+        ("kernels.0.flops", 1e300),
+        ("kernels.0.calls", 10**400),
+        ("kernels.0.category", "\x1b[2J"),
+        ("host_calls.cudaLaunchKernel.calls", -1),
+        ("host_calls.cudaLaunchKernel.total_ns", 1e300),
+        ("phases_ns.forward", -1.0),
+        ("timeline.busy_ns", 1e300),
+        ("steps", 10**400),
+        ("what", "\x1b[2J"),
+    ],
+)
+def test_figures_that_no_run_has_are_refused(field: str, value: Any, tmp_path: Path) -> None:
+    _, path = kernel_file.write(TABLE, tmp_path)
+    content = json.loads(path.read_text())
+    *parents, last = field.split(".")
+    target = content
+    for key in parents:
+        target = target[int(key) if isinstance(target, list) else key]
+    target[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        WorkshopError, match=re.escape(f"{path}: field {parents[0] if parents else last}")
+    ):
+        load(path)
+
+
+def test_names_become_printable_and_what_is_the_same_then_is_added_up(tmp_path: Path) -> None:
+    sums = Sums()
+    for name in ("gemm\ud800", "gemm\x1b", "gemm", "\x1b"):
+        sums.add(name, 1.0)
+    table = dataclasses.replace(TABLE, kernels=sums.kernels())
+    assert {kernel.name: kernel.calls for kernel in table.kernels} == {"gemm": 3, "\ufffd": 1}
+    assert len(sums) == 2
+    kernel_file.write(table, tmp_path)
 
 
 @settings(max_examples=200, deadline=None)
@@ -117,9 +202,15 @@ UNKNOWN = {
     "nothing.csv": (b"", "no header"),
     "letters.csv": (b"a,b\n1,2\n", "its columns (a, b) are of no profiler"),
     "other.json": (b'{"answer": 42}', "JSON of no profiler"),
-    "binary.csv": (bytes(range(256)), "of no profiler"),
+    "binary.csv": (bytes(range(256)), "a binary file of no profiler"),
+    "brace.json": (b"{" + bytes(range(128, 256)), "a binary file of no profiler"),
+    "kernels.csv": (
+        b"name,category,calls,total_ns,min_ns,max_ns,bytes,flops,mean_ns,share\n",
+        "kernels.json, written beside it, is the one to be read",
+    ),
     "cut.json.gz": (b"\x1f\x8b\x08\x00", ""),
     "step.nsys-rep": (b"\x00", "its own tool reads it first: nsys stats"),
+    "my step's.ncu-rep": (b"\x00", """/my step'"'"'s.ncu-rep' --csv"""),
     "step.ncu-rep": (b"\x00", "its own tool reads it first: ncu --import"),
     "step.pftrace": (b"\x00", "open it in https://ui.perfetto.dev"),
     "run.db": (b"SQLite format 3\x00" + b"\x01" * 200, "run.db"),
@@ -143,6 +234,118 @@ def test_places_without_a_profile(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+# --- what a runner leaves ------------------------------------------------------------------------
+
+COMMANDS = "# run_tool.sh of v1, 2026-11-20T12:00:00Z\ntool ...\n"
+
+
+def runners_folder(folder: Path, status: str = "# exit status 0\n") -> Path:
+    kernel_file.write(TABLE, folder)
+    (folder / "command.txt").write_text(COMMANDS + status)
+    return folder
+
+
+def test_a_folder_above_several_runners_is_not_read_by_guess(tmp_path: Path) -> None:
+    csv_file = runners_folder(tmp_path / "v1" / "ncu") / "ncu.csv"
+    csv_file.write_bytes((FIXTURES / "ncu" / "ncu_raw_h200.csv").read_bytes())
+    assert load(tmp_path / "v1").path == csv_file  # of a single one
+    for number in range(11):
+        runners_folder(tmp_path / "v1" / f"tool{number:02}")
+    (tmp_path / "v1" / "other").mkdir()
+    (tmp_path / "v1" / "other" / "command.txt").write_text("somebody else's\n")
+    with pytest.raises(
+        WorkshopError, match="v1: 12 profiles are in it, name one of them"
+    ) as raised:
+        load(tmp_path / "v1")
+    told = str(raised.value)
+    assert "v1/ncu, " in told and "v1/tool08, and 2 more" in told and "other" not in told
+
+
+def test_the_record_of_a_run_is_that_of_its_runner(tmp_path: Path) -> None:
+    """Not of a neighbour that lies a folder higher."""
+    run = make_result()
+    trace = tmp_path / "ncu" / "trace" / "deep" / "ncu.csv"
+    trace.parent.mkdir(parents=True)
+    trace.write_text("")
+    results.save_as(tmp_path / "run.json", run)
+    for path in (trace, trace.parent, tmp_path / "ncu"):
+        assert recorded_run(path) is None
+    runners_folder(tmp_path / "ncu")
+    assert recorded_run(trace) is None
+    results.save_as(tmp_path / "ncu" / "run.json", dataclasses.replace(run, seq_len=77))
+    for path in (trace, trace.parent, tmp_path / "ncu"):
+        found = recorded_run(path)
+        assert found is not None and found.seq_len == 77
+    (tmp_path / "ncu" / "command.txt").unlink()  # as in results/reference
+    assert recorded_run(trace) is None
+    assert recorded_run(tmp_path / "ncu" / "kernels.json") is not None
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        ("# exit status 0\n", None),
+        ("# exit status 130\n", "its run did not succeed (exit status 130)"),
+        ("", "its run did not succeed (interrupted, or at work still)"),
+    ],
+)
+def test_show_says_of_a_run_that_it_did_not_succeed(
+    status: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runners_folder(tmp_path / "ncu", status)
+    show.show(folder, output_dir=tmp_path / "elsewhere")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("parts may be missing" in printed) == (told is not None)
+    assert told is None or told in printed
+    show.show(folder, output_dir=folder)  # as the runner does, before it can know
+    assert "parts may be missing" not in capsys.readouterr().out
+
+
+def test_show_says_that_a_run_was_interpreted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runners_folder(tmp_path / "pytorch_profiler")
+    run = make_result(version="v3")
+    results.save_as(folder / "run.json", dataclasses.replace(run, options={"interpreted": True}))
+    for _ in range(2):  # the second time from what the first has written
+        show.show(folder, output_dir=folder)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.count("interpreted, not comparable") == 1
+    assert any("interpreter" in warning for warning in load(folder).warnings)
+    (folder / "run.json").write_text("{}")
+    show.show(folder)
+    assert "run.json: schema_version is None" in " ".join(capsys.readouterr().out.split())
+
+
+# --- the hot list --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz",
+        FIXTURES / "ncu" / "ncu_raw_h200.csv",
+        FIXTURES / "proton" / "h200_proton.hatchet",
+        ROOT / "results/reference/cpu_amd_epyc/profiles/v1/pytorch_profiler/kernels.json",
+    ],
+)
+@pytest.mark.parametrize("width", [80, 132])
+def test_kernels_can_be_told_apart_at_any_width(path: Path, width: int) -> None:
+    table = load(path)
+    console = Console(width=width, file=io.StringIO())
+    console.print(show.render(table, 200, width)[0])
+    rows = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
+    names = [row[1].strip() for row in rows]
+    assert len(set(names)) == len(names) == len(table.kernels)
+    assert not any("…" in cell for row in rows for cell in row[2:])
+    assert all(len(line) == len("│".join(rows[0])) <= width for line in map("│".join, rows))
+
+
+def test_one_step_is_one() -> None:
+    assert "in 1 step: 7 calls" in show.summary(dataclasses.replace(TABLE, steps=1))[0]
+    assert "in 3 steps: 2 calls" in show.summary(TABLE)[0]
+
+
 # --- as a user types it --------------------------------------------------------------------------
 
 PROFILERS = ("python", "-m", "workshop.profilers")
@@ -161,14 +364,35 @@ def test_show_diff_and_advise(type_command, tmp_path: Path) -> None:
     assert set(advice) == {str(trace), str(tmp_path)} and all(advice.values())
 
 
-def test_names_are_shown_as_text(type_command, tmp_path: Path) -> None:
+def test_nobody_reads_to_the_end(tmp_path: Path) -> None:
+    trace = FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz"
+    words = f"draw {trace} --output {shlex.quote(str(tmp_path / 'a.png'))}"
+    command = f"{sys.executable} -m workshop.profilers {words} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_an_error_is_one_printable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, path = kernel_file.write(TABLE, tmp_path)
+    content = json.loads(path.read_text())
+    content["phases_ns"][HOSTILE] = "x"
+    path.write_text(json.dumps(content))
+    assert main(["show", str(path)]) == errors.WRONG_USAGE
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.rstrip("\n").isprintable()
+
+
+def test_names_are_shown_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     kernel_file.write(TABLE, tmp_path)
     for words in (("show", tmp_path), ("diff", tmp_path, tmp_path), ("advise", tmp_path)):
-        answer = type_command(*PROFILERS, *words, COLUMNS="160")
-        assert answer.returncode == 0, answer.stderr
-        assert "\x1b" not in answer.stdout
+        assert main([str(word) for word in words]) == errors.DONE
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown
         if words[0] == "show":
-            assert "[bold]evil[/bold]" in answer.stdout
+            assert "[bold]evil[/bold]" in shown
 
 
 @pytest.mark.parametrize(

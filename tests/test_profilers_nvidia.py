@@ -5,13 +5,12 @@ import csv
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reading_cost
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -123,9 +122,9 @@ def test_ncu_units(write: Write, units: tuple[str, str], values: tuple[str, str]
 @pytest.mark.parametrize(
     ("counters", "flops"),
     [
-        ({sass("fadd"): 1, sass("fmul"): 10, sass("ffma"): 100}, 1 + 10 + 200),
-        ({sass("dadd"): 1, sass("dmul"): 10, sass("dfma"): 100}, 1 + 10 + 200),
-        ({sass("hadd"): 1, sass("hmul"): 10, sass("hfma"): 100}, 2 + 20 + 400),
+        ({sass("fadd"): 1, sass("fmul"): 10, sass("ffma"): 100, BF16: 0}, 1 + 10 + 200),
+        ({sass("dadd"): 1, sass("dmul"): 10, sass("dfma"): 100, BF16: 0}, 1 + 10 + 200),
+        ({sass("hadd"): 1, sass("hmul"): 10, sass("hfma"): 100, BF16: 0}, 2 + 20 + 400),
         ({BF16: 64, sass("ffma"): 1}, 66),
         # Parts of a counter are in it already; without it they are all there is.
         ({BF16: 64, BF16.replace(".", "_sparsity_on."): 4, sass("fadd"): 1}, 65),
@@ -133,10 +132,12 @@ def test_ncu_units(write: Write, units: tuple[str, str], values: tuple[str, str]
         ({"sm__ops_path_tensor_src_fp8.sum": 8, "sm__ops_path_tensor_src_fp8_dst_fp32.sum": 6}, 8),
         ({"sm__ops_path_tensor_src_tf32_dst_fp32.sum": 8, BF16: 1}, 9),
         # Integers; instructions, of which nobody knows the operations; an average.
-        ({"sm__ops_path_tensor_src_int8.sum": 8, sass("fadd"): 0}, 0),
+        ({"sm__ops_path_tensor_src_int8.sum": 8, BF16: 0}, 0),
         ({"sm__inst_executed_pipe_tensor.sum": 8}, None),
         ({BF16.replace(".sum", ".avg"): 8}, None),
-        ({BF16: "n/a", sass("fadd"): 3}, 3),
+        # Of a product the other units' would be a hundredth.
+        ({sass("ffma"): 3}, None),
+        ({BF16: "n/a", sass("fadd"): 3}, None),
         ({BF16: "n/a"}, None),
     ],
 )
@@ -145,6 +146,20 @@ def test_ncu_operations(write: Write, counters: dict[str, object], flops: float 
     launch = {TIME: "5"} | {metric: str(value) for metric, value in counters.items()}
     (only,) = ncu.read(write("raw.csv", raw_page(units, launch))).kernels
     assert only.flops == flops
+
+
+def test_ncu_says_why_it_tells_no_operations(write: Write) -> None:
+    page = raw_page({TIME: "ns", sass("ffma"): "inst"}, {TIME: "5", sass("ffma"): "3"})
+    (warning,) = ncu.read(write("raw.csv", page)).warnings
+    assert warning.startswith("no operations are told: without the metrics of the tensor cores")
+
+
+def test_ncu_on_blackwell(write: Write) -> None:
+    """It has other names for the memory's traffic."""
+    read, written = READ.replace("bytes", "bytes_op"), WRITTEN.replace("bytes", "bytes_op")
+    units = {TIME: "ns", read: "byte", written: "Kbyte"}
+    page = raw_page(units, {TIME: "5", read: "24", written: "1"})
+    assert ncu.read(write("raw.csv", page)).kernels[0].bytes == 1024
 
 
 def test_ncu_leaves_out_bad_rows_and_names_the_first(write: Write) -> None:
@@ -326,13 +341,18 @@ def test_nsys_other_units_and_text_around_the_table(write: Write) -> None:
     assert table.warnings == []
 
 
-def test_nsys_cannot_tell_the_phases_where_autograd_has_its_own_thread(write: Write) -> None:
-    """Only the first gradient is made by the thread that pushed the range."""
+def test_nsys_says_that_the_backward_pass_is_in_no_range(write: Write) -> None:
+    """As of a program that leaves autograd its own thread; what is short is told as it is."""
     path = write("rep_cuda_gpu_kern_sum.csv", KERNELS)
     write("rep_nvtx_kern_sum.csv", phase_rows(step=1600, forward=1500, backward=2, optimizer=98))
     table = nsys.read(path)
-    assert table.phases_ns == {}
-    assert "PyTorch launches the backward pass from another" in table.warnings[0]
+    assert table.phases_ns == {"forward": 1500, "backward": 2, "optimizer": 98}
+    assert table.warnings == []
+    for others in ({}, {"backward": 0}):
+        write("rep_nvtx_kern_sum.csv", phase_rows(forward=1500, optimizer=98, **others))
+        table = nsys.read(path)
+        assert table.phases_ns == {"forward": 1500, "optimizer": 98}
+        assert "no kernel is in a range named backward" in table.warnings[0]
 
 
 def test_nsys_leaves_out_what_is_broken(write: Write, tmp_path: Path) -> None:
@@ -390,23 +410,10 @@ def test_nsys_trace_of_a_million_kernels(tmp_path: Path) -> None:
         for i in range(1_000_000):
             row = trace_row(f"kernel_{i % 200}(float *; int)", 2_000 * i, 1_000)
             file.write(",".join(str(row.get(column, "1")) for column in TRACE) + "\n")
-    code = """
-import resource, sys, time
-from pathlib import Path
-from workshop.profilers import nsys
-started = time.process_time()
-table = nsys.read(Path(sys.argv[1]))
-seconds = time.process_time() - started
-kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(table.launches, table.timeline.busy_ns, seconds, kilobytes)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
-    )
-    launches, busy_ns, seconds, kilobytes = map(float, done.stdout.split())
-    assert (launches, busy_ns) == (1_000_000, 1e9)
-    assert seconds < 10
-    assert kilobytes < 1e6
+    reading = reading_cost.read("nsys", path)
+    assert (reading.launches, reading.busy_ns) == (1_000_000, 1e9)
+    assert reading.seconds < 10
+    assert reading.peak_bytes < 1e9
 
 
 # --- Proton --------------------------------------------------------------------------------------

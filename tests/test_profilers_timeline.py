@@ -403,10 +403,12 @@ def test_what_can_not_be_drawn_is_told_in_one_line(
     (bad / "folder").mkdir(parents=True)
     (bad / "empty.json").write_text("")
     (bad / "other.json").write_text('{"traceEvents": [{"ph": "i"}, 3]}')
+    (bad / "step.nsys-rep").write_bytes(bytes(range(256)))
     for trace, target, complaint in (
         (tmp_path / "none.json", "a.png", "no such file"),
         (bad / "folder", "a.png", "no trace of torch.profiler"),
-        (bad / "empty.json", "a.png", "no ranges, operators or kernels in it"),
+        (bad / "empty.json", "a.png", "no trace of torch.profiler, the only one"),
+        (bad / "step.nsys-rep", "a.png", "no trace of torch.profiler, the only one"),
         (bad / "other.json", "a.png", "row 2: 3 is no event"),
         (good, "a.pdf", "ends in .png"),
         (good, "missing/a.png", "can't be written: No such file"),

@@ -1,6 +1,7 @@
 """The errors that a user can mend, and the exit codes of every tool."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 
@@ -34,19 +35,35 @@ class OutOfMemory(WorkshopError):
 
 def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     """Does a command's work; its exit status. An error that the user can mend, and Ctrl-C, become
-    one line on stderr.
+    one line on stderr. Where nobody reads the output to its end, as in `... | head -1`, the
+    command ends at once, with status 1 as rich has it.
 
     Args:
         interrupted: what to say of Ctrl-C, above all what is saved.
     """
     try:
-        return work()
+        status = work()
+        sys.stdout.flush()
+        return status
     except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Python writes what is left of the output when it ends, and would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ANSWER_IS_NO
+
+
+def printable(text: str) -> str:
+    """The text in one line, without the characters that steer a terminal or can't be encoded;
+    U+FFFD where it is nothing but such."""
+    if text.isprintable():
+        return text
+    kept = (c if c.isprintable() else " " if c.isspace() else "" for c in text)
+    return " ".join("".join(kept).split()) or "\ufffd"
 
 
 def require_rich() -> None:

@@ -9,6 +9,7 @@ import collections
 import re
 from collections.abc import Iterable, Mapping
 
+from workshop.profilers.names import printable
 from workshop.profilers.reading import NoNumber, number
 from workshop.profilers.table import Kernel
 
@@ -17,20 +18,17 @@ MOST = 2.0**64
 _LANES = 64
 """Work-items of a wave: a vector instruction counts once for all of them."""
 _MFMA_UNIT = 512
-"""Operations that one count of SQ_INSTS_VALU_MFMA_MOPS_* stands for."""
+"""Operations that one count of the matrix units' stands for."""
+_MATRIX = "SQ_INSTS_VALU_MFMA_MOPS_"
 _VECTOR_OPERATIONS = {"ADD": 1, "MUL": 1, "TRANS": 1, "FMA": 2}
 
 _FLOPS = {
     f"SQ_INSTS_VALU_{instruction}_{dtype}": float(_LANES * operations)
     for dtype in ("F16", "F32", "F64")
     for instruction, operations in _VECTOR_OPERATIONS.items()
-} | {
-    f"SQ_INSTS_VALU_MFMA_MOPS_{dtype}": float(_MFMA_UNIT) for dtype in ("F16", "BF16", "F32", "F64")
-}
+} | {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F16", "BF16", "F32", "F64")}
 """Operations for each count, by counter."""
-_FLOPS_OF_NEWER_CHIPS = {
-    f"SQ_INSTS_VALU_MFMA_MOPS_{dtype}": float(_MFMA_UNIT) for dtype in ("F8", "F6F4")
-}
+_FLOPS_OF_NEWER_CHIPS = {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F8", "F6F4")}
 _FETCHED_KIB = ("FETCH_SIZE", "FetchSize")
 _WRITTEN_KIB = ("WRITE_SIZE", "WriteSize")
 _REQUESTS = re.compile(r"TCC_(EA0?_(RD|WR)REQ(_32B|_64B|_128B)?|BUBBLE)(_sum)?")
@@ -101,7 +99,7 @@ class Counters:
         if not 0 <= counted <= MOST:
             raise NoNumber(f"{counter} is {value!r:.40}")
         self._collected.add(_CHANNEL.sub("", counter))
-        of_kernel = self._sums.setdefault(kernel, {})
+        of_kernel = self._sums.setdefault(printable(kernel), {})
         total, dispatches = of_kernel.get(counter, (0.0, 0))
         of_kernel[counter] = total + counted, dispatches + 1
 
@@ -139,7 +137,12 @@ class Counters:
                 f"({_some(sorted(self._collected))})"
             )
         missing = [counter for counter in _FLOPS if counter not in self._collected]
-        if missing and len(missing) < len(_FLOPS):
+        if missing and len(missing) < len(_FLOPS) and not self._has_matrix_counters():
+            sentences.append(
+                f"no operations are told: without the counters of the matrix units ({_MATRIX}*) "
+                "they would be far too few"
+            )
+        elif missing and len(missing) < len(_FLOPS):
             sentences.append(
                 f"operations are a lower bound: {len(missing)} of their {len(_FLOPS)} counters "
                 f"were not collected ({_some(missing)})"
@@ -150,6 +153,9 @@ class Counters:
                 "truncated, and mean several kernels each"
             )
         return sentences
+
+    def _has_matrix_counters(self) -> bool:
+        return any(counter.startswith(_MATRIX) for counter in self._collected)
 
 
 def _some(names: list[str]) -> str:
@@ -178,10 +184,13 @@ def _means(sums: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
 
 
 def _flops(means: Mapping[str, float]) -> float | None:
-    """Operations of a dispatch; those without a counter are left out, None if none has one."""
+    """Operations of a dispatch; None without any counter of the matrix units: what the vector
+    units do is next to nothing in a product."""
     factors = _FLOPS | _FLOPS_OF_NEWER_CHIPS
-    terms = [factor * means[counter] for counter, factor in factors.items() if counter in means]
-    return sum(terms) if terms else None
+    collected = [counter for counter in factors if counter in means]
+    if not any(counter.startswith(_MATRIX) for counter in collected):
+        return None
+    return sum(factors[counter] * means[counter] for counter in collected)
 
 
 def _bytes(means: Mapping[str, float]) -> float | None:

@@ -14,6 +14,9 @@ A name tells which function ran, not why it was called. So:
 - "optimizer" holds all of PyTorch's foreach kernels, which clip gradients as well.
 - "other" is the rest: lookups and updates by index (embeddings), sorts, pooling;
   operators that only describe memory (a view); autograd's nodes, which call operators.
+
+Of a C++ name that its profiler has truncated the template arguments are gone, and what only they
+tell: then a copy in PyTorch's elementwise kernel counts as "elementwise", too.
 """
 
 import re

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 from workshop import results
 from workshop.errors import WorkshopError
 from workshop.profilers.categories import CATEGORIES
-from workshop.profilers.reading import MOST_NS
-from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline, as_records
+from workshop.profilers.names import printable
+from workshop.profilers.reading import MOST_COUNTED, MOST_NS
+from workshop.profilers.table import KINDS, HostCall, Kernel, KernelTable, Timeline, as_records
 
 CSV_FILE, JSON_FILE = "kernels.csv", "kernels.json"
 SCHEMA_VERSION = 1
 _DERIVED = ("mean_ns", "share")
 """Written for those who read the file without us."""
+_CSV_COLUMNS = [*(field.name for field in dataclasses.fields(Kernel)), *_DERIVED]
 
 
 def write(table: KernelTable, folder: Path) -> tuple[Path, Path]:
@@ -25,8 +26,7 @@ def write(table: KernelTable, folder: Path) -> tuple[Path, Path]:
     results.prepare_folder(folder)
     records = as_records(table)
     text = io.StringIO()
-    columns = [field.name for field in dataclasses.fields(Kernel)]
-    writer = csv.DictWriter(text, [*columns, *_DERIVED], lineterminator="\n")
+    writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     results.write_text(folder / CSV_FILE, text.getvalue())
@@ -39,6 +39,11 @@ def write(table: KernelTable, folder: Path) -> tuple[Path, Path]:
 def recognises_json(start: str) -> bool:
     """Whether a JSON text begins as JSON_FILE does."""
     return '"kernel_table"' in start[:200]
+
+
+def recognises_header(columns: list[str]) -> bool:
+    """Whether a CSV file with these columns is a CSV_FILE."""
+    return columns == _CSV_COLUMNS
 
 
 def read(path: Path) -> KernelTable:
@@ -54,14 +59,26 @@ def read(path: Path) -> KernelTable:
             f"{SCHEMA_VERSION}; make it again with this checkout"
         )
     table = results.decode(_Stored, _without_derived(content), path, "")
-    for where, value in _figures(table):
-        if not (math.isfinite(value) and 0 <= value <= MOST_NS):
+    for where, value, most in _figures(table):
+        if not 0 <= value <= most:
             raise WorkshopError(f"{path}: field {where} is {value!r:.40}")
+    if table.what not in KINDS:
+        raise WorkshopError(f"{path}: field what is {table.what!r:.40}")
     for index, kernel in enumerate(table.kernels):
         if kernel.calls < 1 or kernel.category not in CATEGORIES:
             raise WorkshopError(f"{path}: field kernels[{index}] has no calls or no category")
-    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(KernelTable)}
-    return KernelTable(**fields | {"path": path})
+    return KernelTable(
+        path=path,
+        tool=printable(table.tool),
+        kernels=[dataclasses.replace(k, name=printable(k.name)) for k in table.kernels],
+        what=table.what,
+        device=table.device and printable(table.device),
+        timeline=table.timeline,
+        steps=table.steps,
+        phases_ns={printable(name): ns for name, ns in table.phases_ns.items()},
+        host_calls={printable(name): call for name, call in table.host_calls.items()},
+        warnings=[printable(warning) for warning in table.warnings],
+    )
 
 
 @dataclasses.dataclass
@@ -90,11 +107,19 @@ def _without_derived(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "kernels": kept}
 
 
-def _figures(table: _Stored) -> Iterator[tuple[str, float]]:
+def _figures(table: _Stored) -> Iterator[tuple[str, float, float]]:
+    """(field, value, the most that it can be)."""
     for index, kernel in enumerate(table.kernels):
-        for name in ("total_ns", "min_ns", "max_ns"):
-            yield f"kernels[{index}].{name}", getattr(kernel, name) or 0.0
+        for name in ("calls", "total_ns", "min_ns", "max_ns"):
+            yield f"kernels[{index}].{name}", getattr(kernel, name) or 0.0, MOST_NS
+        for name in ("bytes", "flops"):
+            yield f"kernels[{index}].{name}", getattr(kernel, name) or 0.0, MOST_COUNTED
     if table.timeline:
-        yield from dataclasses.asdict(table.timeline).items()
-    yield from table.phases_ns.items()
-    yield "steps", 0 if table.steps is None else table.steps - 1
+        yield "timeline.span_ns", table.timeline.span_ns, MOST_NS
+        yield "timeline.busy_ns", table.timeline.busy_ns, MOST_NS
+    for name, ns in table.phases_ns.items():
+        yield f"phases_ns.{name}", ns, MOST_NS
+    for name, call in table.host_calls.items():
+        yield f"host_calls.{name}.calls", call.calls, MOST_NS
+        yield f"host_calls.{name}.total_ns", call.total_ns, MOST_NS
+    yield "steps", 0 if table.steps is None else table.steps - 1, MOST_NS

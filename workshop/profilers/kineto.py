@@ -12,12 +12,13 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.profilers import json_stream
+from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, NoNumber, Problems, count, nanoseconds, number
 from workshop.profilers.table import HostCall, KernelTable, Sums, Timeline, timeline
 
@@ -61,9 +62,15 @@ def read(path: Path) -> KernelTable:
         raise WorkshopError(
             f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
         )
+    leftovers = trace.drop_leftovers()
     table = _kernel_table(path, trace) if trace.devices else _operator_table(path, trace)
     if not table.kernels:
         raise problems.error("kernels and no operators")
+    if leftovers:
+        warnings.append(
+            f"{path}: left out {leftovers:,} kernels and copies that were launched before the "
+            "trace began, and ran before its first step"
+        )
     table.warnings += warnings + problems.warnings()
     return table
 
@@ -111,9 +118,19 @@ class _Interval(NamedTuple):
 class _Device:
     """What one GPU ran: kernels, copies and memsets. Arrays, for there may be a million."""
 
+    names: list[str] = field(default_factory=list)
     starts: array = field(default_factory=lambda: array("d"))
     durations: array = field(default_factory=lambda: array("d"))
     correlations: array = field(default_factory=lambda: array("q"))
+    bytes: list[float | None] = field(default_factory=list)
+
+    def keep(self, wanted: list[bool]) -> None:
+        """Drops the others."""
+        self.names = list(compress(self.names, wanted))
+        self.starts = array("d", compress(self.starts, wanted))
+        self.durations = array("d", compress(self.durations, wanted))
+        self.correlations = array("q", compress(self.correlations, wanted))
+        self.bytes = list(compress(self.bytes, wanted))
 
     def timeline(self) -> Timeline | None:
         ends = (start + ns for start, ns in zip(self.starts, self.durations, strict=True))
@@ -124,8 +141,8 @@ class _Trace:
     """A trace's events, sorted by what they tell. Times in ns since its first event.
 
     Attributes:
-        kernels: with copies and memsets.
         devices: what ran on each GPU, by its number.
+        copies: the names of copies and memsets.
         launches: when the host launched, by the correlation that it shares with what it launched.
         ranges: the annotations that mark steps and phases, by name, without the number or the
             class that PyTorch adds to its own.
@@ -133,8 +150,8 @@ class _Trace:
     """
 
     def __init__(self) -> None:
-        self.kernels = Sums()
         self.devices: defaultdict[int, _Device] = defaultdict(_Device)
+        self.copies: set[str] = set()
         self.host_calls: defaultdict[str, HostCall] = defaultdict(HostCall)
         self.launches: dict[int, float] = {}
         self.ranges: dict[str, list[_Interval]] = {
@@ -169,7 +186,7 @@ class _Trace:
             raise _NoEvent("it has no name")
         start, duration = self._times(event)
         if name not in self._names:
-            self._names[name] = _printable(name)
+            self._names[name] = printable(name)
         adder(
             event,
             arguments if isinstance(arguments, dict) else {},
@@ -196,24 +213,55 @@ class _Trace:
             raise NoNumber(f"its start (ts): {start_us:g} is years from the first event's")
         return start, duration
 
+    def drop_leftovers(self) -> int:
+        """Drops what ran on a GPU before the first step and was launched before the trace began,
+        if there are steps; how many. A profiler that starts while the GPU lags behind records the
+        end of the warm-up."""
+        steps = next((self.ranges[name] for name in _STEP_RANGES if self.ranges[name]), None)
+        if not steps:
+            return 0
+        first = min(steps).start
+        dropped = 0
+        for index, device in list(self.devices.items()):
+            events = zip(device.starts, device.correlations, strict=True)
+            wanted = [start >= first or number in self.launches for start, number in events]
+            if not all(wanted):
+                device.keep(wanted)
+                dropped += wanted.count(False)
+            if not device.names:
+                del self.devices[index]
+        return dropped
+
+    def kernels(self) -> Sums:
+        """Of all GPUs, with copies and memsets."""
+        sums = Sums()
+        for device in self.devices.values():
+            for name, ns, moved in zip(device.names, device.durations, device.bytes, strict=True):
+                sums.add(name, ns, bytes=moved, category="copy" if name in self.copies else None)
+        return sums
+
     def _add_kernel(
-        self, event: dict, arguments: dict, name: str, start: float, duration: float
+        self,
+        event: dict,
+        arguments: dict,
+        name: str,
+        start: float,
+        duration: float,
+        moved: float | None = None,
     ) -> None:
-        self.kernels.add(name, duration)
-        self._add_gpu_event(event, arguments, start, duration)
+        index = arguments.get("device", event.get("pid"))
+        device = self.devices[index if isinstance(index, int) else 0]
+        device.names.append(name)
+        device.starts.append(start)
+        device.durations.append(duration)
+        device.correlations.append(_correlation(arguments))
+        device.bytes.append(moved)
 
     def _add_copy(
         self, event: dict, arguments: dict, name: str, start: float, duration: float
     ) -> None:
-        self.kernels.add(name, duration, bytes=_traffic(name, arguments), category="copy")
-        self._add_gpu_event(event, arguments, start, duration)
-
-    def _add_gpu_event(self, event: dict, arguments: dict, start: float, duration: float) -> None:
-        index = arguments.get("device", event.get("pid"))
-        device = self.devices[index if isinstance(index, int) else 0]
-        device.starts.append(start)
-        device.durations.append(duration)
-        device.correlations.append(_correlation(arguments))
+        self.copies.add(name)
+        self._add_kernel(event, arguments, name, start, duration, _traffic(name, arguments))
 
     def _add_host_call(
         self, event: dict, arguments: dict, name: str, start: float, duration: float
@@ -243,13 +291,6 @@ class _Trace:
         self.operators[key].append((start, start + duration, name))
 
 
-def _printable(name: str) -> str:
-    """A name without what could not be printed or encoded, of which JSON can hold any."""
-    if name.isprintable():
-        return name
-    return "".join(character if character.isprintable() else "\ufffd" for character in name)
-
-
 def _traffic(name: str, arguments: dict) -> float | None:
     """What a copy or memset moves to and from the device's memory: a copy within it reads and
     writes each byte there."""
@@ -277,7 +318,7 @@ def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
         for correlation, duration in zip(device.correlations, device.durations, strict=True)
         if correlation in trace.launches
     ]
-    table = _table(path, trace, trace.kernels, launched)
+    table = _table(path, trace, trace.kernels(), launched)
     table.device = device_names(path).get(index)
     table.timeline = busiest.timeline()
     table.host_calls = dict(trace.host_calls)
@@ -331,7 +372,7 @@ def device_names(path: Path) -> dict[int, str]:
     """Of the GPUs that a trace tells of, by number."""
     devices = json_stream.value(json_stream.head(path), "deviceProperties")
     return {
-        device["id"]: _printable(device["name"])
+        device["id"]: printable(device["name"])
         for device in (devices if isinstance(devices, list) else [])
         if isinstance(device, dict)
         and isinstance(device.get("id"), int)

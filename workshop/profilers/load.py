@@ -1,11 +1,11 @@
 """Finds out what a file or folder is, and has the right parser read it."""
 
-from __future__ import annotations
-
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from workshop import profile_run, results
 from workshop.errors import WorkshopError
+from workshop.interpreter import NOT_COMPARABLE
 from workshop.profilers import (
     kernel_file,
     kineto,
@@ -18,12 +18,13 @@ from workshop.profilers import (
 )
 from workshop.profilers.names import printable
 from workshop.profilers.table import KernelTable
-
-if TYPE_CHECKING:
-    from workshop.results import RunResult
+from workshop.results import RunResult
 
 _START = 1 << 16
-"""Characters of a JSON text that tell what it is."""
+"""Characters of a text that tell what it is."""
+_MOST_UNREADABLE = 0.05
+"""Of a text's characters: with more that are none, or zero bytes, it is no text."""
+_MOST_NAMED = 10
 _OTHERS_OPEN = {
     ".nsys-rep": "nsys stats --report cuda_gpu_kern_sum --format csv {path}",
     ".ncu-rep": "ncu --import {path} --csv --page raw",
@@ -32,6 +33,9 @@ _OTHERS_OPEN = {
 }
 """Formats that their own tools open: the command that makes what can be read here of them, or
 None for a timeline, which Perfetto shows."""
+_STATUS = "# exit status "
+_SUCCESS = f"{_STATUS}0"
+"""A runner's last line."""
 _KNOWN = (
     "rocprofv3's CSV, JSON and .db, a rocprof-compute workload, ncu's CSV, nsys's CSV, a trace of "
     "torch.profiler, Proton's .hatchet"
@@ -45,7 +49,8 @@ def load(path: Path) -> KernelTable:
         path: a file, or a folder with one tool's outputs, such as a runner's.
 
     Raises:
-        WorkshopError: it is nothing that is known, or nothing in it is valid.
+        WorkshopError: it is nothing that is known, nothing in it is valid, or it is a folder above
+            those of several runners.
     """
     if path.is_dir():
         return _load_folder(path)
@@ -56,29 +61,67 @@ def load(path: Path) -> KernelTable:
     if path.suffix in _OTHERS_OPEN:
         raise WorkshopError(_to_open(path))
     start = _start(path)
+    if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
+        raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
     if start.lstrip()[:1] in ("{", "["):
         return _load_json(path, start)
     return _load_csv(path)
 
 
 def recorded_run(path: Path) -> RunResult | None:
-    """The record that a runner of this workshop put beside a profile, in its folder or in the one
-    above; None for another program's profile.
+    """The record that a runner of this workshop left with a profile, in the folder that it filled
+    or, where that is not known, beside the profile; None for another program's profile.
 
     Raises:
         WorkshopError: there is one, and it is broken.
     """
-    from workshop import profile_run, results  # which import torch: not to be waited for by all
+    folder = _runners_folder(path) or (path if path.is_dir() else path.parent)
+    record = folder / profile_run.RUN_FILE
+    return results.load(record) if record.is_file() else None
 
-    folder = path if path.is_dir() else path.parent
-    for place in (folder, folder.parent):
-        if (place / profile_run.RUN_FILE).is_file():
-            return results.load(place / profile_run.RUN_FILE)
-    return None
+
+def doubts(path: Path, *, ended: bool) -> list[str]:
+    """What a runner left with a profile that makes its figures doubtful, in sentences: that the
+    run failed or was interrupted, that Triton's interpreter ran its kernels.
+
+    Args:
+        ended: whether the runner should have come to its end.
+    """
+    sentences = []
+    folder = _runners_folder(path)
+    if ended and folder is not None and (how := _commands(folder)[-1]) != _SUCCESS:
+        told = (
+            how.removeprefix("# ") if how.startswith(_STATUS) else "interrupted, or at work still"
+        )
+        sentences.append(f"{folder}: its run did not succeed ({told}): parts may be missing")
+    try:
+        run = recorded_run(path)
+    except WorkshopError as error:
+        return [*sentences, str(error)]
+    if run is not None and run.interpreted:
+        sentences.append(f"{NOT_COMPARABLE}: times are those of Triton's interpreter, not a GPU's")
+    return sentences
+
+
+def _runners_folder(path: Path) -> Path | None:
+    """The folder that a runner filled with a profile: `path` itself or the nearest one above."""
+    path = path.resolve()
+    return next((place for place in (path, *path.parents) if _commands(place)), None)
+
+
+def _commands(folder: Path) -> list[str]:
+    """The lines of what a runner ran to fill a folder; none where it wasn't one."""
+    try:
+        text = (folder / profile_run.COMMAND_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines() if text.startswith(profile_run.COMMAND_MARK) else []
 
 
 def _load_folder(folder: Path) -> KernelTable:
     """Reads the outputs of the one tool that has filled a folder."""
+    if not _runners_folder(folder):
+        _check_for_one_run(folder)
     if rocprof_compute.recognises(folder):
         return rocprof_compute.read(folder)
     for pattern, reader in (
@@ -104,6 +147,18 @@ def _load_folder(folder: Path) -> KernelTable:
     raise WorkshopError(f"{folder}: no profiler's output in it; known are {_KNOWN}")
 
 
+def _check_for_one_run(folder: Path) -> None:
+    """Raises WorkshopError where several runners have filled folders below this one."""
+    below = sorted(file.parent for file in folder.rglob(profile_run.COMMAND_FILE))
+    filled = [str(place) for place in below if _commands(place)]
+    if len(filled) > 1:
+        more = f", and {len(filled) - _MOST_NAMED} more" if len(filled) > _MOST_NAMED else ""
+        raise WorkshopError(
+            f"{folder}: {len(filled)} profiles are in it, name one of them: "
+            f"{', '.join(filled[:_MOST_NAMED])}{more}"
+        )
+
+
 def _start(path: Path) -> str:
     start = ""
     for line in reading.lines(path):
@@ -124,6 +179,11 @@ def _load_csv(path: Path) -> KernelTable:
     if ncu.recognises(path):
         return ncu.read(path)
     columns = list(reading.CsvTable(path, reading.Problems(path)).columns)
+    if kernel_file.recognises_header(columns):
+        raise WorkshopError(
+            f"{path}: a kernel table for spreadsheets: {kernel_file.JSON_FILE}, written beside it, "
+            "is the one to be read"
+        )
     for reader in (rocprofv3, nsys):
         if reader.recognises_header(columns):
             return reader.read(path)
@@ -140,4 +200,4 @@ def _to_open(path: Path) -> str:
     command = _OTHERS_OPEN[path.suffix]
     if command is None:
         return f"{path}: a timeline, which no table shows: open it in https://ui.perfetto.dev"
-    return f"{path}: its own tool reads it first: {command.format(path=path)}"
+    return f"{path}: its own tool reads it first: {command.format(path=shlex.quote(str(path)))}"

@@ -4,7 +4,10 @@ They come from files, so they may hold anything: terminal codes, a megabyte of C
 """
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from workshop.errors import printable
 
 ELLIPSIS = "…"
 _MOST = 20_000
@@ -48,7 +51,8 @@ _PLAIN = frozenset(
 
 def display_name(name: str, width: int) -> str:
     """A kernel's name in at most `width` characters (at least 1), every one of them printable:
-    without the parts that most C++ names share, and cut in the middle where it is still too long.
+    without the parts that most C++ names share, and cut where it is still too long, though not at
+    its ends.
 
     at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>, ...>(int, ...)
     becomes vectorized_elementwise_kernel<AddFunctor>.
@@ -56,15 +60,22 @@ def display_name(name: str, width: int) -> str:
     short = _short(printable(name[:_MOST]))
     if len(short) <= width:
         return short
-    head = width // 2
+    # Names begin alike, with a library's or a template's name: their ends tell more.
+    head = width // 3
     tail = width - head - len(ELLIPSIS)
     return short[:head] + ELLIPSIS + short[len(short) - tail :]
 
 
-def printable(text: str) -> str:
-    """The text in one line, without the characters that steer a terminal."""
-    kept = (c if c.isprintable() else " " if c.isspace() else "" for c in text)
-    return " ".join("".join(kept).split())
+def distinct_names(names: Sequence[str], width: int) -> list[str]:
+    """The display names of several kernels; those that would be the same are numbered: "#1"."""
+    shown = [display_name(name, width) for name in names]
+    times, numbers = Counter(shown), Counter[str]()
+    for index, short in enumerate(shown):
+        if times[short] > 1:
+            numbers[short] += 1
+            number = f" #{numbers[short]}"
+            shown[index] = display_name(names[index], width - len(number)) + number
+    return shown
 
 
 def _short(name: str) -> str:

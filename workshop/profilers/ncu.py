@@ -14,14 +14,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, lines, nanoseconds, number
+from workshop.profilers.reading import (
+    MOST_COUNTED,
+    CsvTable,
+    NoNumber,
+    Problems,
+    lines,
+    nanoseconds,
+    number,
+)
 from workshop.profilers.table import KernelTable, Sums
 
 _ID, _NAME = "ID", "Kernel Name"
 _TIME = "gpu__time_duration.sum"
 _TIME_LABEL = "Duration"
 """What the details page calls it when a section asked for it, and not --metrics."""
-_READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+_READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
+_WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
+"""The second is what Blackwell calls it."""
 _DEVICE = "device__attribute_display_name"
 
 # Operations by executed thread instruction: a fused multiply-add is two, and instructions on half
@@ -45,8 +55,6 @@ _COUNTS = {
     prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("", "byte", "inst")
 }
 _MISSING = frozenset(("", "n/a", "N/A", "nan"))
-_MOST = 1e24
-"""No kernel computes or moves more: what does is corrupt."""
 _BEFORE_HEADER = 1 << 22
 """Characters within which the header is looked for: a program under ncu prints before it."""
 
@@ -99,8 +107,14 @@ def read(path: Path) -> KernelTable:
     if not len(sums):
         nothing = problems.error("kernels with a time")
         raise WorkshopError(f"{nothing}; was ncu run with --metrics {_TIME}?")
-    warnings = problems.warnings()
-    return KernelTable(path, "ncu", sums.kernels(), device=device, warnings=warnings)
+    kernels, warnings = sums.kernels(), problems.warnings()
+    vector_units = _OPS_PER_INSTRUCTION.keys() & launch.values.keys()
+    if vector_units and all(kernel.flops is None for kernel in kernels):
+        warnings.append(
+            "no operations are told: without the metrics of the tensor cores "
+            "(sm__ops_path_tensor_*) they would be far too few"
+        )
+    return KernelTable(path, "ncu", kernels, device=device, warnings=warnings)
 
 
 def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
@@ -157,7 +171,7 @@ def _rows(table: CsvTable, problems: Problems, at_least: int) -> Iterator[tuple[
 @lru_cache(maxsize=4096)
 def _is_wanted(metric: str) -> bool:
     return (
-        metric in (_TIME, _READ, _WRITTEN, _DEVICE)
+        metric in (_TIME, *_READ, *_WRITTEN, _DEVICE)
         or metric in _OPS_PER_INSTRUCTION
         or _TENSOR.fullmatch(metric) is not None
     )
@@ -178,19 +192,21 @@ def _add(sums: Sums, launch: Launch) -> None:
     if unit not in _TIMES_NS:
         raise NoNumber(f"{unit!r:.40} is no unit of time")
     time_ns = nanoseconds(time, _TIMES_NS[unit])
-    read, written = _count(launch, _READ), _count(launch, _WRITTEN)
+    read, written = _first_count(launch, _READ), _first_count(launch, _WRITTEN)
     moved = None if read is None or written is None else read + written
     sums.add(launch.name, time_ns, bytes=moved, flops=_flops(launch))
 
 
 def _flops(launch: Launch) -> float | None:
-    """Floating-point operations of a launch; None where none of their counters was collected."""
-    operations = None
+    """Floating-point operations of a launch; None where no counter of the tensor cores was
+    collected: what the other units do is next to nothing in a product."""
+    operations, of_tensor_cores = 0.0, False
     for metric, factor in _operation_counters(tuple(launch.values)):
         count = _count(launch, metric)
         if count is not None:
-            operations = (operations or 0.0) + count * factor
-    return operations
+            operations += count * factor
+            of_tensor_cores |= metric not in _OPS_PER_INSTRUCTION
+    return operations if of_tensor_cores else None
 
 
 @lru_cache(maxsize=4096)
@@ -204,6 +220,11 @@ def _operation_counters(metrics: tuple[str, ...]) -> list[tuple[str, int]]:
         if not any(whole in tensor for whole in wholes):
             counters.append((metric, 1))
     return counters
+
+
+def _first_count(launch: Launch, metrics: tuple[str, ...]) -> float | None:
+    counts = (_count(launch, metric) for metric in metrics)
+    return next((count for count in counts if count is not None), None)
 
 
 def _count(launch: Launch, metric: str) -> float | None:
@@ -221,6 +242,6 @@ def _amount(text: str, unit: str) -> float:
     if unit not in _COUNTS:
         raise NoNumber(f"{unit!r:.40} is no unit of a counter")
     value = number(text) * _COUNTS[unit]
-    if not 0 <= value <= _MOST:
+    if not 0 <= value <= MOST_COUNTED:
         raise NoNumber(f"{text!r:.40} is no count")
     return value

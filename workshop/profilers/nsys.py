@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from workshop.errors import WorkshopError
+from workshop.profilers.names import printable
 from workshop.profilers.reading import CsvTable, NoNumber, Problems, count, lines, nanoseconds
 from workshop.profilers.table import HostCall, KernelTable, Sums
 
@@ -285,11 +286,8 @@ def _count_steps(report: _Report, table: KernelTable) -> None:
 
 
 def _add_phases(report: _Report, table: KernelTable) -> None:
-    """Sets the phases' times, where all can be told.
-
-    nsys gives a kernel to the ranges of the thread that launched it, and PyTorch launches the
-    backward pass from a thread of its own, so that the range around it is all but empty.
-    """
+    """Sets the times of the phases that have kernels. nsys gives a kernel to the ranges of the
+    thread that launched it, and autograd has a thread of its own unless it is told otherwise."""
     range_, total = report.index("NVTX Range"), report.index("Total Time")
     unit_ns = report.unit_ns("Total Time")
     phases: dict[str, float] = {}
@@ -300,23 +298,23 @@ def _add_phases(report: _Report, table: KernelTable) -> None:
             phases[phase] = phases.get(phase, 0.0) + nanoseconds(fields[total], unit_ns)
 
     report.each(add)
-    if phases.get("backward", 0.0) >= phases.get("forward", 0.0):
-        table.phases_ns = phases
-    else:
+    table.phases_ns = {phase: ns for phase, ns in phases.items() if ns}
+    if table.phases_ns and "backward" not in table.phases_ns:
         table.warnings.append(
-            "no times of the phases: nsys gives a kernel to the marker ranges of the thread that "
-            "launched it, and PyTorch launches the backward pass from another"
+            "no kernel is in a range named backward: nsys gives a kernel to the ranges of the "
+            "thread that launched it, and autograd has one of its own unless it is told otherwise"
         )
 
 
 def _name(text: str) -> str:
-    """
+    """In printable form.
+
     Raises:
         NoNumber: it is empty.
     """
     if not text:
         raise NoNumber("has no name")
-    return text
+    return printable(text)
 
 
 def _range_name(text: str) -> str:

@@ -114,7 +114,7 @@ def draw(
     lanes = arrange(recorded, window)
     _write(f"{names.printable(recorded.path.name)}: {window.what}", window, lanes, target)
     for warning in recorded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {names.printable(warning)}", file=sys.stderr)
 
 
 def _write(title: str, window: Window, lanes: list[Lane], target: Path) -> None:

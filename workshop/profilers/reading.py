@@ -8,7 +8,7 @@ import csv
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,8 +17,12 @@ from workshop.profilers.names import printable
 
 MOST_BYTES = 8 << 30
 """Of a file's text, unpacked. A gigabyte of gzip can hold a terabyte of it."""
+MOST_HELD = 256 << 20
+"""Of a text that has to be held as a whole: no profile of a few steps comes near it."""
 MOST_NS = 1e18
 """No time in a profile is longer (30 years): what is comes from a corrupt file."""
+MOST_COUNTED = 1e24
+"""No program computes or moves more, in operations or bytes."""
 _BLOCK_BYTES = 1 << 20
 
 csv.field_size_limit(1 << 24)  # a templated kernel name can pass the default of 128 KiB
@@ -137,8 +141,30 @@ def lines(path: Path) -> Iterator[str]:
 
 
 def text(path: Path) -> str:
-    """The whole text of a file; as `lines`, with its errors."""
-    return "".join(lines(path))
+    """The whole text of a file; as `lines`.
+
+    Raises:
+        WorkshopError: it can't be read, or its text is longer than MOST_HELD.
+    """
+    return joined(path, lines(path))
+
+
+def joined(path: Path, parts: Iterable[str]) -> str:
+    """The text of a file that these are the parts of.
+
+    Raises:
+        WorkshopError: it is longer than MOST_HELD.
+    """
+    held, left = [], MOST_HELD
+    for part in parts:
+        held.append(part)
+        left -= len(part)
+        if left < 0:
+            raise WorkshopError(
+                f"{path}: too much to be read at once: its text is longer than "
+                f"{MOST_HELD >> 20} MiB"
+            )
+    return "".join(held)
 
 
 def is_gzip(path: Path) -> bool:

@@ -496,7 +496,7 @@ class _Launches:
 def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise NoNumber(f"{name!r:.40} is no name")
-    return name
+    return printable(name)
 
 
 def _add_sum(add: Callable[..., None], row: Sum) -> None:

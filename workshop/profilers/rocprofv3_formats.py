@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from workshop.errors import WorkshopError
 from workshop.profilers import json_stream, reading
+from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, CsvTable, NoNumber, Problems, number
 
 _RowT = TypeVar("_RowT")
@@ -201,12 +202,14 @@ def from_json(files: Files) -> list[Process]:
 
 def _names_text(path: Path) -> str:
     """What stands before the records: a small part of the text, with all names in it."""
-    text = ""
-    for line in reading.lines(path):
-        text += line
-        if _RECORDS_START.search(line):
-            break
-    return text
+
+    def lines() -> Iterator[str]:
+        for line in reading.lines(path):
+            yield line
+            if _RECORDS_START.search(line):
+                return
+
+    return reading.joined(path, lines())
 
 
 class _JsonProcess:
@@ -316,6 +319,8 @@ def _json_event(row: int, entry: Any, name: Any) -> Event:
 
 # --- rocpd ---
 
+_LONGEST = 1 << 16
+"""Characters of a text that are read: a made-up one can be a gigabyte."""
 _INSTRUCTIONS = 1_000_000
 _INSTRUCTIONS_PER_BYTE = 200
 """SQLite may spend so many on a file, and more with its size. Honest views take a few hundred a
@@ -364,7 +369,8 @@ class _Database:
         try:
             yield
         except sqlite3.Error as error:
-            reason = "its views never end" if self._left < 0 else f"{error}; is the file cut off?"
+            told = printable(str(error))
+            reason = "its views never end" if self._left < 0 else f"{told}; is the file cut off?"
             raise WorkshopError(f"{self._path}: can't be read as a database: {reason}") from None
 
     def _query(self, query: str) -> Iterator[tuple]:
@@ -397,8 +403,7 @@ class _Database:
     def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
         """The text of a query; columns that the view lacks come as NULL."""
         has = self.columns(view)
-        # Brackets, because SQLite takes an unknown name in quotation marks for a text.
-        names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
+        names = ", ".join(_shortened(name) if name in has else "NULL" for name in columns)
         where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"
         return f"SELECT {names} FROM [{view}] {where} {more}"
 
@@ -450,6 +455,13 @@ class _Database:
             return None
         query = f"SELECT DISTINCT [{name}] FROM [rocpd_info_agent] WHERE [type] = 'GPU'"
         return _joined(name for (name,) in self._query(query))
+
+
+def _shortened(column: str) -> str:
+    """A column's value, in SQL."""
+    # Brackets, because SQLite takes an unknown name in quotation marks for a text.
+    cut = f"WHEN length([{column}]) > {_LONGEST} THEN substr([{column}], 1, {_LONGEST})"
+    return f"CASE {cut} ELSE [{column}] END AS [{column}]"
 
 
 def _message(data: Any) -> Any:

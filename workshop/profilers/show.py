@@ -7,13 +7,14 @@ from typing import Any
 
 from workshop import errors
 from workshop.profilers import kernel_file
-from workshop.profilers.load import load
-from workshop.profilers.names import display_name
+from workshop.profilers.load import doubts, load
+from workshop.profilers.names import display_name, distinct_names, printable
 from workshop.profilers.table import Kernel, KernelTable
 
-_LEAST_NAME = 16
-_WIDE = 120
-"""Columns of a terminal that shows all figures."""
+_LEAST_NAME, _READABLE_NAME = 16, 30
+"""Characters of a name: below the second, figures that can be done without make room for it."""
+_DISPENSABLE = ("max", "min", "mean µs", "calls")
+"""The headings of those, the first to go first."""
 COLOURS = {
     "GEMM": "green",
     "attention": "cyan",
@@ -28,16 +29,22 @@ COLOURS = {
 
 def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
     """Prints the hot list of what a profiler wrote, and with `output_dir` writes it there
-    as kernel_file.CSV_FILE and JSON_FILE; the exit status."""
+    as kernel_file.CSV_FILE and JSON_FILE; the exit status. A runner has it written to the folder
+    that it is about to leave."""
     errors.require_rich()
     from rich.console import Console
 
     table = load(path)
+    by_its_runner = output_dir is not None and output_dir.resolve() == path.resolve()
+    told = doubts(path, ended=not by_its_runner)
+    table.warnings += [doubt for doubt in told if doubt not in table.warnings]
     console = Console()
     for renderable in render(table, limit, console.width):
         console.print(renderable)
     for warning in table.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
+        console.print(
+            f"warning: {printable(warning)}", style="yellow", markup=False, highlight=False
+        )
     if output_dir is not None:
         for file in kernel_file.write(table, output_dir):
             print(f"Written: {file}")
@@ -52,29 +59,38 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
 
     shown = table.kernels[:limit]
     columns = [column for column in _COLUMNS if any(column.value(kernel) for kernel in shown)]
-    if width < _WIDE:
-        columns = [column for column in columns if not column.wide]
-    rows = [[column.cell(kernel, table) for column in columns] for kernel in shown]
-    rest = _rest(table, limit, columns)
-    numbers = [
-        max(len(cell) for cell in (column.heading, *cells))
-        for column, *cells in zip(columns, *rows, *([rest] if rest else []), strict=True)
-    ]
-    # Each column stands between two spaces and a line.
-    categories = max((len(kernel.category) for kernel in shown), default=0)
-    left = width - sum(numbers) - 3 * len(columns) - max(categories, len("category")) - 7
+    wanted = max((len(display_name(kernel.name, _READABLE_NAME)) for kernel in shown), default=0)
+    left = _left_for_names(table, limit, columns, width)
+    for heading in _DISPENSABLE:
+        if left < wanted:
+            columns = [column for column in columns if column.heading != heading]
+            left = _left_for_names(table, limit, columns, width)
+    left = max(left, _LEAST_NAME)
     hot = Table(title=Text(_title(table)), title_justify="left")
-    hot.add_column(table.what, no_wrap=True, max_width=max(left, _LEAST_NAME))
+    hot.add_column(table.what, no_wrap=True, max_width=left)
     hot.add_column("category", no_wrap=True)
     for column in columns:
         hot.add_column(column.heading, justify="right", no_wrap=True)
-    for kernel, cells in zip(shown, rows, strict=True):
+    names = distinct_names([kernel.name for kernel in shown], left)
+    for name, kernel in zip(names, shown, strict=True):
+        cells = [column.cell(kernel, table) for column in columns]
         # Names come from files: as text they can be neither markup nor terminal codes.
-        name = Text(display_name(kernel.name, max(left, _LEAST_NAME)))
-        hot.add_row(name, Text(kernel.category, style=COLOURS[kernel.category]), *cells)
-    if rest:
+        hot.add_row(Text(name), Text(kernel.category, style=COLOURS[kernel.category]), *cells)
+    if rest := _rest(table, limit, columns):
         hot.add_row(f"{len(table.kernels) - limit:,} more", "", *rest, style="dim")
     return [hot, Text("\n".join(summary(table)))]
+
+
+def _left_for_names(table: KernelTable, limit: int, columns: list["_Column"], width: int) -> int:
+    """Characters of a line of `width` that the category and these columns leave."""
+    shown = table.kernels[:limit]
+    rows = [[column.cell(kernel, table) for column in columns] for kernel in shown]
+    rows += [rest] if (rest := _rest(table, limit, columns)) else []
+    headings = [column.heading for column in columns]
+    numbers = sum(max(map(len, cells)) for cells in zip(headings, *rows, strict=True))
+    categories = max(len(category) for category in ("category", *(k.category for k in shown)))
+    # Each column stands between two spaces and a line.
+    return width - numbers - 3 * len(columns) - categories - 7
 
 
 @dataclass(frozen=True)
@@ -85,8 +101,6 @@ class _Column:
     format: str
     of_sums: bool = False
     """Whether it says something of many kernels together too."""
-    wide: bool = False
-    """Whether only a wide terminal shows it."""
 
     def cell(self, kernel: Kernel, table: KernelTable) -> str:
         value = self.value(kernel)
@@ -99,8 +113,8 @@ _COLUMNS = (
     _Column("calls", lambda k: k.calls, ",", of_sums=True),
     _Column("total ms", lambda k: k.total_ns / 1e6, ",.3f", of_sums=True),
     _Column("mean µs", lambda k: k.mean_ns / 1e3, ",.1f"),
-    _Column("min", lambda k: None if k.min_ns is None else k.min_ns / 1e3, ",.1f", wide=True),
-    _Column("max", lambda k: None if k.max_ns is None else k.max_ns / 1e3, ",.1f", wide=True),
+    _Column("min", lambda k: None if k.min_ns is None else k.min_ns / 1e3, ",.1f"),
+    _Column("max", lambda k: None if k.max_ns is None else k.max_ns / 1e3, ",.1f"),
     _Column("share", lambda k: k.total_ns, ".1%", of_sums=True),
     _Column("GB/s", lambda k: k.bytes / k.total_ns if k.bytes and k.total_ns else None, ",.0f"),
     _Column(
@@ -121,7 +135,7 @@ def _rest(table: KernelTable, limit: int, columns: list[_Column]) -> list[str]:
 
 def _title(table: KernelTable) -> str:
     where = f", {display_name(table.device, 60)}" if table.device else ""
-    return f"{table.tool}{where}: {table.path}"
+    return f"{printable(table.tool)}{where}: {printable(str(table.path))}"
 
 
 def summary(table: KernelTable) -> list[str]:
@@ -129,9 +143,8 @@ def summary(table: KernelTable) -> list[str]:
     lines = [f"{table.launches:,} {table.what} calls, {table.total_ns / 1e6:,.3f} ms"]
     if table.steps:
         per_step = table.launches / table.steps, table.total_ns / table.steps / 1e6
-        lines[0] += (
-            f", in {table.steps} steps: {per_step[0]:,.0f} calls, {per_step[1]:,.3f} ms each"
-        )
+        in_steps = f"{table.steps:,} step{'s' if table.steps > 1 else ''}"
+        lines[0] += f", in {in_steps}: {per_step[0]:,.0f} calls, {per_step[1]:,.3f} ms each"
     if table.timeline and table.timeline.span_ns:
         t = table.timeline
         lines.append(

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workshop.profilers.categories import categorize
+from workshop.profilers.names import printable
+
+KINDS = ("kernel", "operator")
+"""What a table's rows are."""
 
 
 @dataclass(slots=True)
@@ -101,10 +105,11 @@ class KernelTable:
 
 class Sums:
     """Adds calls up to kernels, and their intervals to a timeline. Made for a million calls: it
-    keeps two numbers a call, and those only where starts are given."""
+    keeps two numbers a call, and those only where starts are given. Names become printable."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
+        self._by_name_as_read: dict[str, Kernel] = {}
         self._intervals: list[tuple[float, float]] = []
 
     def add(
@@ -126,10 +131,9 @@ class Sums:
             start_ns: of a single call, where the tool tells it.
             category: where the tool tells more than the name does.
         """
-        kernel = self._kernels.get(name)
+        kernel = self._by_name_as_read.get(name)
         if kernel is None:
-            kernel = Kernel(name, category or categorize(name), 0, 0.0)
-            self._kernels[name] = kernel
+            kernel = self._by_name_as_read[name] = self._kernel(printable(name), category)
         if calls == 1:
             min_ns = max_ns = total_ns
         kernel.calls += calls
@@ -140,6 +144,13 @@ class Sums:
         kernel.flops = _plus(kernel.flops, flops)
         if start_ns is not None:
             self._intervals.append((start_ns, start_ns + total_ns))
+
+    def _kernel(self, name: str, category: str | None) -> Kernel:
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = Kernel(name, category or categorize(name), 0, 0.0)
+            self._kernels[name] = kernel
+        return kernel
 
     def kernels(self) -> list[Kernel]:
         """Longest total first, then by name."""
