@@ -305,7 +305,7 @@ def test_utilisation_is_the_useful_share_of_the_peak() -> None:
 def counted_run(
     type_command: TypeCommand, key: str, folder: Path, *flags: str, model: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, SimpleNamespace]]:
-    """What the script prints, and flops.json."""
+    """What the script prints, in one line, and flops.json."""
     answer = type_command(
         *("python", NAME, "--output-dir", folder, *flags, "--", *SMALL, *model),
         **script(key),
@@ -313,7 +313,13 @@ def counted_run(
     )
     assert answer.returncode == 0, answer.stderr
     assert "Traceback" not in answer.stderr
-    yield answer.stdout, SimpleNamespace(**json.loads((folder / "flops.json").read_text()))
+    report = (folder / "flops.md").read_text()
+    assert report in answer.stdout
+    assert max(map(len, report.splitlines())) <= 80, "it fits a terminal"
+    yield (
+        " ".join(answer.stdout.split()),
+        SimpleNamespace(**json.loads((folder / "flops.json").read_text())),
+    )
 
 
 def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path: Path) -> None:
@@ -332,15 +338,15 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
         assert re.search(r"FlopCounterMode's count would make it \d+\.\d%", printed)
         row = rf"\| analytic +\| +{step.forward:,.0f} \| +{step.backward:,.0f} \|"
         assert re.search(row, printed)
-        assert (tmp_path / "flops.md").read_text() in printed
         if importlib.util.find_spec("deepspeed"):
             assert "not counted" in printed and (tmp_path / "deepspeed_profile.txt").is_file()
         else:
             assert re.search(r"\| DeepSpeed +\| +not installed \|", printed)
             assert "pip install -r setup/requirements-profiling.txt" in printed
-        mark, command = (tmp_path / "command.txt").read_text().splitlines()
+        mark, command, end = (tmp_path / "command.txt").read_text().splitlines()
         assert mark == f"# {NAME}"
         assert command.startswith(f"python {NAME} --output-dir {tmp_path} --steps 3 -- --device")
+        assert end == "# exit status 0"
 
 
 @needs_interpreter
@@ -394,7 +400,7 @@ def test_the_script_is_the_same_in_every_folder() -> None:
         (
             ["--dry-run", "--steps", "7", "--", "--batch-size", "2"],
             0,
-            f"^python {NAME} .*/out --dry-run --steps 7 -- --batch-size 2$",
+            f"^python {NAME} .*/out --steps 7 -- --batch-size 2$",
         ),
         (["--help"], 0, "FlopCounterMode, DeepSpeed .*default 10.*profiles/v4/deepspeed_flops"),
         (["--steps", "0"], 2, "--steps 0: it must be at least 1"),

@@ -4,6 +4,7 @@ threshold, and no figure in a sentence that the table does not give."""
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,13 @@ def test_the_backward_range(parts, finding) -> None:
     assert found == ({finding} if finding else set())
 
 
+def test_a_forward_pass_that_computes_gradients_severs_none() -> None:
+    """V3's, of a model that is little more than its head."""
+    profile = table(V3_MEDIUM.kernels, 21.9, steps=1, phases_ns=phases(14.0, 6.0, 1.5))
+    assert "short-backward" in names(advise(profile, record("v3", gradients=None)))
+    assert "short-backward" not in names(advise(profile, record("v3")))
+
+
 def test_products_that_the_counters_or_the_clock_miss() -> None:
     """ncu with a range of one thread: the backward pass is not in the table."""
     work = flops.step_flops(flops.Sizes(**PRESETS["medium"].model()), 16, 512).total
@@ -413,6 +421,13 @@ def test_only_an_update_in_many_passes_is_called_unfused() -> None:
     assert "optimizer" in names(advise(table([*rest, *foreach_update(3.1)])))
     assert "optimizer" not in names(advise(table([*rest, *foreach_update(2.9)])))
     assert "optimizer" not in names(advise(table([*rest, kernel("optimizer", 8, 9.0, FUSED)])))
+    mangled = (
+        "_ZN2at6native12_GLOBAL__N_125multi_tensor_apply_kernelINS1_18TensorListMetadataILi{}E"
+    )
+    update = [kernel("optimizer", 10, 2.0, mangled.format(i)) for i in range(4)]
+    assert "optimizer" in names(advise(table([*rest, *update])))
+    fused = [replace(k, name=k.name + "NS1_20FusedAdamMathFunctorIfLi4EEE") for k in update]
+    assert "optimizer" not in names(advise(table([*rest, *fused])))
     sgd = kernel("optimizer", 2, 9.0, FOREACH.format(2))
     assert "optimizer" not in names(advise(table([*rest, sgd])))
 
@@ -424,11 +439,29 @@ def test_only_an_update_in_many_passes_is_called_unfused() -> None:
         "softmax_warp_forward<float, float, float, 10, true, false>",
         "softmax_warp_forward<float, float, float, (int)10, (bool)1, (bool)0>",
         "triton_red_fused__log_softmax_nll_loss_forward_2",
+        "_ZN12_GLOBAL__N_120softmax_warp_forwardIfffLi10ELb1ELb0EEEvPT0_PKT_iiiPKbib",
+        "_ZN12_GLOBAL__N_121softmax_warp_backwardIN3c108BFloat16ES2_fLi9ELb1ELb0EEEvPT0_PKT_S6_iii",
+        "_ZN2at6native19cunn_SoftMaxForwardILi4EfffNS0_25LogSoftMaxForwardEpilogueEEEvPT1_PKT0_i",
+        "cunn_SoftMaxForward",
     ],
 )
 def test_the_losss_softmax_is_no_attention(name) -> None:
     of = kernel("elementwise", 20, 0, name)
     assert "materialised-attention" not in names(advise(mostly(0.2, of=of)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 9, false, false>",
+        "_ZN12_GLOBAL__N_120softmax_warp_forwardIN3c108BFloat16ES2_fLi9ELb0ELb1EEEvPT0_PKT_iiiPKbib",
+        "_ZN2at6native19cunn_SoftMaxForwardILi4EfffNS0_22SoftMaxForwardEpilogueEEEvPT1_PKT0_i",
+        "softmax_warp_backward",
+    ],
+)
+def test_attentions_softmax_is_known_however_its_name_is_written(name) -> None:
+    of = kernel("elementwise", 20, 0, name)
+    assert "materialised-attention" in names(advise(mostly(0.2, of=of)))
 
 
 def test_fused_attention_beside_a_softmax_materialises_nothing() -> None:
@@ -453,16 +486,31 @@ def idle(share: float, gap_us: float = 20.0, **fields: Any) -> KernelTable:
         (idle(0.61, gap_us=99), "launch-bound"),
         (idle(0.61, gap_us=101), "host-bound"),
         (idle(0.61, host_calls=launches(1, name="hipGraphLaunch")), "host-bound"),
+        (idle(0.61, gap_us=3.1, host_calls=launches(1, name="hipGraphLaunch")), "host-bound"),
+        (idle(0.61, gap_us=3.0, host_calls=launches(1, name="hipGraphLaunch")), "latency-bound"),
+        (idle(0.61, gap_us=3.1), "launch-bound"),
+        (idle(0.61, gap_us=3.0), "latency-bound"),
         (idle(0.61, host_calls=launches(1000, name="hipExtModuleLaunchKernel")), "launch-bound"),
         (idle(0.61, host_calls=launches(1000, name="cuLaunchKernelEx")), "launch-bound"),
         (idle(0.95, what="operator"), None),
     ],
 )
 def test_idle_time(profile, finding) -> None:
-    found = set(names(advise(profile))) & {"idle", "launch-bound", "host-bound"}
+    bounds = {"launch-bound", "host-bound", "latency-bound"}
+    found = set(names(advise(profile))) & {"idle", *bounds}
     assert found == ({finding} if finding else set())
     if finding in (None, "idle"):
         assert headline(advise(profile)).finding == "GEMM-bound"
+
+
+def test_the_gaps_in_a_graph_are_not_called_launches() -> None:
+    replays = launches(30, 12.0, "cudaGraphLaunch")
+    found = find(advise(idle(0.7, gap_us=1.4, steps=10, host_calls=replays)), "latency-bound")
+    assert "100 kernels a step, 600 ns long on average, with 1.4 µs between them" in found.sentence
+    assert "3 graph launches a step" in found.sentence
+    assert "follow each other every 2 µs" in found.sentence
+    assert "launch-bound" not in found.sentence and "waits for the host" not in found.sentence
+    assert found.treatment.startswith("Only fewer kernels, or longer ones")
 
 
 def test_a_captured_run_is_never_told_to_capture() -> None:
@@ -554,8 +602,15 @@ def test_a_cpus_operators() -> None:
     assert "70% of the operators' time on the CPU (GEMM 700 ms a step)" in found[0].sentence
     assert "profile on a GPU" in found[0].treatment
     assert "version3_triton" not in found[1].treatment, "it can't be timed on a CPU"
-    interpreted = advise(profile, record("v3", "tiny", "fp32", device=cpu))
-    assert names(interpreted) == ["interpreted"]
+
+
+def test_nothing_is_said_of_an_interpreted_runs_times() -> None:
+    operators = [kernel("GEMM", 90, 700.0, "aten::mm")]
+    profile = table(operators, 900.0, what="operator", steps=1, phases_ns=phases(600, 60, 9))
+    facts = {"device": {"type": "cpu", "name": "Some CPU"}, "gradients": None}
+    (alone,) = advise(profile, record("v3", "tiny", "fp32", **facts))
+    assert alone.finding == "interpreted"
+    assert alone.sentence.startswith("Interpreted, not comparable: ")
 
 
 def test_another_programs_fp32_is_told_by_its_kernels() -> None:
@@ -680,7 +735,17 @@ def test_any_table_gives_sentences_of_finite_figures(profile, run) -> None:
     assert sum(name.endswith("-bound") or name == "mixed" for name in names(found)) <= 1
 
 
-@pytest.mark.parametrize("piece", ["softmax_warp_", "multi_tensor_apply_kernel<", "a,", "copy"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "softmax_warp_",
+        "softmax_warp_forwardI",
+        "cunn_softmax",
+        "multi_tensor_apply_kernel<",
+        "a,",
+        "copy",
+    ],
+)
 def test_a_name_of_a_megabyte_takes_no_time(piece) -> None:
     hostile = kernel("other", 50, 9.0, piece * ((1 << 20) // len(piece)) + "fused_adam")
     assert "unrecognised" in names(advise(table([hostile, kernel("GEMM", 50, 9.0)])))

@@ -1,5 +1,6 @@
 """Two kernel tables compared, and the names of kernels made fit for a terminal."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from test_results import make_result
 
 from workshop.errors import WorkshopError
 from workshop.profilers import diff
@@ -94,6 +96,52 @@ def test_noise_is_no_change(before, after, kind) -> None:
     assert difference.unchanged == (1 if kind else 2)
 
 
+def operators(**fields: object) -> KernelTable:
+    """`mm` in 12 calls, of which the fastest takes 1 ms, and others that take as long again."""
+    mm = Kernel("aten::mm", "GEMM", 12, 60e6, min_ns=1e6, max_ns=9e6)
+    rest = Kernel("aten::mul", "elementwise", 20, 60e6, min_ns=1e3, max_ns=9e6)
+    changed = dataclasses.replace(mm, **fields)
+    return KernelTable(Path("x.json"), "torch.profiler", [changed, rest], what="operator", steps=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"total_ns": 9e6, "max_ns": 2e6}, None),  # the slow calls alone were faster
+        ({"total_ns": 300e6, "min_ns": 1.7e6}, None),
+        ({"total_ns": 300e6, "min_ns": 1.8e6}, "slower"),
+        ({"total_ns": 12e6, "min_ns": 0.5e6}, "faster"),
+        ({"total_ns": 12e6, "min_ns": 2e6}, None),  # which of the two?
+        ({"total_ns": 12e6, "min_ns": None}, "faster"),
+        ({"total_ns": 61e6, "min_ns": 5e6}, None),  # 0.8% of all
+        ({"total_ns": 9e6, "calls": 10}, "faster"),  # another program
+    ],
+)
+def test_the_noise_of_a_host_is_no_change(changes, kind) -> None:
+    difference = compare(operators(), operators(**changes))
+    assert kinds(difference) == ({"aten::mm": kind} if kind else {})
+    assert any("an operator's severalfold" in note for note in difference.notes)
+    assert "severalfold" not in str(compare(EAGER, FUSED).notes)
+
+
+def test_times_of_the_interpreter_are_not_compared() -> None:
+    interpreted = make_result("v3", device={"type": "cpu", "name": "CPU"})
+    slow = operators(total_ns=9e12, min_ns=1e11)
+    slow.kernels.append(Kernel("tiny_llama::rms_norm", "norm", 4, 9e9))
+    for runs in ((None, interpreted), (interpreted, interpreted)):
+        difference = compare(operators(), slow, *runs)
+        assert kinds(difference) == {"tiny_llama::rms_norm": "new"}
+        assert (difference.a.launches, difference.b.launches) == (16, 18)
+        text = shown(difference)
+        assert "on both sides: 2 of the operators" in text
+        assert "note: no times are compared: Triton's interpreter" in text
+        assert "all operators, ms" not in text
+    alike = shown(compare(operators(), operators()))
+    assert "about the same: 2 of the operators\n" in alike and "calls A" not in alike
+    measured = make_result("v1", device={"type": "cpu", "name": "CPU"})
+    assert "slower" in kinds(compare(operators(), slow, measured, measured)).values()
+
+
 def test_the_compilers_running_numbers() -> None:
     a = {
         "triton_poi_fused_add_3": (1, 10.0),
@@ -146,7 +194,7 @@ def test_the_terminal_and_the_json_show_the_figures() -> None:
         r"│ kernel calls      │     25 │     7 │  -72.0% │",
         r"│ GPU idle, ms      │ 10.000 │ 1.700 │  -83.0% │",
         r"│ gone   │ elementwise_kernel<direct_copy_kernel_cuda> │      20 │ 0 │",
-        "unchanged: 1 of the kernels",
+        "about the same: 1 of the kernels (by less than 3% of their own time, or 1% of all)",
     ):
         assert row in text, text
     assert "│ 3.000 │ 0.000 │ -3.000 │" in shown(compare(EAGER, FUSED), width=60), (

@@ -15,8 +15,11 @@ if [[ $DRY_RUN == no && -n $visible ]] && ! has_nvidia; then
     "ROCR_VISIBLE_DEVICES instead"
 fi
 
-# `proton --name ... script.py` for short. It watches the whole run, warm-up too, and takes a
-# script in the place of a program: TRAIN without the Python at its head.
-run "$PYTHON" -m triton.profiler.proton --name "$OUT/proton" "${TRAIN[@]:1}"
+# `proton --name ... script.py` for short. It runs a script in the place of a program, up to Triton
+# 3.6 not one that ends with sys.exit as ours do: proton_app.py runs TRAIN, without the Python at its
+# head, in between. It watches the warm-up too, for it tells the kernels of a captured graph only
+# where it has seen the capture; the marker ranges tell it the steps.
+run "$PYTHON" -m triton.profiler.proton --name "$OUT/proton" \
+  "$ROOT/workshop/profilers/proton_app.py" "${TRAIN[@]:1}"
 
 show

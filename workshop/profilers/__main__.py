@@ -18,23 +18,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="the hot list: which kernels take the time")
-    show.add_argument("path", type=Path, metavar="PATH")
+    profile = "a file that a profiler wrote, or the folder of one tool's outputs"
+    show.add_argument("path", type=Path, metavar="PATH", help=profile)
     show.add_argument("--limit", type=_positive, default=15, help="rows (default %(default)s)")
     show.add_argument(
         "--output-dir", type=Path, metavar="DIR", help="also write kernels.csv and kernels.json"
     )
     diff = commands.add_parser("diff", help="what changed from one profile to another")
-    diff.add_argument("a", type=Path, metavar="A")
-    diff.add_argument("b", type=Path, metavar="B")
+    diff.add_argument("a", type=Path, metavar="A", help=f"the profile before: {profile}")
+    diff.add_argument("b", type=Path, metavar="B", help="the profile after, likewise")
     diff.add_argument("--output-dir", type=Path, metavar="DIR", help="also write diff.json")
     draw = commands.add_parser("draw", help="a step of a torch.profiler trace as a picture")
-    draw.add_argument("path", type=Path, metavar="PATH")
+    draw.add_argument(
+        "path", type=Path, metavar="PATH", help="a trace (.json, .json.gz), or a folder with one"
+    )
     draw.add_argument("--output", type=Path, metavar="FILE", required=True, help="a .png")
     draw.add_argument("--step", type=_positive, metavar="N", help="which one (default: the first)")
     draw.add_argument("--from", type=float, dest="start", metavar="MS", help="or a stretch, from")
     draw.add_argument("--to", type=float, dest="end", metavar="MS", help="to, in the axis's ms")
     advise = commands.add_parser("advise", help="what bounds a run, in sentences, and what helps")
-    advise.add_argument("paths", type=Path, metavar="PATH", nargs="+")
+    advise.add_argument("paths", type=Path, metavar="PATH", nargs="+", help=profile)
     advise.add_argument("--output-dir", type=Path, metavar="DIR", help="also write advice.json")
     return parser
 
@@ -65,9 +68,10 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     from workshop import results
     from workshop.profilers import diff
-    from workshop.profilers.load import load
+    from workshop.profilers.load import load, recorded_run
 
-    difference = diff.compare(load(arguments.a), load(arguments.b))
+    a, b = arguments.a, arguments.b
+    difference = diff.compare(load(a), load(b), recorded_run(a), recorded_run(b))
     Console().print(diff.render(difference))
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / "diff.json"
@@ -92,11 +96,12 @@ def _advise(arguments: argparse.Namespace) -> int:
     from workshop import results
     from workshop.profilers import advisor
     from workshop.profilers.load import load, recorded_run
+    from workshop.profilers.names import printable
 
     console, written = Console(), {}
     for path in arguments.paths:
         advice = advisor.advise(load(path), recorded_run(path))
-        console.print(f"{path}", markup=False, highlight=False, style="bold")
+        console.print(printable(str(path)), markup=False, highlight=False, style="bold")
         console.print(advisor.render(advice))
         written[str(path)] = [dataclasses.asdict(sentence) for sentence in advice]
     if arguments.output_dir is not None:

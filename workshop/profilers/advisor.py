@@ -16,6 +16,7 @@ from workshop import flops
 from workshop.interpreter import NOT_COMPARABLE
 from workshop.plausibility import LEAST_BACKWARD_SHARE
 from workshop.profilers.figures import (
+    LAUNCH_NS,
     LONGEST_LAUNCH_GAP_NS,
     Figures,
     digits,
@@ -45,8 +46,6 @@ PROFILER_SLOWDOWN = 2
 without the profiler it may be twice as fast, and the GPU's idle time that much shorter."""
 SOMEWHAT_IDLE = 0.25
 """Of the timeline: less than this can be the profiler's doing alone."""
-LAUNCH_NS = 5e3
-"""What the host needs at least to launch a kernel from eager PyTorch."""
 LEAST_PRODUCTS = 0.2
 LEAST_ELEMENTWISE = 0.15
 LEAST_DEVICE_COPIES = 0.1
@@ -79,12 +78,19 @@ _WAIT = re.compile(
     r"(?:cuda|hip)(?:Device|Stream|Event)Synchronize|cu(?:Ctx|Stream|Event)Synchronize"
     r"|(?:cuda|cu|hip)Memcpy(?!\w*Async)"
 )
-_UNFUSED = re.compile(r"multi_tensor_apply_kernel<(?!.*fused_?adam)", re.IGNORECASE | re.DOTALL)
+# What these kernels compute is in their template arguments: they follow an I in a mangled name, and
+# are missing in one that rocprofv3 has truncated.
+_UNFUSED = re.compile(r"multi_tensor_apply_kernel[<I](?!.*fused_?adam)", re.IGNORECASE | re.DOTALL)
 _SOFTMAX = re.compile(r"softmax", re.IGNORECASE)
 _LOG_SOFTMAX = re.compile(
-    r"log_?softmax|softmax_warp_\w+<(?:[^<>,]+,){4} ?(?:true|\(bool\)1)\b", re.IGNORECASE
+    r"log_?softmax"
+    r"|softmax_warp_\w+<(?:[^<>,]+,){4} ?(?:true|\(bool\)1)\b"
+    r"|softmax_warp_(?:for|back)wardI\w{1,80}?Li\d+ELb1E"
+    r"|(?:^|::)cunn_softmax\w*$",
+    re.IGNORECASE,
 )
-"""The loss's, which is no part of attention. Some kernels say so in their fifth argument alone."""
+"""The loss's, which is no part of attention: some kernels say so in their fifth argument alone. The
+last is a truncated name, of the rows too long for the warps' kernel, as a vocabulary's are."""
 _SGEMM = re.compile(r"sgemm")
 _LONGEST = 1 << 14
 """Characters of a kernel's name that are looked at: a made-up one of a megabyte would cost the
@@ -114,7 +120,9 @@ def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
         run: the record of what was profiled; None for a profile of another program.
     """
     figures = Figures(table, run)
-    found = [advice for check in _FAULTS for advice in check(figures)]
+    interpreted = run is not None and run.interpreted
+    faults = (_severed_gradient,) if interpreted else _FAULTS  # the others judge times
+    found = [advice for check in faults for advice in check(figures)]
     unfit = _unfit(figures)
     if unfit:
         found.append(unfit)
@@ -172,6 +180,9 @@ def _short_backward(figures: Figures) -> Iterator[Advice]:
     trains = figures.run is not None or "backward" in phases or "optimizer" in phases
     if not trains or forward <= 0 or backward >= LEAST_BACKWARD_SHARE * forward:
         return
+    reached = figures.run.gradients if figures.run else None
+    if reached and reached.params_with_grad == reached.params_total:
+        return  # V3's forward pass computes gradients too: most of all, with a large vocabulary
     ratio = f"{backward / forward:.2f} of the forward's {figures.time(forward)}"
     outside = figures.total_ns - forward - backward - phases.get("optimizer", 0.0)
     if outside >= LEAST_BACKWARD_SHARE * forward:
@@ -272,6 +283,8 @@ def _idle(figures: Figures) -> Iterator[Advice]:
         yield _launch_bound(figures, told, line.busy_ns / line.span_ns, line.idle_ns)
     elif figures.bound == "host":
         yield _host_bound(figures, told, line.idle_ns)
+    elif figures.bound == "latency":
+        yield _latency_bound(figures, told, line.idle_ns)
     else:
         yield Advice(
             "idle",
@@ -293,6 +306,27 @@ def _launch_bound(figures: Figures, told: str, busy_share: float, idle_ns: float
         "launch" + BOUND,
         f"launch-bound: {told} The profiler slows the host; were it {PROFILER_SLOWDOWN} times as "
         f"fast without, the GPU would still idle {still_idle:.0%}.",
+        " ".join(treatment),
+        at_stake_ns=idle_ns,
+    )
+
+
+def _latency_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
+    treatment = [
+        "Only fewer kernels, or longer ones, make this less: --batch-size and --config give each "
+        "of them more to do.",
+        *_beyond(
+            figures,
+            v2="{} has fused forms of norm and attention.",
+            v3="{} does more in each kernel of its own.",
+            v4="{} has the compiler join what lies between the products.",
+        ),
+    ]
+    return Advice(
+        "latency" + BOUND,
+        f"latency-bound: {told} Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a "
+        f"kernel, and these follow each other every {duration(figures.pace_ns)}: the gaps lie "
+        "between kernels that were launched together, as those of a graph are.",
         " ".join(treatment),
         at_stake_ns=idle_ns,
     )
@@ -417,8 +451,8 @@ def _product_treatment(figures: Figures) -> str:
     run = figures.run
     if figures.on_host:
         return (
-            "These are the CPU library's own. The workshop's versions change what lies around "
-            "them: profile on a GPU, where that takes more of the time (README.md)."
+            "The CPU's library computes them. Most of what the workshop's versions change lies "
+            "between them: profile on a GPU, where that takes more of the time (README.md)."
         )
     if run is None:
         return (

@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from workshop.results import RunResult
+
 SCHEMA_VERSION = 1
 LEAST_CHANGE = 0.03
 """Of a kernel's own time: one run's kernels differ that much from the next one's, by the clock of
 the GPU and by what happens to lie in its cache."""
+LEAST_HOST_FACTOR = 1.75
+"""Of a CPU operator's fastest call. The sum of its calls, and the longest, change severalfold from
+run to run, with what else runs and with the memory that the system has to find. In 30 pairs of
+profiles of one model the fastest call was within 1.52 times; at twice the batch it takes 2 to 2.7
+times as long."""
 LEAST_SHARE = 0.01
 """Of the time of all kernels: a change below it can't be seen in a step's time either."""
 
@@ -84,15 +91,27 @@ class TableDiff:
     changes: list[Change]
     """The largest difference first; kernels whose difference is noise are not among them."""
     unchanged: int
+    """Kernels on both sides that take about the same time, or whose times are not compared."""
+    timed: bool
+    """Whether times are compared: not where Triton's interpreter ran the kernels."""
     notes: list[str]
     """Sentences: why the two may not be comparable."""
 
 
-def compare(a: KernelTable, b: KernelTable) -> TableDiff:
+def compare(
+    a: KernelTable,
+    b: KernelTable,
+    run_a: RunResult | None = None,
+    run_b: RunResult | None = None,
+) -> TableDiff:
     """What changed from `a` to `b`: per step where both tell their steps, else in all.
 
     Kernels are matched by name, and those of torch.compile also where only its running number
     differs, if that leaves no choice.
+
+    Args:
+        run_a, run_b: the records of what was profiled, where there are some. Where Triton's
+            interpreter ran one of them, no kernel is called slower or faster.
 
     Raises:
         WorkshopError: one holds a GPU's kernels and the other a CPU's operators.
@@ -104,13 +123,18 @@ def compare(a: KernelTable, b: KernelTable) -> TableDiff:
     by_step = bool(a.steps and b.steps)
     unit = "step" if by_step else "profile"
     of_a, of_b = (float(table.steps or 1) if by_step else 1.0 for table in (a, b))
-    total = max(a.total_ns / of_a, b.total_ns / of_b)
+    least_ns = LEAST_SHARE * max(a.total_ns / of_a, b.total_ns / of_b)
+    timed = not any(run is not None and run.interpreted for run in (run_a, run_b))
     changes = []
     pairs = _pairs(a.kernels, b.kernels)
     for before, after in pairs:
         change = _change(before, after, of_a, of_b)
-        if change.kind in (GONE, NEW) or _matters(change, total):
+        if before is None or after is None:
             changes.append(change)
+        elif timed and abs(change.difference_ns) > least_ns:
+            differs = _differs_on_host if a.what == "operator" else _differs
+            if differs(change, before, after):
+                changes.append(change)
     return TableDiff(
         unit=unit,
         what=a.what,
@@ -118,7 +142,8 @@ def compare(a: KernelTable, b: KernelTable) -> TableDiff:
         b=_side(b, of_b),
         changes=sorted(changes, key=lambda c: (-abs(c.difference_ns), c.name)),
         unchanged=len(pairs) - len(changes),
-        notes=_notes(a, b),
+        timed=timed,
+        notes=_notes(a, b, timed),
     )
 
 
@@ -179,9 +204,18 @@ def _change(before: Kernel | None, after: Kernel | None, of_a: float, of_b: floa
     )
 
 
-def _matters(change: Change, total_ns: float) -> bool:
-    difference = abs(change.difference_ns)
-    return difference >= LEAST_CHANGE * change.a_ns and difference > LEAST_SHARE * total_ns
+def _differs(change: Change, before: Kernel, after: Kernel) -> bool:
+    return abs(change.difference_ns) >= LEAST_CHANGE * change.a_ns
+
+
+def _differs_on_host(change: Change, before: Kernel, after: Kernel) -> bool:
+    """By the fastest call, where there are as many calls on both sides: see LEAST_HOST_FACTOR."""
+    if change.a_calls != change.b_calls:
+        return True
+    shorter, longer = sorted((before, after), key=lambda kernel: kernel.mean_ns)
+    if shorter.min_ns is None or longer.min_ns is None:
+        return longer.mean_ns > LEAST_HOST_FACTOR * shorter.mean_ns
+    return longer.min_ns > LEAST_HOST_FACTOR * shorter.min_ns
 
 
 def _side(table: KernelTable, per: float) -> Side:
@@ -199,8 +233,19 @@ def _side(table: KernelTable, per: float) -> Side:
     )
 
 
-def _notes(a: KernelTable, b: KernelTable) -> list[str]:
+def _notes(a: KernelTable, b: KernelTable, timed: bool) -> list[str]:
     notes = []
+    if not timed:
+        notes.append(
+            "no times are compared: Triton's interpreter ran the kernels of one, on the CPU, and "
+            "takes hundreds of times longer than a GPU"
+        )
+    elif a.what == "operator":
+        notes.append(
+            "a CPU's times differ from run to run, their sum by a quarter, an operator's "
+            "severalfold: one that is called as often counts as slower or faster only if its "
+            f"fastest call is, by {LEAST_HOST_FACTOR} times"
+        )
     if not (a.steps and b.steps):
         notes.append(
             "whole profiles are compared: not both tell how many steps they hold, so a longer one "
@@ -228,10 +273,11 @@ def render(diff: TableDiff, limit: int = 20) -> RenderableType:
     per = "a step" if diff.unit == "step" else "a profile"
     sides = [f"{label}: {printable(side.path)}" for label, side in (("A", diff.a), ("B", diff.b))]
     notes = [f"note: {note}" for note in diff.notes]
+    changed = [_changed(diff, limit, f"{diff.what}s, {per}")] if diff.changes else []
     return Group(
         Text("\n".join(sides)),
         _totals(diff, f"in all, {per}"),
-        _changed(diff, limit, f"{diff.what}s, {per}"),
+        *changed,
         Text("\n".join([*_left_out(diff, limit), *notes])),
     )
 
@@ -247,6 +293,8 @@ def _totals(diff: TableDiff, title: str) -> Table:
 
     a, b = diff.a, diff.b
     add(f"{diff.what} calls", a.launches, b.launches, _calls)
+    if not diff.timed:
+        return table
     add(f"all {diff.what}s, ms", a.kernels_ns, b.kernels_ns, _ms)
     add("GPU busy, ms", a.busy_ns, b.busy_ns, _ms)
     add("GPU idle, ms", a.idle_ns, b.idle_ns, _ms)
@@ -292,11 +340,15 @@ def _left_out(diff: TableDiff, limit: int) -> list[str]:
     more = ", ".join(f"{rest[kind]:,} {kind}" for kind in KINDS if rest[kind])
     lines = [f"smaller ones, not shown: {more}"] if more else []
     if diff.unchanged:
-        lines.append(
-            f"unchanged: {diff.unchanged:,} of the {diff.what}s (by less than {LEAST_CHANGE:.0%} "
-            f"of their own time, or {LEAST_SHARE:.0%} of all)"
-        )
+        alike = "about the same" if diff.timed else "on both sides"
+        lines.append(f"{alike}: {diff.unchanged:,} of the {diff.what}s{_threshold(diff)}")
     return lines
+
+
+def _threshold(diff: TableDiff) -> str:
+    if not diff.timed or diff.what == "operator":  # a note says it
+        return ""
+    return f" (by less than {LEAST_CHANGE:.0%} of their own time, or {LEAST_SHARE:.0%} of all)"
 
 
 def _relative(a: float | None, b: float | None) -> str:

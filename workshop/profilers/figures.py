@@ -15,6 +15,8 @@ idle for a fifth of the time."""
 LONGEST_LAUNCH_GAP_NS = 100e3
 """Between two kernels: an eager launch takes 5 to 20 µs, traced perhaps 40. Where the gaps are
 longer than this on average, the host is doing something else."""
+LAUNCH_NS = 5e3
+"""What the host needs at least to launch a kernel from eager PyTorch."""
 LEAST_BOUND = 0.4
 """Of the kernels' time: what takes less bounds nothing alone."""
 
@@ -77,9 +79,12 @@ class Figures:
 
     @cached_property
     def bound(self) -> str | None:
-        """What bounds the run: "launch", "host", or a group; None if no one thing does."""
+        """What bounds the run: a group, or "launch", "latency", "host", where the GPU idles; None
+        if no one thing does."""
         idle = self.idle_share
         if idle is not None and idle >= CLEARLY_IDLE:
+            if self.pace_ns < LAUNCH_NS:
+                return "latency"
             by_launches = self.gap_ns <= LONGEST_LAUNCH_GAP_NS and not self.in_graphs
             return "launch" if by_launches else "host"
         groups = self.groups_ns | {self.products: self.products_ns}
@@ -103,6 +108,12 @@ class Figures:
         """Between two kernels, on average; 0 without a timeline."""
         line = self.table.timeline
         return line.idle_ns / self.launches if line else 0.0
+
+    @property
+    def pace_ns(self) -> float:
+        """From the start of a kernel to that of the next one, on average; 0 without a timeline."""
+        line = self.table.timeline
+        return line.span_ns / self.launches if line else 0.0
 
     @cached_property
     def launch_calls(self) -> HostCall:
@@ -203,8 +214,10 @@ def digits(value: float) -> str:
 
 
 def _recorded_steps(table: KernelTable, run: RunResult | None) -> int | None:
-    # The other tools without marker ranges watch the warm-up too; this one starts with the steps.
-    if table.tool != "ncu" or run is None or run.status != "profiled":
+    # ncu starts with the steps, and Proton's table has phases where it holds nothing else. The
+    # other tools without marker ranges watch the warm-up too.
+    steps_alone = table.tool == "ncu" or (table.tool == "proton" and table.phases_ns)
+    if not steps_alone or run is None or run.status != "profiled":
         return None
     steps = run.options.get("num_steps")
     return steps if isinstance(steps, int) and steps > 0 else None

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import math
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 TORCH, DEEPSPEED, ANALYTIC = "FlopCounterMode", "DeepSpeed", "analytic"
-INSTALL = (
-    "DS_BUILD_OPS=0 python -m pip install -r setup/requirements-profiling.txt (its first lines say "
-    "how to keep pip from exchanging PyTorch)"
-)
+INSTALL = "DS_BUILD_OPS=0 python -m pip install -r setup/requirements-profiling.txt"
+_WIDTH = 80
+"""Of the report, in characters: it is read in a terminal too."""
 _SDPA = "scaled_dot_product"
 
 Operators = dict[str, int]
@@ -525,51 +525,67 @@ def _deepspeed_version() -> str | None:
 
 def _markdown(report: Report) -> str:
     request = report.request
-    scaled = ""
+    sequences = "sequence" if request.batch_size == 1 else "sequences"
+    what = (
+        f"{request.batch_size} {sequences} of {request.seq_len} tokens, "
+        f"{request.precision.name}, {hardware.device_name(request.device)}."
+    )
     if report.counted_batch != request.batch_size:
-        scaled = (
+        what += (
             f" Counted on {report.counted_batch} sequence, in Triton's interpreter, and multiplied "
             f"by {request.batch_size}."
         )
     lines = [
         f"# FLOP of one training step: {request.version.key}, {request.config_name}",
         "",
-        f"{request.batch_size} sequences of {request.seq_len} tokens, {request.precision.name}, "
-        f"{hardware.device_name(request.device)}.{scaled}",
+        _wrapped(what),
         "",
         *_table(report),
         "",
     ]
     for counter in (TORCH, DEEPSPEED):
         sentences = [str(remark) for remark in report.remarks if remark.counter == counter]
-        if counter == DEEPSPEED and report.deepspeed_lack:
-            how = f": {INSTALL}" if report.deepspeed_lack == "not installed" else ""
-            sentences = [f"{report.deepspeed_lack}{how}"]
         lines += [f"{counter} against the analytic count:", ""]
-        lines += [f"- {sentence}" for sentence in sentences or ["the same, to the operation"]]
+        if counter == TORCH or report.deepspeed:
+            lines += [_wrapped(f"- {text}") for text in sentences or ["the same, to the operation"]]
+        else:
+            lines += _how_to_get_deepspeed(report.deepspeed_lack)
         lines.append("")
-    return "\n".join([*lines, _utilisation_line(report), ""])
+    return "\n".join([*lines, _wrapped(_utilisation_line(report)), ""])
+
+
+def _how_to_get_deepspeed(lack: str) -> list[str]:
+    if lack != "not installed":
+        return [_wrapped(f"- {lack}")]
+    why = f"- {lack}; the first lines of this file say how to keep pip from exchanging PyTorch:"
+    return [_wrapped(why), f"  `{INSTALL}`"]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        subsequent_indent="  " if text.startswith("- ") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _table(report: Report) -> Iterator[str]:
     """The rows of a Markdown table whose columns stand below each other as plain text too."""
     analytic = report.work.step
     forward, backward = report.torch.step_flops
-    total = forward + backward
     if report.deepspeed:
         ratio = f"{report.deepspeed.flops / analytic.forward:.4f} (forward)"
-        deepspeed = (f"{report.deepspeed.flops:,}", "not counted", "-", ratio)
+        deepspeed = (f"{report.deepspeed.flops:,}", "not counted", ratio)
     else:
-        deepspeed = (report.deepspeed_lack.split(" (")[0], "-", "-", "-")
+        deepspeed = (report.deepspeed_lack.split(" (")[0], "-", "-")
+    ratio = f"{(forward + backward) / analytic.total:.4f}"
     rows = [
-        ("counter", "forward", "backward", "total", "ratio to analytic"),
+        ("counter", "forward", "backward", "of analytic"),
         (DEEPSPEED, *deepspeed),
-        (TORCH, f"{forward:,}", f"{backward:,}", f"{total:,}", f"{total / analytic.total:.4f}"),
-        (
-            ANALYTIC,
-            *(f"{x:,.0f}" for x in (analytic.forward, analytic.backward, analytic.total)),
-            "1.0000",
-        ),
+        (TORCH, f"{forward:,}", f"{backward:,}", ratio),
+        (ANALYTIC, f"{analytic.forward:,.0f}", f"{analytic.backward:,.0f}", "1.0000"),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):

@@ -2,9 +2,9 @@
 
     proton -n NAME script.py
 
-Its times are sums over the calls of a kernel in a scope: there is no timeline. Kernels' names are
-as the compiler made them, C++ ones mangled. Bytes and operations are there where the program told
-them at the launch, as Triton kernels can.
+Its times are sums over the calls of a kernel in a scope: there is no timeline. A marker range, NVTX
+or roctx, is a scope too. Kernels' names are as the compiler made them, C++ ones mangled. Bytes and
+operations are there where the program told them at the launch, as Triton kernels can.
 """
 
 import json
@@ -15,13 +15,16 @@ from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.profilers.reading import NoNumber, Problems, count, nanoseconds, number, text
-from workshop.profilers.table import KernelTable, Sums
+from workshop.profilers.table import Kernel, KernelTable, Sums
 
 _TIME = "time (ns)"
 _STEP = "step"
 _PHASES = ("forward", "backward", "optimizer")
 _OUTSIDE = ""
 """The phase of a kernel that stands in no scope of a step."""
+_LEAST_BACKWARD = 0.1
+"""Of the forward pass's time. A backward pass that another thread launches leaves less in its
+scope: the gradient of the loss by itself."""
 _OWN_SCOPE = "__proton_launch_metadata"
 """Holds what Proton itself launches, to find out about a launch."""
 _MOST = 1e24
@@ -39,14 +42,15 @@ def recognises_json(start: str) -> bool:
 
 
 def read(path: Path) -> KernelTable:
-    """The kernels of a .hatchet file.
+    """The kernels of a .hatchet file: those in scopes named "step", if there are any.
 
     Raises:
         WorkshopError: it can't be read, is no such file, or has no kernels.
     """
     problems = Problems(path)
     trees, device_info = _load(path)
-    kernels: dict[str, _Total] = {}
+    in_steps: dict[str, _Total] = {}
+    elsewhere: dict[str, _Total] = {}
     phases: dict[str, float] = {}
     table = KernelTable(path, "proton", [])
     for node in _nodes(trees, problems):
@@ -55,19 +59,33 @@ def read(path: Path) -> KernelTable:
                 table.steps = (table.steps or 0) + count(node.metrics["count"])
             elif _TIME in node.metrics and node.metrics.get("count") != 0:  # the root has 0 calls
                 total = _Total.told_by(node.metrics)
+                kernels = in_steps if node.in_step else elsewhere
                 kernels.setdefault(node.name, _Total()).add(total)
                 phases[node.phase] = phases.get(node.phase, 0.0) + total.time_ns
                 table.device = table.device or _device(node.metrics, device_info)
         except NoNumber as error:
             problems.add(node.row, str(error))
-    sums = Sums()
-    for name, total in kernels.items():
-        sums.add(name, total.time_ns, calls=total.calls, bytes=total.bytes, flops=total.flops)
-    if not len(sums):
+    table.warnings = problems.warnings()
+    backward_is_short = phases.get("backward", 0.0) < _LEAST_BACKWARD * phases.get("forward", 0.0)
+    if backward_is_short and phases.get(_OUTSIDE):
+        for name, total in elsewhere.items():
+            in_steps.setdefault(name, _Total()).add(total)
+        table.warnings.append(
+            "no times of the phases, and the whole run in the table: Proton gives a kernel to the "
+            "scope of the thread that launched it, and PyTorch launches the backward pass from "
+            "another"
+        )
+    else:
+        table.phases_ns = {phase: phases[phase] for phase in _PHASES if phase in phases}
+        if in_steps and elsewhere:
+            calls = sum(total.calls for total in elsewhere.values())
+            table.warnings.append(
+                f"left out {calls:,} calls of kernels outside of the steps' ranges: Proton watches "
+                "the whole run, the warm-up too"
+            )
+    table.kernels = _kernels(in_steps or elsewhere)
+    if not table.kernels:
         raise problems.error("kernels")
-    table.kernels = sums.kernels()
-    table.warnings += problems.warnings()
-    _add_phases(table, phases)
     return table
 
 
@@ -77,6 +95,7 @@ class _Node(NamedTuple):
     name: str
     phase: str
     """Of the scopes above it, the innermost that is a step or a part of one; else _OUTSIDE."""
+    in_step: bool
     metrics: dict[str, Any]
 
 
@@ -113,6 +132,13 @@ class _Total:
             self.flops = (self.flops or 0.0) + other.flops
 
 
+def _kernels(totals: dict[str, _Total]) -> list[Kernel]:
+    sums = Sums()
+    for name, total in totals.items():
+        sums.add(name, total.time_ns, calls=total.calls, bytes=total.bytes, flops=total.flops)
+    return sums.kernels()
+
+
 def _amount(value: Any) -> float:
     """Bytes or operations.
 
@@ -144,10 +170,10 @@ def _load(path: Path) -> tuple[list[Any], dict[str, Any]]:
 def _nodes(trees: list[Any], problems: Problems) -> Iterator[_Node]:
     """All nodes that are whole, parents before children."""
     # A stack of our own: a tree of Python frames is deeper than Python lets functions call.
-    stack = [(tree, _OUTSIDE) for tree in reversed(trees)]
+    stack = [(tree, _OUTSIDE, False) for tree in reversed(trees)]
     row = 0
     while stack:
-        node, phase = stack.pop()
+        node, phase, in_step = stack.pop()
         row += 1
         try:
             name, metrics, children = node["frame"]["name"], node["metrics"], node["children"]
@@ -159,9 +185,9 @@ def _nodes(trees: list[Any], problems: Problems) -> Iterator[_Node]:
             continue
         if name == _OWN_SCOPE:
             continue
-        yield _Node(row, name, phase, metrics)
+        yield _Node(row, name, phase, in_step, metrics)
         below = name if name in _PHASES or (name == _STEP and phase == _OUTSIDE) else phase
-        stack += ((child, below) for child in reversed(children))
+        stack += ((child, below, in_step or name == _STEP) for child in reversed(children))
 
 
 def _device(metrics: dict[str, Any], info: dict[str, Any]) -> str | None:
@@ -175,20 +201,3 @@ def _device(metrics: dict[str, Any], info: dict[str, Any]) -> str | None:
     if isinstance(device.get("num_sms"), int):
         parts.append(f"{device['num_sms']} {_PROCESSORS.get(str(kind), 'processors')}")
     return ", ".join([str(kind), *parts])
-
-
-def _add_phases(table: KernelTable, times: dict[str, float]) -> None:
-    """Sets the phases' times, where all can be told.
-
-    A scope holds what its own thread launches, and PyTorch launches the backward pass from a
-    thread of its own: its kernels then stand outside all scopes.
-    """
-    phases = {phase: times[phase] for phase in _PHASES if phase in times}
-    backward_is_short = phases.get("backward", 0.0) < phases.get("forward", 0.0)
-    if backward_is_short and times.get(_OUTSIDE):
-        table.warnings.append(
-            "no times of the phases: Proton gives a kernel to the scope of the thread that "
-            "launched it, and PyTorch launches the backward pass from another"
-        )
-    else:
-        table.phases_ns = phases

@@ -1,0 +1,183 @@
+"""Proton: every version of it runs our programs to their end, and its table holds the steps."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import ONE_CORE, SMALL
+from test_profilers_advisor import record
+
+from workshop import versions
+from workshop.profilers import proton
+from workshop.profilers.advisor import advise
+from workshop.profilers.table import KernelTable
+
+ROOT = Path(__file__).resolve().parents[1]
+APP = ROOT / "workshop" / "profilers" / "proton_app.py"
+
+# How Proton runs a script, and what it does then: the first as up to Triton 3.6, where the end of
+# the program by sys.exit is the end of Proton too; the second as from 3.7 on.
+PROTON = {
+    "text": """
+import os, sys
+script, *arguments = sys.argv[1:]
+sys.argv = [script, *arguments]
+sys.path.append(os.path.dirname(os.path.abspath(script)))
+names = {"__name__": "__main__", "__file__": os.path.abspath(script), "sys": sys}
+try:
+    exec(compile(open(script, "rb").read(), script, "exec"), names)
+except Exception as error:
+    sys.exit(1)
+print("finalized")
+""",
+    "program": """
+import os, runpy, sys
+script, *arguments = sys.argv[1:]
+sys.argv = [script, *arguments]
+sys.path.append(os.path.dirname(os.path.abspath(script)))
+status = 0
+try:
+    runpy.run_path(script, run_name="__main__")
+except Exception as error:
+    status = 1
+except SystemExit as end:
+    status = end.code
+print("finalized")
+sys.exit(status)
+""",
+}
+both = pytest.mark.parametrize("how", PROTON)
+
+PROGRAM = """
+import sys
+import beside
+def main(module):
+    print(module.NAME, beside.VALUE, sys.argv)
+    return int(sys.argv[1])
+NAME = "mine"
+if __name__ == "__main__":
+    END
+"""
+
+
+RunByProton = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run_by_proton(tmp_path: Path) -> RunByProton:
+    def run(how: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", PROTON[how], *map(str, words)]
+        environment = os.environ | ONE_CORE
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    return run
+
+
+@both
+@pytest.mark.parametrize("end", ["{}", "sys.exit({})"])
+def test_a_program_runs_as_python_would_run_it(
+    how: str, end: str, run_by_proton: RunByProton, tmp_path: Path
+) -> None:
+    folder = tmp_path / "its folder"
+    folder.mkdir()
+    (folder / "beside.py").write_text("VALUE = 7")
+    (folder / "program.py").write_text(
+        PROGRAM.replace("END", end.format("main(sys.modules[__name__])"))
+    )
+    (tmp_path / "beside.py").write_text("VALUE = 'of the folder where it was called'")
+    program = Path("its folder") / "program.py"
+    answer = run_by_proton(how, APP, program, "0", "--x")
+    assert answer.stdout.splitlines() == [f"mine 7 ['{program}', '0', '--x']", "finalized"]
+    assert answer.returncode == 0, answer.stderr
+    if "exit" in end:
+        assert run_by_proton(how, APP, program, "77").returncode == 77
+    if how == "text":
+        assert "finalized" not in run_by_proton(how, program, "0").stdout, "it is not needed"
+
+
+@both
+def test_a_version_leaves_its_record_and_proton_its_profile(
+    how: str, run_by_proton: RunByProton, tmp_path: Path
+) -> None:
+    flags = ["--profile-steps", "1", "--output-dir", tmp_path / "out", *SMALL]
+    answer = run_by_proton(how, APP, versions.get_version("v1").path, *flags)
+    assert answer.stdout.endswith("finalized\n"), answer.stderr
+    assert (tmp_path / "out" / "run.json").is_file()
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def node(name: str, *children: object, **metrics: object) -> dict[str, Any]:
+    return {"frame": {"name": name}, "metrics": metrics, "children": list(children)}
+
+
+def leaf(name: str, calls: int, time: float) -> dict[str, Any]:
+    return node(name, count=calls) | {"metrics": {"count": calls, "time (ns)": time}}
+
+
+def phases(forward: float, backward: float) -> list[dict[str, Any]]:
+    """As our runs' marker ranges: of NVTX they have no metrics; of a captured graph, the kernels
+    stand in a scope of Proton's below the one of the launch."""
+    return [
+        node("forward", node("<captured_at>", leaf("gemm", 6, forward)), leaf("embed", 3, 3)),
+        node("backward", leaf("gemm", 12, backward)),
+        node("optimizer", leaf("adam", 3, 30)),
+    ]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., KernelTable]:
+    def read(*scopes: object) -> KernelTable:
+        path = tmp_path / "proton.hatchet"
+        path.write_text(json.dumps([node("ROOT", *scopes), {}]))
+        return proton.read(path)
+
+    return read
+
+
+WARM_UP = [leaf("gemm", 90, 9_000), leaf("autotuned", 400, 70_000)]
+
+
+def test_the_table_holds_the_steps_and_says_what_it_leaves_out(read) -> None:
+    table = read(node("step", leaf("copy", 3, 7), *phases(100, 210)), *WARM_UP)
+    assert {k.name: (k.calls, k.total_ns) for k in table.kernels} == {
+        "gemm": (18, 310),
+        "adam": (3, 30),
+        "copy": (3, 7),
+        "embed": (3, 3),
+    }
+    assert table.phases_ns == {"forward": 103, "backward": 210, "optimizer": 30}
+    (warning,) = table.warnings
+    assert warning.startswith("left out 490 calls of kernels outside of the steps")
+    alone = read(node("step", *phases(100, 210)))
+    assert (alone.warnings, alone.total_ns) == ([], 343)
+    without_ranges = read(*WARM_UP)
+    assert (without_ranges.warnings, without_ranges.launches) == ([], 490)
+
+
+def test_what_another_thread_launched_is_not_lost_with_the_warm_up(read) -> None:
+    """Kernels outside of the steps may be the backward pass, if the steps hold next to none."""
+    table = read(node("step", *phases(100, 10.2)), *WARM_UP)
+    assert (table.phases_ns, table.launches) == ({}, 24 + 490)
+    assert "the whole run in the table" in table.warnings[0]
+    gemm = next(kernel for kernel in table.kernels if kernel.name == "gemm")
+    assert (gemm.calls, gemm.min_ns, gemm.max_ns) == (108, None, None)
+    short = read(node("step", *phases(100, 10.4)), *WARM_UP)  # V3's, with a large vocabulary
+    assert (short.phases_ns["backward"], short.launches) == (10.4, 24)
+
+
+def test_the_record_tells_how_many_steps_the_table_holds(read) -> None:
+    run = record("v1", options={"num_steps": 3})
+    scopes = phases(30e6, 60e6)
+    inside = advise(read(node("step", *scopes), *WARM_UP), run)
+    assert any("GEMM 30 ms a step" in advice.sentence for advice in inside)
+    whole = advise(read(*WARM_UP), run)
+    assert not any("a step" in advice.sentence for advice in whole)
