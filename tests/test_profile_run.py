@@ -2,31 +2,47 @@
 run_pytorch_profiler.py as a user types it."""
 
 import csv
+import dataclasses
 import gzip
 import json
+import os
+import platform
 import re
+import shutil
+import signal
+import subprocess
+import sys
 import threading
-from contextlib import contextmanager
+from argparse import Namespace
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
-from test_compare import needs_triton
+from test_cli import AT_A_KEYBOARD, ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
+from test_compare import NO_TRITON, needs_triton
 
-from workshop import markers, parity, profile_run, results, trainer, versions
-from workshop.errors import WorkshopError
+from workshop import cli, markers, parity, profile_run, results, trainer, versions
+from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.precision import get_precision
+from workshop.profilers import kineto, torch_profiler
 
 EAGER = ["v1", "v2", pytest.param("v3", marks=needs_triton)]
 SCRIPTS = [*EAGER, "v4"]
 CPU = torch.device("cpu")
 
 
-def prepare(key: str, *flags: str, steps: int = 2, range_=markers.for_torch_profiler):
+def make_request(key: str, *flags: str, steps: int = 2, **other: object) -> cli.Request:
+    """Of a small model on the CPU; `other`: fields that no flag sets here."""
     wide = WIDE_HEADS if key == "v3" else []
     request = profile_run.make_request(versions.VERSIONS[key], [*SMALL, *wide, *flags], steps)
-    return profile_run.prepare(request, range_=range_)
+    return dataclasses.replace(request, **other)
+
+
+def prepare(key: str, *flags: str, range_=markers.for_torch_profiler, **options: object):
+    request = make_request(key, *flags, **options)
+    return profile_run.prepare(request, cli.load_data(request), range_=range_)
 
 
 class Ranges:
@@ -85,10 +101,64 @@ def test_profiled_steps_train_what_timed_steps_train(key: str) -> None:
     model = request.build_on(CPU)
     parity.load_canonical(model, parity.canonical_state(request.config, 42))
     optimizer = request.module.configure_optimizer(model, 3e-4)
-    batches, _ = profile_run.cli.load_data(request)
+    batches, _ = cli.load_data(request)
     trainer.train_losses(model, optimizer, batches[:7], get_precision("fp32", CPU))
     for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a runner captures on a CPU, where its graphs are the steps themselves."""
+    captured: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda entered: nullcontext())
+    monkeypatch.setattr(trainer, "make_capturable", lambda optimizer: None)
+    for name in ("GraphedStep", "GraphedPhases"):
+        monkeypatch.setattr(
+            trainer, name, lambda step, stream, name=name: captured.append(name) or step
+        )
+    return captured
+
+
+@pytest.mark.parametrize("warmup", [1, 3, 6])
+def test_a_profiled_step_is_captured_once_in_its_parts(warmup: int, captures: list[str]) -> None:
+    run = prepare("v1", "--warmup-steps", str(warmup), cuda_graph=True)
+    run.step()
+    assert captures == ["GraphedPhases"]
+    assert run.runner.done == warmup + 1
+
+
+@pytest.mark.parametrize("phases", [0, 2])
+def test_a_timed_run_captures_the_parts_that_it_times(phases: int, captures: list[str]) -> None:
+    request = make_request("v1")
+    model = request.build()
+    optimizer = request.module.configure_optimizer(model, 3e-4)
+    schedule = trainer.Schedule(warmup=5, timed=2, phases=phases)
+    batches = torch.zeros(schedule.batches, 2, 2, 16, dtype=torch.long)
+    training = trainer.train(
+        model, optimizer, batches, request.precision, schedule=schedule, cuda_graph=True
+    )
+    assert captures == ["GraphedStep", "GraphedPhases"][: 2 if phases else 1]
+    assert len(training.forward_ms) == phases and len(training.step_ms) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warmup", [2, 6])
+def test_captured_parts_train_as_eager_steps_do(warmup: int) -> None:
+    losses = []
+    for graph in ("--no-cuda-graph", "--cuda-graph"):
+        flags = ["--config", "tiny", "--precision", "fp32", "--warmup-steps", str(warmup), graph]
+        request = profile_run.make_request(versions.VERSIONS["v2"], flags, 20)
+        run = profile_run.prepare(
+            request, cli.load_data(request), range_=markers.for_torch_profiler
+        )
+        for _ in range(20):
+            run.step()
+        losses.append(run.runner.eager.forward().detach())
+    torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
 
 
 def test_vendor_tools_get_balanced_ranges_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +173,62 @@ def test_vendor_tools_get_balanced_ranges_and_a_cpu_none(monkeypatch: pytest.Mon
         assert len(calls) == 4
 
 
+def test_the_vendor_s_profiler_runs_from_the_first_step_to_the_end_of_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    request = make_request("v1", steps=2, output_dir=tmp_path)
+    ranges, events, states, runs = Ranges(), [], set(), []
+
+    def spy(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            events.append(name)
+            hooks = runs and any(m._forward_hooks for m in runs[0].model.modules())
+            states.add((name, bool(hooks), torch._C._is_multithreading_enabled()))
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def prepare_spied(*arguments: object, **options: object) -> profile_run.ProfileRun:
+        runs.append(prepared(*arguments, **options))
+        events.clear()
+        states.clear()
+        return runs[0]
+
+    prepared = profile_run.prepare
+    monkeypatch.setattr(profile_run, "prepare", prepare_spied)
+    monkeypatch.setattr(markers, "for_vendor_tools", lambda device: ranges)
+    watched = ("_start_profiler", "step", "wait", "_stop_profiler")
+    for owner, name in (
+        *((profile_run, name) for name in watched if name.startswith("_")),
+        (profile_run.ProfileRun, "step"),
+        (trainer.Runner, "wait"),
+        (profile_run.ProfileRun, "save_record"),
+    ):
+        spy(owner, name)
+    assert profile_run.profile(request) == 0
+    order = ["_start_profiler", "step", "step", "wait", "_stop_profiler", "save_record"]
+    assert events[: len(order)] == order and events.count("step") == 2
+    inside = {(name, True, False) for name in watched}
+    assert states - inside == {("save_record", False, True), ("wait", False, True)}  # its own
+    assert inside <= states
+    assert "step/forward/layers.0.self_attn" in ranges.opened
+    assert results.load(tmp_path / "run.json").status == "profiled"
+
+
 @pytest.mark.parametrize("key", ["v1", "v4"])
 def test_the_application_of_external_profilers(
     key: str, type_command: TypeCommand, tmp_path: Path
 ) -> None:
     answer = type_command(
-        *("python", f"tiny_llama_{key}.py", *SMALL, "--profile-steps", "2"),
+        *("python", f"tiny_llama_{key}.py", *SMALL, "--profile-steps", "1"),
         *("--output-dir", tmp_path),
         **script(key),
         **ONE_CORE,
     )
     assert answer.returncode == 0, answer.stderr
-    assert re.search(r"Profiled: 2 steps after \d of warm-up; nothing was timed", answer.stdout)
+    assert re.search(r"Profiled: 1 step after \d of warm-up; nothing was timed", answer.stdout)
     run = results.load(tmp_path / "run.json")
     assert (run.version, run.status, run.step_ms) == (key, "profiled", [])
     assert (
@@ -135,16 +249,29 @@ def test_a_severed_backward_pass_is_told(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--profile-steps", "0"], "--profile-steps 0: it must be a positive number"),
-        (["--profile-steps", "2", "--num-steps", "5"], "--num-steps is of timed runs"),
+        *(
+            (["--profile-steps", "2", *flag.split()], f"{flag.split()[0]} has no effect under a")
+            for flag in ("--num-steps 5", "--no-gate", "--validate-setup")
+        ),
     ],
 )
 def test_wrong_steps_are_refused(
-    flags: list[str], message: str, type_command: TypeCommand, tmp_path: Path
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["python", "tiny_llama_v1.py", *SMALL, *flags, "--output-dir", tmp_path]
-    answer = type_command(*words, **script("v1"))
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert answer.stderr.startswith("error: ") and message in answer.stderr
+    assert cli.main(versions.load("v1"), [*SMALL, *flags]) == 2
+    answer = capsys.readouterr()
+    assert answer.err.startswith("error: ") and message in answer.err and answer.out == ""
+
+
+def test_the_record_of_profiled_steps_is_no_result_among_others() -> None:
+    parser = cli.build_parser(versions.VERSIONS["v2"], versions.load("v2"))
+    folders = []
+    for flags in ([], ["--profile-steps", "2"], ["--profile-steps", "2", "--output-dir", "x"]):
+        arguments = parser.parse_args(["--device", "cpu", *flags])
+        request = cli.check_arguments(versions.VERSIONS["v2"], versions.load("v2"), arguments)
+        folders.append(request.output_dir)
+    top = versions.ROOT / "results"
+    assert folders == [top, top / "profiles" / "v2" / "steps", Path("x")]
 
 
 # --- run_pytorch_profiler.py ---------------------------------------------------------------------
@@ -188,6 +315,8 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
     kernels = {kernel["name"]: kernel for kernel in table["kernels"]}
     assert int(rows["aten::mm"]["count"]) == kernels["aten::mm"]["calls"]
     assert "aten::mm" in answer.stdout and "in 2 steps" in answer.stdout
+    command = f"python run_pytorch_profiler.py --output-dir {folder} --steps 2 -- --device"
+    assert answer.stdout.startswith(command)
     run = results.load(folder / "run.json")
     tensors = run.gradients.tensors_total
     assert f"gradients reached {tensors} of {tensors} tensors" in answer.stdout
@@ -197,7 +326,32 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
 def test_stacks_are_an_option(type_command: TypeCommand, tmp_path: Path) -> None:
     answer = profile_with_torch(type_command, "v1", tmp_path, "--stacks", "--steps", "1")
     assert answer.returncode == 0, answer.stderr
-    assert "tiny_llama_v1.py" in (tmp_path / "operators_by_line.txt").read_text()
+    caller = re.compile(r"^ {100,}tiny_llama_v1\.py\(\d+\): (attend|forward)", re.MULTILINE)
+    assert caller.search((tmp_path / "operators_by_line.txt").read_text())  # in the last column
+    assert not caller.search((tmp_path / "operators.txt").read_text())
+
+
+def test_the_trace_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
+    shutil.copy(trace, tmp_path)
+    read, reads = kineto.read, []
+    monkeypatch.setattr(kineto, "read", lambda path: reads.append(path) or read(path))
+    run = prepare("v1")
+    run.step()
+    run.save_record(tmp_path)
+    assert torch_profiler.show(run, tmp_path) == 0
+    assert len(reads) == 1
+    assert "aunch-bound" in capsys.readouterr().out
+
+
+# --- the folder of a runner's outputs ------------------------------------------------------------
+
+
+def run_into(folder: Path, work=lambda data: 0) -> int:
+    arguments = Namespace(output_dir=folder, command="python ./run_x.py --steps 2", dry_run=False)
+    return profile_run.run(make_request("v1"), arguments, work)
 
 
 def test_a_folder_is_replaced_only_if_a_script_filled_it(
@@ -208,15 +362,112 @@ def test_a_folder_is_replaced_only_if_a_script_filled_it(
         folder.mkdir()
         (folder / "old.txt").write_text("old")
     (mine / profile_run.COMMAND_FILE).write_text("# run_pytorch_profiler.py\n")
+    (mine / "trace").mkdir()
     (foreign / profile_run.COMMAND_FILE).write_text("sbatch my_job.sh\n")
-    profile_run.fresh_folder(mine, "python run_x.py")
-    assert (mine / profile_run.COMMAND_FILE).read_text().startswith(profile_run.COMMAND_MARK)
+    with pytest.raises(WorkshopError, match="--text-file absent"):
+        request = make_request("v1", "--text-file", "absent")
+        profile_run.run(request, Namespace(output_dir=mine, command="x", dry_run=False), run_into)
+    assert len(list(mine.iterdir())) == 3
+    assert run_into(mine) == 0
     assert [path.name for path in mine.iterdir()] == [profile_run.COMMAND_FILE]
     with pytest.raises(WorkshopError, match="not empty"):
-        profile_run.fresh_folder(foreign, "python run_x.py")
+        run_into(foreign)
     answer = profile_with_torch(type_command, "v1", foreign)
     assert answer.returncode == 2 and "not empty" in answer.stderr
     assert (foreign / "old.txt").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (WorkshopError("wrong"), 2),
+        (NotOnThisMachine("lacking"), 77),
+        (OutOfMemory("full"), 1),
+        (RuntimeError("unforeseen"), 1),
+    ],
+)
+def test_the_exit_status_is_told_in_the_folder(
+    error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(data: object) -> int:
+        assert (tmp_path / "out" / profile_run.COMMAND_FILE).read_text() == told
+        raise error
+
+    told = "# run_x.py\npython ./run_x.py --steps 2\n"
+    with pytest.raises(type(error)):
+        run_into(tmp_path / "out", fail)
+    commands = tmp_path / "out" / profile_run.COMMAND_FILE
+    assert commands.read_text() == f"{told}# exit status {status}\n"
+    assert run_into(tmp_path / "out", lambda data: 1) == 1
+    assert commands.read_text() == f"{told}# exit status 1\n"
+    assert capsys.readouterr().out == 2 * "python ./run_x.py --steps 2\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
+    folder, lock = tmp_path / "out", tmp_path / ".out.lock"
+    ours = f"{platform.node()} {os.getpid()}\n"
+
+    def work(data: object) -> int:
+        assert lock.read_text() == ours
+        (folder / "half.txt").write_text("half")
+        with pytest.raises(WorkshopError, match="another run is filling"):
+            run_into(folder)
+        assert (folder / "half.txt").exists() and lock.read_text() == ours
+        return 0
+
+    assert run_into(folder, work) == 0 and not lock.exists()
+    for text, holder in (
+        (f"another.host {os.getpid()}\n", f"process {os.getpid()} on another.host"),
+        ("", r"process \? on \?"),
+    ):
+        lock.write_text(text)
+        wanted = rf"{folder} \({holder}\): wait for it, .*--output-dir, or delete {lock}$"
+        with pytest.raises(WorkshopError, match=wanted):
+            run_into(folder)
+        assert (folder / "half.txt").exists() and lock.read_text() == text
+
+
+def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / ".out.lock").write_text(f"{platform.node()} {killed.pid}\n")
+    assert run_into(tmp_path / "out", lambda data: len(list(tmp_path.iterdir())) - 2) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_no_lock_can_be_written_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(profile_run.os, "access", lambda path, mode: False)
+    assert run_into(tmp_path / "out", lambda data: len(list(tmp_path.iterdir())) - 1) == 0
+
+
+def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    words = ["run_pytorch_profiler.py", "--steps", "5000", "--output-dir", folder, "--", *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, "-c", AT_A_KEYBOARD, *words],
+        cwd=script("v1")["folder"],
+        env=os.environ | ONE_CORE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while "  data " not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, told
+    assert told.endswith(f"interrupted: {folder} is not complete\n") and "Traceback" not in told
+    assert (folder / "command.txt").read_text().endswith("\n# exit status 130\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- what is typed -------------------------------------------------------------------------------
 
 
 def test_a_dry_run_prints_the_command_and_does_nothing(
@@ -224,21 +475,53 @@ def test_a_dry_run_prints_the_command_and_does_nothing(
 ) -> None:
     folder = tmp_path / "out"
     answer = profile_with_torch(type_command, "v1", folder, "--dry-run", "--steps", "7")
-    assert answer.returncode == 0
-    assert (
-        answer.stdout.startswith("python run_pytorch_profiler.py") and "--steps 7" in answer.stdout
-    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    command = f"python run_pytorch_profiler.py --output-dir {folder} --steps 7 -- --device cpu "
+    assert answer.stdout.startswith(command) and "--dry-run" not in answer.stdout
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("flags", [("--steps", "0"), ("--nonsense",)])
+@pytest.mark.parametrize("flags", [("--steps", "0"), ("--nonsense",), ("--dry",)])
 def test_wrong_flags_of_the_script(
-    flags: tuple[str, ...], type_command: TypeCommand, tmp_path: Path
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert profile_with_torch(type_command, "v1", tmp_path / "out", *flags).returncode == 2
-    answer = profile_with_torch(type_command, "v1", tmp_path / "out", model=("--nonsense",))
-    assert answer.returncode == 2 and "tiny_llama_v1.py" in answer.stderr
-    assert not (tmp_path / "out").exists()
+    name = str(versions.VERSIONS["v1"].path.with_name("run_pytorch_profiler.py"))
+    with pytest.raises(SystemExit, match=r"^2$"):
+        profile_run.runner_arguments("what it does", steps=3, argv=[name, *flags])
+    assert capsys.readouterr().err.startswith("usage: run_pytorch_profiler.py [options] [-- flags")
+
+
+@pytest.mark.parametrize("name", ["run_pytorch_profiler.py", "run_deepspeed_flops.py"])
+def test_without_pytorch_the_scripts_say_where_it_comes_from(
+    name: str, type_command: TypeCommand, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_TRITON.replace("triton", "torch"))
+    answer = type_command("python", name, **script("v1"), PYTHONPATH=str(tmp_path))
+    assert (answer.returncode, answer.stdout) == (77, "")
+    assert re.fullmatch(r"error: PyTorch is missing in this .*run `make setup`.*\n", answer.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "instead"),
+    [
+        ("--output-dir x", "use --output-dir of this script"),
+        ("--output x", "use --output-dir of this script"),
+        ("--profile-steps 5", "use --steps of this script"),
+        ("--num-steps 5", "use --steps of this script"),
+        ("--validate-setup", "leave it out"),
+    ],
+)
+def test_flags_of_the_model_that_would_be_ignored_are_refused(flags: str, instead: str) -> None:
+    with pytest.raises(WorkshopError, match=instead):
+        make_request("v1", *flags.split())
+
+
+def test_wrong_flags_of_the_model_are_told_by_its_own_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        make_request("v1", "--nonsense")
+    assert "tiny_llama_v1.py: error: unrecognized arguments: --nonsense" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -298,7 +581,7 @@ def test_the_backward_pass_stays_inside_its_range(
         lambda name: (threads["push"].add(threading.get_ident()), push(name)),
     )
     request = profile_run.make_request(versions.VERSIONS["v1"], ["--num-layers", "2"], 2)
-    request.arguments.output_dir = tmp_path
+    request = dataclasses.replace(request, output_dir=tmp_path)
     prepared = profile_run.prepare
 
     def with_hook(*arguments, **options):

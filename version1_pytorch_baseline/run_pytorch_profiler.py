@@ -7,11 +7,17 @@ and with how much memory. Works on a CPU too.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+if __name__ == "__main__":  # PyTorch is not everywhere
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from workshop.needed import import_torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import_torch()
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from workshop import cli, errors, markers, profile_run
 from workshop.profilers import torch_profiler
@@ -35,7 +41,9 @@ def profile_steps(
         ),
         record_shapes=True,  # of every operator's inputs
         profile_memory=True,  # what every operator allocates and frees
-        with_stack=stacks,  # the Python lines behind it: slow, so only when asked for
+        with_stack=stacks,  # the Python functions behind it: slow, so only when asked for
+        # Or the trace alone has the stacks, as lanes of its own, and no operator knows its callers.
+        experimental_config=_ExperimentalConfig(verbose=stacks),
     ) as profiler:
         for done in range(1, WAIT + WARMUP + steps + 1):
             run.step()
@@ -48,17 +56,14 @@ def profile_steps(
 def main(arguments: argparse.Namespace) -> int:
     steps = WAIT + WARMUP + arguments.steps + torch_profiler.SNAPSHOT_STEPS
     request = profile_run.make_request(arguments.version, arguments.model_flags, steps)
-    if arguments.dry_run:
-        print(profile_run.command_line(__file__, sys.argv[1:]))
-        return errors.DONE
-    errors.require_rich()
-    return cli.within_memory(request, lambda: profile_version(request, arguments))
+    if not arguments.dry_run:
+        errors.require_rich()  # which draws the tables
+    return profile_run.run(request, arguments, partial(profile_version, request, arguments))
 
 
-def profile_version(request: cli.Request, arguments: argparse.Namespace) -> int:
+def profile_version(request: cli.Request, arguments: argparse.Namespace, data: cli.Data) -> int:
     folder = arguments.output_dir
-    profile_run.fresh_folder(folder, profile_run.command_line(__file__, sys.argv[1:]))
-    run = profile_run.prepare(request, range_=markers.for_torch_profiler)
+    run = profile_run.prepare(request, data, range_=markers.for_torch_profiler)
     with run.layer_ranges():
         profiler = profile_steps(
             run, arguments.steps, stacks=arguments.stacks, folder=folder / "trace"
@@ -72,10 +77,10 @@ def profile_version(request: cli.Request, arguments: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     arguments = profile_run.runner_arguments(
-        __file__,
         "Profiles training steps with torch.profiler: trace, operators, kernels, memory.",
         steps=3,
-        argv=sys.argv[1:],
+        argv=sys.argv,
         add=torch_profiler.add_flags,
     )
-    sys.exit(errors.exit_status(lambda: main(arguments), interrupted="interrupted"))
+    told = "interrupted before anything was run"
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=told))

@@ -8,11 +8,16 @@ share of the chip's peak the step reaches (MFU). Works on a CPU too, and without
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
-import torch
+if __name__ == "__main__":  # PyTorch is not everywhere
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from workshop.needed import import_torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import_torch()
+
+import torch
 
 from workshop import cli, errors, profile_run
 from workshop.profilers import flop_counts
@@ -49,16 +54,11 @@ def count_with_deepspeed(step: EagerStep, report: Path) -> tuple[int, int]:
 
 def main(arguments: argparse.Namespace) -> int:
     request = profile_run.make_request(arguments.version, arguments.model_flags, arguments.steps)
-    command = profile_run.command_line(__file__, sys.argv[1:])
-    if arguments.dry_run:
-        print(command)
-        return errors.DONE
-    return cli.within_memory(request, lambda: count(request, arguments.output_dir, command))
+    return profile_run.run(request, arguments, partial(count, request, arguments))
 
 
-def count(request: cli.Request, folder: Path, command: str) -> int:
-    batches, data_record = cli.load_data(request)
-    profile_run.fresh_folder(folder, command)
+def count(request: cli.Request, arguments: argparse.Namespace, data: cli.Data) -> int:
+    folder, (batches, data_record) = arguments.output_dir, data
     cli.print_configuration(request, data_record)
     report = flop_counts.count(
         request,
@@ -69,15 +69,15 @@ def count(request: cli.Request, folder: Path, command: str) -> int:
     )
     if not request.interpreted:
         report.utilisation = flop_counts.measure_utilisation(request, batches)
-    return flop_counts.write(report, folder, command)
+    return flop_counts.write(report, folder, arguments.command)
 
 
 if __name__ == "__main__":
     arguments = profile_run.runner_arguments(
-        __file__,
         "Counts the FLOP of a training step with FlopCounterMode, DeepSpeed and from the model's "
         "sizes, explains the differences, and times steps for the MFU.",
         steps=10,
-        argv=sys.argv[1:],
+        argv=sys.argv,
     )
-    sys.exit(errors.exit_status(lambda: main(arguments), interrupted="interrupted"))
+    told = "interrupted before anything was run"
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=told))

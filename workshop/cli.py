@@ -43,7 +43,9 @@ _SIZES = (
 )
 _PROGRESS_LINES = 10
 _WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
-_WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
+_WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE + 1
+"""A captured step's last one replays its graphs: the first replay takes longer."""
+PROFILES = results.DEFAULT_FOLDER / "profiles"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Request:
     """Whether Triton's interpreter runs its kernels."""
     schedule: trainer.Schedule
     switches: dict[str, bool]
+    output_dir: Path
     arguments: argparse.Namespace
 
     def build(self) -> nn.Module:
@@ -191,7 +194,6 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     add(
         "--output-dir",
         type=Path,
-        default=results.DEFAULT_FOLDER,
         help="the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
     )
     add(
@@ -200,7 +202,8 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         metavar="N",
         help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
         "marker ranges, between the calls that start and stop NVIDIA's profilers; no gate, no "
-        "clock; what was profiled goes to OUTPUT_DIR/run.json",
+        "clock; what was profiled goes to OUTPUT_DIR/run.json (default there: "
+        f"results/profiles/{version.key}/steps)",
     )
     add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
     add(
@@ -231,8 +234,10 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     if arguments.text_file is not None and arguments.data != "text":
         raise WorkshopError("--text-file goes with --data text")
-    if arguments.profile_steps and arguments.num_steps:
-        raise WorkshopError("--num-steps is of timed runs: --profile-steps N alone says how many")
+    for name in ("num_steps", "no_gate", "validate_setup"):
+        if arguments.profile_steps and getattr(arguments, name):
+            flag = name.replace("_", "-")
+            raise WorkshopError(f"--{flag} has no effect under a profiler: leave it out")
     device = hardware.get_device(arguments.device)
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
@@ -268,10 +273,15 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         interpreted=interpreted,
         schedule=_schedule(arguments, interpreted),
         switches=switches,
+        output_dir=arguments.output_dir or _default_folder(version, arguments),
         arguments=arguments,
     )
     trainer.check_options(device, precision, compile_mode, cuda_graph)
     return request
+
+
+def _default_folder(version: Version, arguments: argparse.Namespace) -> Path:
+    return PROFILES / version.key / "steps" if arguments.profile_steps else results.DEFAULT_FOLDER
 
 
 def _model_config(
@@ -369,7 +379,7 @@ def within_memory(request: Request, work: Callable[[], int]) -> int:
 def _gate_train_save(request: Request) -> int:
     arguments = request.arguments
     batches, data_record = load_data(request)
-    results.prepare_folder(arguments.output_dir)  # after all that is checked without it
+    results.prepare_folder(request.output_dir)  # after all that is checked without it
     result = new_result(request, data_record)
     result.peak_tflops, result.peak_source = peak(request)
     print_configuration(request, data_record)
@@ -393,8 +403,16 @@ def _gate_train_save(request: Request) -> int:
     return _finish(request, result, errors.DONE)
 
 
-def load_data(request: Request) -> tuple[Tensor, dict[str, str | int]]:
-    """The batches of all its steps, int64 (n, 2, B, T) on the host, and what they were cut from."""
+Data = tuple[Tensor, dict[str, str | int]]
+"""The batches of all steps, int64 (n, 2, B, T) on the host, and what they were cut from."""
+
+
+def load_data(request: Request) -> Data:
+    """Draws the batches of a request's steps.
+
+    Raises:
+        WorkshopError: there is no text for them.
+    """
     arguments = request.arguments
     shape: dict[str, int] = {
         "steps": request.schedule.batches,
@@ -616,7 +634,7 @@ def _median(samples: list[float]) -> float | None:
 
 
 def _finish(request: Request, result: RunResult, status: int) -> int:
-    path = results.save(result, request.arguments.output_dir)
+    path = results.save(result, request.output_dir)
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")

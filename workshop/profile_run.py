@@ -5,11 +5,15 @@ own accord; run_pytorch_profiler.py calls `prepare` and steps by itself.
 """
 
 import argparse
+import os
+import platform
 import shlex
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +28,12 @@ COMMAND_FILE = "command.txt"
 begins with COMMAND_MARK."""
 COMMAND_MARK = "# run_"
 RUN_FILE = "run.json"
-PROFILES = results.DEFAULT_FOLDER / "profiles"
+_OF_THE_RUNNER = {
+    "output_dir": "--output-dir",
+    "profile_steps": "--steps",
+    "num_steps": "--steps",
+}
+"""The model's flags that a runner sets or has no use for, and what its own are called."""
 
 
 @dataclass
@@ -71,22 +80,31 @@ def make_request(version: Version, model_flags: list[str], steps: int) -> cli.Re
     """What `tiny_llama_vN.py --profile-steps STEPS` would run with these flags.
 
     Raises:
-        WorkshopError, NotOnThisMachine: it can't run here.
+        WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.
     """
     module = versions.load(version.key)
     parser = cli.build_parser(version, module)
     parser.prog = version.path.name
-    flags = [*model_flags, "--profile-steps", str(steps)]
-    return cli.check_arguments(version, module, parser.parse_args(flags))
+    arguments = parser.parse_args(model_flags)
+    for name, instead in _OF_THE_RUNNER.items():
+        if getattr(arguments, name) is not None:
+            flag = name.replace("_", "-")
+            raise WorkshopError(
+                f"--{flag}, after --, is no flag for a profile: use {instead} of this script"
+            )
+    arguments.profile_steps = steps
+    request = cli.check_arguments(version, module, arguments)
+    request.build_on(torch.device("meta"))  # says for nothing if the sizes won't do
+    return request
 
 
-def prepare(request: cli.Request, *, range_: markers.Range) -> ProfileRun:
+def prepare(request: cli.Request, data: cli.Data, *, range_: markers.Range) -> ProfileRun:
     """Builds the model with V1's initial weights, trains the warm-up, captures what is captured;
     prints the configuration first.
 
     A captured step is taken in three graphs, so that marker ranges can tell its parts.
     """
-    batches, data_record = cli.load_data(request)
+    batches, data_record = data
     cli.print_configuration(request, data_record)
     record = cli.new_result(request, data_record)
     record.status = "profiled"
@@ -102,8 +120,8 @@ def prepare(request: cli.Request, *, range_: markers.Range) -> ProfileRun:
     runner = trainer.Runner(
         model, optimizer, batches, request.precision, cuda_graph=request.cuda_graph
     )
-    runner.warm_up(request.schedule.warmup)
-    parts = runner.parts()
+    print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
+    parts = runner.warm_up_parts(request.schedule.warmup)
     runner.wait()
     return ProfileRun(request, model, optimizer, runner, range_, record, parts)
 
@@ -115,9 +133,9 @@ def profile(request: cli.Request) -> int:
 
 
 def _profile(request: cli.Request) -> int:
-    folder, steps = request.arguments.output_dir, request.schedule.timed
-    results.prepare_folder(folder)
-    run = prepare(request, range_=markers.for_vendor_tools(request.device))
+    data, steps = cli.load_data(request), request.schedule.timed
+    results.prepare_folder(request.output_dir)
+    run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
     # A range belongs to the thread that opened it. In a thread of autograd's own, the backward
     # pass would lie outside of them all, and some tools lose what other threads do.
     with run.layer_ranges(), torch.autograd.set_multithreading_enabled(False):
@@ -126,8 +144,9 @@ def _profile(request: cli.Request) -> int:
             run.step()
         run.runner.wait()
         _stop_profiler(request.device)
-    path = run.save_record(folder)
-    print(f"Profiled: {steps} steps after {request.schedule.warmup} of warm-up; nothing was timed")
+    path = run.save_record(request.output_dir)
+    trained = f"{steps} step{'s' if steps > 1 else ''}"
+    print(f"Profiled: {trained} after {request.schedule.warmup} of warm-up; nothing was timed")
     print(f"  {gradients_sentence(run.record)}")
     print(f"Record: {path}")
     return errors.DONE
@@ -158,9 +177,11 @@ def _stop_profiler(device: torch.device) -> None:
 
 # --- the runners in Python -----------------------------------------------------------------------
 
+Work = Callable[[cli.Data], int]
+"""What a runner does with the data of its request; its exit status."""
+
 
 def runner_arguments(
-    script: str | Path,
     description: str,
     *,
     steps: int,
@@ -170,14 +191,16 @@ def runner_arguments(
     """Parses `[--steps N] [--output-dir DIR] [--dry-run] [-- FLAGS OF THE MODEL]`.
 
     Args:
-        script: the runner's file, whose folder tells the version and whose name the tool.
         steps: the default of --steps.
+        argv: the whole command line. Its first word is the runner's file, whose folder tells the
+            version and whose name the tool.
         add: adds the runner's own flags.
 
     Returns:
-        version, steps, output_dir, dry_run, model_flags, and the runner's own.
+        version, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
+        would type it to run what a dry run only shows.
     """
-    script = Path(script).resolve()
+    script = Path(argv[0]).resolve()
     version = next(v for v in versions.VERSIONS.values() if v.folder == script.parent.name)
     tool = script.stem.removeprefix("run_")
     split = argv.index("--") if "--" in argv else len(argv)
@@ -186,6 +209,7 @@ def runner_arguments(
         usage=f"{script.name} [options] [-- flags of {version.path.name}]",
         epilog="Exit status: 0 done, 1 memory ran out or a counter failed, 2 wrong usage, 77 this "
         "machine lacks what it needs, 130 interrupted.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--steps", type=int, default=steps, metavar="N", help="training steps (default %(default)s)"
@@ -194,44 +218,143 @@ def runner_arguments(
         "--output-dir",
         type=Path,
         metavar="DIR",
-        default=PROFILES / version.key / tool,
+        default=cli.PROFILES / version.key / tool,
         help=f"where the outputs go (default: results/profiles/{version.key}/{tool})",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
     if add:
         add(parser)
-    arguments = parser.parse_args(argv[:split])
+    arguments = parser.parse_args(argv[1:split])
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: it must be at least 1")
+    words = [word for word in argv[:split] if word != "--dry-run"]
+    arguments.command = shlex.join(["python", *words, *argv[split:]])
     arguments.version, arguments.model_flags = version, argv[split + 1 :]
     return arguments
 
 
-def command_line(script: str | Path, argv: list[str]) -> str:
-    """A runner's command as a user would type it."""
-    return shlex.join(["python", str(Path(script).name), *argv])
+def run(request: cli.Request, arguments: argparse.Namespace, work: Work) -> int:
+    """Prints a runner's command, and unless this is a dry run does its work; the exit status.
 
+    The work finds the output folder empty but for COMMAND_FILE, to which the exit status is added:
+    what an earlier run left is deleted, once all is known to be there that this one needs.
 
-def fresh_folder(folder: Path, command: str) -> Path:
-    """An empty folder that holds COMMAND_FILE alone; an earlier one of a runner is replaced.
+    Args:
+        arguments: of `runner_arguments`.
 
     Raises:
-        WorkshopError: it holds what no runner has written, or can't be made.
+        WorkshopError: the folder holds what no runner has written, can't be made, or another run
+            is filling it.
     """
+    print(arguments.command, flush=True)
+    if arguments.dry_run:
+        return errors.DONE
+    folder, command = arguments.output_dir, arguments.command
+    return cli.within_memory(
+        request, lambda: _fill(folder, command, partial(work, cli.load_data(request)))
+    )
+
+
+def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:
     if folder.exists() and not folder.is_dir():
         raise WorkshopError(f"--output-dir {folder}: it is a file")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not _filled_by_a_runner(folder):
-            raise WorkshopError(
-                f"--output-dir {folder}: it is not empty, and no profiler's script filled it; "
-                "choose another one"
-            )
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     results.prepare_folder(folder)
-    script = command.split()[1]
-    results.write_text(folder / COMMAND_FILE, f"# {script}\n{command}\n")
-    return folder
+    with _locked(folder):
+        _empty(folder)
+        record = f"# {Path(shlex.split(command)[1]).name}\n{command}\n"
+        results.write_text(folder / COMMAND_FILE, record)
+        status = errors.ANSWER_IS_NO  # as of an error that nobody foresaw
+        try:
+            status = work()
+        except WorkshopError as error:
+            status = error.exit_code
+            raise
+        except KeyboardInterrupt:
+            print(f"interrupted: {folder} is not complete", file=sys.stderr)
+            status = errors.INTERRUPTED
+        finally:
+            results.write_text(folder / COMMAND_FILE, f"{record}# exit status {status}\n")
+    return status
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder, in which two would mix their files, by a file beside it;
+    where nobody may write that file, there is no lock. profile_lib.sh does the same."""
+    folder = folder.resolve()
+    lock = folder.parent / f".{folder.name}.lock"
+    if not os.access(lock.parent, os.W_OK):
+        yield
+        return
+    try:
+        while not _made(lock):
+            _remove_abandoned(lock, folder)
+    except OSError as error:
+        raise WorkshopError(
+            f"{lock} can't be written ({error.strerror}): choose another --output-dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _made(lock: Path) -> bool:
+    """Makes the file, unless it is there."""
+    try:
+        with lock.open("x", encoding="utf-8") as file:
+            file.write(f"{platform.node()} {os.getpid()}\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove_abandoned(lock: Path, folder: Path) -> None:
+    """Removes what a process that was killed has left: a host can ask after its own ones alone.
+
+    Raises:
+        WorkshopError: somebody may still be at work.
+    """
+    words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.exists() else []
+    host, process = words if len(words) == 2 else ("?", "?")
+    if host != platform.node() or _is_running(process):
+        raise WorkshopError(
+            f"another run is filling {folder} (process {process} on {host}): wait for it, choose "
+            f"another --output-dir, or delete {lock}"
+        )
+    lock.unlink(missing_ok=True)
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError, ValueError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _empty(folder: Path) -> None:
+    """Deletes what a runner has left in a folder.
+
+    Raises:
+        WorkshopError: no runner has filled it, or its files can't be deleted.
+    """
+    if any(folder.iterdir()) and not _filled_by_a_runner(folder):
+        raise WorkshopError(
+            f"--output-dir {folder}: it is not empty, and no profiler's script filled it; "
+            "choose another one"
+        )
+    try:
+        # The mark outlives the rest: deleting can be interrupted too.
+        for path in folder.iterdir():
+            if path.name != COMMAND_FILE:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as error:
+        raise WorkshopError(
+            f"--output-dir {folder} can't be emptied ({error.strerror}): choose another one"
+        ) from None
 
 
 def _filled_by_a_runner(folder: Path) -> bool:

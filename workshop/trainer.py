@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -264,11 +265,29 @@ class Runner:
     def warm_up(self, steps: int) -> None:
         """Trains `steps` steps (at least 1) in which compilers and allocators settle; then the
         graph is captured, if one is wanted, and the peak of memory counted anew."""
+        left = self._settle(steps)
+        # The allocator sees a graph's memory only while it is captured: the peak counts from here.
+        self._count_peak_anew()
+        if self._stream is not None:
+            self._step = GraphedStep(self.eager, self._stream)
+        for _ in range(left):
+            self.advance()
+
+    def warm_up_parts(self, steps: int) -> Phases:
+        """As `warm_up`, for a step that runs in its parts alone, which it returns: the whole one is
+        never captured."""
+        left = self._settle(steps)
+        parts = self.parts()
+        for _ in range(left):
+            self.marked_step(parts, nullcontext)
+        return parts
+
+    def _settle(self, steps: int) -> int:
+        """Trains those of `steps` that come before a capture, or all; how many are left."""
         if self._stream is None:
             for _ in range(steps):
                 self.advance()
-            self._count_peak_anew()
-            return
+            return 0
         eager_steps = min(steps, EAGER_STEPS_BEFORE_CAPTURE)
         # A capture runs on a side stream, and autograd's nodes stay with the first they meet.
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -276,11 +295,7 @@ class Runner:
             for _ in range(eager_steps):
                 self.advance()
         torch.cuda.current_stream().wait_stream(self._stream)
-        # The allocator sees a graph's memory only while it is captured: the peak counts from here.
-        self._count_peak_anew()
-        self._step = GraphedStep(self.eager, self._stream)
-        for _ in range(steps - eager_steps):
-            self.advance()
+        return steps - eager_steps
 
     def _count_peak_anew(self) -> None:
         if self.device.type == "cuda":
@@ -318,8 +333,8 @@ class Runner:
         return memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
     def parts(self) -> Phases:
-        """The step in its parts. A captured one is captured again, in three graphs, and its whole
-        graph given up with the memory that it holds."""
+        """The step in its parts: three graphs, if it is captured. Its whole graph is given up with
+        the memory that it holds."""
         if self._stream is None:
             return self.eager
         self._step = self.eager
@@ -412,8 +427,9 @@ def train(
     try:
         _timed_steps(runner, clock, schedule.timed, progress)
         training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
-        phases = runner.phases(schedule.phases)
-        training.forward_ms, training.backward_ms, training.optimizer_ms = phases
+        if schedule.phases:
+            phases = runner.phases(schedule.phases)
+            training.forward_ms, training.backward_ms, training.optimizer_ms = phases
     except KeyboardInterrupt:
         training.interrupted = True
     training.step_ms = clock.durations_ms()

@@ -39,13 +39,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stacks",
         action="store_true",
-        help="also record the Python line behind every operator (slower, larger trace)",
+        help="also record the Python functions behind every operator (slower, larger trace)",
     )
 
 
 def write_operators(profiler: profile, folder: Path, *, stacks: bool) -> None:
     """Writes operators.csv and operators.txt (by name), operators_by_shape.csv, and with `stacks`
-    operators_by_line.txt; longest own time on the device first, on a CPU its own time there."""
+    operators_by_line.txt (by the functions that called them, each with its first line); longest
+    own time on the device first, on a CPU its own time there."""
     by_name = profiler.key_averages()
     on_device = any(row.self_device_time_total for row in by_name)
     sort_by = "self_device_time_total" if on_device else "self_cpu_time_total"
@@ -97,11 +98,13 @@ def show(run: ProfileRun, folder: Path) -> int:
     """Prints the hot list of the trace, and what it says of the run; the exit status."""
     from rich.console import Console
 
-    from workshop.profilers import advisor
+    from workshop.profilers import advisor, kernel_file
     from workshop.profilers import show as tables
-    from workshop.profilers.load import load
 
     status = tables.show(folder, output_dir=folder)
     print(gradients_sentence(run.record))
-    Console().print(advisor.render(advisor.advise(load(folder), run.record)))
+    table = kernel_file.read(folder / kernel_file.JSON_FILE)  # a trace takes long to read
+    Console().print(advisor.render(advisor.advise(table, run.record)))
+    if run.runner.device.type == "cpu":
+        print("The profiler slows every operator on a CPU: read shares and counts, not times.")
     return status

@@ -1,0 +1,25 @@
+"""What a script can do nothing without, asked for before the script's own imports fail without it.
+
+It imports nothing but Python's own at its top.
+"""
+
+import sys
+
+from workshop import errors
+
+
+def import_torch() -> None:
+    """Imports PyTorch, which takes seconds. Ends the process, in one line and with the status for
+    it, if this Python has none, or at Ctrl-C."""
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        lack = f"PyTorch is missing in this Python ({sys.executable})"
+        how = "run `make setup` and `source .venv/bin/activate`, or load your site's PyTorch module"
+        print(f"error: {lack}: {how}", file=sys.stderr)
+        sys.exit(errors.NOT_ON_THIS_MACHINE)
+    except KeyboardInterrupt:
+        print("interrupted before anything was run", file=sys.stderr)
+        sys.exit(errors.INTERRUPTED)
