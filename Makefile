@@ -31,7 +31,7 @@ compare: environment ## time the versions against each other, after proving that
 profile: environment ## run every profiler that this machine has on every version
 	@status=0; for folder in version?_*/; do \
 		PYTHON=$(RUN) bash "$$folder/run_all_profilers.sh" $(ARGS) || \
-			{ ended=$$?; [ $$ended -ne 130 ] || exit 130; status=1; }; \
+			{ ended=$$?; case $$ended in 1) status=1 ;; 77) ;; *) exit $$ended ;; esac; }; \
 	done; exit $$status
 
 test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)

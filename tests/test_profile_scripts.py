@@ -8,6 +8,7 @@ options that the real tools have.
 import csv
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -19,11 +20,12 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workshop import versions
-from workshop.profilers import amd_counters, ncu, run_all
+from workshop.profilers import amd_counters, ncu, run_all, summary
 from workshop.profilers.table import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,17 +35,29 @@ SCRIPTS = [f"run_{tool}.sh" for tool in (*TOOLS, "all_profilers")]
 
 Run = subprocess.CompletedProcess[str]
 
-# Says that it has PyTorch, notes how it is called, and leaves a kernel table where it is asked to.
+# Says that it has PyTorch, which sees the GPU, notes how it is called, and leaves a kernel table
+# where it is asked to.
 PYTHON = """
-case $1 in -c) exit ${HAS_MODULE:-0} ;; esac
+case $1$2 in
+  -c*is_available*) exit ${SEES_GPU:-0} ;;
+  -c*) exit ${HAS_MODULE:-0} ;;
+esac
 printf '%s\\n' "$@" >>"$RECORD.my_python"
 case "$*" in *workshop.profilers\\ show*) echo table >"$4/kernels.json" ;; esac
 """
 RECORDER = 'printf "%s\\n" "$@" >>"$RECORD.$(basename "$0")"\n'
 AMD_GPU = {"rocm_agent_enumerator": "echo gfx000; echo gfx942"}
 NVIDIA_GPU = {"nvidia-smi": "echo 'GPU 0: NVIDIA H200 (UUID: GPU-0)'"}
+NSYS_TOOL = (
+    RECORDER
+    + """
+for word in "$@"; do case $word in --output=*) out=${word#*=} ;; esac; done
+case $1 in profile) echo timeline >"$out.nsys-rep" ;; *) echo rows >"$out"_sums.csv ;; esac
+"""
+)
 SYSTEM = """
 awk basename bash cat date dirname env find grep head ls mkdir mv rm sed sh sleep sort tail tee
+uname
 """.split()
 """All that the scripts call beside Python and the profilers."""
 
@@ -102,18 +116,23 @@ class Machine:
         return path.read_text().splitlines() if path.exists() else []
 
     def dry_run(self, tool: str, *words: str, **extra: str) -> list[list[str]]:
-        """The commands of a dry run, each as a shell splits it."""
+        """The profiler's commands of a dry run, each as a shell splits it."""
         done = self.run(tool, "--dry-run", *words, **extra)
         assert done.returncode == 0, done.stderr
         assert not self.out.exists()
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
-        return [shlex.split(line) for line in lines]
+        return profiler_commands(done.stdout.splitlines())
 
     def edit(self, script: str, old: str, new: str) -> None:
         path = self.folder / script
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
+
+
+def profiler_commands(lines: list[str]) -> list[list[str]]:
+    """Of the lines that a script prints, those that begin with no command of the system's."""
+    split = (shlex.split(line, comments=True) for line in lines)
+    return [words for words in split if words and words[0] not in ("mkdir", "cd")]
 
 
 @pytest.fixture
@@ -170,6 +189,11 @@ def test_help_begins_with_the_question_and_names_the_options(tool: str, machine:
         (["--steps", "0"], "--steps 0"),
         (["--steps=two"], "--steps two"),
         (["--mode", "counters"], "--mode"),
+        # The model would take them, and the profile would be of something else.
+        (["--", "--output-dir", "x"], "use --output-dir of run_ncu.sh"),
+        (["--", "--out=x"], "use --output-dir of run_ncu.sh"),
+        (["--", "--config", "tiny", "--profile-steps=9"], "use --steps of run_ncu.sh"),
+        (["--", "--num-s", "9"], "use --steps of run_ncu.sh"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(
@@ -191,9 +215,12 @@ def test_python_without_pytorch_is_told(machine: Machine) -> None:
 
 def test_python_is_found_by_itself_and_paths_from_here_are_kept(machine: Machine) -> None:
     machine.install(python="exit 1", python3=PYTHON)
-    (command,) = machine.dry_run("proton", "--", "--text-file", "my text", PYTHON="")
+    words = ("--text-file", "my text", "--text-file=/a", "--text-file=b", "--num-layers", "2")
+    (command,) = machine.dry_run("proton", "--", *words, PYTHON="")
     assert command[0] == "python3"
-    assert command[-1] == str(machine.bin / "my text")  # where the script was called
+    here = machine.bin  # where the script was called
+    expected = ["--text-file", f"{here}/my text", "--text-file=/a", f"--text-file={here}/b"]
+    assert command[-6:] == [*expected, "--num-layers", "2"]
 
 
 # --- The command lines ----------------------------------------------------------------------------
@@ -244,11 +271,19 @@ NSYS = {
     ),
     "stats": options("--report=1 --format=1 --output=1 --force-export=1 --force-overwrite=1"),
 }
-NSYS_REPORTS = frozenset(
-    "cuda_gpu_kern_sum cuda_gpu_mem_time_sum cuda_gpu_mem_size_sum cuda_api_sum cuda_gpu_trace "
-    "nvtx_sum nvtx_pushpop_sum nvtx_kern_sum osrt_sum".split()
-)
 PROTON = options("--name=1 --context=1 --data=1 --hook=1 --backend=1")
+# What a tool would do without, and our tables would not, by the command.
+NEEDED = {
+    "rocprofv3 --stats": "--kernel-trace --hip-runtime-trace --memory-copy-trace --marker-trace",
+    "rocprof-sys-sample": "ROCPROFSYS_TIME_OUTPUT=OFF",
+    "rocprof-sys-run": "ROCPROFSYS_TIME_OUTPUT=OFF",
+    "ncu": "--profile-from-start=off --no-cuda-graph",
+    "nsys profile": "--capture-range=cudaProfilerApi --capture-range-end=stop "
+    "--cuda-graph-trace=node",
+    "nsys stats": "--report=cuda_gpu_kern_sum --report=cuda_gpu_mem_time_sum "
+    "--report=cuda_gpu_trace --report=cuda_api_sum --report=nvtx_pushpop_sum "
+    "--report=nvtx_kern_sum --format=csv",
+}
 NEWEST = {"rocprof-sys-sample": "1.7", "rocprof-sys-run": "1.7", "rocprof-compute": "3.9"}
 
 
@@ -257,10 +292,11 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def problems(command: list[str], version: str | None = None) -> list[str]:
-    """What the real tool would not accept, or not do anything with."""
+    """What the real tool would not accept, or not do anything with, and what we need of it."""
     words = command[1:] if command[0] == "env" else list(command)
+    settings = []
     while "=" in words[0]:
-        words.pop(0)
+        settings.append(words.pop(0))
     program = Path(words.pop(0)).name
     if program in ("rocprofv3", "rocprof-sys-sample", "rocprof-sys-run"):
         known = ROCPROFV3 if program == "rocprofv3" else ROCPROF_SYS
@@ -278,6 +314,11 @@ def problems(command: list[str], version: str | None = None) -> list[str]:
     else:
         return [f"{program} is no profiler"]
     found, given, application = _parse(words, known, version or NEWEST.get(program.split()[0], "1"))
+    if "--import" not in given:
+        values = [f"{name}={value}" for name, values in given.items() for value in values]
+        present = {*settings, *given, *values, *(application or ())}
+        needed = NEEDED.get(f"{program} --stats" if "--stats" in given else program, "").split()
+        found += [f"{word} is missing" for word in needed if word not in present]
     return [*found, *_rules(program, given, application)]
 
 
@@ -315,7 +356,9 @@ def _rules(
     if not application or (application[0] == "--") != dashes:
         yield "there must be an application" + (" after --" if dashes else ", and no -- before it")
         return
-    script = application[0] if program == "proton" else application[1 + dashes]
+    if program == "proton" and Path(application[0]).name != "proton_app.py":
+        yield "Triton up to 3.6 runs no script that ends with sys.exit"
+    script = application[1 + dashes]
     if Path(script).name != "tiny_llama_v1.py" or "--profile-steps" not in application:
         yield "the application is not the version's"
     formats = given.get("--output-format", [])
@@ -335,7 +378,7 @@ def _rules(
 def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
     counts = {}
     for tool in TOOLS:
-        commands = [c for c in machine.dry_run(tool, "--", "--config", "tiny") if c[0] != "cd"]
+        commands = machine.dry_run(tool, "--", "--config", "tiny")
         counts[tool] = len(commands)
         for command in commands:
             command = command[: command.index(">")] if ">" in command else command
@@ -382,8 +425,44 @@ def test_planted_fault_in_a_command_is_found(
 ) -> None:
     machine.edit(script, old, new)
     tool = script.removeprefix("run_").removesuffix(".sh")
-    commands = [c for c in machine.dry_run(tool) if c[0] != "cd"]
-    assert told in "; ".join(problem for command in commands for problem in problems(command))
+    assert told in "; ".join(p for command in machine.dry_run(tool) for p in problems(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "word"), [(command, word) for command in NEEDED for word in NEEDED[command].split()]
+)
+def test_what_our_tables_need_is_missed(command: str, word: str, machine: Machine) -> None:
+    tool = "rocprof_sys" if command.startswith("rocprof-sys") else command.split()[0]
+    script = f"run_{tool}.sh"
+    text = (machine.folder / script).read_text()
+    machine.edit(script, word if word in text else word.replace("=", " "), "")
+    told = (problem for given in machine.dry_run(tool) for problem in problems(given))
+    assert f"{word} is missing" in told
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_dry_run_can_be_pasted_into_a_shell(tool: str, machine: Machine) -> None:
+    tools = ("rocprofv3", "rocprof_sys_sample", "rocprof_sys_run", "rocprof_compute", "ncu")
+    machine.install(nsys=NSYS_TOOL, **dict.fromkeys(tools, f"{RECORDER}pwd"))
+    printed = machine.run(tool, "--dry-run").stdout
+    for record in machine.record.parent.glob("record.*"):  # of questions after the version
+        record.unlink()
+    subprocess.run(
+        ["sh", "-e"],
+        input=printed,
+        text=True,
+        env=machine.environment(),
+        cwd=machine.bin,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    printed_words = {word for c in profiler_commands(printed.splitlines()) for word in c}
+    records = list(machine.record.parent.glob("record.*"))
+    assert records and machine.out.is_dir()
+    for record in records:
+        assert set(record.read_text().splitlines()) <= printed_words
+    if tool == "rocprof_compute":  # which writes to where it is run
+        assert (machine.out / "counters.txt").read_text() == f"{machine.out}\n"
 
 
 @pytest.mark.parametrize("version", ["3.2.3", "3.3.0", "3.4.0", "3.5.0", "3.6.0", "3.7.0", "3.9.0"])
@@ -391,8 +470,8 @@ def test_options_of_rocprof_compute_are_those_of_the_installed_version(
     version: str, machine: Machine
 ) -> None:
     banner = f"echo ----; echo 'rocprofiler-compute version: {version} (release)'; echo 'git 1.5'"
-    machine.install(rocprof_compute=banner)
-    _, counters, _, roofline, drawn = machine.dry_run("rocprof_compute")
+    machine.install(rocprof_compute=f"echo 'warning: pandas 2.2 is too old' >&2; {banner}")
+    counters, _, roofline, drawn = machine.dry_run("rocprof_compute")
     for command in (counters, roofline, drawn):
         assert problems([word for word in command if word != ">"], version) == []
     # The types of a bf16 training, where this version draws the roofline.
@@ -404,7 +483,9 @@ def test_options_of_rocprof_compute_are_those_of_the_installed_version(
 def test_options_of_rocprof_sys_are_those_of_the_installed_version(
     version: str, machine: Machine
 ) -> None:
-    machine.install(rocprof_sys_sample=f"echo 'rocprof-sys-sample v{version} (rev: 12, rocm 6.4)'")
+    machine.install(
+        rocprof_sys_sample=f"echo 'rocprof-sys-sample v{version} (rev: 12, rocm 6.4)' >&2"
+    )
     commands = machine.dry_run("rocprof_sys")
     for command in commands:
         assert problems(command, version) == []
@@ -472,6 +553,28 @@ def test_ncu_counts_all_operations_under_the_names_of_the_chip(machine: Machine)
     assert kernel.flops == single + double + half + len(tensor)
 
 
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("dram__bytes_op_read dram__bytes_op_write", "dram__bytes_op"),
+        ("dram__bytes_read dram__bytes_write dram__bytes_op_read", "dram__bytes"),
+    ],
+)
+def test_ncu_is_asked_for_bytes_by_the_chip_s_names(
+    listed: str, expected: str, machine: Machine
+) -> None:
+    lines = "".join(f"echo '{name}  Counter  byte';" for name in listed.split())
+    machine.install(ncu=lines)
+    done = machine.run("ncu", "--dry-run")
+    command, _ = profiler_commands(done.stdout.splitlines())
+    metrics = command[command.index("--metrics") + 1].split(",")
+    moved = [metric for metric in metrics if metric.startswith("dram__bytes")]
+    assert moved == [f"{expected}_read.sum", f"{expected}_write.sum"]
+    # A chip whose tensor cores ncu has no counter for: their operations are not to be missed.
+    assert not [metric for metric in metrics if "tensor" in metric]
+    assert "# ncu names no metrics of this chip's tensor cores: TFLOP/s are left out" in done.stdout
+
+
 def test_dry_run_of_all_is_every_script_s(machine: Machine) -> None:
     for script in ("run_pytorch_profiler.py", "run_deepspeed_flops.py"):
         (machine.folder / script).write_text("import sys; print('python', *sys.argv[1:])\n")
@@ -497,14 +600,6 @@ def test_dry_run_of_all_is_every_script_s(machine: Machine) -> None:
 
 # --- Running --------------------------------------------------------------------------------------
 
-NSYS_TOOL = (
-    RECORDER
-    + """
-for word in "$@"; do case $word in --output=*) out=${word#*=} ;; esac; done
-case $1 in profile) echo timeline >"$out.nsys-rep" ;; *) echo rows >"$out"_sums.csv ;; esac
-"""
-)
-
 
 def test_commands_run_as_printed_and_leave_the_table(machine: Machine) -> None:
     machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
@@ -514,7 +609,7 @@ def test_commands_run_as_printed_and_leave_the_table(machine: Machine) -> None:
     assert machine.recorded("nsys") == [word for command in expected for word in command[1:]]
     told, *commands, status = (machine.out / "command.txt").read_text().splitlines()
     assert "run_nsys.sh of v1" in told
-    assert [shlex.split(line) for line in commands] == expected
+    assert profiler_commands(commands) == expected
     assert status == "# exit status 0"
     assert machine.recorded("my_python")[:4] == [
         *("-m", "workshop.profilers", "show"),
@@ -554,9 +649,15 @@ def test_what_the_machine_lacks_is_skipped_and_earlier_outputs_stay(
     (machine.out / "command.txt").write_text("# run_nsys.sh of an earlier run\n")
     without_gpu = machine.run(tool)
     machine.install(**(AMD_GPU if tool.startswith("rocprof") else NVIDIA_GPU))
-    machine.install(my_python='case "$2" in *triton*) exit 1 ;; esac')
+    no_triton = 'case "$2" in *triton*) exit 1 ;; *is_available*) exit ${SEES_GPU:-0} ;; esac'
+    machine.install(my_python=no_triton)
     without_tool = machine.run(tool)
-    for done, why in ((without_gpu, "GPU here"), (without_tool, "")):
+    without_build = machine.run(tool, SEES_GPU="1")
+    for done, why in (
+        (without_gpu, "GPU here"),
+        (without_tool, ""),
+        (without_build, "PyTorch sees no GPU here"),
+    ):
         assert done.returncode == 77
         assert re.fullmatch(r"skipped: .+\n", done.stderr)
         assert why in done.stderr
@@ -636,23 +737,71 @@ def test_rocprof_compute_analyzes_what_it_has_profiled(machine: Machine) -> None
     assert not list(machine.out.glob("*.txt.part"))
 
 
-def test_interrupted_script_says_so_and_leaves_no_table(machine: Machine) -> None:
-    machine.install(nsys=f"{RECORDER}exec sleep 60", **NVIDIA_GPU)
+@pytest.mark.parametrize(
+    ("tool", "body"),
+    [
+        ("nsys", f"{RECORDER}exec sleep 60"),
+        ("ncu", f'case "$*" in *--import*) {RECORDER} echo half; exec sleep 60 ;; esac'),
+    ],
+)
+def test_interrupted_script_says_so_and_leaves_nothing_half_written(
+    tool: str, body: str, machine: Machine
+) -> None:
+    machine.install(**{tool: body}, **NVIDIA_GPU)
     process = subprocess.Popen(
-        machine.command("nsys", "--output-dir", machine.out),
+        machine.command(tool, "--output-dir", machine.out),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
         env=machine.environment(),
         start_new_session=True,
     )
-    wait_for(lambda: bool(machine.recorded("nsys")))
+    wait_for(lambda: bool(machine.recorded(tool)))
+    assert lock_of(machine.out).read_text() == f"{platform.node()} {process.pid}\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130
     assert told == f"interrupted: {machine.out} is not complete\n"
     assert (machine.out / "command.txt").read_text().endswith("# exit status 130\n")
-    assert not (machine.out / "kernels.json").exists()
+    assert {path.name for path in machine.out.iterdir()} <= {"command.txt", "output.txt"}
+    assert not lock_of(machine.out).exists()
+
+
+def lock_of(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.lock"
+
+
+@pytest.mark.parametrize("tool", ["nsys", "all_profilers"])
+def test_folder_that_another_run_is_filling_is_left_to_it(tool: str, machine: Machine) -> None:
+    machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
+    folder = machine.out / "v1" if tool == "all_profilers" else machine.out
+    folder.mkdir(parents=True)
+    for name in ("command.txt", "summary.json"):
+        (folder / name).write_text("# run_nsys.sh of another run\n")
+    lock = lock_of(folder)
+    for owner in (f"{platform.node()} {os.getpid()}", "node17 1", ""):
+        lock.write_text(f"{owner}\n")
+        done = machine.run(tool)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        host, process = owner.split() or ("?", "?")
+        assert f"another run is filling {folder} (process {process} on {host})" in line
+        assert f"or delete {lock}" in line
+        assert lock.read_text() == f"{owner}\n"
+        assert {path.read_text() for path in folder.iterdir()} == {"# run_nsys.sh of another run\n"}
+
+
+def test_lock_of_a_run_that_was_killed_is_taken_over(machine: Machine) -> None:
+    machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
+    killed = subprocess.Popen(["sleep", "60"])
+    killed.kill()
+    killed.wait()
+    lock_of(machine.out).write_text(f"{platform.node()} {killed.pid}\n")
+    assert machine.run("nsys").returncode == 0
+    assert not lock_of(machine.out).exists()
+    machine.install(nsys="exit 3")
+    assert machine.run("nsys").returncode == 1
+    assert not lock_of(machine.out).exists()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -669,8 +818,11 @@ STAND_INS = {
     "run_pytorch_profiler.py": f"""
 import json, sys
 from pathlib import Path
+if "--dry-run" in sys.argv:
+    sys.exit()
 folder = Path(sys.argv[sys.argv.index("--output-dir") + 1])
 folder.mkdir(parents=True)
+(folder / "command.txt").write_text("# run_pytorch_profiler.py")
 (folder / "trace #1.pt.trace.json").write_text("[]")
 kernel = dict(name="{HOSTILE}", category="GEMM", calls=2, total_ns=3e6, share=0.5)
 (folder / "kernels.json").write_text(json.dumps(dict(kernels=[kernel])))
@@ -678,7 +830,7 @@ print(*sys.argv[1:])
 """,
     "run_rocprofv3.sh": "echo noise; echo 'skipped: no AMD GPU here' >&2; exit 77",
     "run_ncu.sh": "echo 'error: <b>out of memory</b>' >&2; echo; echo later noise; exit 1",
-    "run_nsys.sh": 'mkdir -p "$2"; echo x >"$2/nsys.nsys-rep"',
+    "run_nsys.sh": 'mkdir -p "$2"; echo run >"$2/command.txt"; echo x >"$2/nsys.nsys-rep"',
 }
 
 
@@ -700,17 +852,24 @@ def test_all_run_past_a_failure_and_the_summary_tells(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = install_stand_ins(machine, STAND_INS)
-    assert run_all.main([*words, "--steps", "2", "--", "--config", "tiny"]) == 1
+    (machine.out / "ncu").mkdir(parents=True)
+    for name in ("command.txt", "of last week.csv"):
+        (machine.out / "ncu" / name).write_text("# run_ncu.sh")
+    lock = machine.root / "lock"
+    lock.touch()
+    words += ["--steps", "2", "--lock", str(lock), "--", "--config", "tiny"]
+    assert run_all.main(words) == 1
+    assert not lock.exists()
     out, err = capsys.readouterr()
-    for line in (
-        "run_rocprofv3.sh: skipped: no AMD GPU here (0 s)",
+    assert err.splitlines()[1:] == [
         "run_ncu.sh: FAILED: <b>out of memory</b> (0 s)",
         "run_nsys.sh: ok (0 s)",
-    ):
-        assert line in err.splitlines()
-    assert re.search(r"nsys .* ok .* nsys/", out) and re.search(r"FAILED: .* ncu\.log", out)
-    summary = json.loads((machine.out / "summary.json").read_text())
-    statuses = [(tool["tool"], tool["status"], tool["exit_status"]) for tool in summary["tools"]]
+    ]
+    assert re.search(r"nsys .* ok ", out)
+    assert "FAILED: <b>out of memory</b> (ncu.log)" in out
+    assert "skipped, no AMD GPU here: rocprofv3\n" in out
+    written = json.loads((machine.out / "summary.json").read_text())
+    statuses = [(tool["tool"], tool["status"], tool["exit_status"]) for tool in written["tools"]]
     assert statuses == [
         ("pytorch_profiler", "ok", 0),
         ("rocprofv3", "skipped", 77),
@@ -718,6 +877,8 @@ def test_all_run_past_a_failure_and_the_summary_tells(
         ("nsys", "ok", 0),
     ]
     assert "--steps 2 -- --config tiny" in (machine.out / "pytorch_profiler.log").read_text()
+    assert "of last week" not in (machine.out / "index.html").read_text()
+    shutil.rmtree(machine.out / "ncu")
     check_page(machine.out)
 
 
@@ -749,6 +910,46 @@ def check_page(folder: Path) -> None:
     outputs = {str(p.relative_to(folder)) for p in folder.glob("*/**/*") if p.is_file()}
     assert outputs <= files
     assert all((folder / name).is_file() for name in files)
+
+
+@pytest.mark.usefixtures("keep_sigterm")
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (
+            "import argparse; argparse.ArgumentParser('tiny_llama_v1.py').parse_args()",
+            2,
+            "error: tiny_llama_v1.py: unrecognized arguments: --output-dir",
+        ),
+        ("import sys; sys.exit(print('error: no Triton', file=sys.stderr) or 77)", 77, "no Triton"),
+        ("import no_such_module", 2, "run_pytorch_profiler.py can't be started (ModuleNotFound"),
+    ],
+)
+def test_flags_that_the_model_does_not_take_are_told_once(
+    body: str, status: int, told: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {"run_ncu.sh": "exit 0", "run_pytorch_profiler.py": body}
+    assert run_all.main(install_stand_ins(machine, scripts)) == status
+    out, err = capsys.readouterr()
+    assert out == "" and told in err and len(err.splitlines()) == 1
+    assert not machine.out.exists()  # nothing was run
+
+
+@pytest.mark.usefixtures("keep_sigterm")
+def test_terminal_of_80_columns_shows_the_table_whole(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    error = f"echo 'error: {'a long reason, ' * 9}' >&2; exit 1"
+    tools = ("rocprofv3", "rocprof_sys", "rocprof_compute")
+    skipped = {f"run_{tool}.sh": STAND_INS["run_rocprofv3.sh"] for tool in tools}
+    assert run_all.main(install_stand_ins(machine, {**skipped, "run_ncu.sh": error})) == 1
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = out[: out.index("Written")].splitlines()
+    assert max(map(len, table)) <= 80
+    assert sum("no AMD GPU here" in line for line in table) == 1
+    assert len(table) <= 12
 
 
 @pytest.mark.usefixtures("keep_sigterm")
@@ -795,3 +996,48 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+# --- The summary ----------------------------------------------------------------------------------
+
+
+def finished(tool: str, status: str = "ok", **more: Any) -> summary.Outcome:
+    script, question = f"run_{tool}.sh", run_all.QUESTIONS[tool]
+    return summary.Outcome(tool, script, question, tool, f"{tool}.log", status, **more)
+
+
+def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
+    version = versions.VERSIONS["v1"]
+    folder = tmp_path / "v1"
+    reference = ROOT / "results" / "reference" / "cpu_amd_epyc" / "profiles" / "v1"
+    shutil.copytree(reference / "pytorch_profiler", folder / "pytorch_profiler")
+    (folder / "deepspeed_flops").mkdir()
+    flops = {"tflops": 0.5, "mfu": 0.25, "peak_tflops": 2.0, "peak_source": "<measured>"}
+    (folder / "deepspeed_flops" / "flops.json").write_text(json.dumps(flops))
+    outcomes = [
+        finished("pytorch_profiler", exit_status=0, filled=True),
+        finished("deepspeed_flops", exit_status=0, filled=True),
+        finished("ncu", "failed", reason="<b>lost</b>", exit_status=1),
+    ]
+    content = summary.sum_up(version, outcomes, ["--config", "<small>"], folder)
+    written = summary.write(content, folder)
+    assert written == [folder / "summary.json", folder / "index.html", tmp_path / "index.html"]
+    page, overview = (path.read_text() for path in written[1:])
+    for text in (page, overview):
+        assert "AMD EPYC, PyTorch" in text and "8 sequences of 128 tokens" in text
+        assert "GEMM-bound: matrix products take" in text
+    assert "0.5 TFLOP/s: 25.0% (MFU) of 2 TFLOP/s (&lt;measured&gt;)" in page
+    assert "&lt;small&gt;" in page and "&lt;b&gt;lost" in page
+    assert '<a href="v1/index.html">v1: plain PyTorch</a>' in overview
+    assert re.findall(r">(\d+ \w+)</span>", overview) == ["2 ok", "1 FAILED"]
+    # A second version joins the first; a page of somebody else's is left alone.
+    summary.write(content | {"version": "v4"}, mkdir(tmp_path / "v4"))
+    assert (tmp_path / "index.html").read_text().count('index.html">') == 2
+    (tmp_path / "index.html").write_text("my home page")
+    assert summary.write(content, folder) == written[:2]
+    assert (tmp_path / "index.html").read_text() == "my home page"
+
+
+def mkdir(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

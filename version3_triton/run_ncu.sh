@@ -15,25 +15,31 @@ NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGP
 
 # What a roofline needs: time, bytes to and from memory, operations. Instructions of the vector
 # units are counted by kind. The tensor cores count operations, by data types and under names that
-# differ between chips: ncu tells this one's.
-metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum
+# differ between chips: ncu tells this one's, and what it calls its bytes.
+known=$(ncu --query-metrics 2>/dev/null | awk '{ print $1 }') || known=""
+bytes=dram__bytes
+if [[ $known == *dram__bytes_op_read* && $known != *dram__bytes_read* ]]; then # Blackwell
+  bytes=dram__bytes_op
+fi
+metrics=gpu__time_duration.sum,${bytes}_read.sum,${bytes}_write.sum
 metrics+=,sm__throughput.avg.pct_of_peak_sustained_elapsed
 metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
 for operation in fadd fmul ffma dadd dmul dfma hadd hmul hfma; do
   metrics+=,smsp__sass_thread_inst_executed_op_${operation}_pred_on.sum
 done
-tensor=$(ncu --query-metrics 2>/dev/null | awk '/^sm__ops_path_tensor_src_/ { print $1 }' |
-  grep -v -e int -e sparsity | sort -u) || tensor=""
-if [[ -z $tensor && $DRY_RUN == yes ]]; then
-  tensor=$(printf 'sm__ops_path_tensor_src_%s\n' bf16_dst_fp32 fp16 fp64 fp8 tf32_dst_fp32)
-  note "no NVIDIA GPU here: these are the tensor cores' metrics of a Hopper (H100, H200)"
+if [[ -z $known && $DRY_RUN == yes ]]; then
+  known=$(printf 'sm__ops_path_tensor_src_%s\n' bf16_dst_fp32 fp16 fp64 fp8 tf32_dst_fp32)
+  note "ncu can't be asked here: these are the tensor cores' metrics of a Hopper (H100, H200)"
 fi
+tensor=$(grep '^sm__ops_path_tensor_src_' <<<"$known" | grep -v -e int -e sparsity | sort -u) ||
+  note "ncu names no metrics of this chip's tensor cores: TFLOP/s are left out"
 for metric in $tensor; do metrics+=,$metric.sum; done
 
 # Only the steps between cudaProfilerStart and cudaProfilerStop, which the program calls, are
-# profiled. A filter by NVTX range would lose the backward pass: such ranges belong to a thread,
-# and autograd has its own. Without a CUDA graph the kernels are launched one by one, as ncu
-# measures them anyway. ncu takes no -- before the program.
+# profiled. A filter by NVTX range loses the backward pass of most programs: such ranges belong to
+# a thread, and autograd has its own (ours keeps to the main one under a profiler). Without a CUDA
+# graph the kernels are launched one by one, as ncu measures them anyway. ncu takes no -- before the
+# program.
 run ncu --profile-from-start off --target-processes all --clock-control none \
   --metrics "$metrics" --export "$OUT/ncu.ncu-rep" --force-overwrite "${TRAIN[@]}" --no-cuda-graph
 attempt_to "$OUT/ncu.csv" ncu --import "$OUT/ncu.ncu-rep" --csv --page raw --print-units base

@@ -13,8 +13,9 @@ need rocprof-sys-sample "it is ROCm's package rocprofiler-systems"
 find_version rocprof-sys-sample 1.7
 
 # Without TIME_OUTPUT=OFF the outputs lie in a folder named after the time. The trace that Perfetto
-# opens may lack what threads other than the main one do, and autograd runs the backward pass in
-# one; the database of USE_ROCPD has it, from version 1.2 on (ROCm 7.1).
+# opens may lack what threads other than the main one do, such as the backward pass, for which
+# autograd has its own (ours keeps to the main one under a profiler); the database of USE_ROCPD has
+# it, from version 1.2 on (ROCm 7.1).
 settings=(ROCPROFSYS_TIME_OUTPUT=OFF)
 if at_least "$TOOL_VERSION" 1.2; then settings+=(ROCPROFSYS_USE_ROCPD=ON); fi
 

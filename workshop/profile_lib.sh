@@ -26,6 +26,8 @@ MODES=""
 MODE=all
 DRY_RUN=no
 STARTED=no # whether OUT is ours by now
+LOCK=""    # the file that says so to other runs
+PARTIAL="" # a file that is being written
 FAILED=""  # commands of `attempt` that failed
 SKIP_PATTERN="" SKIP_REASON=""
 
@@ -95,11 +97,15 @@ begin() {
     "$DEFAULT_STEPS") ;;
     0* | *[!0-9]*) fail 2 "--steps $STEPS: it must be a whole number of at least 1" ;;
   esac
-  [[ $OUT == /* ]] || OUT=$PWD/$OUT
+  OUT=$(absolute "$OUT")
   # The same folder may be named for all versions.
   [[ $TOOL != all_profilers ]] || OUT=$OUT/$VERSION
-  for word in "$@"; do # some tools want to run in another folder
-    [[ $previous != --text-file || $word == /* ]] || word=$PWD/$word
+  for word in "$@"; do
+    refuse_own_flag "$word"
+    case $previous:$word in # some tools want to run in another folder
+      --text-file:*) word=$(absolute "$word") ;;
+      *:--text-file=*) word=--text-file=$(absolute "${word#*=}") ;;
+    esac
     FLAGS+=("$word")
     previous=$word
   done
@@ -109,6 +115,21 @@ begin() {
   trap on_exit EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM
+}
+
+absolute() { # absolute PATH
+  case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$PWD/$1" ;; esac
+}
+
+# The model would take the flag, or its beginning, and the profile would be of something else than
+# this script says.
+refuse_own_flag() { # refuse_own_flag WORD
+  local flag name=${1%%=*}
+  for flag in --output-dir --profile-steps --num-steps; do
+    [[ $name == --?* && $flag == "$name"* ]] || continue
+    [[ $flag == --output-dir ]] || flag=--steps
+    fail 2 "$name, after --, is no flag for a profile: use $flag of $(basename "$SCRIPT")"
+  done
 }
 
 choose_mode() {
@@ -161,6 +182,9 @@ need_gpu() { # need_gpu nvidia|amd|any
     amd) has_amd || skip "no AMD GPU here (there is no /dev/kfd)" ;;
     any) has_nvidia || has_amd || skip "no GPU here (neither nvidia-smi -L nor /dev/kfd has one)" ;;
   esac
+  # Last, because it takes seconds.
+  "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+    skip "PyTorch sees no GPU here (is it a CPU build?)"
 }
 
 has_nvidia() { case "$(nvidia-smi -L 2>/dev/null || true)" in GPU*) ;; *) return 1 ;; esac; }
@@ -173,7 +197,9 @@ amd_architecture() {
 
 version_of() { # version_of PROGRAM: nothing where it is not installed
   command -v "$1" >/dev/null || return 0
-  { "$1" --version || true; } 2>&1 | first_match '[0-9]+[.][0-9]+([.][0-9]+)?'
+  # Standard error comes last: a warning may have a number too.
+  { printf '%s\n' "$({ "$1" --version || true; } 2>&1 >&3)"; } 3>&1 |
+    first_match '[0-9]+[.][0-9]+([.][0-9]+)?'
 }
 
 first_match() {
@@ -224,10 +250,11 @@ attempt() { # attempt WHAT COMMAND...: the script goes on if it fails, and tells
 attempt_to() { # attempt_to FILE COMMAND...: as attempt, with its standard output written to FILE
   announce "$(quoted "${@:2}") >$(quoted "$1")"
   [[ $DRY_RUN == no ]] || return 0
-  if "${@:2}" >"$1.part"; then
-    mv "$1.part" "$1"
+  PARTIAL=$1.part
+  if "${@:2}" >"$PARTIAL"; then
+    mv "$PARTIAL" "$1"
   else
-    rm -f "$1.part"
+    rm -f "$PARTIAL"
     failed_attempt "$(basename "$1")"
   fi
 }
@@ -262,21 +289,51 @@ announce() {
   record "${1# }"
 }
 
-record() { if [[ $STARTED == yes ]]; then printf '%s\n' "$1" >>"$OUT/$COMMAND_FILE"; fi; }
+record() { # record LINE
+  if [[ $STARTED == yes && $DRY_RUN == no ]]; then printf '%s\n' "$1" >>"$OUT/$COMMAND_FILE"; fi
+}
 
 # Once the machine is known to have what it takes: a script that is skipped leaves what is there.
 prepare_output() {
-  [[ $DRY_RUN == no && $STARTED == no ]] || return 0
+  [[ $STARTED == no ]] || return 0
+  [[ $DRY_RUN == yes ]] || take_folder
+  STARTED=yes
+  announce "mkdir -p$(quoted "$OUT")"
+}
+
+take_folder() {
   [[ ! -e $OUT || -d $OUT ]] || fail 2 "--output-dir $OUT: it is a file"
-  if [[ -d $OUT && -n $(ls -A "$OUT") ]] && ! filled_by_us; then
+  mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
+  take_lock
+  if [[ -n $(ls -A "$OUT") ]] && ! filled_by_us; then
     fail 2 "--output-dir $OUT: it is not empty, and not written by this script: choose another one"
   fi
-  mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
   # The mark outlives the rest: deleting can be interrupted too.
   find "$OUT/" -mindepth 1 -maxdepth 1 ! -name "$COMMAND_FILE" -exec rm -rf {} +
   note "$(basename "$SCRIPT") of $VERSION, $(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$OUT/$COMMAND_FILE" ||
     fail 2 "--output-dir $OUT: it can't be written"
-  STARTED=yes
+}
+
+# Two runs would mix their files. One that was killed leaves its lock, and a host can ask after its
+# own processes alone.
+take_lock() {
+  local folder file host="" process=""
+  folder=$(cd "$OUT" && pwd -P)
+  file=${folder%/*}/.${folder##*/}.lock
+  [[ -w ${file%/*}/ ]] || return 0 # nobody may write there
+  until (set -o noclobber && echo "$(uname -n) $$" >"$file") 2>/dev/null; do
+    read -r host process <"$file" || true
+    if [[ $host != "$(uname -n)" ]] || is_running "$process" || ! rm "$file"; then
+      fail 2 "another run is filling $OUT (process ${process:-?} on ${host:-?}): wait for it," \
+        "choose another --output-dir, or delete $file"
+    fi
+  done
+  LOCK=$file
+}
+
+# Only ps sees those of another user; not every container has it.
+is_running() { # is_running PROCESS
+  kill -0 "$1" 2>/dev/null || ps -p "$1" >/dev/null 2>&1
 }
 
 filled_by_us() {
@@ -345,8 +402,13 @@ on_exit() {
     status=1
     say "error: $(basename "$SCRIPT"): failed: $FAILED; the rest is in $OUT"
   fi
-  [[ $status -ne 130 ]] || say "interrupted: $OUT is not complete"
+  case $status:$STARTED in
+    130:yes | 143:yes) say "interrupted: $OUT is not complete" ;;
+    130:no | 143:no) say "interrupted before anything was run" ;;
+  esac
   record "# exit status $status"
+  [[ -z $PARTIAL ]] || rm -f "$PARTIAL"
+  [[ -z $LOCK ]] || rm -f "$LOCK"
   exit "$status"
 }
 
@@ -355,7 +417,13 @@ run_all() { # run_all SCRIPT...
   local -a options
   options=(--folder "$FOLDER" --output-dir "$OUT")
   [[ -z $STEPS ]] || options+=(--steps "$STEPS")
-  [[ $DRY_RUN == no ]] || options+=(--dry-run)
+  if [[ $DRY_RUN == yes ]]; then
+    options+=(--dry-run)
+  else
+    mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
+    take_lock
+    [[ -z $LOCK ]] || options+=(--lock "$LOCK") # exec keeps the process that it names
+  fi
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
   exec "$PYTHON" -m workshop.profilers.run_all "${options[@]}" "$@" \
     -- ${FLAGS[@]+"${FLAGS[@]}"}

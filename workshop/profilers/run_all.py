@@ -6,28 +6,22 @@ the machine has no tool for is no end.
 """
 
 import argparse
-import dataclasses
-import fnmatch
 import importlib.util
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.parse
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from workshop import errors, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.profilers import summary
+from workshop.profilers.summary import Outcome
 from workshop.versions import Version
 
-SCHEMA_VERSION = 1
-SUMMARY_FILE, PAGE_FILE = "summary.json", "index.html"
 SECONDS_TO_STOP = 20
 QUESTIONS = {
     "pytorch_profiler": "which operators and kernels run, when, with how much memory?",
@@ -41,58 +35,13 @@ QUESTIONS = {
 }
 """By tool: what its script answers, in the order of the ladder of tools."""
 
-# By pattern of a file's name, the first that fits: what it is, what opens it, and where that is.
-_KINDS = (
-    ("kernels.csv", "the kernel table", "a spreadsheet", ""),
-    ("kernels.json", "the kernel table, for programs", "", ""),
-    ("run.json", "what was profiled", "", ""),
-    ("command.txt", "the commands that were run", "", ""),
-    ("output.txt", "what they printed", "", ""),
-    ("*.pt.trace.json*", "timeline of a few steps", "Perfetto", "https://ui.perfetto.dev"),
-    ("*.pftrace", "timeline", "Perfetto", "https://ui.perfetto.dev"),
-    ("*.proto", "timeline", "Perfetto", "https://ui.perfetto.dev"),
-    ("*.pickle", "every allocation on the GPU", "the visualiser", "https://pytorch.org/memory_viz"),
-    ("*.nsys-rep", "timeline", "nsys-ui", ""),
-    ("*.ncu-rep", "metrics of every launch", "ncu-ui", ""),
-    ("*.hatchet", "time by kernel", "proton-viewer -m time/ms FILE", ""),
-    ("*.db", "database of the trace", "rocpd convert -i FILE -f pftrace, or sqlite3", ""),
-    ("*.sqlite", "database of the trace", "sqlite3", ""),
-    ("operators*", "time and memory by operator", "", ""),
-    ("flops.*", "operations of a step", "", ""),
-    ("*_cuda_gpu_kern_sum.csv", "time by kernel", "a spreadsheet", ""),
-    ("*_kernel_stats.csv", "time by kernel", "a spreadsheet", ""),
-    ("*_kernel_trace.csv", "every launch", "a spreadsheet", ""),
-    ("*_counter_collection.csv", "counters of every launch", "a spreadsheet", ""),
-    ("roofline.csv", "the chip's ceilings, measured", "a spreadsheet", ""),
-    ("*.csv", "table", "a spreadsheet", ""),
-    ("*.html", "page", "this browser", ""),
-)
-_HOT_KERNELS = 8
-_STYLES = {"ok": "green", "failed": "bold red", "skipped": "dim"}
+COMMAND_FILE = "command.txt"
+"""What every script writes first into its folder: profile_lib.sh, and profile_run for Python."""
+_STYLES = {"ok": "green", "failed": "bold red"}
+_WIDE = 110
+"""Columns of a terminal that shows the questions too."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x00-\x1f\x7f-\x9f]")
 _TAIL = 1 << 14
-
-
-@dataclass
-class Outcome:
-    """How one tool's script ended."""
-
-    tool: str
-    script: str
-    question: str
-    output: str
-    """The folder for its outputs; `log`: what it printed. Both relative to the summary's folder."""
-    log: str
-    status: str = "not run"
-    """Or "ok", "skipped" (the machine lacks what it needs), "failed", "interrupted"."""
-    reason: str = ""
-    """Why it was skipped or has failed, in its own words."""
-    seconds: float = 0.0
-    exit_status: int | None = None
-
-    @property
-    def shown_status(self) -> str:
-        return "FAILED" if self.status == "failed" else self.status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__.split("\n\n")[0],
         usage="%(prog)s --folder DIR --output-dir DIR [options] SCRIPT... [-- flags of the model]",
         epilog="Exit status: 0 done (what the machine has no tool for is skipped), 1 a script "
-        "failed, 2 wrong usage, 130 interrupted (the table has what was completed).",
+        "failed, 2 wrong usage, 77 the version needs what this machine lacks, 130 interrupted (the "
+        "table has what was completed).",
     )
     add = parser.add_argument
     add("scripts", nargs="+", metavar="SCRIPT", help="run_*.py or run_*.sh of the folder")
@@ -109,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
     add("--steps", metavar="N", help="training steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
+    add("--lock", type=Path, metavar="FILE", help="that keeps others out: deleted at the end")
     return parser
 
 
@@ -119,9 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments.model_flags = words[split + 1 :]
     arguments.output_dir = arguments.output_dir.absolute()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's Ctrl-C
-    return errors.exit_status(
-        lambda: _profile(arguments), interrupted="interrupted before a profiler was started"
-    )
+    try:
+        return errors.exit_status(
+            lambda: _profile(arguments), interrupted="interrupted: nothing was summed up"
+        )
+    finally:
+        if arguments.lock:
+            arguments.lock.unlink(missing_ok=True)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
@@ -132,10 +87,18 @@ def _profile(arguments: argparse.Namespace) -> int:
     errors.require_rich()
     if importlib.util.find_spec("jinja2") is None:
         raise NotOnThisMachine("jinja2 is missing, which PyTorch brings: run `make setup`")
-    _prepare_folder(arguments.output_dir)
+    _check_model_flags(outcomes, arguments)
+    folder = arguments.output_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        summary.remove(folder)
+    except OSError as error:
+        raise summary.unwritable(folder, error) from None
     interrupted = _run_each(outcomes, arguments)
-    _show(version, outcomes, arguments.output_dir)
-    for path in write_summary(version, outcomes, arguments):
+    content = summary.sum_up(version, outcomes, arguments.model_flags, folder)
+    written = summary.write(content, folder)
+    _show(version, outcomes, content["headline"], folder)
+    for path in written:
         print(f"Written: {path}")
     if interrupted:
         print("interrupted: the table has what was completed", file=sys.stderr)
@@ -162,12 +125,12 @@ def _planned(folder: Path, script: str) -> Outcome:
 # --- running -------------------------------------------------------------------------------------
 
 
-def _command(outcome: Outcome, arguments: argparse.Namespace) -> list[str]:
+def _command(outcome: Outcome, arguments: argparse.Namespace, *, dry_run: bool) -> list[str]:
     program = sys.executable if outcome.script.endswith(".py") else "bash"
     command = [program, str(arguments.folder / outcome.script)]
     command += ["--output-dir", str(arguments.output_dir / outcome.output)]
     command += ["--steps", arguments.steps] if arguments.steps else []
-    command += ["--dry-run"] if arguments.dry_run else []
+    command += ["--dry-run"] if dry_run else []
     return [*command, "--", *arguments.model_flags]
 
 
@@ -180,61 +143,108 @@ def _dry_run(outcomes: list[Outcome], arguments: argparse.Namespace) -> int:
     worst = errors.DONE
     for outcome in outcomes:
         print(f"# --- {outcome.script}: {outcome.question}", flush=True)
-        command = _command(outcome, arguments)
+        command = _command(outcome, arguments, dry_run=True)
         status = subprocess.run(command, env=_environment(), check=False).returncode
         if status != errors.NOT_ON_THIS_MACHINE:
             worst = worst or status
     return worst
 
 
-def _prepare_folder(folder: Path) -> None:
-    """Makes the folder, and takes the summary of an earlier run out of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (SUMMARY_FILE, PAGE_FILE):
-            (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
+def _check_model_flags(outcomes: list[Outcome], arguments: argparse.Namespace) -> None:
+    """Has one script look at the flags of the model, in a dry run: those in Python do, and else
+    each of them would fail over the same flag.
 
-
-def _unwritable(path: Path, error: OSError) -> WorkshopError:
-    return WorkshopError(f"{path} can't be written ({error.strerror}): choose another --output-dir")
+    Raises:
+        WorkshopError: something is wrong with them, in the model's own words.
+        NotOnThisMachine: the version can't run here.
+    """
+    outcome = next((outcome for outcome in outcomes if outcome.script.endswith(".py")), None)
+    if outcome is None:
+        return
+    done = subprocess.run(
+        _command(outcome, arguments, dry_run=True),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=_environment(),
+        check=False,
+    )
+    status = done.returncode
+    told = _told(list(_lines_from_the_end(done.stderr)), status)
+    if status == errors.NOT_ON_THIS_MACHINE:
+        raise NotOnThisMachine(told)
+    if status == errors.WRONG_USAGE:
+        raise WorkshopError(told)
+    if status != errors.DONE:
+        raise WorkshopError(f"{outcome.script} can't be started ({told}): run `make setup`")
 
 
 def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
     """Runs the scripts, and fills their outcomes; whether Ctrl-C ended them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
     from rich.text import Text
 
     console = Console(stderr=True)
     count = TextColumn("{task.completed}/{task.total}")
-    what = TextColumn("{task.description}", markup=False)  # lines as the script printed them
-    columns = (BarColumn(20), count, TimeElapsedColumn(), what)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    what = TextColumn("{task.description}", markup=False, table_column=rest)  # a script's own words
+    columns = (BarColumn(10), count, TimeElapsedColumn(), what)
+    live = Progress(
+        *columns, console=console, transient=True, expand=True, disable=not console.is_terminal
+    )
+    with live as progress:
         task = progress.add_task("", total=len(outcomes))
         for outcome in outcomes:
-            started = time.monotonic()
-            log = arguments.output_dir / outcome.log
-            process = _start(_command(outcome, arguments), log)
+
+            def tell(line: str, script: str = outcome.script) -> None:
+                progress.update(task, description=f"{script}: {line}")
+
             try:
-                while process.poll() is None:
-                    line = next(_last_lines(log), "")
-                    progress.update(task, description=f"{outcome.script}: {line[:70]}")
-                    _wait(process, seconds=0.5)
+                _run(outcome, arguments, tell)
             except KeyboardInterrupt:
-                _stop(process)
                 outcome.status = "interrupted"
-            outcome.seconds = time.monotonic() - started
-            outcome.exit_status = process.returncode
-            if outcome.status == "interrupted":
                 return True
-            _judge(outcome, log)
-            reason = f": {outcome.reason}" if outcome.reason else ""
-            line = f"{outcome.script}: {outcome.shown_status}{reason} ({outcome.seconds:.0f} s)"
-            console.print(Text(line), soft_wrap=True)
+            if outcome.status != "skipped":  # the table sums those up
+                reason = f": {outcome.reason}" if outcome.reason else ""
+                line = f"{outcome.script}: {outcome.shown_status}{reason} ({outcome.seconds:.0f} s)"
+                console.print(Text(line), soft_wrap=not console.is_terminal)
             progress.advance(task)
     return False
+
+
+def _run(outcome: Outcome, arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
+    """Runs a script, and fills its outcome.
+
+    Args:
+        tell: is given the last line of what the script has printed so far.
+    """
+    output, log = arguments.output_dir / outcome.output, arguments.output_dir / outcome.log
+    before, started = _filled_at(output), time.monotonic()
+    process = _start(_command(outcome, arguments, dry_run=False), log)
+    try:
+        while process.poll() is None:
+            tell(next(_last_lines(log), ""))
+            _wait(process, seconds=0.5)
+    except KeyboardInterrupt:
+        _stop(process)
+        raise
+    finally:
+        outcome.seconds = time.monotonic() - started
+        outcome.exit_status = process.returncode
+        outcome.filled = _filled_at(output) not in (None, before)
+    _judge(outcome, log)
+
+
+def _filled_at(output: Path) -> int | None:
+    """When a script last wrote down its commands, which is the first thing that each does with its
+    folder; None where no script has been."""
+    try:
+        return (output / COMMAND_FILE).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -251,7 +261,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
                 start_new_session=True,
             )
     except OSError as error:
-        raise _unwritable(log, error) from None
+        raise summary.unwritable(log, error) from None
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -282,20 +292,27 @@ def _judge(outcome: Outcome, log: Path) -> None:
         outcome.status = "ok"
         return
     outcome.status = "skipped" if status == errors.NOT_ON_THIS_MACHINE else "failed"
+    outcome.reason = _told(list(_last_lines(log)), status)
+
+
+def _told(lines: list[str], status: int) -> str:
+    """Why a script ended with a status, by the lines that it printed, the last one first."""
     if status < 0:
-        outcome.reason = f"ended by {signal.Signals(-status).name}"
-        return
-    lines = list(_last_lines(log))
-    told = (line for line in lines if line.startswith(("skipped: ", "error: ")))
-    last = next(told, lines[0] if lines else f"exit status {status}, no message")
-    outcome.reason = last.removeprefix("skipped: ").removeprefix("error: ")
+        return f"ended by {signal.Signals(-status).name}"
+    said = (line for line in lines if line.startswith(("skipped: ", "error: ")))
+    last = next(said, lines[0] if lines else f"exit status {status}, no message")
+    # argparse puts the program's name before it.
+    return last.removeprefix("skipped: ").removeprefix("error: ").replace(": error: ", ": ", 1)
 
 
 def _last_lines(log: Path) -> Iterator[str]:
     """The lines at the end of a log, the last one first, without terminal codes."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL))
-        text = file.read().decode(errors="replace")
+        yield from _lines_from_the_end(file.read().decode(errors="replace"))
+
+
+def _lines_from_the_end(text: str) -> Iterator[str]:
     for line in reversed(re.split(r"[\r\n]+", text)):
         plain = _CONTROL.sub("", line).strip()
         if plain:
@@ -305,7 +322,7 @@ def _last_lines(log: Path) -> Iterator[str]:
 # --- summing up ----------------------------------------------------------------------------------
 
 
-def _show(version: Version, outcomes: list[Outcome], folder: Path) -> None:
+def _show(version: Version, outcomes: list[Outcome], headline: str, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -313,125 +330,29 @@ def _show(version: Version, outcomes: list[Outcome], folder: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)
-    title = Text(f"profilers of {version.key} ({version.title}); outputs in {folder}")
-    table = Table(title=title, title_justify="left", title_style="bold")
+    wide = console.width >= _WIDE
+    title = Text(f"profilers of {version.key} ({version.title}); outputs in {folder}", "bold")
+    console.print(title)
+    table = Table()
     table.add_column("tool", no_wrap=True)
-    table.add_column("question it answers", ratio=3)
-    table.add_column("result", ratio=3)
+    if wide:
+        table.add_column("question it answers", ratio=1)
+    table.add_column("result", ratio=1)
     table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("output", no_wrap=True)
     for outcome in outcomes:
+        if outcome.status == "skipped":
+            continue
         result = outcome.shown_status + (f": {outcome.reason}" if outcome.reason else "")
-        where = {"ok": f"{outcome.output}/", "failed": outcome.log}.get(outcome.status, "-")
+        result += f" ({outcome.log})" if outcome.status == "failed" else ""
         seconds = f"{outcome.seconds:.0f}" if outcome.exit_status is not None else "-"
-        cells = (outcome.tool, outcome.question, result, seconds, where)
+        cells = (outcome.tool, *([outcome.question] if wide else []), result, seconds)
         table.add_row(*(Text(cell) for cell in cells), style=_STYLES.get(outcome.status))
-    console.print(table)
-
-
-def write_summary(
-    version: Version, outcomes: list[Outcome], arguments: argparse.Namespace
-) -> list[Path]:
-    """Writes SUMMARY_FILE and PAGE_FILE; their paths."""
-    folder = arguments.output_dir
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "created": created,
-        "version": version.key,
-        "model_flags": arguments.model_flags,
-        "tools": [dataclasses.asdict(outcome) for outcome in outcomes],
-    }
-    page = render_page(version, outcomes, created, arguments.model_flags, folder)
-    _write(folder / SUMMARY_FILE, json.dumps(content, indent=1) + "\n")
-    _write(folder / PAGE_FILE, page)
-    return [folder / SUMMARY_FILE, folder / PAGE_FILE]
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. The package's own function for that is not for here: it
-    comes with PyTorch, and this must also tell of a machine where PyTorch can't be imported."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _unwritable(path, error) from None
-
-
-def render_page(
-    version: Version, outcomes: list[Outcome], created: str, flags: list[str], folder: Path
-) -> str:
-    """The summary page, which needs nothing beside itself.
-
-    Args:
-        folder: the summary's, to which links are relative.
-    """
-    import jinja2
-
-    template = Path(__file__).with_name("summary.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    tools = [
-        {
-            "outcome": outcome,
-            "log": _link(folder / outcome.log, folder),
-            "files": _files(folder / outcome.output, folder) if _has_outputs(outcome) else [],
-            "kernels": _hot_list(folder / outcome.output) if _has_outputs(outcome) else [],
-        }
-        for outcome in outcomes
-    ]
-    return environment.from_string(template).render(
-        version=version, created=created, flags=" ".join(flags), tools=tools
-    )
-
-
-def _has_outputs(outcome: Outcome) -> bool:
-    """A tool that was skipped may have outputs too, but of another day."""
-    return outcome.status in ("ok", "failed", "interrupted")
-
-
-def _files(output: Path, folder: Path) -> list[dict[str, str]]:
-    return [
-        {"href": _link(path, folder), "name": str(path.relative_to(output))} | describe(path)
-        for path in sorted(output.rglob("*"))
-        if path.is_file()
-    ]
-
-
-def _link(path: Path, folder: Path) -> str:
-    return urllib.parse.quote(path.relative_to(folder).as_posix())
-
-
-def describe(path: Path) -> dict[str, str]:
-    """What a profiler's file is, what opens it, where that is, and the file's size."""
-    fitting = (rest for pattern, *rest in _KINDS if fnmatch.fnmatch(path.name, pattern))
-    what, opener, url = next(fitting, ("", "", ""))
-    size = path.stat().st_size
-    shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
-    return {"what": what, "opener": opener, "url": url, "size": shown}
-
-
-def _hot_list(output: Path) -> list[dict[str, str]]:
-    """The longest kernels of the kernel table that a script left; none if it left none."""
-    from workshop.profilers.names import display_name
-
-    try:
-        kernels = json.loads((output / "kernels.json").read_text(encoding="utf-8"))["kernels"]
-        return [
-            {
-                "name": display_name(kernel["name"], 90),
-                "category": kernel["category"],
-                "calls": f"{kernel['calls']:,}",
-                "total": f"{kernel['total_ns'] / 1e6:,.3f}",
-                "share": f"{kernel['share']:.1%}",
-            }
-            for kernel in kernels[:_HOT_KERNELS]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    if table.row_count:
+        console.print(table)
+    for reason, tools in summary.skipped(outcomes).items():
+        console.print(Text(f"skipped, {reason}: {', '.join(tools)}", style="dim"))
+    if headline:
+        console.print(Text(headline))
 
 
 if __name__ == "__main__":

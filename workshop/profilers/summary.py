@@ -1,0 +1,287 @@
+"""What a version's profilers left, summed up: summary.json, a page that links every output, and
+above it a page that links the versions' pages. Both pages need nothing beside themselves."""
+
+import dataclasses
+import fnmatch
+import json
+import urllib.parse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from workshop import versions
+from workshop.errors import WorkshopError
+from workshop.versions import Version
+
+SCHEMA_VERSION = 1
+SUMMARY_FILE, PAGE_FILE = "summary.json", "index.html"
+_MARK = "<!-- the versions' profiles -->"
+"""In the page above the versions' folders: what it may replace."""
+
+# By pattern of a file's name, the first that fits: what it is, what opens it, and where that is.
+_KINDS = (
+    ("kernels.csv", "the kernel table", "a spreadsheet", ""),
+    ("kernels.json", "the kernel table, for programs", "", ""),
+    ("run.json", "what was profiled", "", ""),
+    ("command.txt", "the commands that were run", "", ""),
+    ("output.txt", "what they printed", "", ""),
+    ("*.pt.trace.json*", "timeline of a few steps", "Perfetto", "https://ui.perfetto.dev"),
+    ("*.pftrace", "timeline", "Perfetto", "https://ui.perfetto.dev"),
+    ("*.proto", "timeline", "Perfetto", "https://ui.perfetto.dev"),
+    ("*.pickle", "every allocation on the GPU", "the visualiser", "https://pytorch.org/memory_viz"),
+    ("*.nsys-rep", "timeline", "nsys-ui", ""),
+    ("*.ncu-rep", "metrics of every launch", "ncu-ui", ""),
+    ("*.hatchet", "time by kernel", "proton-viewer -m time/ms FILE", ""),
+    ("*.db", "database of the trace", "rocpd convert -i FILE -f pftrace, or sqlite3", ""),
+    ("*.sqlite", "database of the trace", "sqlite3", ""),
+    ("operators*", "time and memory by operator", "", ""),
+    ("flops.*", "operations of a step", "", ""),
+    ("*_cuda_gpu_kern_sum.csv", "time by kernel", "a spreadsheet", ""),
+    ("*_kernel_stats.csv", "time by kernel", "a spreadsheet", ""),
+    ("*_kernel_trace.csv", "every launch", "a spreadsheet", ""),
+    ("*_counter_collection.csv", "counters of every launch", "a spreadsheet", ""),
+    ("roofline.csv", "the chip's ceilings, measured", "a spreadsheet", ""),
+    ("*.csv", "table", "a spreadsheet", ""),
+    ("*.html", "page", "this browser", ""),
+)
+_HOT_KERNELS = 8
+_SHOWN_OF_ALL = ("version", "title", "headline", "device", "configuration", "created")
+
+
+@dataclass
+class Outcome:
+    """How one tool's script ended."""
+
+    tool: str
+    script: str
+    question: str
+    output: str
+    """The folder for its outputs; `log`: what it printed. Both relative to the summary's folder."""
+    log: str
+    status: str = "not run"
+    """Or "ok", "skipped" (the machine lacks what it needs), "failed", "interrupted"."""
+    reason: str = ""
+    """Why it was skipped or has failed, in its own words."""
+    seconds: float = 0.0
+    exit_status: int | None = None
+    filled: bool = False
+    """Whether `output` is this run's, and not what an earlier one left there."""
+
+    @property
+    def shown_status(self) -> str:
+        return "FAILED" if self.status == "failed" else self.status
+
+
+def skipped(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
+    """Tools that were skipped, by the reason: many have the same one."""
+    tools: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.status == "skipped":
+            tools.setdefault(outcome.reason, []).append(outcome.tool)
+    return tools
+
+
+def sum_up(
+    version: Version, outcomes: list[Outcome], model_flags: list[str], folder: Path
+) -> dict[str, Any]:
+    """What SUMMARY_FILE holds: how the tools ended, what was profiled, and what it says.
+
+    Args:
+        folder: the summary's, which has the tools' outputs below it.
+    """
+    filled = [folder / outcome.output for outcome in outcomes if outcome.filled]
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "version": version.key,
+        "title": version.title,
+        "model_flags": model_flags,
+        "tools": [dataclasses.asdict(outcome) for outcome in outcomes],
+    }
+    return content | _findings(filled) | {"utilisation": _utilisation(filled)}
+
+
+def _findings(outputs: list[Path]) -> dict[str, Any]:
+    """What was profiled, and the advice on it, of the first tool that left a kernel table."""
+    findings: dict[str, Any] = {"device": "", "configuration": "", "headline": "", "advice": []}
+    output = next((output for output in outputs if (output / "kernels.json").is_file()), None)
+    if output is None:
+        return findings
+    from workshop.profilers import advisor, load  # which import torch
+
+    try:
+        table, run = load.load(output / "kernels.json"), load.recorded_run(output)
+    except WorkshopError:  # it stands in the log of the script that wrote them
+        return findings
+    advice = advisor.advise(table, run)
+    warned = advice and advice[0].severity == advisor.WARNING
+    # Else the first: a warning, or why the times tell nothing.
+    first = (None if warned else advisor.headline(advice)) or next(iter(advice), None)
+    findings["headline"] = first.sentence if first else ""
+    findings["advice"] = [dataclasses.asdict(sentence) for sentence in advice]
+    if run:
+        graph = "captured in a graph" if run.options.get("cuda_graph") else "no graph"
+        findings["device"] = f"{run.device.get('name')}, PyTorch {run.software.get('torch')}"
+        findings["configuration"] = (
+            f"{run.config_name} (hidden {run.config['hidden_dim']}, {run.config['num_layers']} "
+            f"layers), {run.batch_size} sequences of {run.seq_len} tokens, {run.precision}, "
+            f"compile {run.options.get('compile')}, {graph}"
+        )
+    return findings
+
+
+def _utilisation(outputs: list[Path]) -> str:
+    """Of the counts of operations, the rate that a step reaches; nothing if it was not timed."""
+    try:
+        output = next(output for output in outputs if (output / "flops.json").is_file())
+        flops = json.loads((output / "flops.json").read_text(encoding="utf-8"))
+        return (
+            f"Timed without a profiler, a step reaches {flops['tflops']:,.3g} TFLOP/s: "
+            f"{flops['mfu']:.1%} (MFU) of {flops['peak_tflops']:,.3g} TFLOP/s "
+            f"({flops['peak_source']})."
+        )
+    except (StopIteration, OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def write(content: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes SUMMARY_FILE and PAGE_FILE of a version's folder, and above it, where this is a
+    folder among the versions', the page of them all; their paths."""
+    _write(folder / SUMMARY_FILE, json.dumps(content, indent=1) + "\n")
+    _write(folder / PAGE_FILE, render_page(content, folder))
+    written = [folder / SUMMARY_FILE, folder / PAGE_FILE]
+    above = folder.parent / PAGE_FILE
+    if folder.name == content["version"] and _may_be_replaced(above):
+        _write(above, render_overview(folder.parent))
+        written.append(above)
+    return written
+
+
+def remove(folder: Path) -> None:
+    """Takes the summary of an earlier run out of a folder."""
+    for name in (SUMMARY_FILE, PAGE_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _may_be_replaced(page: Path) -> bool:
+    try:
+        return _MARK in page.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all. The package's own function for that is not for here: it
+    comes with PyTorch, and this must also tell of a machine where PyTorch can't be imported."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: OSError) -> WorkshopError:
+    return WorkshopError(f"{path} can't be written ({error.strerror}): choose another --output-dir")
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def render_page(content: dict[str, Any], folder: Path) -> str:
+    """A version's page.
+
+    Args:
+        content: as of `sum_up`.
+        folder: the page's, to which links are relative.
+    """
+    outcomes = [Outcome(**fields) for fields in content["tools"]]
+    tools = [
+        {
+            "outcome": outcome,
+            "log": _link(folder / outcome.log, folder),
+            "files": _files(folder / outcome.output, folder) if outcome.filled else [],
+            "kernels": _hot_list(folder / outcome.output) if outcome.filled else [],
+        }
+        for outcome in outcomes
+    ]
+    return _render("summary.html.j2", content, tools=tools, skipped=skipped(outcomes))
+
+
+def render_overview(folder: Path) -> str:
+    """The page of the versions whose summaries lie below a folder."""
+    summaries = []
+    for key in versions.VERSIONS:
+        try:
+            content = json.loads((folder / key / SUMMARY_FILE).read_text(encoding="utf-8"))
+            statuses = [Outcome(**fields).shown_status for fields in content["tools"]]
+            shown = {name: content[name] for name in _SHOWN_OF_ALL}
+        except (OSError, ValueError, KeyError, TypeError):  # not run yet, or by another checkout
+            continue
+        counts = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
+        summaries.append(shown | {"page": f"{key}/{PAGE_FILE}", "counts": counts})
+    return _render("overview.html.j2", {"mark": _MARK, "summaries": summaries})
+
+
+def _render(template: str, content: dict[str, Any], **more: Any) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["moment"] = lambda iso: f"{iso[:10]} {iso[11:16]} UTC"
+    return environment.get_template(template).render(content, **more)
+
+
+def _files(output: Path, folder: Path) -> list[dict[str, str]]:
+    return [
+        {"href": _link(path, folder), "name": str(path.relative_to(output))} | describe(path)
+        for path in sorted(output.rglob("*"))
+        if path.is_file()
+    ]
+
+
+def _link(path: Path, folder: Path) -> str:
+    return urllib.parse.quote(path.relative_to(folder).as_posix())
+
+
+def describe(path: Path) -> dict[str, str]:
+    """What a profiler's file is, what opens it, where that is, and the file's size."""
+    fitting = (rest for pattern, *rest in _KINDS if fnmatch.fnmatch(path.name, pattern))
+    what, opener, url = next(fitting, ("", "", ""))
+    size = path.stat().st_size
+    shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+    return {"what": what, "opener": opener, "url": url, "size": shown}
+
+
+def _hot_list(output: Path) -> list[dict[str, str]]:
+    """The longest kernels of the kernel table that a script left; none if it left none."""
+    from workshop.profilers.names import display_name
+
+    try:
+        kernels = json.loads((output / "kernels.json").read_text(encoding="utf-8"))["kernels"]
+        return [
+            {
+                "name": display_name(kernel["name"], 90),
+                "category": kernel["category"],
+                "calls": f"{kernel['calls']:,}",
+                "total": f"{kernel['total_ns'] / 1e6:,.3f}",
+                "share": f"{kernel['share']:.1%}",
+            }
+            for kernel in kernels[:_HOT_KERNELS]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
