@@ -120,11 +120,13 @@ def read(path: Path) -> Trace:
     """Reads what of a trace can be drawn, event by event.
 
     Raises:
-        WorkshopError: it can't be read, or there is nothing to draw in it.
+        WorkshopError: it can't be read, is no trace, or there is nothing to draw in it.
     """
     others: list[str] = []
     if path.is_dir():
         path, others = kineto.newest_trace(path)
+    if not kineto.recognises_json(json_stream.head(path)):
+        raise WorkshopError(f"{path}: no trace of torch.profiler, the only one that can be drawn")
     trace, problems = Trace(path, warnings=others), Problems(path)
     reader = _Reader(trace)
     for row, event in json_stream.file_items(path, "traceEvents", problems):
