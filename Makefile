@@ -35,7 +35,7 @@ profile: environment ## run every profiler that this machine has on every versio
 	done; exit $$status
 
 test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: test-environment ## check style, formatting and types
 	@$(RUN) -m ruff check .

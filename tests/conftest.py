@@ -45,7 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Workers of `-n auto`. A GPU is not shared: its tests measure time and memory."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest file first: its commands follow one another, and a last one would run alone.
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -663,7 +663,7 @@ def test_make_alone_lists_the_targets() -> None:
     ("target", "with_tests", "last"),
     [
         ("compare", False, "analysis_tools/compare_versions.py --preset tiny"),
-        ("test", True, "-m pytest --preset tiny"),
+        ("test", True, "--no-loadscope-reorder --preset tiny"),
         ("lint", True, "-m mypy"),
     ],
 )
