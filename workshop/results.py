@@ -33,6 +33,8 @@ LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outsi
 STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped", "profiled")
 PARITY_STATUSES = ("not run", "pass", "fail")
 DEFAULT_FOLDER = ROOT / "results"
+DERIVED = ("comparison.json", "roofline.json")
+"""What tools write beside runs, made from them."""
 
 T = TypeVar("T")
 
@@ -233,12 +235,12 @@ def load(path: Path) -> RunResult:
             "run it again with this checkout"
         )
     result = decode(RunResult, content, path, "")
-    for where, wrong in _senseless(result):
+    for where, wrong in senseless(result):
         raise WorkshopError(f"{path}: field {where} {wrong}")
     return result
 
 
-def _senseless(run: RunResult) -> Iterator[tuple[str, str]]:
+def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
     """Fields of the right type whose values no run gives, and what is wrong with them. Whoever
     reads a result looks its values up, divides by them and takes medians without asking again."""
     choices: tuple[tuple[str, str, Collection[str]], ...] = (
@@ -303,7 +305,7 @@ def _run_files(top: Path, folder: Path) -> Iterator[Path]:
     found = (
         folder.glob("*.json") if folder == top and folder.name != "runs" else folder.rglob("*.json")
     )
-    return (path for path in found if path.name != "comparison.json" and path.name[0] != ".")
+    return (path for path in found if path.name not in DERIVED and path.name[0] != ".")
 
 
 def read_json(path: Path) -> dict[str, Any]:

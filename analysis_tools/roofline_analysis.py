@@ -1,0 +1,299 @@
+"""Shows how close a training step or its kernels come to a chip's limits, and which limit it is.
+
+PATH is found out from its content: a result file or a folder of results (whole steps and their
+parts), what ncu, rocprof-compute or rocprofv3 counted (each kernel), a trace of torch.profiler in
+its runner's folder (all products together), or the kernels.json of V3's benchmark. No GPU is
+needed for it.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from workshop import errors  # noqa: E402
+from workshop.errors import WorkshopError  # noqa: E402
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from workshop.ceilings import Measurement
+    from workshop.roofline import Roofline
+
+MOST_SHOWN = 50
+_WIDE = 120
+"""Columns of a terminal that shows all figures; and where there is none."""
+_NARROW_COLUMNS = ("", "name", "share", "FLOP/B", "GB/s", "GFLOP/s", "roof", "of roof")
+_LEAST_NAME = 14
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  roofline_analysis.py results/reference/nvidia_h200 --config medium --precision bf16\n"
+        "  roofline_analysis.py version1_pytorch_baseline/profiles/ncu\n"
+        "  roofline_analysis.py --ai 15.62 --gflops 1466.6 --peak-compute 30 --peak-bw 300\n"
+        "  roofline_analysis.py --measure\n\n"
+        "Exit status: 0 done, 2 wrong usage or nothing that has a place on a roofline, 77 a\n"
+        "package is missing, 130 interrupted.",
+    )
+    add = parser.add_argument
+    add(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="of one device; several are one roofline",
+    )
+    numbers = parser.add_argument_group("plain numbers, each once for every point")
+    numbers.add_argument(
+        "--ai", type=float, action="append", metavar="X", help="FLOP per byte of memory traffic"
+    )
+    numbers.add_argument("--gflops", type=float, action="append", metavar="X", help="10^9 FLOP/s")
+    numbers.add_argument(
+        "--label", action="append", metavar="TEXT", help='(default "point 1", ...)'
+    )
+    limits = parser.add_argument_group("ceilings, beside those that are known of the device")
+    limits.add_argument("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
+    limits.add_argument("--peak-bw", type=float, metavar="X", help="GB/s of the memory")
+    limits.add_argument("--chip", metavar="NAME", help='data sheet of a listed chip, as "L4"')
+    limits.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure a large copy and products here, in seconds, and keep them for later",
+    )
+    limits.add_argument("--device", default="auto", help="to measure (default auto: GPU if any)")
+    add(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+        help="of result files, only those of it; of kernels, that of their products where no "
+        "record tells it (default bf16); of plain numbers (default fp32)",
+    )
+    add("--config", metavar="PRESET", help="of result files, only those of it (default: all)")
+    add("--top", type=int, default=12, metavar="N", help="points to tell of (default %(default)s)")
+    add(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="where measured ceilings are kept (default: results/ of this checkout)",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="roofline.png, .html, .csv and .json go there (default: roofline/ in --results)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return errors.exit_status(
+        lambda: _analyse(arguments), interrupted="interrupted: what is written is whole"
+    )
+
+
+def _analyse(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    errors.require_rich()
+    # They import torch, for which --help does not wait.
+    from rich.console import Console
+
+    from workshop import ceilings, results
+
+    arguments.results = arguments.results or results.DEFAULT_FOLDER
+    wide = not (sys.stdout.isatty() or os.environ.get("COLUMNS"))
+    console = Console(width=_WIDE if wide else None, highlight=False, markup=False)
+    if arguments.measure:
+        _measure(arguments, console)
+    roofline = _read(arguments)
+    if roofline is None:
+        return errors.DONE
+    from workshop import roofline_inputs
+
+    given = roofline_inputs.given_ceilings(
+        arguments.peak_compute, arguments.peak_bw, _precision_of_peak(arguments, roofline)
+    )
+    ceilings.attach(roofline, given=given, chip=arguments.chip, folder=arguments.results)
+    _show(roofline, arguments.top, console)
+    folder = results.prepare_folder(arguments.output_dir or arguments.results / "roofline")
+    _write(roofline, arguments.top, folder)
+    return errors.DONE
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises WorkshopError for options that do not go together."""
+    numbers = bool(arguments.ai or arguments.gflops or arguments.label)
+    if not (arguments.paths or numbers or arguments.measure):
+        raise WorkshopError(
+            "nothing to show: give a PATH, or --ai and --gflops, or --measure (see --help)"
+        )
+    if arguments.paths and numbers:
+        raise WorkshopError("a PATH and plain numbers: give the one or the other")
+    if not 1 <= arguments.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
+
+
+def _read(arguments: argparse.Namespace) -> "Roofline | None":
+    """The points; None where only --measure was asked for."""
+    from workshop import roofline_inputs
+
+    if arguments.paths:
+        return roofline_inputs.load(
+            arguments.paths, precision=arguments.precision, config=arguments.config
+        )
+    if not (arguments.ai or arguments.gflops or arguments.label):
+        return None
+    return roofline_inputs.from_numbers(
+        arguments.ai or [], arguments.gflops or [], arguments.label or [],
+        arguments.precision or "fp32",
+    )  # fmt: skip
+
+
+def _precision_of_peak(arguments: argparse.Namespace, roofline: "Roofline") -> str:
+    """What --peak-compute is the peak of: what was said, else what the products are."""
+    of_products = (point.precision for point in roofline.points if point.precision != "fp32")
+    return arguments.precision or next(of_products, "fp32")
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def _measure(arguments: argparse.Namespace, console: "Console") -> None:
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from workshop import ceilings, hardware
+
+    device = hardware.get_device(arguments.device)
+    stderr = Console(stderr=True)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, console=stderr, disable=not stderr.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task("", total=None)
+        measurement = ceilings.measure(
+            device, lambda what: progress.update(task, description=f"measuring: {what}")
+        )
+    console.print(_measured_line(measurement))
+    print(f"Written: {ceilings.save(measurement, arguments.results)}")
+
+
+def _measured_line(measurement: "Measurement") -> str:
+    from workshop.profilers.names import printable
+    from workshop.roofline import ceiling_text
+
+    name = printable(str(measurement.device.get("name")))
+    found = ", ".join(ceiling_text(ceiling) for ceiling in measurement.ceilings())
+    return f"{name}: {found}; measured in {measurement.seconds:.1f} s"
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def _show(roofline: "Roofline", top: int, console: "Console") -> None:
+    from rich.text import Text
+
+    from workshop.roofline import flags, sentences
+
+    console.print(_table(roofline, top, console.width))
+    for rank, sentence in enumerate(sentences(roofline, top), 1):
+        console.print(Text(f"{rank}. {sentence}"))
+    for flag in flags(roofline):
+        console.print(Text(flag, style="bold red"))
+    for line in _ceiling_lines(roofline):
+        console.print(Text(line, style="dim"))
+    for note in roofline.notes:
+        console.print(Text(f"note: {note}", style="dim"))
+
+
+def _table(roofline: "Roofline", top: int, width: int) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from workshop.profilers.names import display_name
+    from workshop.profilers.show import COLOURS
+    from workshop.roofline_figures import HEADER, table_cells
+
+    header, *rows = table_cells(roofline)
+    kept = [i for i, name in enumerate(HEADER) if width >= _WIDE or name in _NARROW_COLUMNS]
+    kept = [i for i in kept if any(row[i] != "-" for row in rows)]
+    widths = [max(len(row[i]) for row in (header, *rows[:top])) for i in kept]
+    name_at = HEADER.index("name")
+    # A column stands between two spaces and a line.
+    left = width - sum(w for w, i in zip(widths, kept, strict=True) if i != name_at)
+    room = max(_LEAST_NAME, left - 3 * len(kept))
+    title = f"{roofline.device}: {roofline.title}" if roofline.device else roofline.title
+    table = Table(title=Text(title, overflow="fold"), title_justify="left", box=box.SIMPLE_HEAD,
+                  padding=(0, 1), pad_edge=False)  # fmt: skip
+    for i in kept:
+        text = header[i] in ("name", "category", "roof")
+        table.add_column(header[i], justify="left" if text else "right", no_wrap=True)
+    for point, row in zip(roofline.points[:top], rows, strict=False):
+        style = COLOURS.get(point.category, "")
+        cells = [Text(display_name(row[i], room), style=style) if i == name_at else Text(row[i])
+                 for i in kept]  # fmt: skip
+        table.add_row(*cells)
+    if len(rows) > top:
+        table.caption = f"and {len(rows) - top} more, in roofline.csv"
+    return table
+
+
+def _ceiling_lines(roofline: "Roofline") -> list[str]:
+    """A line for each source."""
+    from workshop.roofline import ceiling_text
+
+    by_source: dict[str, list[str]] = {}
+    for ceiling in roofline.ceilings:
+        source = f"{ceiling.origin}: {ceiling.source}"
+        by_source.setdefault(source, []).append(ceiling_text(ceiling))
+    return [f"{', '.join(texts)} ({source})" for source, texts in by_source.items()]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _write(roofline: "Roofline", top: int, folder: Path) -> None:
+    """All forms that this machine can write; those of an earlier roofline give way."""
+    from workshop import results
+    from workshop.roofline import as_csv, as_json
+
+    written = [folder / "roofline.json", folder / "roofline.csv"]
+    results.write_json(written[0], as_json(roofline))
+    results.write_text(written[1], as_csv(roofline))
+    for path, package in (
+        (folder / "roofline.png", "matplotlib"),
+        (folder / "roofline.html", "plotly"),
+    ):
+        if importlib.util.find_spec(package) is None:
+            path.unlink(missing_ok=True)
+            print(
+                f"{path.name}: skipped: {package} is missing: run `make setup`, or pip install it"
+            )
+            continue
+        _draw(roofline, top, path)
+        written.append(path)
+    print(f"Written: {', '.join(map(str, written))}")
+
+
+def _draw(roofline: "Roofline", top: int, path: Path) -> None:
+    from workshop import results, roofline_figures
+
+    if path.suffix == ".png":
+        roofline_figures.draw(roofline, path, labels=top)
+    else:
+        results.write_text(path, roofline_figures.page(roofline, limit=top))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The table of chips: which name finds which data sheet, and that its figures make sense."""
+
+import pytest
+import torch
+
+from workshop import hardware
+
+NAMES = {
+    "NVIDIA H200": "H200 SXM",
+    "NVIDIA H200 NVL": "H200 NVL",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA GH200 480GB": "GH200 HBM3",
+    "NVIDIA GH200 144G HBM3e": "GH200 HBM3e",
+    "NVIDIA B200": "B200",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA A100-SXM4-80GB": "A100 80GB",
+    "NVIDIA A100 80GB PCIe": "A100 80GB PCIe",
+    "NVIDIA A100-SXM4-40GB": "A100 40GB",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40S": "L40S",
+    "Tesla V100-SXM2-32GB": "V100 SXM2",
+    "Tesla T4": "T4",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "AMD Instinct MI355X": "MI355X",
+    "AMD Instinct MI300X": "MI300X",
+    "MI300X_A1 (gfx942)": "MI300X",
+    "AMD Instinct MI250X": "MI250X, one of its two dies",
+    "AMD Instinct MI250": "MI250, one of its two dies",
+    # The driver's name for one of the two, and rocprof-compute's for the series.
+    "AMD Instinct MI250X / MI250": "MI200 series, one die",
+    "MI200 (gfx90a)": "MI200 series, one die",
+    "AMD Radeon RX 7900 XTX": "RX 7900 XTX",
+    "AMD Radeon RX 7900 XT": "RX 7900 XT",
+}
+NOT_LISTED = (
+    "NVIDIA H20",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4080 SUPER",
+    "NVIDIA GeForce RTX 3090 Ti",
+    "NVIDIA A10G",
+    "NVIDIA L40",
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "AMD Radeon RX 9070",
+    "AMD EPYC 9654 96-Core Processor",
+    "",
+)
+
+
+@pytest.mark.parametrize(("name", "chip"), NAMES.items())
+def test_a_name_finds_its_chip(name: str, chip: str) -> None:
+    peaks = hardware.find_peaks(name)
+    assert peaks is not None and peaks.chip == chip
+
+
+@pytest.mark.parametrize("name", NOT_LISTED)
+def test_no_guess_is_made(name: str) -> None:
+    assert hardware.find_peaks(name) is None
+
+
+@pytest.mark.parametrize("chip", hardware.chips())
+def test_a_data_sheet_makes_sense(chip: str) -> None:
+    peaks = hardware.find_peaks(chip)
+    assert peaks is not None and peaks.chip == chip, "its own name must find it"
+    rates = [
+        peaks.tflops[name] for name in ("fp32", "tf32", "bf16", "fp16") if name in peaks.tflops
+    ]
+    assert rates == sorted(rates), "less precision is never slower"
+    assert rates[-1] / rates[0] <= 33
+    assert 5 < peaks.tflops["fp32"] < 500 and 100 < peaks.bandwidth_gbs <= 8000
+    # From 50 FLOP a byte on, every one of these chips is bound by arithmetic in some precision.
+    assert 25 < rates[-1] * 1e3 / peaks.bandwidth_gbs < 500
+    assert peaks.source and "{" not in peaks.source
+    if chip.startswith(("MI", "RX")):  # xf32 came with MI300 and went with MI350
+        assert ("tf32" in peaks.tflops) == chip.startswith(("MI300", "MI325"))
+
+
+def test_the_table_agrees_with_the_sheets_that_the_figures_come_from() -> None:
+    """Dense figures; a sparse one in their place would double every ceiling."""
+    figures = {
+        "H200 SXM": (66.9, 494.7, 989.4, 4800.0),
+        "A100 80GB": (19.5, 156.0, 312.0, 2039.0),
+        "L4": (30.3, 60.0, 121.0, 300.0),
+        "MI300X": (163.4, 653.7, 1307.4, 5300.0),
+        "MI325X": (163.4, 653.7, 1307.4, 6000.0),
+        "MI355X": (157.3, None, 2516.6, 8000.0),
+        "B200": (75.0, 1125.0, 2250.0, 8000.0),
+        "RTX 4090": (82.6, 82.6, 165.2, 1008.0),
+    }
+    for chip, (fp32, tf32, bf16, bandwidth) in figures.items():
+        peaks = hardware.find_peaks(chip)
+        assert peaks is not None
+        found = (peaks.tflops.get(name) for name in ("fp32", "tf32", "bf16"))
+        assert (*found, peaks.bandwidth_gbs) == (fp32, tf32, bf16, bandwidth), chip
+
+
+def test_the_cpu_describes_itself() -> None:
+    record = hardware.describe(torch.device("cpu"))
+    assert record["type"] == "cpu" and record["name"] and record["peaks_source"] is None
+    assert record["threads"] == torch.get_num_threads()

@@ -1,0 +1,570 @@
+"""The roofline: its rule, what it makes of real files, and the tool as it is typed."""
+
+import copy
+import csv
+import importlib.util
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis_tools import roofline_analysis
+from workshop import (
+    ceilings,
+    flops,
+    results,
+    roofline,
+    roofline_figures,
+    roofline_inputs,
+    roofline_labels,
+)
+from workshop.errors import WorkshopError
+from workshop.profilers import kernel_file
+from workshop.profilers.load import load as load_table
+from workshop.profilers.table import Kernel, KernelTable
+from workshop.roofline import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Ceiling, Point, Roofline
+
+ROOT = Path(__file__).parents[1]
+NCU = ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv"
+TRACE = ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
+H200 = ROOT / "results/reference/nvidia_h200"
+CPU_PROFILE = ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler"
+V1_MEDIUM = next((H200 / "runs").rglob("v1_medium_bf16_*.json"))
+HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
+FILES = ["roofline.csv", "roofline.html", "roofline.json", "roofline.png"]
+
+needs_plotly = pytest.mark.skipif(
+    importlib.util.find_spec("plotly") is None, reason="plotly is missing"
+)
+
+
+@pytest.fixture
+def analyse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs the tool on arguments; its exit status, what it printed, and its JSON."""
+
+    def run(*words: object) -> tuple[int, str, dict[str, Any]]:
+        folder = tmp_path / "out"
+        kept = ["--results", tmp_path / "results", "--output-dir", folder]
+        status = roofline_analysis.main([str(word) for word in (*words, *kept)])
+        told = capsys.readouterr()
+        file = folder / "roofline.json"
+        return status, told.out + told.err, json.loads(file.read_text()) if file.is_file() else {}
+
+    return run
+
+
+def with_ceilings(line: Roofline) -> Roofline:
+    ceilings.attach(line)
+    return line
+
+
+# --- the rule ------------------------------------------------------------------------------------
+
+RATES = st.floats(1e6, 1e16)
+
+
+@given(flops_per_s=RATES, bytes_per_s=RATES, peak=RATES, bandwidth=RATES)
+def test_the_share_is_that_of_the_lower_roof_at_its_intensity(
+    flops_per_s: float, bytes_per_s: float, peak: float, bandwidth: float
+) -> None:
+    point = Point("k", "GEMM", "bf16", flops_per_s, bytes_per_s)
+    line = Roofline("", None, [point], [
+        Ceiling(MEMORY, "memory", bandwidth, DATA_SHEET, ""),
+        Ceiling(MEMORY, "L2", bandwidth * 10, DATA_SHEET, ""),
+        Ceiling(COMPUTE, "bf16", peak, DATA_SHEET, ""),
+        Ceiling(COMPUTE, "fp32", peak / 10, DATA_SHEET, ""),
+    ])  # fmt: skip
+    roof = line.roof(point)
+    assert roof is not None and point.intensity is not None
+    attainable = min(peak, point.intensity * bandwidth)
+    assert roofline.share(point, roof) == pytest.approx(flops_per_s / attainable)
+    if point.intensity < 0.99 * peak / bandwidth:
+        assert roof.kind == MEMORY
+    if point.intensity > 1.01 * peak / bandwidth:
+        assert roof.kind == COMPUTE
+
+
+@pytest.mark.parametrize(
+    ("flops_per_s", "bytes_per_s", "says"),
+    [
+        (1e12, 4.1e12, "memory-bound: 4,100 of 4,800 GB/s, 85% of its roof"),
+        (700e12, 1e12, "compute-bound: 700 of 1,000 TFLOP/s (bf16), 70% of its roof (88% of"),
+        (450e12, 1e11, "compute-bound: 450 of 1,000 TFLOP/s (bf16), 45% of its roof (56% of"),
+        (1e12, 1e11, "below the memory roof, and far from it: 100 of 4,800 GB/s, 2% of its roof"),
+        (None, 4.1e12, "memory-bound: 4,100 of 4,800 GB/s"),
+        (700e12, None, "compute-bound: 700 of 1,000"),
+        (0.0, 4.1e12, "memory-bound: 4,100 of 4,800 GB/s"),
+        (700e12, 0.0, "compute-bound: 700 of 1,000"),
+        (0.0, 0.0, "far from it"),
+    ],
+)
+def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, says: str) -> None:
+    point = Point("k", "GEMM", "bf16", flops_per_s, bytes_per_s, seconds=1e-3, calls=1)
+    line = Roofline("", None, [point], [
+        Ceiling(MEMORY, "memory", 4.8e12, DATA_SHEET, ""),
+        Ceiling(COMPUTE, "bf16", 1e15, DATA_SHEET, ""),
+        Ceiling(COMPUTE, "bf16", 800e12, MEASURED, ""),
+    ])  # fmt: skip
+    assert says in roofline.verdict(line, point)
+    assert roofline.flags(line) == []
+
+
+# --- plain numbers -------------------------------------------------------------------------------
+
+
+def test_plain_numbers(analyse: Callable[..., Any], tmp_path: Path) -> None:
+    status, told, content = analyse(
+        "--ai", 15.62, "--gflops", 1466.6, "--peak-compute", 30, "--peak-bw", 300,
+        "--label", "resnet18_bs128_L4",
+    )  # fmt: skip
+    assert status == 0
+    [point] = content["points"]
+    assert point["of_roof"] == pytest.approx(1466.6 / (15.62 * 300))
+    assert (point["roof"], point["gbs"]) == ("memory", pytest.approx(93.9, abs=0.05))
+    told = " ".join(told.split())  # wrapped at the terminal's width
+    assert "93.9 of 300 GB/s, 31% of its roof" in told and "1.47 of 30 TFLOP/s" in told
+    assert {"roofline.csv", "roofline.json", "roofline.png"} <= set(written(tmp_path))
+    [row] = csv.DictReader((tmp_path / "out/roofline.csv").open())
+    assert float(row["flop_per_byte"]) == pytest.approx(15.62)
+
+
+def written(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_two_points_and_a_listed_chip(analyse: Callable[..., Any]) -> None:
+    status, told, content = analyse(
+        "--ai", 1, "--gflops", 200, "--ai", 500, "--gflops", 20e3, "--chip", "NVIDIA L4"
+    )
+    assert status == 0
+    assert [p["label"] for p in content["points"]] == ["point 1", "point 2"]
+    assert [p["roof"] for p in content["points"]] == ["memory", "compute"]
+    assert "NVIDIA L4 data sheet" in " ".join(told.split())
+
+
+# --- result files --------------------------------------------------------------------------------
+
+
+def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
+    run = results.load(V1_MEDIUM)
+    line = with_ceilings(roofline_inputs.load([V1_MEDIUM]))
+    step, forward, backward, adamw = line.points
+    sizes = flops.Sizes(1000, 1024, 4096, 12, 16, 8)
+    work, parameters = flops.step_flops(sizes, 16, 512), flops.parameter_count(sizes)
+    median_s = sorted(run.step_ms)[len(run.step_ms) // 2] / 1e3
+    assert step.flops_per_s == pytest.approx(work.total / median_s, rel=0.01)
+    assert step.intensity == pytest.approx(work.total / (40 * parameters))
+    assert backward.intensity == pytest.approx(work.backward / (8 * parameters))
+    assert forward.intensity == pytest.approx(work.forward / (4 * parameters))
+    assert adamw.flops_per_s is None and adamw.bytes_per_s == pytest.approx(
+        28 * parameters / adamw.seconds if adamw.seconds else 0
+    )
+    assert all(point.at_least for point in line.points)
+    assert any("lower bound" in note and "Activations" in note for note in line.notes)
+    assert "at least 114 of 4,800 GB/s" in roofline.verdict(line, step)
+
+
+def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
+    status, told, content = analyse(H200, "--config", "medium", "--precision", "bf16")
+    assert status == 0 and content["device"] == "NVIDIA H200"
+    steps = [point for point in content["points"] if point["category"] == "step"]
+    assert [point["label"] for point in steps] == ["v1", "v2", "v3", "v4"]
+    assert len({round(point["flop_per_byte"]) for point in steps}) == 1
+    rates = {point["label"]: point["gflops"] for point in steps}
+    assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
+    assert "measured 796" in told and "IMPLAUSIBLE" not in told
+    everything = analyse(H200)[2]
+    assert {point["category"] for point in everything["points"]} == {"step"}
+    assert len(everything["points"]) == 16
+
+
+def test_a_figure_above_the_chip_is_flagged_and_drawn(
+    analyse: Callable[..., Any], tmp_path: Path
+) -> None:
+    record = json.loads(V1_MEDIUM.read_text())
+    for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms"):
+        record[name] = [value / 20 for value in record[name]]
+    path = tmp_path / "fast.json"
+    path.write_text(json.dumps(record))
+    status, told, content = analyse(path)
+    assert status == 0 and "IMPLAUSIBLE: v1 forward: " in told.replace("\n", " ")
+    assert "more than the chip's bf16 989 TFLOP/s" in " ".join(told.split())
+    flagged = {point["label"]: point["implausible"] for point in content["points"]}
+    assert flagged == {
+        "v1": True, "v1 forward": True, "v1 backward": True, "v1 AdamW": True
+    }  # fmt: skip
+    assert len(content["implausible"]) == 4
+    assert all("above what the chip can do" in sentence for sentence in content["sentences"])
+
+
+def test_only_the_newest_device_is_shown_and_the_other_named(tmp_path: Path) -> None:
+    record = json.loads(V1_MEDIUM.read_text())
+    (tmp_path / "old.json").write_text(json.dumps(record))
+    record["device"]["name"], record["session"] = "Other Chip", "20991231-000000-abcdef"
+    (tmp_path / "new.json").write_text(json.dumps(record))
+    line = with_ceilings(roofline_inputs.load([tmp_path]))
+    assert line.device == "Other Chip" and len(line.points) == 4
+    assert any("Left out: NVIDIA H200" in note for note in line.notes)
+    assert any("no ceiling of Other Chip is known" in note for note in line.notes)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def test_kernels_that_ncu_counted(analyse: Callable[..., Any]) -> None:
+    status, told, content = analyse(NCU)
+    assert status == 0
+    first = content["points"][0]
+    table = load_table(NCU)
+    kernel = table.kernels[0]
+    assert kernel.flops and kernel.bytes
+    assert first["gflops"] == pytest.approx(kernel.flops / kernel.total_ns)
+    assert first["flop_per_byte"] == pytest.approx(kernel.flops / kernel.bytes)
+    assert first["share"] == pytest.approx(table.share(kernel))
+    roofs = {point["label"]: (point["roof"], point["precision"]) for point in content["points"]}
+    assert roofs["nvjet_sm90_tst_128x128_64x6_2x1_v_bz_NNT"] == ("compute", "bf16")
+    assert roofs["vectorized_elementwise_kernel<CUDAFunctor_add>"] == ("memory", "fp32")
+    assert "too short to fill the chip" in " ".join(told.split())
+    assert "--precision says otherwise" in " ".join(told.split())
+    assert "--precision" not in analyse(NCU, "--precision", "bf16")[1]
+
+
+def test_the_other_page_of_ncu_gives_the_same_points() -> None:
+    details = roofline_inputs.load([NCU.with_name("ncu_details_h200.csv")])
+    raw = roofline_inputs.load([NCU])
+    assert [p.flops_per_s for p in details.points] == pytest.approx(
+        [p.flops_per_s for p in raw.points], rel=1e-3
+    )
+
+
+def test_an_unknown_chip_has_achieved_figures_until_it_is_measured(
+    analyse: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "ncu.csv"
+    path.write_text(NCU.read_text().replace("NVIDIA H200", "NVIDIA X9"))
+    status, told, content = analyse(path)
+    assert status == 0 and content["ceilings"] == []
+    assert "641 TFLOP/s; no ceiling is known for it" in " ".join(told.split())
+    assert "--measure, on that machine, measures them" in " ".join(told.split())
+    measured = ceilings.Measurement(
+        device={"name": "NVIDIA X9"}, software={"torch": "2.11"}, created="2026-11-21T00:00:00",
+        copy_gbs=4000.0, tflops={"bf16": 700.0, "fp32": 50.0},
+    )  # fmt: skip
+    ceilings.save(measured, tmp_path / "results")
+    status, told, content = analyse(path)
+    words = " ".join(told.split())
+    assert {ceiling["origin"] for ceiling in content["ceilings"]} == {MEASURED}
+    assert "641 of 700 TFLOP/s (bf16), 92% of its roof" in words
+    assert "no data sheet of NVIDIA X9 is listed" in words and "IMPLAUSIBLE" not in words
+
+
+def test_a_trace_has_what_the_model_tells_and_says_what_it_lacks(
+    analyse: Callable[..., Any],
+) -> None:
+    status, told, content = analyse(CPU_PROFILE)
+    words = " ".join(told.split())
+    assert status == 0 and "run_ncu.sh on NVIDIA, run_rocprof_compute.sh" in words
+    products = content["points"][0]
+    run = results.load(CPU_PROFILE / "run.json")
+    sizes = flops.Sizes(*(int(run.config[name]) for name in (
+        "vocab_size", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"
+    )))  # fmt: skip
+    table = load_table(CPU_PROFILE)
+    assert table.steps
+    seconds = table.category_ns()["GEMM"] / table.steps / 1e9
+    work = 3 * flops.matmul_flops(sizes, run.batch_size * run.seq_len)
+    assert products["gflops"] == pytest.approx(work / seconds / 1e9)
+    assert products["bytes_are"] == "at least"
+    with pytest.raises(
+        WorkshopError, match=r"nothing for a roofline: bytes and operations of each kernel.*run_ncu"
+    ):
+        roofline_inputs.load([TRACE])
+
+
+def test_a_profile_of_the_same_run_gives_its_step_the_bytes(tmp_path: Path) -> None:
+    run = results.load(V1_MEDIUM)
+    run.status, run.options = "profiled", {"num_steps": 2}
+    kernels = [Kernel("gemm", "GEMM", 4, 4e7, bytes=6e10, flops=1e13),
+               Kernel("add", "elementwise", 2, 1e7, bytes=4e10, flops=0.0)]  # fmt: skip
+    kernel_file.write(KernelTable(NCU, "ncu", kernels, device="NVIDIA H200"), tmp_path)
+    results.save_as(tmp_path / "run.json", run)
+    line = roofline_inputs.load([V1_MEDIUM, tmp_path])
+    step = line.points[0]
+    assert step.seconds and step.bytes_per_s == pytest.approx(5e10 / step.seconds)
+    assert not step.at_least and line.points[1].at_least
+    assert [point.label for point in line.points[-2:]] == ["gemm", "add"]
+    run.batch_size += 1
+    results.save_as(tmp_path / "run.json", run)
+    assert roofline_inputs.load([V1_MEDIUM, tmp_path]).points[0].at_least
+
+
+def test_rocprof_computes_caches_are_ceilings(tmp_path: Path) -> None:
+    (tmp_path / "pmc_perf.csv").write_text(
+        "Dispatch_ID,GPU_ID,Kernel_Name,Start_Timestamp,End_Timestamp,FETCH_SIZE,WRITE_SIZE,"
+        "SQ_INSTS_VALU_FMA_F32\n0,0,add,5000,6000,500,500,100\n"
+    )
+    (tmp_path / "roofline.csv").write_text(
+        "device,HBMBw,HBMBwLow,hbmBwHigh,L2Bw,L2BwLow,L2BwHigh,FP32Flops,FP32FlopsLow,"
+        "FP32FlopsHigh,MFMABF16Flops,MFMABF16FlopsLow,MFMABF16FlopsHigh,MFMAI8Ops,MFMAI8OpsLow,"
+        "MFMAI8OpsHigh\n0,1389,1388,1390,5018,5015,5021,20941,20881,21002,170483,1,2,166402,1,2\n"
+    )
+    line = roofline_inputs.load([tmp_path])
+    found = {(c.name, round(c.rate / 1e9)) for c in line.ceilings if c.origin == MEASURED}
+    assert found == {("memory", 1389), ("L2", 5018), ("fp32 vector", 20941), ("bf16", 170483)}
+    view = roofline_figures.view(line)
+    thin = [one.text for one in roofline_figures.lines(line, view) if not one.is_main]
+    assert thin == ["L2 5,018 GB/s"]
+    assert len(roofline_inputs.load([NCU, tmp_path / "roofline.csv"]).ceilings) == 4
+
+
+def test_v3s_benchmark(analyse: Callable[..., Any]) -> None:
+    status, _, content = analyse(H200 / "kernels")
+    assert status == 0
+    points = {point["label"]: point for point in content["points"]}
+    swiglu = points["swiglu 16384 x 11008, backward"]
+    assert (swiglu["roof"], swiglu["gflops"], swiglu["category"]) == ("memory", None, "elementwise")
+    assert swiglu["of_roof"] == pytest.approx(0.908, abs=0.01)
+    attention = points["flash_attention 1 x 16384, H16 K8 D64, forward"]
+    assert (attention["roof"], attention["gbs"]) == ("compute", None)
+    assert all("Liger" not in label for label in points)
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"paths": [NCU]},
+        {"paths": [H200]},
+        {"paths": [H200], "config": "medium", "precision": "bf16"},
+        {"paths": [H200 / "kernels"]},
+    ],
+    ids=["ncu", "all runs", "medium", "benchmark"],
+)
+def test_labels_overlap_nothing(inputs: dict[str, Any]) -> None:
+    """Told by what is drawn: the extents of the texts, and of the markers."""
+    picture = roofline_figures._Picture(with_ceilings(roofline_inputs.load(**inputs)), 12)
+    texts = [
+        text.get_window_extent(picture._renderer)
+        for text in picture.figure.texts
+        if not text.get_rotation() and text.get_text() != picture.figure.texts[0].get_text()
+    ]
+    boxes = [roofline_labels.Box(e.x0, e.y0, e.x1, e.y1) for e in texts]
+    assert len(boxes) >= 10
+    rotated = [box for place in picture.labels if len(place.boxes) > 1 for box in place.boxes]
+    assert rotated, "the memory's lines are labelled along themselves"
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+    for box in boxes:
+        assert not any(box.overlaps(other) for other in (*rotated, *picture._marker_boxes()))
+        assert box.is_in(roofline_labels.Box(0, 0, 1600, 900))
+
+
+def test_a_picture_is_the_same_every_time(tmp_path: Path) -> None:
+    line = with_ceilings(roofline_inputs.load([NCU]))
+    for name in ("a.png", "b.png"):
+        roofline_figures.draw(line, tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_area_is_in_proportion_to_time_and_colour_tells_the_category() -> None:
+    from matplotlib.colors import to_hex
+
+    from workshop.profilers.picture import COLOURS
+
+    line = with_ceilings(roofline_inputs.load([NCU]))
+    picture = roofline_figures._Picture(line, 0)
+    for point, drawn in zip(line.points, picture._axes.collections, strict=True):
+        assert to_hex(drawn.get_facecolor()[0]).upper() == COLOURS[point.category]
+    areas = [drawn.get_sizes()[0] for drawn in picture._axes.collections[:9]]
+    times = [point.seconds for point in line.points[:9]]
+    assert [area / areas[0] for area in areas] == pytest.approx([t / times[0] for t in times])
+
+
+@needs_plotly
+def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) -> None:
+    kernels = [Kernel(HOSTILE, "GEMM", 1, 1e6, bytes=1e9, flops=1e12)]
+    table = KernelTable(NCU, "ncu", kernels, device=HOSTILE)
+    kernel_file.write(table, tmp_path / "profile")
+    status, told, _ = analyse(tmp_path / "profile")
+    assert status == 0 and "\x1b" not in told and "[bold]" in told
+    page = (tmp_path / "out/roofline.html").read_text()
+    assert "<script>alert" not in page and "<b>evil" not in page and "\x1b" not in page
+    [points] = [trace for trace in roofline_figures.plotly_figure(
+        with_ceilings(roofline_inputs.load([tmp_path / "profile"]))
+    ).data if trace.mode == "markers+text"]  # fmt: skip
+    assert "&lt;b&gt;evil" in points.hovertext[0], "plotly reads tags in its texts"
+
+
+@needs_plotly
+def test_the_page_needs_no_network(analyse: Callable[..., Any], tmp_path: Path) -> None:
+    analyse(NCU)
+    page = (tmp_path / "out/roofline.html").read_text()
+    assert len(page) > 1e6, "plotly.js is in it"
+    for loading in ("<script src", "<link ", 'src="http', "@import"):
+        assert loading not in page
+    assert "vectorized_elementwise_kernel&lt;silu_kernel&gt;" in page
+
+
+def test_without_plotly_the_rest_is_written_and_the_reason_told(
+    analyse: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/roofline.html").write_text("of an earlier roofline")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+    )
+    status, told, _ = analyse(NCU)
+    assert status == 0 and "roofline.html: skipped: plotly is missing" in told
+    assert written(tmp_path) == ["roofline.csv", "roofline.json", "roofline.png"]
+
+
+def test_thousands_of_kernels_take_seconds(tmp_path: Path) -> None:
+    kernels = [
+        Kernel(f"kernel_{i}", "elementwise", 1, 1e6 / (i + 1), bytes=1e6 + i, flops=1e6 * (i + 1))
+        for i in range(3000)
+    ]
+    kernel_file.write(KernelTable(NCU, "ncu", kernels, device="NVIDIA H200"), tmp_path)
+    start = time.monotonic()
+    line = with_ceilings(roofline_inputs.load([tmp_path]))
+    roofline_figures.draw(line, tmp_path / "many.png")
+    assert roofline.as_csv(line).count("\n") == 3001
+    assert time.monotonic() - start < 20
+
+
+# --- ceilings ------------------------------------------------------------------------------------
+
+
+def test_measured_ceilings_are_typed_kept_and_used_on_the_same_device_alone(
+    type_command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = type_command(
+        "python", "analysis_tools/roofline_analysis.py", "--measure", "--device", "cpu",
+        "--results", tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "ceilings").iterdir()
+    kept = ceilings.load(path)
+    assert set(kept.tflops) == {"fp32", "bf16"} and kept.copy_gbs > 0.5 and kept.seconds < 60
+    name, threads = str(kept.device["name"]), kept.device["threads"]
+    assert {c.name for c in ceilings.find(name, threads, tmp_path)} == {"memory", "fp32", "bf16"}
+    assert ceilings.find(name, 1000, tmp_path) == []
+    assert ceilings.find("another", threads, tmp_path) == []
+
+
+def test_the_newest_measurement_counts(tmp_path: Path) -> None:
+    for day, rate in (("2026-11-02", 2.0), ("2026-11-03", 3.0), ("2026-11-01", 1.0)):
+        one = ceilings.Measurement(
+            {"name": "X"}, {"torch": "2"}, f"{day}T00:00:00", 100 * rate, {"bf16": rate}
+        )
+        path = ceilings.save(one, tmp_path)
+        path.rename(path.with_name(f"{rate}.json" if rate < 3 else "0.json"))
+    assert {c.rate for c in ceilings.find("X", None, tmp_path)} == {3e11, 3e12}
+
+
+def test_the_h200s_benchmark_gives_its_ceilings() -> None:
+    found = {c.name: c.rate for c in ceilings.find("NVIDIA H200")}
+    limits = {c.name: c.rate for c in ceilings.from_data_sheet("NVIDIA H200")}
+    assert {"memory", "bf16"} <= found.keys()
+    for name, rate in found.items():
+        assert 0.4 * limits[name] < rate < limits[name]
+
+
+# --- wrong input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "nothing to show: give a PATH"),
+        (["--ai", "1"], "--ai is given 1 times, --gflops 0: a point needs both"),
+        (["--ai", "0", "--gflops", "1"], "--ai 0.0: it must lie between"),
+        (["--ai", "nan", "--gflops", "1"], "--ai nan: it must lie between"),
+        (["--ai", "1", "--gflops", "-3"], "--gflops -3.0: it must lie between"),
+        (["--ai", "1", "--gflops", "1", "--label", "a", "--label", "b"], "given 2 times"),
+        (["--ai", "1", "--gflops", "1", "--peak-bw", "inf"], "--peak-bw inf: it must"),
+        (["--ai", "1", "--gflops", "1", "--chip", "Abacus"], "--chip Abacus: not listed; known"),
+        ([NCU, "--ai", "1", "--gflops", "1"], "give the one or the other"),
+        ([NCU, "--top", "0"], "--top 0: it must lie between 1 and 50"),
+        (["nowhere"], "nowhere: no such file or folder"),
+        ([TRACE], "bytes and operations of each kernel need counters"),
+        ([H200, "--config", "huge"], "no run is huge"),
+        ([NCU, CPU_PROFILE], "a roofline is of one device"),
+        (["--measure", "--device", "cuda:99"], "device cuda:99"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line(
+    analyse: Callable[..., Any], words: list[object], says: str, tmp_path: Path
+) -> None:
+    status, told, _ = analyse(*words)
+    assert status == 2 and says in told
+    assert told.count("\n") == 1 and told.startswith("error: ")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda content: content.update(copy_gbs="fast"), "field copy_gbs should be float"),
+        (lambda content: content.update(copy_gbs=0.0), "field copy_gbs is 0.0, no rate"),
+        (lambda content: content.pop("tflops"), "field tflops is missing"),
+        (lambda content: content["tflops"].update(bf16=-1), "field bf16 is -1"),
+        (lambda content: content.update(schema_version=9), "measure them again"),
+    ],
+)
+def test_a_broken_measurement_is_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    good = ceilings.Measurement({"name": "X"}, {"torch": "2"}, "2026", 1.0, {"bf16": 1.0})
+    path = ceilings.save(good, tmp_path)
+    content = json.loads(path.read_text())
+    broken = copy.deepcopy(content)
+    change(broken)
+    path.write_text(json.dumps(broken))
+    with pytest.raises(WorkshopError, match=rf"{path.name}: .*{says}"):
+        ceilings.find("X", None, tmp_path)
+
+
+def test_as_it_is_typed(
+    type_command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """From the checkout's top, into the default folder of a results folder."""
+    done = type_command(
+        "python", "analysis_tools/roofline_analysis.py", NCU, "--results", tmp_path, COLUMNS="80"
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines()[:10])) <= 80
+    names = [path.name for path in sorted((tmp_path / "roofline").iterdir())]
+    assert names in (FILES, [name for name in FILES if name != "roofline.html"])
+    if shutil.which("chromium") and "roofline.html" in names:
+        assert shows_no_error(tmp_path / "roofline/roofline.html")
+
+
+def shows_no_error(page: Path) -> bool:
+    """In a browser, whose plot must be there once the scripts have run."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+               "--enable-logging=stderr", "--virtual-time-budget=5000",
+               "--host-resolver-rules=MAP * ~NOTFOUND", page.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr.upper().replace("CONSOLE_", ""), done.stderr
+    return 'class="main-svg"' in done.stdout
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, contextlib\nfrom analysis_tools import roofline_analysis as r\n"
+        "with contextlib.suppress(SystemExit): r.main(['--help'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

@@ -1,0 +1,283 @@
+"""The roofline: how fast a kernel runs, and which of the chip's limits stands over it.
+
+A kernel that does F operations and moves B bytes has the arithmetic intensity F / B. Its rate can
+exceed neither the chip's rate at its precision nor intensity x bandwidth: the two roofs (Williams,
+Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009). Whichever of its two rates
+is the larger share of its limit tells the roof above it, and the share tells how far it is.
+"""
+
+import csv
+import dataclasses
+import io
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from workshop.profilers.figures import digits
+
+SCHEMA_VERSION = 1
+MEMORY, COMPUTE, NEITHER = "memory", "compute", "neither"
+KINDS = (MEMORY, COMPUTE)
+MAIN_MEMORY = "memory"
+"""The level that bytes are counted at; others are caches."""
+GIVEN, DATA_SHEET, MEASURED = "given", "data sheet", "measured"
+ORIGINS = (GIVEN, DATA_SHEET, MEASURED)
+"""Where a ceiling is from; the first that is known is the roof."""
+LEAST_BOUND = 0.5
+"""Of what is reached at best. What runs slower is held by something else than its roof."""
+SHORT_CALL = 10e-6
+"""Seconds. A shorter kernel spends much of its time on starting and on its last few blocks."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """One limit of a chip."""
+
+    kind: str
+    """MEMORY or COMPUTE."""
+    name: str
+    """The level ("memory", "L2", ...) or the precision ("bf16", ...)."""
+    rate: float
+    """Bytes or operations a second."""
+    origin: str
+    """One of ORIGINS."""
+    source: str
+    """The data sheet; or when and by what it was measured."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one kernel, or one part of a training step, achieved. A rate that nobody counted is
+    None; 0 is one that was counted."""
+
+    label: str
+    category: str
+    """A kernel's is one of profilers.categories.CATEGORIES."""
+    precision: str
+    """Whose compute ceiling is its roof."""
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    seconds: float | None = None
+    """Of all its calls."""
+    share: float | None = None
+    """Of the time of everything that was seen, from 0 to 1."""
+    calls: int | None = None
+    at_least: bool = False
+    """Whether its bytes are a lower bound, so that its intensity is an upper one."""
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOP a byte; infinite for what stays in the caches, None if a rate is not known."""
+        if self.flops_per_s is None or self.bytes_per_s is None:
+            return None
+        if not self.bytes_per_s:
+            return math.inf if self.flops_per_s else None
+        return self.flops_per_s / self.bytes_per_s
+
+    def rate(self, kind: str) -> float | None:
+        """Bytes (MEMORY) or operations (COMPUTE) a second."""
+        return self.bytes_per_s if kind == MEMORY else self.flops_per_s
+
+
+@dataclass
+class Roofline:
+    """Points under the ceilings of one device, in the order in which they are told: whole steps and
+    their parts by version, kernels by time."""
+
+    title: str
+    device: str | None
+    points: list[Point]
+    ceilings: list[Ceiling] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Sentences: what was assumed, what is left out."""
+    warnings: list[str] = field(default_factory=list)
+    """Sentences: figures that can't be true."""
+    threads: object = None
+    """Of a CPU, where they are known: with others it has other ceilings."""
+
+    def limit(self, point: Point, kind: str, origins: tuple[str, ...] = ORIGINS) -> Ceiling | None:
+        """The ceiling of a kind that holds for a point, from the first origin that knows it: the
+        main memory's, or that of its precision."""
+        name = MAIN_MEMORY if kind == MEMORY else point.precision
+        known = [c for c in self.ceilings if (c.kind, c.name) == (kind, name)]
+        return next((c for origin in origins for c in known if c.origin == origin), None)
+
+    def roof(self, point: Point) -> Ceiling | None:
+        """The one of a point's two limits that it comes closest to; None where none is known."""
+        limits = (self.limit(point, kind) for kind in KINDS if point.rate(kind) is not None)
+        known = [ceiling for ceiling in limits if ceiling is not None]
+        return max(known, key=lambda ceiling: share(point, ceiling), default=None)
+
+    def measured(self, point: Point, kind: str) -> Ceiling | None:
+        """What was measured of a kind, where that is not its limit anyway."""
+        ceiling = self.limit(point, kind, (MEASURED,))
+        return None if ceiling == self.limit(point, kind) else ceiling
+
+
+def share(point: Point, ceiling: Ceiling | None) -> float:
+    """Of a ceiling, from 0 to 1, and above where the figures can't be true; 0 without one."""
+    return (point.rate(ceiling.kind) or 0.0) / ceiling.rate if ceiling else 0.0
+
+
+def bound(roofline: Roofline, point: Point) -> str:
+    """MEMORY or COMPUTE for what comes near its roof, NEITHER for what does not, "" where no
+    ceiling is known."""
+    roof = roofline.roof(point)
+    if roof is None:
+        return ""
+    near = max(share(point, roof), share(point, roofline.measured(point, roof.kind)))
+    return roof.kind if near >= LEAST_BOUND else NEITHER
+
+
+def exceeded(roofline: Roofline, point: Point) -> list[Ceiling]:
+    """Limits that a point is above. What was measured is none: something faster may be run."""
+    limits = (roofline.limit(point, kind, (GIVEN, DATA_SHEET)) for kind in KINDS)
+    return [ceiling for ceiling in limits if ceiling and share(point, ceiling) > 1]
+
+
+# --- in words ------------------------------------------------------------------------------------
+
+
+def scaled(rate: float, kind: str) -> tuple[float, str]:
+    """A rate in the unit that makes it readable: GB/s, GFLOP/s or TFLOP/s."""
+    if kind == MEMORY:
+        return rate / 1e9, "GB/s"
+    return (rate / 1e12, "TFLOP/s") if rate >= 1e12 else (rate / 1e9, "GFLOP/s")
+
+
+def rate_text(rate: float, kind: str) -> str:
+    """As in "4,100 GB/s"."""
+    number, unit = scaled(rate, kind)
+    return f"{digits(number)} {unit}"
+
+
+def ceiling_text(ceiling: Ceiling) -> str:
+    """As in "bf16 989 TFLOP/s" and "memory 4,800 GB/s"."""
+    return f"{ceiling.name} {rate_text(ceiling.rate, ceiling.kind)}"
+
+
+def flags(roofline: Roofline) -> list[str]:
+    """A sentence for each figure that can't be true: those that came with the points, and every
+    rate above a limit."""
+    found = [f"IMPLAUSIBLE: {warning}" for warning in roofline.warnings]
+    for point in roofline.points:
+        for ceiling in exceeded(roofline, point):
+            rate = rate_text(point.rate(ceiling.kind) or 0.0, ceiling.kind)
+            found.append(
+                f"IMPLAUSIBLE: {point.label}: {_least(point, ceiling.kind)}{rate}, more than the "
+                f"chip's {ceiling_text(ceiling)} ({ceiling.source})"
+            )
+    return found
+
+
+def sentences(roofline: Roofline, limit: int = 10) -> list[str]:
+    """For each of the first points: what bounds it, and how far it is from its roof."""
+    return [f"{point.label}: {verdict(roofline, point)}" for point in roofline.points[:limit]]
+
+
+def verdict(roofline: Roofline, point: Point) -> str:
+    """As in "memory-bound: 4,100 of 4,800 GB/s, 85% of its roof (99% of the measured 4,139)"; for
+    what is far from its roof with what it achieves of its other limit."""
+    roof = roofline.roof(point)
+    if roof is None:
+        rates = [(point.rate(kind), kind) for kind in KINDS]
+        achieved = [_least(point, kind) + rate_text(rate, kind) for rate, kind in rates if rate]
+        return f"{' and '.join(achieved) or 'nothing counted'}; no ceiling is known for it"
+    kind = bound(roofline, point)
+    text = f"{_of(point, roof)}, {share(point, roof):.0%} of its roof"
+    measured = roofline.measured(point, roof.kind)
+    if measured:
+        reached = digits(scaled(measured.rate, roof.kind)[0])
+        text += f" ({share(point, measured):.0%} of the measured {reached})"
+    if roof.origin == MEASURED and share(point, roof) > 1:
+        text += "; that is more than was measured: measure again with nothing else running"
+    if exceeded(roofline, point):
+        return f"above what the chip can do: {text}"
+    if kind != NEITHER:
+        return f"{kind}-bound: {text}"
+    for other in (roofline.limit(point, kind) for kind in KINDS if kind != roof.kind):
+        if other and point.rate(other.kind):
+            text += f", and {_of(point, other)}"
+    return f"below the {roof.kind} roof, and far from it: {text}; {_reason(point)}"
+
+
+def _of(point: Point, ceiling: Ceiling) -> str:
+    """As in "4,100 of 4,800 GB/s"; the same unit for both."""
+    number, unit = scaled(ceiling.rate, ceiling.kind)
+    achieved = digits(share(point, ceiling) * number)
+    precision = f" ({ceiling.name})" if ceiling.kind == COMPUTE else ""
+    return f"{_least(point, ceiling.kind)}{achieved} of {digits(number)} {unit}{precision}"
+
+
+def _least(point: Point, kind: str) -> str:
+    return "at least " if point.at_least and kind == MEMORY else ""
+
+
+def _reason(point: Point) -> str:
+    if point.calls is None or point.seconds is None:
+        return "something else holds it, which a profile tells"
+    each = point.seconds / point.calls
+    if each < SHORT_CALL:
+        return f"a call lasts {digits(each * 1e6)} µs, too short to fill the chip"
+    return "latency, a cache or too little parallel work holds it"
+
+
+# --- for programs --------------------------------------------------------------------------------
+
+
+def records(roofline: Roofline) -> list[dict[str, Any]]:
+    """The points as rows of plain values, with what follows from the ceilings. Rates in GB/s and
+    GFLOP/s; None for what is not known, and for an intensity that is infinite."""
+    return [_record(roofline, point) for point in roofline.points]
+
+
+def _record(roofline: Roofline, point: Point) -> dict[str, Any]:
+    roof = roofline.roof(point)
+    measured = roofline.measured(point, roof.kind) if roof else None
+    intensity = point.intensity
+    return {
+        "label": point.label,
+        "category": point.category,
+        "precision": point.precision,
+        "calls": point.calls,
+        "seconds": point.seconds,
+        "share": point.share,
+        "flop_per_byte": intensity if intensity != math.inf else None,
+        "gflops": None if point.flops_per_s is None else point.flops_per_s / 1e9,
+        "gbs": None if point.bytes_per_s is None else point.bytes_per_s / 1e9,
+        "bytes_are": "at least" if point.at_least else "all",
+        "bound": bound(roofline, point),
+        "roof": roof.kind if roof else None,
+        "ceiling": ceiling_text(roof) if roof else None,
+        "ceiling_from": roof.origin if roof else None,
+        "of_roof": share(point, roof) if roof else None,
+        "of_measured": share(point, measured) if measured else None,
+        "implausible": bool(exceeded(roofline, point)),
+    }
+
+
+def as_csv(roofline: Roofline) -> str:
+    """A line for each point."""
+    text = io.StringIO()
+    rows = records(roofline)
+    writer = csv.DictWriter(text, list(_record(roofline, _NOTHING)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_json(roofline: Roofline) -> dict[str, Any]:
+    """Points, ceilings and all sentences."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "roofline": roofline.title,
+        "device": roofline.device,
+        "points": records(roofline),
+        "ceilings": [dataclasses.asdict(ceiling) for ceiling in roofline.ceilings],
+        "sentences": sentences(roofline, len(roofline.points)),
+        "implausible": flags(roofline),
+        "notes": roofline.notes,
+    }
+
+
+_NOTHING = Point("", "", "", None, None)
