@@ -69,6 +69,26 @@ def build_parser() -> argparse.ArgumentParser:
         "77 this machine can run none of them, 130 interrupted (what was completed is saved and "
         "shown).",
     )
+    add_run_flags(parser, repeats=3)
+    add = parser.add_argument
+    add(
+        "--output-dir",
+        type=Path,
+        help="comparison.json, .md, .png and runs/ go there (default: results/ of this checkout); "
+        "with --from-results nothing is written unless it is given",
+    )
+    add(
+        "--from-results",
+        type=Path,
+        metavar="DIR",
+        help="rebuild everything from the result files in DIR, training nothing",
+    )
+    add("--format", choices=FORMATS, default="table", help="of what is printed (default table)")
+    return parser
+
+
+def add_run_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
+    """The flags that say what is run; `repeats` is the default of --repeats."""
     add = parser.add_argument
     add(
         "--versions",
@@ -92,24 +112,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--num-steps", type=int, default=20, metavar="N", help="timed steps a run (default 20)")
     add("--warmup-steps", type=int, default=5, metavar="N", help="before them (default 5)")
-    add("--repeats", type=int, default=3, metavar="N", help="processes a version (default 3)")
+    add(
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help="processes a version (default %(default)s)",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     add("--data", choices=("text", "synthetic"), default="text", help="default %(default)s")
     add("--seed", type=int, default=42, help="of weights and batches (default 42)")
-    add(
-        "--output-dir",
-        type=Path,
-        help="comparison.json, .md, .png and runs/ go there (default: results/ of this checkout); "
-        "with --from-results nothing is written unless it is given",
-    )
-    add(
-        "--from-results",
-        type=Path,
-        metavar="DIR",
-        help="rebuild everything from the result files in DIR, training nothing",
-    )
-    add("--format", choices=FORMATS, default="table", help="of what is printed (default table)")
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

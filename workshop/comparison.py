@@ -100,8 +100,8 @@ def build_rows(runs: Iterable[RunResult]) -> list[Row]:
     )
     baselines: dict[tuple[object, ...], list[RunResult]] = defaultdict(list)
     for run in runs:
-        by_row[_group(run), run.version, _variant(run)][run.session].append(run)
-        if run.version == BASELINE and not _variant(run):
+        by_row[_group(run), run.version, variant(run)][run.session].append(run)
+        if run.version == BASELINE and not variant(run):
             baselines[_group(run), run.session].append(run)
     rows = []
     for (group, *_), sessions in by_row.items():
@@ -120,7 +120,7 @@ def _group(run: RunResult) -> tuple[object, ...]:
     return (run.device.get("name"), sizes, run.batch_size, run.seq_len, run.precision)
 
 
-def _variant(run: RunResult) -> str:
+def variant(run: RunResult) -> str:
     """What of a run differs from its version's defaults, for example `no-fuse-qkv`."""
     version, options = VERSIONS[run.version], run.options
     switched_off = [name for name, on in options.items() if name.startswith("fuse_") and not on]
@@ -138,7 +138,7 @@ def _build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     first = runs[0]
     row = Row(
         version=first.version,
-        variant=_variant(first),
+        variant=variant(first),
         config=first.config_name,
         precision=first.precision,
         device=str(first.device.get("name")),

@@ -1,0 +1,520 @@
+"""Keeps a session's raw samples as a baseline, and says whether a later one is slower.
+
+    regression_tester.py baseline save --config small medium
+    regression_tester.py check --threshold 3%
+
+Both run the versions as compare_versions.py does, or take result files instead. The verdicts are
+slower, faster, no significant difference, or too noisy to tell, for each version's step, phases
+and memory. docs/regression.md says how they come about and how to use them in CI.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from analysis_tools import compare_versions  # noqa: E402
+from workshop import errors, hardware, regression, results, versions  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.presets import PRESETS  # noqa: E402
+from workshop.profilers.names import printable  # noqa: E402
+from workshop.regression import (  # noqa: E402
+    FAILED,
+    FASTER,
+    GONE,
+    NEW,
+    NOT_COMPARABLE,
+    NOT_TIMED,
+    SAME,
+    SLOWER,
+    TOO_NOISY,
+    Baseline,
+    Finding,
+)
+from workshop.results import RunResult  # noqa: E402
+
+FORMATS = ("table", "markdown", "json")
+FOLDER = "regression"
+"""Below an output folder, whose own *.json files are taken for runs."""
+DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.json"
+REPEATS = 10
+WIDE = 110
+"""Columns of a terminal that shows the intervals."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done, 1 a version is slower or failed, 2 wrong usage, 77 not "
+        "comparable or too noisy,\n130 interrupted.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    baseline = commands.add_parser("baseline", help="`baseline save` keeps a session to check by")
+    actions = baseline.add_subparsers(dest="action", required=True, metavar="save")
+    _add_save(actions)
+    _add_check(commands)
+    return parser
+
+
+def _add_save(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = actions.add_parser(
+        "save",
+        help="run the versions, or take result files, and keep their samples",
+        description="Runs the versions, or takes result files, and keeps their raw samples with "
+        "the device and software that they are of.",
+    )
+    compare_versions.add_run_flags(parser, repeats=REPEATS)
+    add = parser.add_argument
+    add(
+        "--from-results",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="run nothing: take each DIR's newest session of each version and size",
+    )
+    add(
+        "--baseline",
+        type=Path,
+        default=DEFAULT_BASELINE,
+        metavar="FILE",
+        help="where to keep it (default: results/regression/baseline.json of this checkout)",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER,
+        help="the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
+    )
+    parser.set_defaults(work=save_baseline)
+
+
+def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "check",
+        help="run the versions again, or take result files, and say what is slower",
+        description="Runs the baseline's versions again in the same way, or takes result files, "
+        "and says what is slower than in the baseline.",
+    )
+    add = parser.add_argument
+    add(
+        "--baseline",
+        type=Path,
+        default=DEFAULT_BASELINE,
+        metavar="FILE",
+        help="of `baseline save` (default: results/regression/baseline.json of this checkout)",
+    )
+    add(
+        "--threshold",
+        type=_percent,
+        default="3%",
+        metavar="P%",
+        help="the least change that counts (default 3%%)",
+    )
+    add("--force", action="store_true", help="compare with another device or software too")
+    add("--versions", nargs="+", metavar="V", help="of the baseline's (default: all)")
+    add("--repeats", type=int, metavar="N", help="processes a version (default: the baseline's)")
+    add("--num-steps", type=int, metavar="N", help="timed steps a run (default: the baseline's)")
+    add("--device", help="cpu, cuda or cuda:N (default: of the baseline's kind)")
+    add("--from-results", type=Path, metavar="DIR", help="run nothing: judge DIR's newest session")
+    add("--format", choices=FORMATS, default="table", help="of what is printed (default table)")
+    add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system, too")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, too")
+    add(
+        "--output-dir",
+        type=Path,
+        help="regression/check.json and runs/ go there (default: results/ of this checkout); with "
+        "--from-results nothing is written there unless it is given",
+    )
+    parser.set_defaults(work=check)
+
+
+def _percent(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    if not match or not 0 < float(match[1]) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no percentage above 0%, such as 3%")
+    return float(match[1]) / 100
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    arguments = build_parser().parse_args(words)
+    arguments.words = ["python", Path(__file__).name, *words]
+    return errors.exit_status(
+        lambda: arguments.work(arguments),
+        interrupted="interrupted: nothing judged; the completed runs are in OUTPUT_DIR/runs/",
+    )
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+def save_baseline(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
+    _check_target(arguments.baseline)
+    if arguments.from_results:
+        folders = [results.load_folder(folder) for folder in arguments.from_results]
+    else:
+        folders = [_run(arguments)]
+    words = [Path(word).name if word.startswith("/") else word for word in arguments.words]
+    baseline, left_out = regression.make_baseline(folders, words)
+    results.write_json(arguments.baseline, dataclasses.asdict(baseline))
+    for finding in left_out:
+        print(
+            f"left out: {printable(finding.label)}: {finding.verdict}, {note(finding)}",
+            file=sys.stderr,
+        )
+    labels = dict.fromkeys(f"{r.version} {r.config_name} {r.precision}" for r in baseline.runs)
+    print(f"Written: {arguments.baseline} ({len(baseline.runs)} runs)")
+    print("\n".join(f"  {printable(label)}" for label in labels))
+    failed = any(finding.verdict == FAILED for finding in left_out)
+    return errors.ANSWER_IS_NO if failed else errors.DONE
+
+
+def check(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
+    baseline = regression.load_baseline(arguments.baseline)
+    for target in (arguments.junit, arguments.markdown):
+        if target is not None:
+            _check_target(target)
+    writes = arguments.from_results is None or arguments.output_dir is not None
+    arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
+    if arguments.versions:
+        baseline.runs = _of_versions(baseline.runs, arguments.versions)
+    if arguments.from_results is None:
+        runs = _run_again(baseline, arguments)
+    else:
+        runs = results.load_folder(arguments.from_results)
+        if arguments.versions:
+            runs = _of_versions(runs, arguments.versions)
+    findings = regression.check(
+        baseline, runs, threshold=arguments.threshold, force=arguments.force
+    )
+    report = Report(findings, baseline, arguments.baseline, arguments.threshold)
+    show(report, arguments.format)
+    targets = [
+        (arguments.output_dir / FOLDER / "check.json" if writes else None, as_json),
+        (arguments.markdown, as_markdown),
+        (arguments.junit, as_junit),
+    ]
+    written = [target for target, _ in targets if target is not None]
+    for target, render in targets:
+        if target is not None:
+            results.prepare_folder(target.parent)
+            results.write_text(target, render(report) + "\n")
+    if written:
+        stream = sys.stdout if arguments.format == "table" else sys.stderr
+        print(f"Written: {', '.join(map(str, written))}", file=stream)
+    return regression.exit_status(findings)
+
+
+def _of_versions(runs: list[RunResult], keys: list[str]) -> list[RunResult]:
+    """Raises WorkshopError where one of them has no run."""
+    for key in keys:
+        if not any(run.version == key for run in runs):
+            known = ", ".join(sorted({run.version for run in runs}))
+            raise WorkshopError(f"--versions {key}: there are runs of {known} only")
+    return [run for run in runs if run.version in keys]
+
+
+def _check_target(path: Path) -> None:
+    """Raises WorkshopError where a file can't be written, before any work is done."""
+    if path.is_dir():
+        raise WorkshopError(f"{path} is a folder: name a file")
+    results.prepare_folder(path.parent)
+
+
+def _run(arguments: argparse.Namespace) -> list[RunResult]:
+    """The versions' runs, as compare_versions trains them.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C ended them.
+        WorkshopError: too few processes to know how they scatter.
+    """
+    if arguments.repeats < regression.LEAST_PROCESSES:
+        raise WorkshopError(
+            f"--repeats {arguments.repeats}: the scatter between processes takes at least "
+            f"{regression.LEAST_PROCESSES}; {REPEATS} are better"
+        )
+    plans = compare_versions.make_plans(arguments)
+    results.prepare_folder(arguments.output_dir)
+    runs, interrupted = compare_versions.run_plans(plans, arguments, results.new_session())
+    if interrupted:
+        raise KeyboardInterrupt
+    return runs
+
+
+def _run_again(baseline: Baseline, arguments: argparse.Namespace) -> list[RunResult]:
+    """The baseline's versions, run anew by its flags and those that were given instead.
+
+    Raises:
+        NotOnThisMachine: the machine is not the baseline's.
+        WorkshopError: the baseline has no size that can be run by its name.
+    """
+    flags = list(_run_flags(baseline))
+    for name in ("repeats", "num_steps", "device"):
+        given = getattr(arguments, name)
+        if given is not None:
+            flags += [f"--{name.replace('_', '-')}", str(given)]
+    flags += ["--output-dir", str(arguments.output_dir)]
+    fresh = compare_versions.build_parser().parse_args(flags)
+    here = dataclasses.replace(
+        baseline.runs[0],
+        device=hardware.describe(hardware.get_device(fresh.device)),
+        software=results.describe_software(),
+    )
+    differences = regression.differing(baseline.runs[0], here)
+    if differences and not arguments.force:
+        told = printable("; ".join(differences))
+        raise NotOnThisMachine(
+            f"not comparable with {arguments.baseline}: {told}; save a baseline here, or use "
+            "--force"
+        )
+    return _run(fresh)
+
+
+def _run_flags(baseline: Baseline) -> Iterator[str]:
+    """The flags of compare_versions that give runs like the baseline's."""
+    runs = [run for run in baseline.runs if run.config_name in PRESETS]
+    if not runs:
+        raise WorkshopError("the baseline has no preset's runs: run your own, then --from-results")
+    first = runs[0]
+    for flag, values in (
+        ("--versions", [run.version for run in runs if versions.get_version(run.version).exists]),
+        ("--config", [run.config_name for run in runs]),
+        ("--precision", [run.precision for run in runs]),
+    ):
+        yield from (flag, *dict.fromkeys(values))
+    synthetic = str(first.data.get("name")).startswith("synthetic")
+    yield from ("--data", "synthetic" if synthetic else "text")
+    yield from ("--num-steps", str(first.options.get("num_steps", len(first.step_ms))))
+    yield from ("--warmup-steps", str(first.warmup_steps))
+    yield from ("--repeats", str(regression.repeats(runs)))
+    yield from ("--device", str(first.device.get("type", "auto")))
+    yield from ("--seed", str(first.options.get("seed", 42)))
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown and written."""
+
+    findings: list[Finding]
+    baseline: Baseline
+    path: Path
+    threshold: float
+
+    @property
+    def heading(self) -> str:
+        """Against what it was held."""
+        b = self.baseline
+        parts = [f"baseline {self.path.name} of {b.created[:10]}"]
+        parts += [f"commit {b.git_commit}"] if b.git_commit else []
+        parts += [str(b.device.get("name")), f"torch {b.software.get('torch')}"]
+        return printable(", ".join(parts))
+
+    @property
+    def summary(self) -> str:
+        """How many of each verdict, the gravest first."""
+        order = (SLOWER, FAILED, NOT_COMPARABLE, TOO_NOISY, FASTER, GONE, NEW, NOT_TIMED, SAME)
+        verdicts = [finding.verdict for finding in self.findings]
+        counts = [f"{verdicts.count(v)} {v}" for v in order if v in verdicts]
+        return f"changes by {self.threshold * 100:.3g}% or more: {', '.join(counts)}"
+
+    def groups(self) -> list[list[Finding]]:
+        """Findings of one size and precision, together."""
+        found: dict[object, list[Finding]] = {}
+        for f in self.findings:
+            found.setdefault((f.config, f.precision, f.batch_size, f.seq_len), []).append(f)
+        return list(found.values())
+
+
+def show(report: Report, form: str) -> None:
+    if form == "json":
+        print(as_json(report))
+    elif form == "markdown":
+        print(as_markdown(report))
+    else:
+        _show_tables(report)
+
+
+HEADER = ("version", "what", "then", "now", "change", "interval", "sees", "verdict")
+ONLY_WIDE = ("interval", "sees")
+STYLES = {SLOWER: "red", FAILED: "red", FASTER: "green", TOO_NOISY: "yellow"}
+
+
+def cells(finding: Finding) -> tuple[str, ...]:
+    """Of one line, in the order of HEADER."""
+    f = finding
+    visible = "-" if f.visible is None else _share(f.visible)
+    interval = (
+        f"{_share(f.interval[0], '+')} to {_share(f.interval[1], '+')}" if f.interval else "-"
+    )
+    return (
+        printable(f"{f.version} {f.variant}".strip()),
+        f.heading or "-",
+        _amount(f.before, f.unit),
+        _amount(f.after, f.unit),
+        "-" if f.change is None else _share(f.change, "+"),
+        interval,
+        visible,
+        f"too noisy under {visible}" if f.verdict == TOO_NOISY else f.verdict,
+    )
+
+
+def _share(value: float, sign: str = "-") -> str:
+    """A percentage with as many digits as tell something."""
+    return format(value, f"{sign}.{1 if abs(value) < 0.1 else 0}%")
+
+
+def _amount(value: float | None, unit: str | None) -> str:
+    return "-" if value is None else f"{value:,.{2 if value < 1000 else 0}f} {unit}"
+
+
+def _title(findings: list[Finding]) -> str:
+    f = findings[0]
+    return printable(f"{f.config}: {f.batch_size} x {f.seq_len} tokens, {f.precision}")
+
+
+def notes(findings: list[Finding]) -> list[str]:
+    """What the figures alone would not say, once for all that share it. Of noisy metrics the step
+    alone: what calms it calms its phases."""
+    lines: dict[str, dict[str, None]] = {}
+    for f in findings:
+        if f.note and (f.verdict != TOO_NOISY or f.metric == regression.STEP.name):
+            lines.setdefault(note(f), {})[printable(f"{f.version} {f.variant}")] = None
+    return [f"{', '.join(labels)}: {line}" for line, labels in lines.items()]
+
+
+def alarms(findings: list[Finding]) -> list[str]:
+    """What is slower or failed, a line each."""
+    return [
+        printable(f"{f.label} {f.heading}") + f": {_sentence(f)}"
+        for f in findings
+        if f.verdict in (SLOWER, FAILED)
+    ]
+
+
+def note(finding: Finding) -> str:
+    return printable(finding.note)
+
+
+def _show_tables(report: Report) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(width=132, highlight=False, markup=False)
+    wide = console.width >= WIDE
+    shown = [i for i, name in enumerate(HEADER) if wide or name not in ONLY_WIDE]
+    form = (box.HEAVY_HEAD, (0, 1)) if wide else (box.SIMPLE_HEAD, (0, 1, 0, 0))
+    console.print(report.heading, soft_wrap=True)
+    for group in report.groups():
+        table = Table(title=_title(group), title_justify="left", title_style="bold")
+        table.box, table.padding = form
+        for i in shown:
+            left = HEADER[i] in ("version", "what", "verdict")
+            table.add_column(HEADER[i], justify="left" if left else "right")
+        for finding, following in itertools.zip_longest(group, group[1:]):
+            ends = following is not None and cells(finding)[0] != cells(following)[0]
+            shown_cells = [cells(finding)[i] for i in shown]
+            table.add_row(*shown_cells, style=STYLES.get(finding.verdict), end_section=ends)
+        console.print(table)
+        for line in notes(group):
+            console.print(line, soft_wrap=True)
+    for line in alarms(report.findings):
+        console.print(line, style="red", soft_wrap=True)
+    console.print(report.summary, soft_wrap=True)
+
+
+def as_markdown(report: Report) -> str:
+    parts = ["# Regression check", "", f"**{_escape(report.summary)}**", ""]
+    parts += [f"- **{_escape(line)}**" for line in alarms(report.findings)]
+    parts += ["", f"Held against {_escape(report.heading)}.", ""]
+    for group in report.groups():
+        parts += [f"## {_escape(_title(group))}", ""]
+        parts.append("| " + " | ".join(HEADER) + " |")
+        parts.append("| --- | --- |" + " ---: |" * (len(HEADER) - 3) + " --- |")
+        for finding in group:
+            line = [_escape(cell) for cell in cells(finding)]
+            if finding.verdict in (SLOWER, FAILED):
+                line[-1] = f"**{line[-1]}**"
+            parts.append("| " + " | ".join(line) + " |")
+        parts.append("")
+        parts += [f"- {_escape(line)}" for line in notes(group)]
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def _escape(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text)
+
+
+def as_json(report: Report) -> str:
+    content = {
+        "schema_version": regression.SCHEMA_VERSION,
+        "created": results.now(),
+        "threshold": report.threshold,
+        "false_alarms": regression.FALSE_ALARMS,
+        "baseline": {
+            name: getattr(report.baseline, name)
+            for name in ("created", "git_commit", "device", "software", "command")
+        },
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
+    }
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def as_junit(report: Report) -> str:
+    """One test case a finding: slower and failed ones fail, those without a verdict are skipped."""
+    from xml.etree import ElementTree as xml
+
+    suites = xml.Element("testsuites")
+    suite = xml.SubElement(suites, "testsuite", name="regression")
+    failures = skipped = 0
+    for finding in report.findings:
+        f = finding
+        where = ".".join(filter(None, (f.config, f.precision, f.version, f.variant)))
+        case = xml.SubElement(
+            suite, "testcase", classname=printable(where), name=f.heading or "verdict"
+        )
+        message = _sentence(finding)
+        if f.verdict in (SLOWER, FAILED):
+            failures += 1
+            xml.SubElement(case, "failure", type=f.verdict, message=message)
+        elif f.verdict not in (SAME, FASTER):
+            skipped += 1
+            xml.SubElement(case, "skipped", message=message)
+        else:
+            xml.SubElement(case, "system-out").text = message
+    for element in (suites, suite):
+        element.set("tests", str(len(report.findings)))
+        element.set("failures", str(failures))
+        element.set("errors", "0")
+        element.set("skipped", str(skipped))
+    xml.indent(suites)
+    text = xml.tostring(suites, encoding="unicode")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}'
+
+
+def _sentence(finding: Finding) -> str:
+    _, _, then, now, change, interval, *_ = cells(finding)
+    figures = "" if finding.change is None else f": {change} ({interval}), {then} then, {now} now"
+    return finding.verdict + figures + (f": {note(finding)}" if finding.note else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

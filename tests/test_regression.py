@@ -1,0 +1,613 @@
+"""The regression tester: few false alarms, no slow-down missed in silence, everything told."""
+
+import json
+import math
+import random
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from test_compare import SHRINK_PRESET, TypeCommand, copy_repository
+from test_results import files, make_result
+
+from analysis_tools import regression_tester
+from workshop import errors, regression, results
+from workshop.errors import WorkshopError
+from workshop.regression import (
+    FAILED,
+    FASTER,
+    GONE,
+    METRICS,
+    NEW,
+    NOT_COMPARABLE,
+    NOT_TIMED,
+    SAME,
+    SLOWER,
+    TOO_NOISY,
+    Finding,
+)
+from workshop.results import RunResult
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = ROOT / "results" / "reference" / "nvidia_h200"
+TOOL = Path("analysis_tools") / "regression_tester.py"
+SAMPLES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+THRESHOLD = 0.03
+
+# --- statistics -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tail", "freedom", "value"),
+    [
+        *((0.05, 1, 6.314), (0.01, 2, 6.965), (0.005, 3, 5.841), (0.001, 4, 7.173)),
+        *((0.0005, 5, 6.869), (0.001, 8, 4.501), (0.005, 30, 2.750), (0.0005, 120, 3.373)),
+    ],
+)
+def test_quantiles_are_those_of_the_printed_tables(tail: float, freedom: int, value: float) -> None:
+    assert regression._t_quantile(tail, freedom) == pytest.approx(value, abs=6e-4)
+
+
+class Noise:
+    """What the processes of one version and size did on the H200, to draw more of their kind:
+    processes differ as the recorded ones do, and each has a recorded one's steps."""
+
+    def __init__(self, runs: list[RunResult]) -> None:
+        self._runs = [{name: getattr(run, name) for name in SAMPLES} for run in runs]
+        logs = {n: [math.log(statistics.median(run[n])) for run in self._runs] for n in SAMPLES}
+        self._centre = {name: math.exp(statistics.fmean(logs[name])) for name in SAMPLES}
+        self.scatter = {name: statistics.stdev(logs[name]) for name in SAMPLES}
+
+    def process(self, rng: random.Random, steps: int) -> dict[str, float]:
+        """The median of each of SAMPLES. Steps come in stretches of five, as neighbours are
+        alike; a process that is slow in one phase is so in the others, up to a point."""
+        recorded, common = rng.choice(self._runs), rng.gauss(0, 1)
+        medians = {}
+        for name in SAMPLES:
+            times = recorded[name]
+            starts = [rng.randrange(len(times)) for _ in range(steps // 5)]
+            drawn = [times[(start + i) % len(times)] for start in starts for i in range(5)]
+            shape = statistics.median(drawn) / statistics.median(times)
+            own = math.sqrt(0.5) * (common + rng.gauss(0, 1))
+            medians[name] = self._centre[name] * shape * math.exp(self.scatter[name] * own)
+        return medians
+
+
+def recorded_noise() -> dict[str, Noise]:
+    cells = defaultdict(list)
+    for run in results.load_folder(H200 / "runs"):
+        cells[f"{run.version} {run.config_name} {run.precision}"].append(run)
+    return {cell: Noise(runs) for cell, runs in cells.items()}
+
+
+def simulate(
+    noise: Noise, rng: random.Random, *, checks: int, slow_down: float, processes: int, steps: int
+) -> Counter[str]:
+    """How checks of one version end: `alarm` where the same code is said to be slower in any
+    metric; and the verdicts on a step slower by `slow_down`."""
+    counts: Counter[str] = Counter()
+    for _ in range(checks):
+        before, after = ([noise.process(rng, steps) for _ in range(processes)] for _ in range(2))
+        sides = {name: ([p[name] for p in before], [p[name] for p in after]) for name in SAMPLES}
+        same = [regression.compare(*side, comparisons=len(METRICS)) for side in sides.values()]
+        counts["alarm"] += any(change.verdict(THRESHOLD) == SLOWER for change in same)
+        then, now = sides["step_ms"]
+        planted = [value * (1 + slow_down) for value in now]
+        change = regression.compare(then, planted, comparisons=len(METRICS))
+        counts[change.verdict(THRESHOLD)] += 1
+    return counts
+
+
+HOST_BOUND = ("v1 small bf16", "v2 small bf16", "v1 small fp32", "v2 small fp32")
+
+
+def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible() -> None:
+    quiet, noisy = Counter[str](), Counter[str]()
+    for cell, noise in recorded_noise().items():
+        rng = random.Random(cell)
+        loud = cell in HOST_BOUND
+        assert (noise.scatter["step_ms"] > 0.1) == loud
+        size = {"processes": regression_tester.REPEATS, "steps": 20}
+        checks = 250 if loud else 20
+        counts = simulate(noise, rng, checks=checks, slow_down=0.05, **size)
+        (noisy if loud else quiet).update(counts)
+    # A machine as quiet as a GPU that is kept busy: every 5% is found, and nothing else.
+    assert quiet["alarm"] == 0 and quiet[SLOWER] == 12 * 20
+    # Times that scatter by 10 to 30% between processes: 5% drowns, which is said each time, and
+    # no more than 1% of the checks cry wolf.
+    assert noisy["alarm"] <= 10
+    assert noisy[SAME] == 0 and noisy[TOO_NOISY] >= 0.99 * 1000
+
+
+@pytest.mark.parametrize("shape", ["normal", "skewed", "disturbed"])
+def test_false_alarms_are_rare_however_processes_scatter(shape: str) -> None:
+    rng = random.Random(shape)
+
+    def process() -> float:
+        if shape == "normal":
+            return math.exp(0.2 * rng.gauss(0, 1))
+        if shape == "skewed":
+            return 1 + rng.expovariate(2)
+        return math.exp(0.02 * rng.gauss(0, 1)) + rng.random() * (rng.random() < 0.3)
+
+    for processes, comparisons in ((5, 1), (10, 1), (10, 20)):
+        alarms = 0
+        for _ in range(1500):
+            sides = ([process() for _ in range(processes)] for _ in range(2))
+            change = regression.compare(*sides, comparisons=comparisons)
+            alarms += change.verdict(THRESHOLD) == SLOWER
+        assert alarms <= 0.01 * 1500 / comparisons + 2, (processes, comparisons)
+
+
+def test_a_process_counts_once_however_many_steps_it_has() -> None:
+    """Steps of one process that is slow throughout prove nothing of the next process."""
+    rng = random.Random(0)
+
+    def run(level: float, steps: int) -> RunResult:
+        times = [level * (1 + 0.001 * rng.random()) for _ in range(steps)]
+        return make_result(step_ms=times, losses=[1.0] * (steps + 1))
+
+    for steps in (20, 500):
+        before = [run(level, steps) for level in (100.0, 103.0, 106.0)]
+        after = [run(level, steps) for level in (106.0, 109.0, 112.0)]
+        (step,) = [f for f in judge(before, after) if f.metric == "step_ms"]
+        assert step.verdict == TOO_NOISY and step.change == pytest.approx(0.058, abs=0.002)
+
+
+def test_a_disturbed_process_does_not_hide_a_slow_down() -> None:
+    calm = [100.0, 100.2, 99.9, 100.1, 100.3, 99.8, 100.0]
+    disturbed = [*calm[:5], 180.0, 140.0]
+    change = regression.compare(disturbed, [value * 1.05 for value in disturbed], comparisons=20)
+    assert change.verdict(THRESHOLD) == SLOWER
+    assert change.ratio == pytest.approx(1.05) and change.visible < 0.01
+    assert regression.compare(calm, disturbed, comparisons=20).verdict(THRESHOLD) == SAME
+
+
+def test_what_is_too_noisy_is_told_with_what_would_help() -> None:
+    noisy = [100.0, 103.0, 98.0, 105.0]
+    change = regression.compare(noisy, [value * 1.05 for value in noisy], comparisons=4)
+    assert change.verdict(THRESHOLD) == TOO_NOISY and 0.05 < change.visible < 0.25
+    needed = change.processes_needed(THRESHOLD)
+    assert needed is not None and needed > 10
+    more = regression.compare(noisy * (needed // 4 + 1), noisy * (needed // 4 + 1), comparisons=4)
+    assert more.visible < 1.2 * THRESHOLD
+    assert regression.compare([1.0, 9.0], [1.0, 9.0]).processes_needed(THRESHOLD) is None
+    # A change that is larger than the noise is seen all the same.
+    change = regression.compare(noisy, [value * 2 for value in noisy], comparisons=4)
+    assert change.verdict(THRESHOLD) == SLOWER
+    change = regression.compare([value * 2 for value in noisy], noisy, comparisons=4)
+    assert change.verdict(THRESHOLD) == FASTER
+
+
+def test_a_certain_change_below_the_threshold_is_none() -> None:
+    quiet = [100.0, 100.01, 99.99, 100.02, 100.0]
+    change = regression.compare(quiet, [value * 1.02 for value in quiet])
+    assert change.low > 1.01 and change.verdict(THRESHOLD) == SAME
+    assert change.verdict(0.01) == SLOWER
+
+
+# --- verdicts ---------------------------------------------------------------------------------
+
+
+def session(version: str = "v1", factor: float = 1.0, count: int = 3, **changes: object) -> list:
+    """Processes of one version that differ by a tenth of a percent, the first through the gate."""
+    gates = ["pass", *["not run"] * (count - 1)]
+    steps = [[value * factor * (1 + 1e-3 * i) for value in (99.0, 100.0, 101.0)] for i in range(3)]
+    return [
+        make_result(version, gate, **{"step_ms": steps[i % 3], **changes})  # type: ignore[arg-type]
+        for i, gate in enumerate(gates)
+    ]
+
+
+def judge(before: list[RunResult], after: list[RunResult], *, force: bool = False) -> list[Finding]:
+    baseline, _ = regression.make_baseline([before], [])
+    return regression.check(baseline, after, threshold=THRESHOLD, force=force)
+
+
+def verdicts(findings: list[Finding]) -> dict[str, str]:
+    return {f"{f.version} {f.metric}" if f.metric else f.version: f.verdict for f in findings}
+
+
+def test_each_version_phase_and_memory_has_its_verdict() -> None:
+    before = session("v1") + session("v2") + session("v4", factor=0.5)
+    after = [
+        *session("v1", backward_ms=[66.0, 66.0], memory_mb={"peak": 210.0, "source": "allocator"}),
+        *session("v2", factor=1.05, forward_ms=[20.0]),
+    ]
+    findings = judge(before, after + session("v3", device={"type": "cuda", "name": "Some CPU"}))
+    assert verdicts(findings) == {
+        "v1 step_ms": SAME,
+        "v1 forward_ms": SAME,
+        "v1 backward_ms": SLOWER,
+        "v1 optimizer_ms": SAME,
+        "v1 peak_memory_mb": SLOWER,
+        "v2 step_ms": SLOWER,
+        "v2 forward_ms": FASTER,
+        "v2 backward_ms": SAME,
+        "v2 optimizer_ms": SAME,
+        "v2 peak_memory_mb": SAME,
+        "v3": NEW,
+        "v4": GONE,
+    }
+    step = next(f for f in findings if (f.version, f.metric) == ("v2", "step_ms"))
+    assert step.change == pytest.approx(0.05) and step.processes == [3, 3] and step.unit == "ms"
+    assert step.interval is not None and 0 < step.interval[0] < 0.05 < step.interval[1] < 0.1
+    assert regression.exit_status(findings) == errors.ANSWER_IS_NO
+    calm = judge(before, before + session("v3", device={"type": "cuda"}))
+    assert regression.exit_status(calm) == errors.DONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "note"),
+    [
+        ({"gate": "fail"}, FAILED, "gate red: gradient of norm.weight is missing"),
+        ({"gate": "not run"}, FAILED, "gate not run"),
+        ({"status": "failed", "error": "crashed", "step_ms": []}, FAILED, "crashed"),
+        ({"status": "interrupted", "step_ms": []}, FAILED, "no timed step"),
+        ({"status": "skipped", "error": "no Triton", "step_ms": []}, NOT_TIMED, "skipped: no Tri"),
+    ],
+)
+def test_a_version_without_proven_times_is_judged_for_that(
+    changes: dict[str, str], verdict: str, note: str
+) -> None:
+    broken = make_result("v2", **{"gate": "pass", **changes})  # type: ignore[arg-type]
+    findings = judge(session("v1"), [*session("v1"), broken])
+    assert findings[-1].verdict == verdict and note in findings[-1].note
+    expected = errors.ANSWER_IS_NO if verdict == FAILED else errors.DONE
+    assert regression.exit_status(findings) == expected
+    # Where the baseline has times of it, to have none now is no pass.
+    findings = judge(session("v1") + session("v2"), [*session("v1"), broken])
+    known = findings[-1]
+    assert (known.verdict, known.metric) == (FAILED if verdict == FAILED else NOT_COMPARABLE, None)
+    assert regression.exit_status(findings) != errors.DONE
+
+
+OTHER_MACHINE = {
+    "device": ({"device": {"type": "cpu", "name": "Another CPU"}}, "Some CPU then, Another CPU no"),
+    "threads": (
+        {"device": {"type": "cpu", "name": "Some CPU", "threads": 4}},
+        "device threads: 2 then, 4 now",
+    ),
+    "software": (
+        {"software": {"python": "3.11.7", "torch": "2.14.0", "cuda": None}},
+        "software torch: 2.13.0 then, 2.14.0 now",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "told"), OTHER_MACHINE.values(), ids=OTHER_MACHINE)
+def test_another_machine_is_told_and_compared_by_force(
+    changes: dict[str, object], told: str
+) -> None:
+    moved = session(factor=1.05, **changes)
+    (finding,) = judge(session(), moved)
+    assert finding.verdict == NOT_COMPARABLE and told in finding.note
+    assert regression.exit_status([finding]) == errors.NOT_ON_THIS_MACHINE
+    forced = judge(session(), moved, force=True)
+    assert verdicts(forced)["v1 step_ms"] == SLOWER and told in forced[0].note
+    with pytest.raises(WorkshopError, match="a baseline is of one machine"):
+        regression.make_baseline([session() + session("v2", **changes)], [])
+
+
+def test_data_sheets_may_be_corrected() -> None:
+    device = {"type": "cpu", "name": "Some CPU", "peaks_source": "a newer sheet", "threads": 2}
+    assert regression.exit_status(judge(session(), session(device=device))) == errors.DONE
+
+
+def test_the_newest_session_counts_and_one_of_this_machine_before_all_others() -> None:
+    old = session(factor=2.0, session="20250101")
+    elsewhere = session(factor=3.0, session="20270101", device={"type": "cuda", "name": "GPU"})
+    findings = judge(session(), old + elsewhere + session())
+    assert set(verdicts(findings).values()) == {SAME}
+    # A baseline takes each folder's newest session.
+    baseline, _ = regression.make_baseline([old + session(), session(session="20250301")], [])
+    assert Counter(run.session for run in baseline.runs) == {session()[0].session: 3, "20250301": 3}
+
+
+def test_one_process_tells_nothing_and_noise_in_every_step_is_no_pass() -> None:
+    findings = judge(session(), session(count=1))
+    assert {f.verdict for f in findings} == {NOT_COMPARABLE}
+    assert regression.exit_status(findings) == errors.NOT_ON_THIS_MACHINE
+    wild = [make_result(step_ms=[level]) for level in (60.0, 100.0, 140.0)]
+    findings = judge(wild, wild)
+    assert verdicts(findings)["v1 step_ms"] == TOO_NOISY
+    assert (
+        findings[0].note.startswith("can't see less than ") and "--repeats" not in findings[0].note
+    )
+    assert regression.exit_status(findings) == errors.NOT_ON_THIS_MACHINE
+    # One version that is too noisy does not silence the others.
+    findings = judge(wild + session("v2"), wild + session("v2"))
+    assert regression.exit_status(findings) == errors.DONE
+
+
+def test_a_baseline_leaves_out_what_is_not_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in [*session("v1"), make_result("v2", "fail"), make_result("v4", "not run")]:
+        results.save(run, tmp_path / "in")
+    target = tmp_path / "new" / "b.json"
+    assert (
+        run_tool("baseline", "save", "--from-results", tmp_path / "in", "--baseline", target) == 1
+    )
+    captured = capsys.readouterr()
+    assert "left out: v2 tiny fp32: failed, gate red: gradient of norm.weight" in captured.err
+    assert "left out: v4 tiny fp32: failed, gate not run" in captured.err
+    assert [run.version for run in regression.load_baseline(target).runs] == ["v1"] * 3
+    only_red = tmp_path / "red"
+    results.save(make_result("v2", "fail"), only_red)
+    assert run_tool("baseline", "save", "--from-results", only_red, "--baseline", target) == 2
+    assert "no run is fit for a baseline: v2 tiny fp32: gate red" in capsys.readouterr().err
+    assert len(regression.load_baseline(target).runs) == 3  # the old one stands
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def run_tool(*words: str | Path) -> int:
+    return regression_tester.main([str(word) for word in words])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A baseline of V1 and V2."""
+    for run in session("v1") + session("v2"):
+        results.save(run, tmp_path / "in")
+    path = tmp_path / "baseline.json"
+    assert run_tool("baseline", "save", "--from-results", tmp_path / "in", "--baseline", path) == 0
+    return path
+
+
+def test_a_baseline_is_read_as_it_was_written(saved: Path) -> None:
+    baseline = regression.load_baseline(saved)
+    assert sorted(baseline.runs, key=repr) == sorted(session("v1") + session("v2"), key=repr)
+    assert (baseline.git_commit, baseline.device["name"]) == ("0123456789ab", "Some CPU")
+    assert baseline.command[:4] == ["python", "regression_tester.py", "baseline", "save"]
+    assert str(saved.parent) not in baseline.command
+
+
+BROKEN_BASELINES: dict[str, tuple[Callable[[dict], object], str]] = {
+    "a result file": (lambda b: b["runs"][0], "no baseline of schema_version 1"),
+    "another schema": (lambda b: {**b, "schema_version": 2}, "no baseline of schema_version 1"),
+    "no runs": (lambda b: {**b, "runs": []}, "field runs is empty"),
+    "wrong type": (lambda b: {**b, "device": 3}, "field device should be"),
+    "wrong sample": (
+        lambda b: {**b, "runs": [{**b["runs"][0], "step_ms": ["x"]}]},
+        r"field runs\[0\].step_ms\[0\] should be float",
+    ),
+    "senseless sample": (
+        lambda b: {**b, "runs": [{**b["runs"][0], "step_ms": [-1.0]}]},
+        r"field runs\[0\].step_ms\[0\] should lie between",
+    ),
+    "unknown version": (
+        lambda b: {**b, "runs": [{**b["runs"][0], "version": "v9"}]},
+        r"field runs\[0\].version is 'v9', not one of v1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("breaks", "message"), BROKEN_BASELINES.values(), ids=BROKEN_BASELINES)
+def test_a_broken_baseline_is_named_with_its_field(
+    breaks: Callable[[dict], object],
+    message: str,
+    saved: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved.write_text(json.dumps(breaks(json.loads(saved.read_text()))))
+    assert run_tool("check", "--from-results", saved.parent / "in", "--baseline", saved) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"error: .*baseline\.json: {message}.*", line)
+
+
+WRONG = {
+    "threshold": (["--threshold", "3"], "'3' is no percentage above 0%, such as 3%"),
+    "no threshold": (["--threshold", "0%"], "'0%' is no percentage above 0%"),
+    "no baseline": (["--baseline", "absent.json"], "absent.json: can't be read"),
+    "version": (["--versions", "v4"], "--versions v4: there are runs of v1, v2 only"),
+    "folder as file": (["--junit", "."], ". is a folder: name a file"),
+    "no results": (["--from-results", "absent"], "results absent: no such folder"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_line(
+    words: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(saved.parent)
+    capsys.readouterr()
+    given = ["--from-results", saved.parent / "in", "--baseline", saved, *words]
+    try:
+        status: object = run_tool("check", *given)
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    assert status == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert captured.err.count("error: ") == 1
+    assert files(saved.parent) == before
+
+
+HOSTILE = "tiny\x1b[31m|<b>[red]\ud800\x00\ufffe"
+
+
+def test_every_form_holds_the_verdicts_and_shows_names_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, factor in (("then", 1.0), ("now", 1.5)):
+        (tmp_path / name).mkdir()
+        strange = session("v1", config_name=HOSTILE, options={"compile": "<i>|`x`\x1b[2J"})
+        runs = strange + session("v2", factor=factor)
+        for index, run in enumerate(runs):
+            results.save_as(tmp_path / name / f"{index}.json", run)
+    names = {"junit": tmp_path / "j.xml", "markdown": tmp_path / "deep" / "m.md"}
+    path, out = tmp_path / "b.json", tmp_path / "out"
+    assert (
+        run_tool("baseline", "save", "--from-results", tmp_path / "then", "--baseline", path) == 0
+    )
+    capsys.readouterr()
+    words = ["check", "--from-results", tmp_path / "now", "--baseline", path, "--output-dir", out]
+    words += ["--junit", names["junit"], "--markdown", names["markdown"]]
+    assert run_tool(*words, "--format", "json") == 1
+    printed = capsys.readouterr()
+    assert files(out) == ["regression/check.json"]
+    content = json.loads((out / "regression" / "check.json").read_text())
+    assert json.loads(printed.out)["findings"] == content["findings"]
+    assert len(content["findings"]) == 10 and content["threshold"] == THRESHOLD
+    assert run_tool(*words) == 1
+    table = capsys.readouterr().out
+    assert "\x1b" not in table and "\x00" not in table
+    assert re.search(r"│ v2 +│ step +│ 100.\d+ ms │ 150.\d+ ms │ +\+50% │ .* │ slower ", table)
+    assert "changes by 3% or more: 1 slower, 9 no significant difference" in table
+
+    text = names["markdown"].read_text()
+    assert "| v2 | step | 100.10 ms | 150.15 ms | +50% |" in text and "| **slower** |" in text
+    assert "\x1b" not in text and r"\<b\>\[red\]" in text and "<b>" not in text
+    assert r"| v1 compile=\<i\>\|\`x\`\[2J | step |" in text
+
+    suites = ElementTree.parse(names["junit"]).getroot()
+    assert {key: suites.get(key) for key in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "10",
+        "failures": "1",
+        "errors": "0",
+        "skipped": "0",
+    }
+    (failed,) = [case for case in suites.iter("testcase") if case.find("failure") is not None]
+    assert (failed.get("classname"), failed.get("name")) == ("tiny.fp32.v2", "step")
+    failure = failed.find("failure")
+    assert failure is not None and str(failure.get("message")).startswith("slower: +50% (+")
+
+
+def test_junit_skips_what_has_no_verdict(saved: Path) -> None:
+    for run in [*session("v1", software={"torch": "9"}), make_result("v4", "fail")]:
+        results.save(run, saved.parent / "now")
+    target = saved.parent / "j.xml"
+    words = ("check", "--from-results", saved.parent / "now", "--baseline", saved)
+    assert run_tool(*words, "--junit", target) == 1
+    root = ElementTree.parse(target).getroot()
+    outcomes = {
+        str(case.get("classname")): (child.tag, str(child.get("message")))
+        for case in root.iter("testcase")
+        for child in case
+    }
+    assert outcomes["tiny.fp32.v1"][0] == "skipped"
+    assert "software torch: 2.13.0 then, 9 now" in outcomes["tiny.fp32.v1"][1]
+    assert outcomes["tiny.fp32.v2"] == ("skipped", "gone")
+    assert outcomes["tiny.fp32.v4"] == (
+        "failure",
+        "failed: gate red: gradient of norm.weight is missing",
+    )
+
+
+def test_the_reference_ladder_holds_against_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.json"
+    assert run_tool("baseline", "save", "--from-results", H200, "--baseline", path) == 0
+    assert len(regression.load_baseline(path).runs) == 47
+    capsys.readouterr()
+    words = ("check", "--from-results", H200, "--baseline", path, "--format", "json")
+    assert run_tool(*words) == 0
+    found = json.loads(capsys.readouterr().out)["findings"]
+    steps = {
+        f"{f['version']} {f['config']} {f['precision']}": f["verdict"]
+        for f in found
+        if f["metric"] == "step_ms"
+    }
+    assert set(steps) == set(recorded_noise())
+    told = {cell for cell, verdict in steps.items() if verdict == TOO_NOISY}
+    assert set(HOST_BOUND) <= told and not any("fp32" in c and "medium" in c for c in told)
+    assert not {f["verdict"] for f in found} & {SLOWER, FASTER, FAILED}
+
+
+# --- fresh runs -------------------------------------------------------------------------------
+
+
+def test_a_check_runs_what_the_baseline_ran(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = []
+    monkeypatch.setattr(regression_tester, "_run", lambda arguments: given.append(arguments) or [])
+    monkeypatch.setattr(regression_tester.regression, "differing", lambda *_: [])
+    run_tool("check", "--baseline", saved, "--repeats", "9", "--output-dir", saved.parent / "out")
+    fresh = vars(given[0])
+    wanted = {"versions": ["v1", "v2"], "config": ["tiny"], "precision": ["fp32"], "repeats": 9}
+    wanted |= {"num_steps": 3, "warmup_steps": 1, "device": "cpu", "seed": 42, "data": "text"}
+    assert {name: fresh[name] for name in wanted} == wanted
+
+
+def test_another_machine_is_told_before_anything_runs(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(regression_tester.compare_versions, "run_plans", pytest.fail)
+    out = saved.parent / "out"
+    assert run_tool("check", "--baseline", saved, "--output-dir", out) == 77
+    line = capsys.readouterr().err
+    assert re.search(r"not comparable .*: device name: Some CPU then, .+ now; .*--force\n$", line)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["save", "check"])
+def test_ctrl_c_judges_nothing(
+    command: str,
+    saved: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tester, before = regression_tester, saved.read_text()
+    monkeypatch.setattr(tester.compare_versions, "run_plans", lambda *_: (session(), True))
+    words = ["baseline", "save", "--config", "tiny"] if command == "save" else ["check", "--force"]
+    words += ["--device", "cpu", "--baseline", saved, "--output-dir", saved.parent / "out"]
+    assert run_tool(*words) == 130
+    assert "interrupted: nothing judged" in capsys.readouterr().err
+    assert saved.read_text() == before and files(saved.parent / "out") == []
+
+
+def test_too_few_repeats_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--baseline", tmp_path / "b.json", "--output-dir", tmp_path / "out")
+    assert run_tool("baseline", "save", "--repeats", "1", *words) == 2
+    assert "--repeats 1: the scatter between processes takes at least 2" in capsys.readouterr().err
+
+
+def sleeping(folder: Path, milliseconds: float) -> Path:
+    """The repository with a tiny model whose forward pass also waits, as a host does for a GPU."""
+    old = "        T = tokens.shape[1]\n"
+    new = f"        __import__('time').sleep({milliseconds / 1e3})\n{old}"
+    path = "version1_pytorch_baseline/tiny_llama_v1.py"
+    return copy_repository(folder, {"workshop/presets.py": SHRINK_PRESET, path: (old, new)})
+
+
+@pytest.mark.slow
+def test_a_planted_slow_down_is_found_in_real_runs(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
+    then, now = sleeping(tmp_path / "then", 20), sleeping(tmp_path / "now", 80)
+    common = ("--num-steps", "10", "--baseline", tmp_path / "b.json")
+    saved = type_command(
+        *("python", TOOL, "baseline", "save", "--versions", "v1", "--config", "tiny"),
+        *("--device", "cpu", "--repeats", "3", "--output-dir", tmp_path / "a", *common),
+        folder=then,
+        OMP_NUM_THREADS="1",
+    )
+    assert saved.returncode == 0, saved.stderr
+    assert "v1 tiny fp32, run 3 of 3" in saved.stderr  # progress
+    checked = type_command(
+        *("python", TOOL, "check", "--repeats", "2", "--output-dir", tmp_path / "b", *common),
+        *("--junit", tmp_path / "j.xml"),
+        folder=now,
+        OMP_NUM_THREADS="1",
+    )
+    assert checked.returncode == 1, checked.stdout + checked.stderr
+    found = json.loads((tmp_path / "b" / "regression" / "check.json").read_text())["findings"]
+    by_metric = {f["metric"]: f for f in found}
+    for name in ("step_ms", "forward_ms"):
+        assert by_metric[name]["verdict"] == SLOWER and by_metric[name]["change"] > 0.5
+    for name in ("backward_ms", "optimizer_ms", "peak_memory_mb"):
+        assert by_metric[name]["verdict"] in (SAME, TOO_NOISY)
+    # The same runs once more: what they wrote can be read as results, and nothing is slower.
+    words = ("check", "--from-results", tmp_path / "a", "--baseline", tmp_path / "b.json")
+    assert run_tool(*words) in (0, 77)
