@@ -530,7 +530,7 @@ def test_chip_without_chosen_counters_skips_these_alone(machine: Machine) -> Non
 
 
 def test_ncu_counts_all_operations_under_the_names_of_the_chip(machine: Machine) -> None:
-    listed = "bf16_dst_fp32 bf16_dst_fp32_sparsity_off fp16_dst_fp16 fp16_dst_fp32 int8".split()
+    listed = "bf16_dst_fp32 bf16_dst_fp32_sparsity_off fp16_dst_fp16 fp16_dst_fp32 int8 fp64 fp8".split()
     lines = "".join(f"echo 'sm__ops_path_tensor_src_{name}  Counter  # of ops';" for name in listed)
     machine.install(ncu=f"echo 'Device NVIDIA A100'; {lines}")
     command, _ = machine.dry_run("ncu")

@@ -13,25 +13,24 @@ need ncu "it comes with the CUDA toolkit, and by itself as Nsight Compute"
 skip_if_printed ERR_NVGPUCTRPERM "the GPU's counters are for administrators only here: ask for \
 NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
 
-# What a roofline needs: time, bytes to and from memory, operations. Instructions of the vector
-# units are counted by kind. The tensor cores count operations, by data types and under names that
-# differ between chips: ncu tells this one's, and what it calls its bytes.
+# What a roofline needs, and no more, since few metrics fit into one run of a kernel: time, bytes to
+# and from memory, operations. Instructions of the vector units are counted by kind. The tensor cores
+# count operations, by data types (fp8's and fp64's are not used here) and under names that differ
+# between chips: ncu tells this one's, and what it calls its bytes.
 known=$(ncu --query-metrics 2>/dev/null | awk '{ print $1 }') || known=""
 bytes=dram__bytes
 if [[ $known == *dram__bytes_op_read* && $known != *dram__bytes_read* ]]; then # Blackwell
   bytes=dram__bytes_op
 fi
 metrics=gpu__time_duration.sum,${bytes}_read.sum,${bytes}_write.sum
-metrics+=,sm__throughput.avg.pct_of_peak_sustained_elapsed
-metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
 for operation in fadd fmul ffma dadd dmul dfma hadd hmul hfma; do
   metrics+=,smsp__sass_thread_inst_executed_op_${operation}_pred_on.sum
 done
 if [[ -z $known && $DRY_RUN == yes ]]; then
-  known=$(printf 'sm__ops_path_tensor_src_%s\n' bf16_dst_fp32 fp16 fp64 fp8 tf32_dst_fp32)
+  known=$(printf 'sm__ops_path_tensor_src_%s\n' bf16_dst_fp32 fp16 tf32_dst_fp32)
   note "ncu can't be asked here: these are the tensor cores' metrics of a Hopper (H100, H200)"
 fi
-tensor=$(grep '^sm__ops_path_tensor_src_' <<<"$known" | grep -v -e int -e sparsity | sort -u) ||
+tensor=$(grep '^sm__ops_path_tensor_src_' <<<"$known" | grep -v -e int -e fp8 -e fp64 -e sparsity | sort -u) ||
   note "ncu names no metrics of this chip's tensor cores: TFLOP/s are left out"
 for metric in $tensor; do metrics+=,$metric.sum; done
 

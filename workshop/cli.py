@@ -43,8 +43,8 @@ _SIZES = (
 )
 _PROGRESS_LINES = 10
 _WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
-_WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE + 1
-"""A captured step's last one replays its graphs: the first replay takes longer."""
+_WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
+"""None that replays a captured step's graphs: Proton counts such a replay with the profiled ones."""
 PROFILES = results.DEFAULT_FOLDER / "profiles"
 
 
