@@ -22,6 +22,7 @@ from workshop.presets import PRESETS
 from workshop.profilers import advisor, kineto, ncu, proton
 from workshop.profilers.advisor import NOTE, WARNING, Advice, advise, headline
 from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.load import load, recorded_run
 from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
 from workshop.results import Gradients, RunResult
 
@@ -636,6 +637,45 @@ def test_the_trace_of_an_eager_v1_from_an_h200() -> None:
     assert "770 launch calls, 4.96 µs each" in first.sentence
     assert {"elementwise", "device-copies", "optimizer"} <= set(names(found))
     assert {advice.severity for advice in found} == {NOTE}
+
+
+@pytest.mark.parametrize(
+    ("trace", "bound", "quoted"),
+    [
+        ("h200_v1_small_step", "launch-bound", "runs 1,329 kernels a step"),
+        ("h200_v2_small_step", "launch-bound", "runs 546 kernels a step"),
+        ("h200_v3_small_step", "GEMM-bound", "GEMM 612 µs a step, attention 178 µs a step"),
+        ("h200_v4_medium_trace", "GEMM-bound", "GEMM 12.2 ms a step, attention 2.35 ms a step"),
+    ],
+)
+def test_the_ladders_traces_from_an_h200(trace: str, bound: str, quoted: str) -> None:
+    found = advise(kineto.read(FIXTURES / "kineto" / f"{trace}.json.gz"))
+    first = headline(found)
+    assert first is not None and first.finding == bound
+    assert quoted in first.sentence
+    assert {advice.severity for advice in found} == {NOTE}
+
+
+@pytest.mark.parametrize(
+    ("version", "bound"),
+    [
+        ("v1", "elementwise-bound"),
+        ("v2", "elementwise-bound"),
+        ("v3", "GEMM-bound"),
+        ("v4", "GEMM-bound"),
+    ],
+)
+def test_the_ladders_checked_in_profiles(version: str, bound: str) -> None:
+    folder = ROOT / "results/reference/nvidia_h200/profiles" / version / "pytorch_profiler"
+    profile, run = load(folder), recorded_run(folder)
+    assert run is not None
+    first = headline(advise(profile, run))
+    assert first is not None and first.finding == bound
+    # The same profile of a run whose gradients reached 0.5% of the parameters.
+    reached = run.gradients.params_total // 200
+    run.gradients = replace(run.gradients, params_with_grad=reached, tensors_with_grad=1)
+    found = advise(profile, run)
+    assert (found[0].finding, found[0].severity) == ("severed-gradient", WARNING)
 
 
 @pytest.mark.parametrize("severed", [False, True])

@@ -44,7 +44,7 @@ _SIZES = (
 _PROGRESS_LINES = 10
 _WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
 _WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
-"""None that replays a captured step's graphs: Proton counts such a replay with the profiled ones."""
+"""None that replays a captured step: Proton would count its kernels with those of the profiled."""
 PROFILES = results.DEFAULT_FOLDER / "profiles"
 
 

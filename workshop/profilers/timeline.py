@@ -350,7 +350,7 @@ def _stream_title(trace: Trace, key: Key) -> str:
 
 
 def _title(trace: Trace, key: Key, otherwise: str) -> str:
-    return names.printable(trace.titles.get(key, otherwise))[:_LONGEST_TITLE]
+    return names.printable(trace.titles.get(key, otherwise)).strip()[:_LONGEST_TITLE]
 
 
 def nest(slices: Iterable[Slice]) -> list[list[Slice]]:
