@@ -34,6 +34,7 @@ from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
+CPU_NOISE = ROOT / "tests" / "fixtures" / "noise_cpu.json"
 TOOL = Path("analysis_tools") / "regression_tester.py"
 SAMPLES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 THRESHOLD = 0.03
@@ -77,6 +78,23 @@ class Noise:
         return medians
 
 
+class Drawn:
+    """What many processes of V1 did on a CPU, to draw from: few are slow, but these by much."""
+
+    def __init__(self, runs: list[dict[str, list[float]]]) -> None:
+        self._runs = runs
+
+    def process(self, rng: random.Random, steps: int) -> dict[str, float]:
+        """As Noise.process, of one that was recorded."""
+        recorded, medians = rng.choice(self._runs), {}
+        for name in SAMPLES:
+            times = recorded[name]
+            starts = [rng.randrange(len(times)) for _ in range(steps // 5)]
+            drawn = [times[(start + i) % len(times)] for start in starts for i in range(5)]
+            medians[name] = statistics.median(drawn)
+        return medians
+
+
 def recorded_noise() -> dict[str, Noise]:
     cells = defaultdict(list)
     for run in results.load_folder(H200 / "runs"):
@@ -85,7 +103,13 @@ def recorded_noise() -> dict[str, Noise]:
 
 
 def simulate(
-    noise: Noise, rng: random.Random, *, checks: int, slow_down: float, processes: int, steps: int
+    noise: Noise | Drawn,
+    rng: random.Random,
+    *,
+    checks: int,
+    slow_down: float,
+    processes: int,
+    steps: int,
 ) -> Counter[str]:
     """How checks of one version end: `alarm` where the same code is said to be slower in any
     metric; and the verdicts on a step slower by `slow_down`."""
@@ -121,6 +145,21 @@ def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible(
     # no more than 1% of the checks cry wolf.
     assert noisy["alarm"] <= 10
     assert noisy[SAME] == 0 and noisy[TOO_NOISY] >= 0.99 * 1000
+
+
+@pytest.mark.parametrize(
+    ("recording", "processes", "found", "told"),
+    [("shared CPU", 10, 91, 409), ("shared CPU", 40, 486, 9), ("busy shared CPU", 10, 2, 497)],
+)
+def test_a_cpu_cries_wolf_as_rarely_and_says_what_it_hides(
+    recording: str, processes: int, found: int, told: int
+) -> None:
+    """The figures are those of docs/regression.md."""
+    noise = Drawn(json.loads(CPU_NOISE.read_text())[recording])
+    rng = random.Random(recording)
+    counts = simulate(noise, rng, checks=500, slow_down=0.05, processes=processes, steps=20)
+    assert (counts[SLOWER], counts[TOO_NOISY]) == (found, told)
+    assert counts["alarm"] <= 5
 
 
 @pytest.mark.parametrize("shape", ["normal", "skewed", "disturbed"])
