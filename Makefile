@@ -15,7 +15,7 @@ PREPARE = bash setup/environment_setup.sh --venv "$(VENV)" --build $(BUILD) \
 	$(if $(PYTHON),--python "$(PYTHON)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare profile test lint docs clean environment test-environment
+.PHONY: help setup compare profile dashboard report test lint docs clean environment test-environment
 # Two targets at once would prepare the same environment at once.
 .NOTPARALLEL:
 
@@ -33,6 +33,12 @@ profile: environment ## run every profiler that this machine has on every versio
 		PYTHON=$(RUN) bash "$$folder/run_all_profilers.sh" $(ARGS) || \
 			{ ended=$$?; case $$ended in 1) status=1 ;; 77) ;; *) exit $$ended ;; esac; }; \
 	done; exit $$status
+
+dashboard: environment ## show all results in the browser, those of results/reference as well
+	@$(RUN) analysis_tools/performance_dashboard.py $(ARGS)
+
+report: environment ## write a report of all results: one page that needs no network, and Markdown
+	@$(RUN) analysis_tools/report_generator.py $(ARGS)
 
 test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)
 	@$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -1,0 +1,138 @@
+"""Shows all results on a page in the browser: throughput, memory, losses, roofline, kernels.
+
+The page belongs to this machine alone (127.0.0.1), needs no network, and shows new results as they
+are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.1:8050 NODE
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from workshop import errors  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+
+if TYPE_CHECKING:
+    from workshop.collection import Collection
+
+PORT = 8050
+NEEDS = ("dash", "plotly", "jinja2")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done (Ctrl-C ends the server), 2 wrong usage, 77 a package is "
+        "missing.",
+    )
+    add = parser.add_argument
+    add(
+        "--results",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with results, once for each (default: results/ of this checkout)",
+    )
+    add("--port", type=int, default=PORT, help="0 for any that is free (default %(default)s)")
+    add("--no-browser", action="store_true", help="open no browser, only print the address")
+    add(
+        "--export",
+        type=Path,
+        metavar="FILE.html",
+        help="write one self-contained page, to keep or to send, and start no server",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="where a FILE.html without a folder goes (default: the current folder)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return errors.exit_status(lambda: _show(arguments), interrupted="\nended")
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    # They import torch and dash, for which --help does not wait.
+    import torch
+
+    from workshop import results
+    from workshop.collection import Collection
+
+    torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
+    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
+    if arguments.export is not None:
+        return _export(collection, (arguments.output_dir or Path()) / arguments.export)
+    return _serve(collection, arguments.port, open_browser=not arguments.no_browser)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotOnThisMachine(
+            f"{' and '.join(missing)} missing: run `make dashboard`, or pip install -r "
+            "setup/requirements.txt"
+        )
+    if not 0 <= arguments.port < 1 << 16:
+        raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
+    if arguments.export is not None and arguments.export.suffix.lower() not in (".html", ".htm"):
+        raise WorkshopError(f"--export {arguments.export}: name it FILE.html")
+    if arguments.output_dir is not None and arguments.export is None:
+        raise WorkshopError("--output-dir is where --export FILE.html goes: give both")
+
+
+def _export(collection: "Collection", target: Path) -> int:
+    from workshop import results
+    from workshop.dashboard import export
+
+    errors.require_rich()
+    results.prepare_folder(target.parent)
+    collection.refresh()
+    results.write_text(target, export.page(collection))
+    print(f"Written: {target}")
+    return errors.DONE
+
+
+def _serve(collection: "Collection", port: int, *, open_browser: bool) -> int:
+    from workshop.dashboard import server
+    from workshop.dashboard.data import Live
+
+    with server.listen(port) as listener:
+        live = Live(collection)
+        running = server.make_server(server.make_app(live), listener)
+        warming = threading.Thread(target=live.warm_up)
+        warming.start()
+        address = f"http://{server.HOST}:{listener.getsockname()[1]}/"
+        print(f"{address}  (Ctrl-C ends it)", flush=True)
+        if open_browser and _has_screen():
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        try:
+            running.serve_forever()  # until Ctrl-C
+        finally:
+            live.close()
+            warming.join()
+    return errors.DONE
+
+
+def _has_screen() -> bool:
+    """Whether a browser would get a window, and not this terminal."""
+    return sys.platform != "linux" or bool(
+        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Result files for tests, made of the checked-in ones."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "results" / "reference"
+_TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+
+
+def reference(
+    version: str = "v1", preset: str = "small", precision: str = "bf16"
+) -> dict[str, Any]:
+    """What a result file of the H200 holds, of a run that passed the gate."""
+    for path in sorted(REFERENCE.glob(f"nvidia_h200/runs/*/{version}_{preset}_{precision}_*.json")):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content["parity"]["status"] == "pass":
+            return content
+    raise AssertionError("no such reference run")
+
+
+def write(folder: Path, content: dict[str, Any], name: str = "a", **changes: Any) -> Path:
+    """A result file where a run would write it, with some fields changed."""
+    content = content | changes
+    path = folder / "runs" / content["session"] / f"{content['version']}_{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def write_many(folder: Path, count: int) -> None:
+    """`count` runs of two devices, presets and precisions, in ever more sessions of all versions,
+    three processes each."""
+    for number, (content, changes) in zip(range(count), _many(), strict=False):
+        write(folder, content, str(number), **changes)
+
+
+def _many() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    noise = random.Random(0)
+    sizes = itertools.product(("small", "medium"), ("bf16", "fp32"), ("v1", "v2", "v3", "v4"))
+    contents = [reference(version, preset, precision) for preset, precision, version in sizes]
+    for session in itertools.count():
+        for device, content, _ in itertools.product(("one", "two"), contents, range(3)):
+            factor = noise.uniform(0.97, 1.03)
+            times = {name: [factor * ms for ms in content[name]] for name in _TIMES}
+            named = content["device"] | {"name": f"NVIDIA H200 {device}"}
+            yield content, times | {"session": f"2027-{session:04d}", "device": named}

@@ -1,0 +1,139 @@
+"""Results that are found, read once, and followed while they change."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import stored_runs
+
+from workshop import results
+from workshop.collection import Collection
+from workshop.errors import WorkshopError
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "results" / "reference"
+H200 = REFERENCE / "nvidia_h200"
+A_RUN = next(iter(sorted(H200.glob("runs/*/v1_small_bf16_*.json"))))
+A_TABLE = REFERENCE / "cpu_amd_epyc" / "profiles" / "v4" / "pytorch_profiler"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A result file, and a profile with its record."""
+    shutil.copytree(A_TABLE, tmp_path / "profiles" / "v4" / "pytorch_profiler")
+    (tmp_path / "runs" / "s").mkdir(parents=True)
+    shutil.copy(A_RUN, tmp_path / "runs" / "s" / A_RUN.name)
+    return tmp_path
+
+
+def test_reference_results_are_all_found() -> None:
+    found = Collection([REFERENCE])
+    assert found.refresh() and not found.broken
+    assert [stored.run for stored in found.runs] == sorted(
+        results.load_folder(H200), key=lambda run: run.session
+    )
+    assert {(p.version, p.tool, p.run is not None) for p in found.profiles} == {
+        (version, "torch.profiler", True) for version in ("v1", "v2", "v4")
+    }
+    assert [(b.path, b.device) for b in found.benchmarks] == [
+        (H200 / "kernels" / "kernels.json", "NVIDIA H200")
+    ]
+    assert not found.refresh()
+
+
+def test_what_is_new_changed_or_gone_is_noticed(folder: Path) -> None:
+    found = Collection([folder])
+    assert found.refresh() and (len(found.runs), len(found.profiles)) == (1, 1)
+    held, table = found.runs, found.profiles[0].table
+    new = folder / "runs" / "t" / "new.json"
+    new.parent.mkdir()
+    shutil.copy(A_RUN, new)
+    assert found.refresh() and len(found.runs) == 2
+    assert len(held) == 1 and found.profiles[0].table is table
+    content = json.loads(new.read_text())
+    new.write_text(json.dumps(content | {"precision": "fp16"}))
+    assert found.refresh() and {s.run.precision for s in found.runs} == {"bf16", "fp16"}
+    shutil.rmtree(folder / "runs")
+    assert found.refresh() and not found.runs and len(found.profiles) == 1
+
+
+def test_folders_in_each_other_count_once(folder: Path) -> None:
+    (folder / "link").symlink_to(folder)
+    found = Collection([folder / "runs", folder, folder / "link"])
+    found.refresh()
+    assert len(found.runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("runs/s/cut.json", A_RUN.read_text()[:900]),
+        ("runs/s/empty.json", ""),
+        ("runs/s/other.json", "[1]"),
+        ("cut.json", A_RUN.read_text()[:900]),
+        ("typo.json", A_RUN.read_text().replace('"step_ms"', '"stepms"', 1)),
+        ("no.json", "not JSON"),
+        ("deep/in/some/folder/cut.json", A_RUN.read_text()[:900]),
+        ("profiles/v1/ncu/kernels.json", "{"),
+        ("profiles/v4/pytorch_profiler/run.json", "{"),
+        ("other/kernels.json", '{"schema_version": 1, "kernel_table": "ncu", "kernels": [3]}'),
+    ],
+)
+def test_a_broken_file_is_named_and_harms_no_other(folder: Path, place: str, text: str) -> None:
+    (folder / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder / place).write_text(text)
+    found = Collection([folder])
+    found.refresh()
+    assert [broken.path for broken in found.broken] == [folder / place]
+    assert place in found.broken[0].reason and "\n" not in found.broken[0].reason
+    assert (len(found.runs), len(found.profiles)) == (1, 1)
+    (folder / place).unlink()
+    assert found.refresh() and not found.broken
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "comparison.json",
+        "runs/s/comparison.json",
+        "settings.json",
+        "harness/x.json",
+        "runs/.a.json",
+    ],
+)
+def test_a_file_of_others_is_passed_over(folder: Path, place: str) -> None:
+    (folder / place).parent.mkdir(parents=True, exist_ok=True)
+    (folder / place).write_text('{"schema_version": 1, "created": "today", "rows": []}')
+    found = Collection([folder])
+    found.refresh()
+    assert (len(found.runs), len(found.profiles), found.broken) == (1, 1, [])
+
+
+def test_a_table_without_record_tells_its_version_by_its_folder(folder: Path) -> None:
+    profile = folder / "profiles" / "v4" / "pytorch_profiler"
+    (profile / "run.json").unlink()
+    shutil.copytree(profile, folder / "mine")
+    found = Collection([folder])
+    found.refresh()
+    assert [(p.version, p.run) for p in found.profiles] == [("", None), ("v4", None)]
+
+
+def test_a_folder_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match="no such folder"):
+        Collection([tmp_path / "nothing"])
+
+
+def test_a_thousand_files_take_less_than_their_share_of_the_start(
+    tmp_path: Path,
+) -> None:
+    stored_runs.write_many(tmp_path, 1000)
+    found = Collection([tmp_path])
+    start = time.thread_time()
+    found.refresh()
+    assert len(found.runs) == 1000 and not found.broken
+    assert time.thread_time() - start < 2.5
+    start = time.thread_time()
+    assert not found.refresh()
+    assert time.thread_time() - start < 0.2

@@ -1,0 +1,458 @@
+"""The dashboard as its users meet it: typed on a command line, and looked at in a real browser."""
+
+import json
+import re
+import resource
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import browser as chromium
+import pytest
+import stored_runs
+
+from analysis_tools import performance_dashboard
+from workshop import comparison, results
+from workshop.collection import Collection
+from workshop.dashboard import blocks, export
+from workshop.dashboard.data import Choice, Live, Snapshot
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "results" / "reference"
+SCRIPT = ROOT / "analysis_tools" / "performance_dashboard.py"
+PROFILE = REFERENCE / "cpu_amd_epyc" / "profiles" / "v1" / "pytorch_profiler"
+SPEED, ROOFLINE, KERNELS = "Speed and memory", "Roofline", "Kernels"
+PATIENCE = 20.0
+HOSTILE = "<b><img src=x onerror='window.hacked=1'><script>window.hacked=1</script>\x1b[31m&amp;"
+AS_SHOWN = "<b><img src=x onerror='window.hacked=1'><script>window.hacked=1</script>[31m&amp;"
+
+CHANGE_MS = """
+const [control, wanted, done] = arguments;
+const choice = [...document.querySelectorAll(`#${control} label`)]
+    .find(label => label.textContent === wanted);
+const start = performance.now();
+let drawn = start;
+// A redrawn figure is hundreds of changes at once; those of its size alone, later, are few.
+const observer = new MutationObserver(found => {
+    if (found.length > 100) drawn = performance.now();
+});
+const all = {subtree: true, childList: true, attributes: true};
+observer.observe(document.getElementById("content"), all);
+choice.click();
+setTimeout(() => { observer.disconnect(); done(drawn - start); }, 600);
+"""
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    """The address of a dashboard over some folders, started as a user starts it."""
+    words = [word for folder in folders for word in ("--results", str(folder))]
+    command = [sys.executable, str(SCRIPT), "--no-browser", "--port", "0", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout is not None and running.stderr is not None
+            line = running.stdout.readline()
+            assert line.startswith("http://127.0.0.1:"), running.stderr.read()
+            yield line.split()[0]
+        finally:
+            running.send_signal(signal.SIGINT)
+            assert running.wait(timeout=PATIENCE) == 0
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with chromium.open_browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def of_the_reference() -> Iterator[str]:
+    with served(REFERENCE) as address:
+        yield address
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.05)
+
+
+def text(window: Any, place: str = "body") -> str:
+    found: str = window.execute_script(
+        "return document.querySelector(arguments[0])?.textContent ?? ''", place
+    )
+    return found
+
+
+def open_page(window: Any, address: str) -> None:
+    chromium.complaints(window), chromium.requested(window)  # those of the page before
+    window.get(address)
+    until(lambda: text(window, "#view") and drawn(window), "the page")
+
+
+def choose(window: Any, control: str, wanted: str) -> None:
+    """Clicks an option of a control, and waits until it is chosen."""
+    script = """return [...document.querySelectorAll(`#${arguments[0]} label`)]
+        .find(label => label.textContent === arguments[1])"""
+    window.execute_script(
+        f"({'function() {' + script + '}'})(...arguments).click()", control, wanted
+    )
+
+
+def drawn(window: Any) -> bool:
+    """Whether every figure that is seen has been drawn."""
+    counts = window.execute_script(
+        """const seen = [...document.querySelectorAll("main figure")]
+             .filter(figure => figure.offsetParent);
+        return [seen.length, seen.filter(f => f.querySelector(".main-svg")).length]"""
+    )
+    return bool(counts[0] == counts[1])
+
+
+def show(window: Any, view: str, word: str) -> None:
+    choose(window, "view", view)
+    until(lambda: word in text(window, "main:not([hidden])") and drawn(window), f"{view}: {word}")
+
+
+# --- in the browser ------------------------------------------------------------------------------
+
+
+WORDS = {
+    SPEED: "Peak memory",
+    "Same model?": "Largest difference between 4 versions",
+    "Ladder": "What each rung saves",
+    "Sweeps": "No sweep goes through this size",
+    ROOFLINE: "V3's kernels",
+    KERNELS: "aten::mm",
+}
+
+
+def test_every_view_of_the_reference_results_renders(window: Any, of_the_reference: str) -> None:
+    """Offline, without a word on the console, within the width of a projector and of a phone."""
+    open_page(window, of_the_reference)
+    assert set(WORDS) == set(blocks.VIEWS)
+    for theme, size in (("light", (1280, 720)), ("dark", (400, 800))):
+        chromium.wear(window, theme)
+        chromium.resize(window, *size)
+        for view, word in WORDS.items():
+            show(window, view, word)
+            wide = window.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= size[0], f"{view} is {wide} pixels wide"
+        page, words = (
+            window.execute_script(f"return getComputedStyle(document.body).{what}")
+            for what in ("backgroundColor", "color")
+        )
+        assert (brightness(page) > brightness(words)) == (theme == "light")
+    chromium.as_opened(window)
+    assert chromium.complaints(window) == []
+    assert {
+        url for url in chromium.requested(window) if not url.startswith(of_the_reference)
+    } == set()
+
+
+def brightness(colour: str) -> int:
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+def test_a_choice_changes_the_figures(window: Any, of_the_reference: str) -> None:
+    rows = comparison.build_rows(results.load_folder(REFERENCE / "nvidia_h200"))
+    rates = {(row.config, row.precision, row.version): f"{row.tokens_per_s:,.0f}" for row in rows}
+
+    def shows(config: str, precision: str, versions: str) -> bool:
+        found = text(window, "#block-summary")
+        return all(
+            (rates[config, precision, version] in found) == (version in versions.split())
+            for version in ("v1", "v2", "v3", "v4")
+        )
+
+    bars = "return document.querySelectorAll('#block-throughput .bars .point').length"
+    open_page(window, of_the_reference)
+    until(lambda: shows("medium", "bf16", "v1 v2 v3 v4"), "first choice")
+    choose(window, "precision", "fp32")
+    until(lambda: shows("medium", "fp32", "v1 v2 v3 v4"), "fp32")
+    choose(window, "preset", "small")
+    until(lambda: shows("small", "fp32", "v1 v2 v3 v4"), "small")
+    until(lambda: window.execute_script(bars) == 4, "four bars")
+    choose(window, "versions", "v2")
+    until(lambda: shows("small", "fp32", "v1 v3 v4"), "without v2")
+    until(lambda: window.execute_script(bars) == 3, "three bars")
+    # By the keyboard alone: the arrows choose, the tabulator leads on, space ticks.
+    from selenium.webdriver.common.keys import Keys
+
+    window.find_element("css selector", "#preset input:checked").send_keys(Keys.ARROW_RIGHT)
+    until(lambda: shows("medium", "fp32", "v1 v3 v4"), "an arrow")
+    window.switch_to.active_element.send_keys(Keys.TAB, Keys.TAB)
+    window.switch_to.active_element.send_keys(Keys.SPACE)
+    until(lambda: shows("medium", "fp32", "v3 v4"), "space")
+    assert chromium.complaints(window) == []
+
+
+def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        open_page(window, address)
+        until(lambda: "No results yet" in text(window), "an empty page")
+        written = stored_runs.write(tmp_path, stored_runs.reference())
+        until(lambda: "NVIDIA H200" in text(window, "#device"), "a first result")
+        until(lambda: "859" in text(window, "#block-summary") and drawn(window), "its figures")
+        stored_runs.write(tmp_path, stored_runs.reference("v2"))
+        written.with_name("cut.json").write_text(written.read_text()[:500])
+        until(lambda: "cut.json" in text(window, "#alarms"), "a broken file")
+        until(lambda: "v2" in text(window, "#block-summary"), "a second result")
+        assert "v1" in text(window, "#block-summary")
+        written.with_name("cut.json").unlink()
+        until(lambda: "cut.json" not in text(window), "it is mended")
+        assert chromium.complaints(window) == []
+
+
+def test_names_are_text(window: Any, hostile: Path) -> None:
+    with served(hostile) as address:
+        open_page(window, address)
+        choose(window, "versions", f"v4 compile={AS_SHOWN} no-cuda-graph")
+        until(lambda: "v4 compile=<b>" in text(window, "#block-throughput .xaxislayer-above"),
+              "markup below a bar")  # fmt: skip
+        for view in (SPEED, "Same model?", "Ladder", "Sweeps", ROOFLINE):
+            show(window, view, "")
+        assert AS_SHOWN in text(window, "#device") and AS_SHOWN in text(window, "#preset")
+        until(lambda: f"IMPLAUSIBLE: {AS_SHOWN}" in text(window, "#alarms"), "an alarm")
+        show(window, KERNELS, AS_SHOWN)
+        harmless(window)
+
+
+def harmless(window: Any) -> None:
+    assert window.execute_script("return window.hacked") is None
+    assert not window.find_elements("css selector", "img[src=x], svg image[href=x]")
+    assert chromium.complaints(window) == []
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """Results in which every name that may be anything is markup."""
+    content = stored_runs.reference()
+    red = {"status": "fail", "failures": [HOSTILE]}
+    for version, changes in (
+        ("v1", {"plausibility": [HOSTILE]}),
+        ("v2", {"status": "gate failed", "parity": content["parity"] | red}),
+        ("v3", {"status": "failed", "error": HOSTILE}),
+        ("v4", {"options": content["options"] | {"compile": HOSTILE}}),
+    ):
+        named = {
+            "device": content["device"] | {"name": HOSTILE},
+            "config_name": HOSTILE,
+            "precision": HOSTILE,
+        }
+        stored_runs.write(tmp_path, content | {"version": version}, **named, **changes)
+    profile = tmp_path / "profiles" / "v1" / "tool"
+    shutil.copytree(PROFILE, profile)
+    table = json.loads((profile / "kernels.json").read_text())
+    table["kernels"][0]["name"] = table["kernel_table"] = HOSTILE
+    (profile / "kernels.json").write_text(json.dumps(table))
+    (profile / "run.json").unlink()
+    return tmp_path
+
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+def test_the_exported_file_needs_nothing_else(
+    window: Any, tmp_path: Path, type_command: Callable[..., Any]
+) -> None:
+    done = type_command(
+        "python", SCRIPT, "--results", REFERENCE, "--export", "a.html", "--output-dir",
+        tmp_path / "new", folder=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    file = tmp_path / "new" / "a.html"
+    assert list((tmp_path / "new").iterdir()) == [file]
+    open_page(window, file.as_uri())
+    for view, word in WORDS.items():
+        show(window, view, word)
+    show(window, SPEED, "382,071")
+    group = window.find_element("id", "group")
+    group.send_keys("NVIDIA H200 · small · fp32")
+    until(lambda: "382,071" not in text(window, "main:not([hidden])"), "another size")
+    until(lambda: drawn(window), "its figures")
+    assert chromium.complaints(window) == []
+    assert {url for url in chromium.requested(window) if not url.startswith("file:")} == set()
+
+
+def test_names_in_the_exported_file_are_text(
+    window: Any, hostile: Path, type_command: Callable[..., Any]
+) -> None:
+    (hostile / "runs" / "cut.json").write_text("{")
+    file = hostile / "a.html"
+    done = type_command("python", SCRIPT, "--results", hostile, "--export", file)
+    assert (done.returncode, done.stderr) == (0, "")
+    open_page(window, file.as_uri())
+    for view in blocks.VIEWS:
+        show(window, view, "")
+    assert AS_SHOWN in text(window) and "cut.json" in text(window, "details")
+    assert "</script>" not in export._as_json([HOSTILE])
+    harmless(window)
+
+
+# --- a thousand files ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("thousand")
+    stored_runs.write_many(folder, 1000)
+    return folder
+
+
+def test_a_thousand_files_start_and_change_at_once(
+    window: Any, thousand: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an idle core 3 s to start and 200 ms for a change: told. Others may hold this machine, so
+    that the limits are for CPU time, and several times those for the clock's."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    with served(thousand) as address:
+        start = time.perf_counter() - started
+        open_page(window, address)
+        until(lambda: "1,000 runs" in text(window, "#footer") and drawn(window), "the page")
+        window.set_script_timeout(PATIENCE)
+        changes = [
+            window.execute_async_script(CHANGE_MS, control, wanted)
+            for control, wanted in (("preset", "small"), ("precision", "fp32"), ("versions", "v2"),
+                                    ("preset", "medium"), ("device", "NVIDIA H200 two"),
+                                    ("precision", "bf16"), ("versions", "v2"))
+        ]  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    told = (
+        f"start {start:.2f} s; CPU time of all {spent:.2f} s; "
+        + "changes "
+        + ", ".join(f"{ms:.0f}" for ms in changes)
+    )
+    with capsys.disabled():
+        print(f"\n1,000 files: {told}")
+    assert all(ms > 0 for ms in changes), told
+    assert spent < 6, told
+    assert min(changes) < 600, told
+
+
+def test_the_server_s_part_of_a_change_is_small(thousand: Path) -> None:
+    live = Live(Collection([thousand]))
+    live.warm_up()
+    snapshot, times = live.snapshot, []
+    assert sum(map(len, snapshot.groups.values())) == 1000
+    for group in snapshot.groups:
+        start = time.thread_time()
+        choice = snapshot.settle(Choice(*group))
+        assert len(blocks.view(SPEED, snapshot, choice)) == 5
+        times.append(time.thread_time() - start)
+    assert statistics.median(times) < 0.1
+
+
+# --- what is made of results ---------------------------------------------------------------------
+
+
+def snapshot_of(folder: Path) -> Snapshot:
+    collection = Collection([folder])
+    collection.refresh()
+    assert not collection.broken
+    return Snapshot(collection)
+
+
+def test_runs_of_several_lengths_are_a_sweep(tmp_path: Path) -> None:
+    content = stored_runs.reference()
+    for length in (64, 128, 256):
+        stored_runs.write(tmp_path, content, str(length), seq_len=length)
+    stored_runs.write(tmp_path, content, "wider", batch_size=32, seq_len=512)
+    snapshot = snapshot_of(tmp_path)
+    group = next(group for group in snapshot.groups if group.shape == "8 × 128")
+    found = blocks.view("Sweeps", snapshot, snapshot.settle(Choice(*group)))
+    assert [block.key for block in found] == ["seq_len-step", "seq_len-throughput",
+                                              "seq_len-memory"]  # fmt: skip
+    assert found[0].figure is not None and list(found[0].figure.data[0].x) == [64, 128, 256]
+
+
+def test_parts_switched_off_are_told_of_their_version(tmp_path: Path) -> None:
+    content = stored_runs.reference("v2")
+    without = content["options"] | {"fuse_qkv": False}
+    slower = [ms + 1.0 for ms in content["step_ms"]]
+    stored_runs.write(tmp_path, content)
+    stored_runs.write(tmp_path, content, "off", options=without, step_ms=slower)
+    snapshot = snapshot_of(tmp_path)
+    found = {b.key: b for b in blocks.view("Ladder", snapshot, snapshot.settle(Choice()))}
+    figure = found["switches-v2"].figure
+    assert figure is not None and list(figure.data[0].y) == ["no-fuse-qkv"]
+    assert figure.data[0].x[0] == pytest.approx(1.0)
+
+
+def test_red_gates_and_untold_sums_are_seen_in_no_figure(tmp_path: Path) -> None:
+    """A red gate gives no bar, no speed-up and no place in the ladder."""
+    stored_runs.write(tmp_path, stored_runs.reference())
+    red = stored_runs.reference("v2")
+    failed = red["parity"] | {"status": "fail", "failures": ["logits differ"]}
+    stored_runs.write(tmp_path, red, status="gate failed", parity=failed)
+    snapshot = snapshot_of(tmp_path)
+    overview = {b.key: b for b in blocks.view(SPEED, snapshot, snapshot.settle(Choice()))}
+    figure = overview["throughput"].figure
+    assert figure is not None and list(figure.data[0].x) == ["v1"]
+    assert [note.text for note in figure.layout.annotations] == ["GATE RED"]
+    ladder = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
+    assert [block.figure for block in ladder] == [None]
+
+
+def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path: Path) -> None:
+    shutil.copytree(REFERENCE, tmp_path / "reference")
+    reference = stored_runs.reference()
+    first = snapshot_of(tmp_path).settle(Choice())
+    assert (first.device, first.preset, first.precision) == ("NVIDIA H200", "medium", "bf16")
+    assert first.versions == ("v1", "v2", "v3", "v4")
+    own = reference["device"] | {"name": "my laptop"}
+    stored_runs.write(tmp_path, reference, device=own, session="20991231-000000-abcdef")
+    assert snapshot_of(tmp_path).settle(Choice()).device == "my laptop"
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--results", "nowhere"], "nowhere: no such folder"),
+        (["--port", "65536"], "between 0 and 65535"),
+        (["--export", "page.pdf"], "name it FILE.html"),
+        (["--output-dir", "x"], "give both"),
+        (["--export", "page.html", "--output-dir", "file/x"], "can't be written"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert performance_dashboard.main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert performance_dashboard.main(["--port", port, "--no-browser"]) == 2
+    assert f"--port {port}: " in capsys.readouterr().err
+
+
+def test_a_missing_package_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(performance_dashboard, "NEEDS", ("dash", "no_such_package"))
+    assert performance_dashboard.main([]) == 77
+    assert "no_such_package missing" in capsys.readouterr().err

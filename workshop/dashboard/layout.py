@@ -1,0 +1,167 @@
+"""The page as Dash components. All names become text nodes, which hold no markup."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from workshop.dashboard import data
+from workshop.dashboard.blocks import BAD, KERNELS, ROOFLINE, VIEWS, Block, Cell, Table, view
+from workshop.dashboard.data import Choice, Snapshot
+from workshop.presets import PRESETS
+from workshop.profilers.names import printable
+
+POLL_MS = 2000
+TITLE = "Performance dashboard"
+GRAPH_CONFIG: Any = {"displayModeBar": False, "responsive": True}
+THEMES = {"auto": "as the system", "light": "light", "dark": "dark"}
+CONTROLS = {
+    "device": "Device",
+    "preset": "Size",
+    "precision": "Precision",
+    "shape": "Batch × sequence",
+    "versions": "Versions",
+    "profile": "Profile",
+}
+"""Ids of the controls that depend on what there is, and their labels."""
+
+
+def page(snapshot: Snapshot, generation: int) -> Component:
+    """The whole page with what a first visitor sees."""
+    choice = snapshot.settle(Choice())
+    first = next(iter(VIEWS))
+    return html.Div(
+        [
+            html.Header(
+                [html.H1(TITLE), _radio("theme", "Colours", THEMES, "auto", persistence=True)]
+            ),
+            html.Div(id="alarms", children=alarms(snapshot, choice), role="alert"),
+            html.Div(controls(snapshot, choice, first), id="controls"),
+            _radio("view", "View", {name: name for name in VIEWS}, first),
+            html.Main(id="content", children=content(view(first, snapshot, choice))),
+            html.Footer(id="footer", children=footer(snapshot)),
+            dcc.Interval(id="poll", interval=POLL_MS),
+            dcc.Store(id="generation", data=generation),
+            dcc.Store(id="applied-theme"),
+        ],
+        id="page",
+    )
+
+
+def controls(snapshot: Snapshot, choice: Choice, name: str) -> list[Component]:
+    return [
+        _field(key, label, options(snapshot, choice, key, name), value_of(choice, key),
+               hidden=hidden(snapshot, choice, key, name))
+        for key, label in CONTROLS.items()
+    ]  # fmt: skip
+
+
+def options(snapshot: Snapshot, choice: Choice, key: str, name: str) -> dict[str, str]:
+    """What a control offers in a view: values, and what stands beside them."""
+    c = choice
+    if key == "versions":
+        return {row.label: printable(row.label) for row in snapshot.rows(c.group)}
+    if key == "profile":
+        offered = snapshot.profiles_of(c.device) if name == ROOFLINE else snapshot.profiles
+        return {key: data.profile_label(profile) for key, profile in offered.items()}
+    if key == "preset":
+        sizes = snapshot.presets(c.device)
+        return {name: name if name in PRESETS else printable(name) for name in sizes}
+    found = {
+        "device": lambda: snapshot.devices(),
+        "precision": lambda: snapshot.precisions(c.device, c.preset),
+        "shape": lambda: snapshot.shapes(c.device, c.preset, c.precision),
+    }[key]()
+    return {name: name for name in found}
+
+
+def value_of(choice: Choice, key: str) -> Any:
+    return list(choice.versions) if key == "versions" else getattr(choice, key)
+
+
+def hidden(snapshot: Snapshot, choice: Choice, key: str, name: str) -> bool:
+    """Whether a control has nothing to choose in a view."""
+    if key == "profile" and name not in (ROOFLINE, KERNELS):
+        return True
+    if key != "profile" and name == KERNELS:
+        return True
+    return len(options(snapshot, choice, key, name)) < (2 if key == "shape" else 1)
+
+
+def option_list(options: dict[str, str]) -> list[dict[str, str]]:
+    return [{"value": value, "label": label} for value, label in options.items()]
+
+
+def _field(key: str, label: str, options: dict[str, str], value: Any, *, hidden: bool) -> Component:
+    kind = dcc.Checklist if key == "versions" else dcc.RadioItems
+    chooser = kind(option_list(options), value, id=key)
+    return html.Fieldset([html.Legend(label), chooser], id=f"{key}-field", hidden=hidden)
+
+
+def _radio(key: str, label: str, options: dict[str, str], value: str, **more: Any) -> Component:
+    chooser = dcc.RadioItems(option_list(options), value, id=key, **more)
+    return html.Fieldset([html.Legend(label), chooser], id=f"{key}-field")
+
+
+# --- what depends on the choice ------------------------------------------------------------------
+
+
+def content(blocks: Iterable[Block]) -> list[Component]:
+    return [block(b) for b in blocks]
+
+
+def block(block: Block) -> Component:
+    parts: list[Component] = [html.H2(block.title)]
+    parts += [html.P(sentence, className=f"say {look}") for sentence, look in block.before]
+    if block.figure is not None:
+        graph = dcc.Graph(id=f"graph-{block.key}", figure=block.figure, config=GRAPH_CONFIG)
+        parts.append(html.Figure(graph, role="img", **_label(block.title)))
+    if block.table is not None:
+        parts.append(html.Div(_table(block.table), className="scroll", tabIndex=0))
+    parts += [html.P(sentence, className="note") for sentence in block.after]
+    name = "block wide" if block.wide else "block"
+    return html.Section(parts, className=name, id=f"block-{block.key}")
+
+
+def _label(text: str) -> Any:
+    return {"aria-label": text}
+
+
+def _table(table: Table) -> Component:
+    head = html.Thead(html.Tr([html.Th(name, scope="col") for name in table.header]))
+    body = html.Tbody([html.Tr([_cell(cell) for cell in row]) for row in table.rows])
+    return html.Table([head, body], className=f"texts-{table.texts}")
+
+
+def _cell(cell: Cell | str) -> Component:
+    if isinstance(cell, str):
+        return html.Td(cell)
+    attributes: dict[str, Any] = {"title": cell.title} if cell.title else {}
+    if cell.bar is not None:
+        attributes["style"] = {"--bar": f"{cell.bar:.1%}"}
+    return html.Td(html.Span(cell.text, className=cell.look), **attributes)
+
+
+def alarms(snapshot: Snapshot, choice: Choice) -> list[Component]:
+    """What must be seen in every view: red gates and implausible figures of the chosen size, and
+    files that can't be read."""
+    chosen = [row for row in snapshot.rows(choice.group) if row.label in choice.versions]
+    lines: list[Component] = [
+        html.P(printable(line), className=f"say {BAD}") for line in data.alarms(chosen)
+    ]
+    if not snapshot.broken:
+        return lines
+    count = len(snapshot.broken)
+    title = f"Left out: {count} file{'s' if count > 1 else ''} that can't be read"
+    reasons = html.Ul([html.Li(printable(broken.reason)) for broken in snapshot.broken])
+    return [*lines, html.Details([html.Summary(title), reasons], className=BAD, open=count < 6)]
+
+
+def footer(snapshot: Snapshot) -> list[Component]:
+    runs = sum(len(stored) for stored in snapshot.groups.values())
+    folders: Sequence[str] = [data.shown_path(folder) for folder in snapshot.folders]
+    return [
+        html.P(f"{runs:,} runs and {len(snapshot.profiles)} profiles, from {', '.join(folders)}. "
+               "New ones appear by themselves.")
+    ]  # fmt: skip
