@@ -1,0 +1,171 @@
+"""Writes a report of all results below some folders: one HTML page that needs nothing beside it,
+and the same as Markdown.
+
+It tells what was run and where, each size's ladder with its proof, what bounds a step and its
+kernels, and leads from every figure to its result file. No GPU is needed for it.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from workshop import errors  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from workshop.collection import Collection
+    from workshop.report.content import Tell
+
+NEEDS = ("jinja2", "matplotlib", "rich")
+PAGE, MARKDOWN, TEMPLATE = "report.html", "report.md", "my_results.md"
+TITLE = "Training results"
+MOST_SHOWN = 50
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done (broken result files are named in the report), 2 wrong usage\n"
+        "or nothing to report, 77 a package is missing, 130 interrupted.",
+    )
+    add = parser.add_argument
+    add(
+        "--results",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a folder with results, once for each (default: results/ of this checkout)",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"{PAGE} and {MARKDOWN} go there (default: results/report/ of this checkout)",
+    )
+    add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
+    add(
+        "--top",
+        type=int,
+        default=10,
+        metavar="N",
+        help="kernels of each profile (default %(default)s)",
+    )
+    add(
+        "--template",
+        action="store_true",
+        help=f"write {TEMPLATE} instead: your machine and times filled in, with room for your name "
+        "and what you saw",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    return errors.exit_status(
+        lambda: _report(arguments), interrupted="interrupted: what is written is whole"
+    )
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    # They import torch, for which --help does not wait.
+    import torch
+
+    from workshop import results
+    from workshop.collection import Collection
+
+    torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
+    collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
+    folder = arguments.output_dir or results.DEFAULT_FOLDER / "report"
+    if arguments.template:
+        written = _write_template(collection, folder)
+    else:
+        written = _write_report(collection, folder, arguments.title, arguments.top)
+    print(f"Written: {', '.join(map(str, written))}")
+    return errors.DONE
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotOnThisMachine(
+            f"{' and '.join(missing)} missing: run `make setup`, or pip install {' '.join(missing)}"
+        )
+    if not 1 <= arguments.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
+
+
+@contextlib.contextmanager
+def _progress() -> "Iterator[Tell]":
+    """Shows what is being worked on, on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    stderr = Console(stderr=True)
+    what = TextColumn("{task.description}", markup=False)  # names from files
+    columns = (SpinnerColumn(), TimeElapsedColumn(), what)
+    with Progress(
+        *columns, console=stderr, disable=not stderr.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task("reading results", total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+def _write_report(collection: "Collection", folder: Path, title: str, top: int) -> list[Path]:
+    """Both forms; nothing is written before both are made."""
+    from workshop import results
+    from workshop.profilers.names import printable
+    from workshop.report import content, pages
+
+    with _progress() as tell:
+        collection.refresh()
+        report = content.build(collection, title=printable(title), tell=tell, top=top)
+        if not (report.devices or report.broken):
+            raise WorkshopError(
+                f"{_folders(collection)}: no result in it; `make compare` makes some"
+            )
+        results.prepare_folder(folder)
+        texts = {
+            PAGE: pages.html_page(report, folder, tell),
+            MARKDOWN: pages.markdown_page(report, folder),
+        }
+    for name, text in texts.items():
+        results.write_text(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def _write_template(collection: "Collection", folder: Path) -> list[Path]:
+    from workshop import results
+    from workshop.report import content, pages
+
+    target = folder / TEMPLATE
+    if target.exists():
+        raise WorkshopError(
+            f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
+        )
+    with _progress():
+        collection.refresh()
+        devices = content.own_ladders(collection)
+    if not devices:
+        raise WorkshopError(f"{_folders(collection)}: no runs of yours; `make compare` makes some")
+    results.prepare_folder(folder)
+    results.write_text(target, pages.participants_page(devices, folder))
+    return [target]
+
+
+def _folders(collection: "Collection") -> str:
+    return f"results {', '.join(map(str, collection.folders))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Gathers what a report says from a collection of results."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from workshop.collection import Collection
+from workshop.profilers.names import printable
+from workshop.report import comparisons, sections
+from workshop.report.comparisons import Group
+from workshop.report.parts import Cell, Device, Line, Link, Report, Section, Table, cells, count
+from workshop.results import RunResult
+
+REFERENCE = "reference"
+"""Of a results folder: what others measured."""
+Tell = Callable[[str], object]
+_HARDWARE = (
+    ("architecture", "{}"),
+    ("multiprocessors", "{} multiprocessors"),
+    ("memory_gb", "{} GB"),
+    ("threads", "PyTorch threads: {}"),
+)
+
+
+def build(
+    collection: Collection, *, title: str, tell: Tell = lambda what: None, top: int = 10
+) -> Report:
+    """The report of a collection that has been refreshed.
+
+    Args:
+        tell: told what is being worked on.
+        top: kernels of each profile.
+    """
+    groups = comparisons.groups(collection.runs)
+    others, broken = sections.others(collection)
+    names = dict.fromkeys(group.device for group in groups)
+    names |= dict.fromkeys(map(sections.device_of, collection.profiles))
+    names |= dict.fromkeys(name for name, _ in others)
+    devices = []
+    for number, name in enumerate(names, 1):
+        tell(printable(name))
+        own = [section for of, section in others if of == name]
+        ladder = [group for group in groups if group.device == name]
+        devices.append(_device(f"device-{number}", name, ladder, own, collection, top))
+    broken = sorted([*((one.path, one.reason) for one in collection.broken), *broken])
+    return Report(
+        title=title,
+        devices=devices,
+        rows=[row for group in groups for row in group.rows],
+        broken=[(Link(printable(path.name), path), _reason(path, why)) for path, why in broken],
+        counts=_counts(collection, groups, len(others), len(broken)),
+        glance=comparisons.at_a_glance(groups),
+    )
+
+
+def _reason(path: Path, reason: str) -> str:
+    """Without the file's path, which a link beside it leads to."""
+    return printable(reason.removeprefix(f"{path}: "))
+
+
+def _counts(collection: Collection, groups: list[Group], others: int, broken: int) -> list[str]:
+    older = len(collection.runs) - sum(len(group.files) for group in groups)
+    told = [count(len(collection.runs), "result file")]
+    told += [f"{older} of them older than another of their kind, and not shown"] if older else []
+    kinds = ((len(collection.profiles), "profile"), (others, "other measurement"))
+    return told + [count(n, what) for n, what in (*kinds, (broken, "broken file")) if n]
+
+
+# --- a device ------------------------------------------------------------------------------------
+
+
+def _device(
+    anchor: str,
+    name: str,
+    groups: list[Group],
+    others: list[Section],
+    collection: Collection,
+    top: int,
+) -> Device:
+    profiles = [found for found in collection.profiles if sections.device_of(found) == name]
+    runs = _runs(groups)
+    return Device(
+        anchor=anchor,
+        name=printable(name),
+        facts=facts([*runs, *(found.run for found in profiles if found.run)]),
+        sessions=_sessions(groups) if groups else None,
+        commands=_commands(groups) if groups else None,
+        pictures=comparisons.speedup_pictures(anchor, groups),
+        sizes=[
+            comparisons.section(group, sections.folder_of(group.files[0], collection))
+            for group in groups
+        ],
+        others=others,
+        profiles=[
+            sections.profile(f"{anchor}-profile-{number}", found, collection, top)
+            for number, found in enumerate(profiles, 1)
+        ],
+        profile_pictures=sections.category_pictures(anchor, profiles),
+    )
+
+
+def facts(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
+    """What the figures of a device depend on, and when they were taken: a name and a text each."""
+    found: dict[str, dict[str, None]] = {}
+    for run in runs:
+        software = ", ".join(f"{name} {v}" for name, v in run.software.items() if v)
+        told = {
+            "hardware": _hardware(run),
+            "software": software,
+            "code": f"commit {run.git_commit or 'unknown'}",
+            "measured": run.created[:10],
+        }
+        for what, text in told.items():
+            found.setdefault(what, {})[printable(text)] = None
+    return [(what, "; ".join(sorted(texts))) for what, texts in found.items()]
+
+
+def _hardware(run: RunResult) -> str:
+    known = [form.format(run.device[key]) for key, form in _HARDWARE if run.device.get(key)]
+    return ", ".join(["CPU" if run.device.get("type") == "cpu" else "GPU", *known])
+
+
+def _sessions(groups: Sequence[Group]) -> Table:
+    """Everything that ran, a line for each session and size."""
+    found: dict[tuple[str, str], list[RunResult]] = {}
+    for group in groups:
+        for stored in group.runs:
+            for one in stored:
+                found.setdefault((one.run.session, group.size), []).append(one.run)
+    lines = []
+    for (session, size), runs in sorted(found.items(), key=lambda item: item[0][0]):
+        steps = {f"{len(run.step_ms)} after {run.warmup_steps}" for run in runs if run.step_ms}
+        data = {str(run.data.get("name", "-")) for run in runs}
+        versions = dict.fromkeys(run.version for run in runs)
+        texts = (
+            session,
+            min(run.created for run in runs)[:10],
+            size,
+            ", ".join(versions),
+            ", ".join(sorted(data)),
+            ", ".join(sorted(steps)) or "-",
+            str(len(runs)),
+        )
+        lines.append(Line(cells(*texts)))
+    header = ["session", "day", "size", "versions", "data", "steps, after warm-up", "processes"]
+    return Table("What was run", header, lines, texts=5)
+
+
+def _commands(groups: Sequence[Group]) -> Table:
+    """What was typed, or a tool typed, for each version and size: of its processes the one that
+    passed the gate."""
+    lines = []
+    for group in groups:
+        for row, stored in group.pairs():
+            told = next((one for one in stored if one.run.parity.status != "not run"), stored[0])
+            command = printable(" ".join(told.run.command)) or "-"
+            link = Link("result file", told.path)
+            what = cells(f"{row.label} {group.size}")
+            lines.append(Line([*what, Cell(command, is_code=True), Cell("", (link,))]))
+    return Table("Command lines", ["version and size", "command", ""], lines, texts=3)
+
+
+def own_ladders(
+    collection: Collection,
+) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
+    """What was measured here, which is all but what lies in a folder `reference` of a results
+    folder: of each device its name, its facts, and its sizes without pictures."""
+    stored = [one for one in collection.runs if not _is_reference(one.path, collection)]
+    by_device: dict[str, list[Group]] = {}
+    for group in comparisons.groups(stored):
+        by_device.setdefault(group.device, []).append(group)
+    return [
+        (printable(name), facts(_runs(own)), [comparisons.tables(group) for group in own])
+        for name, own in by_device.items()
+    ]
+
+
+def _is_reference(path: Path, collection: Collection) -> bool:
+    return any(folder / REFERENCE in path.parents for folder in collection.folders)
+
+
+def _runs(groups: Sequence[Group]) -> list[RunResult]:
+    return [one.run for group in groups for stored in group.runs for one in stored]

@@ -1,0 +1,200 @@
+"""Writes a report as one HTML page that needs nothing beside itself, and as Markdown.
+
+Whatever is not written in a template is escaped, so that no name from a file becomes markup.
+"""
+
+import os
+import re
+import urllib.parse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from workshop.profilers.names import printable
+from workshop.report.content import Tell
+from workshop.report.parts import Cell, Link, Report, Section, Table
+from workshop.report.pictures import Picture
+
+TEMPLATES = Path(__file__).parent
+HOW_TO_READ = (
+    ("step ms", "is the median over all steps of all processes, ± half of the interquartile range. "
+     "Forward, backward and optimizer come from a separate pass with marks between them."),
+    ("speed-up", "is V1's median step over this version's, from the same session, with the 95% "
+     "interval of a bootstrap over processes and steps."),
+    ("gate", "says whether the version's first process showed, before any clock was started, that "
+     "it trains V1's model: logits, loss, each gradient and a short training run, within twice "
+     "what the precision costs V1 itself. Without it there is no speed-up."),
+    ("gradients", "counts the tensors, under V1's names, that the timed run's backward pass "
+     "reached."),
+    ("error, of allowed", "is the largest of the gate's errors, as a share of its tolerance."),
+    ("peak MB", "(10^6 bytes) is the true peak of the timed steps, a captured graph's memory "
+     "included."),
+    ("of peak", "compares the useful operations (causal attention counts half) with the chip's "
+     "peak, whose source stands below the table."),
+)  # fmt: skip
+_INTERVAL = r"\[[\d.]+(?:%|, [\d.]+)\](?![(\[:])"
+"""As in "1.79x [1.15, 2.54]" and "[95%]": no link can be meant, and it reads better as it is."""
+_ACTIVE = re.compile(
+    rf"(?P<kept>{_INTERVAL})|[\\`*<>\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|&(?=#|\w)"
+    r"|(?<=\w):(?=//)|(?<=www)\.",
+    re.IGNORECASE,
+)
+"""What Markdown, GitHub's included, takes for markup inside of a line."""
+_OPENING = re.compile(r"^(?:\d+(?=[.)])|(?=[-+=#]))")
+"""What it takes for a list's item or a heading, up to the sign that tells it."""
+
+
+class Markdown(str):
+    """Text that is Markdown already."""
+
+    __slots__ = ()
+
+
+# --- HTML ----------------------------------------------------------------------------------------
+
+
+def html_page(report: Report, folder: Path, tell: Tell = lambda what: None) -> str:
+    """The page, with all of its pictures inside.
+
+    Args:
+        folder: in which it will lie, to which its links are relative.
+        tell: told the title of each picture before it is drawn.
+    """
+    from markupsafe import Markup
+
+    def draw(picture: Picture) -> Markup:
+        tell(picture.title)
+        return Markup(picture.markup())  # which escapes its own texts
+
+    template = _environment(autoescape=True).get_template("report.html.j2")
+    return template.render(
+        report=report,
+        how_to_read=HOW_TO_READ,
+        href=lambda path: href(path, folder),
+        draw=draw,
+    )
+
+
+def href(path: Path, folder: Path) -> str:
+    """A relative link to a file, from a page in a folder."""
+    return urllib.parse.quote(os.path.relpath(path, folder.resolve()).replace(os.sep, "/"))
+
+
+# --- Markdown ------------------------------------------------------------------------------------
+
+
+def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
+    """The report as Markdown of GitHub's kind: what its pictures alone would tell stands there in
+    words.
+
+    Args:
+        folder: in which it will lie, to which its links are relative.
+        introduction: Markdown that follows the title.
+    """
+    return _markdown(
+        "report.md.j2",
+        folder,
+        report=report,
+        how_to_read=HOW_TO_READ,
+        introduction=Markdown(introduction),
+    )
+
+
+def participants_page(
+    ladders: list[tuple[str, list[tuple[str, str]], list[Section]]], folder: Path
+) -> str:
+    """What a participant fills in, as Markdown.
+
+    Args:
+        ladders: of each device its name, its facts, and its sizes.
+        folder: in which it will lie.
+    """
+    return _markdown("my_results.md.j2", folder, devices=ladders)
+
+
+def _markdown(template: str, folder: Path, **content: object) -> str:
+    """All that a template prints is escaped, but for what the references and these filters give:
+    text at the beginning of a block, and what is Markdown already."""
+
+    def finalize(value: object) -> str:
+        return value if isinstance(value, Markdown) else escape(str(value))
+
+    references = References(folder)
+    environment = _environment(autoescape=False, finalize=finalize)
+    environment.filters |= {"block": escape_block, "raw": Markdown}
+    text = environment.get_template(template).render(references=references, **content)
+    return tidy(text) + references.definitions()
+
+
+class References:
+    """Links that are defined once, at the end of a document, however often they are used."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: dict[Path, str] = {}
+
+    def link(self, text: str, path: Path) -> Markdown:
+        name = self._names.setdefault(path, f"f{len(self._names) + 1}")
+        return Markdown(f"[{escape(text)}][{name}]")
+
+    def links(self, links: Iterable[Link]) -> Markdown:
+        return Markdown(" ".join(self.link(link.text, link.path) for link in links))
+
+    def table(self, table: Table) -> Markdown:
+        """Its caption is left to the template."""
+        aligned = [" ---: |" if i >= table.texts else " --- |" for i in range(len(table.header))]
+        lines = [table_line(map(escape, table.header)), f"|{''.join(aligned)}"]
+        lines += [table_line(map(self._cell, line.cells)) for line in table.lines]
+        return Markdown("\n".join(lines))
+
+    def definitions(self) -> str:
+        lines = [f"[{name}]: {href(path, self._folder)}" for path, name in self._names.items()]
+        return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+    def _cell(self, cell: Cell) -> str:
+        text = code(cell.text) if cell.is_code else escape(cell.text)
+        if cell.anchor:
+            return f"[{text}](#{cell.anchor})"
+        return " ".join(filter(None, (text, self.links(cell.links))))
+
+
+def escape(text: str) -> Markdown:
+    """Text as part of a line."""
+    return Markdown(_ACTIVE.sub(lambda m: m[0] if m["kept"] else f"\\{m[0]}", printable(text)))
+
+
+def escape_block(text: str) -> Markdown:
+    """Text at the beginning of a paragraph or of a list's item."""
+    return Markdown(_OPENING.sub(lambda match: f"{match[0]}\\", escape(text)))
+
+
+def code(text: str) -> Markdown:
+    """Text as code in a table, between more backticks than it has itself in a row."""
+    plain = printable(text).replace("|", "\\|")
+    fence = "`" * (max(map(len, re.findall("`+", plain)), default=0) + 1)
+    space = " " if "`" in plain else ""
+    return Markdown(f"{fence}{space}{plain}{space}{fence}")
+
+
+def table_line(cells: Iterable[str]) -> str:
+    """A row of a table in Markdown, of cells that are Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def tidy(text: str) -> str:
+    """Without the empty lines that a template leaves, but for one at a time."""
+    return (
+        re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)).strip() + "\n"
+    )
+
+
+def _environment(**options: Any) -> Any:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )

@@ -1,0 +1,273 @@
+"""The parts of a report that are no ladder: profiles, V3's benchmark, the harness's own cost."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from version3_triton import benchmark_kernels
+from workshop import ceilings, profile_run, results
+from workshop.collection import Collection, Profile
+from workshop.errors import WorkshopError
+from workshop.profilers import advisor, kernel_file, show
+from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.names import display_name, printable
+from workshop.profilers.table import KernelTable
+from workshop.report import charts
+from workshop.report.parts import (
+    BAD,
+    IMPLAUSIBLE,
+    SUSPECT,
+    WRONG,
+    Alarm,
+    Cell,
+    Line,
+    Link,
+    Section,
+    Table,
+    cells,
+)
+from workshop.report.pictures import Picture, RooflinePicture, read_roofline
+from workshop.roofline import flags, sentences
+
+HARNESS = "harness"
+"""Of a results folder: the records of what the harness adds to a step."""
+_NAME_WIDTH = 60
+_KERNELS_TOLD = 6
+"""Whose distance from their roofs is told in words."""
+
+KERNELS = (
+    "Written by version3_triton/benchmark_kernels.py, commit {commit}. A rate at the median, "
+    "± half of the interquartile range; replayed from graphs, so that nobody's launches count; on "
+    "data that the cache does not hold. “of ceiling” compares with what a large copy or product "
+    "reached in the same run, forward / backward. The error is the worst of results and gradients "
+    "against fp64, with what the precision explains in brackets."
+)
+HARNESS_INTRO = (
+    "The same step in a bare hand-written loop and through the harness, alternating in one process "
+    "(pytest tests/test_gpu.py -k harness); medians of all its samples."
+)
+
+
+# --- profiles ------------------------------------------------------------------------------------
+
+
+def folder_of(path: Path, collection: Collection) -> Path:
+    """The one of the collection's folders that a file lies in."""
+    return next(folder for folder in collection.folders if folder in path.parents)
+
+
+def device_of(profile: Profile) -> str:
+    name = profile.run.device.get("name") if profile.run else profile.table.device
+    return str(name or "unknown device")
+
+
+def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Section:
+    """The head of a profile's hot list, and what is said of it."""
+    file = found.folder / kernel_file.JSON_FILE
+    links = [Link(kernel_file.JSON_FILE, file)]
+    for place in (found.folder, found.folder.parent):
+        record = place / profile_run.RUN_FILE
+        if found.run is not None and record.is_file():
+            links.append(Link(profile_run.RUN_FILE, record))
+            break
+    section = Section(anchor, _title(found), tuple(links))
+    section.tables = [hot_list(found.table, top)]
+    section.sentences = [printable(line) for line in show.summary(found.table)]
+    section.sentences += map(printable, found.table.warnings)
+    for advice in advisor.advise(found.table, found.run):
+        section.advice.append((printable(advice.sentence), printable(advice.treatment)))
+        if advice.severity == advisor.WARNING:
+            text = printable(f"{section.title}: {advice.sentence}")
+            section.alarms.append(Alarm(SUSPECT, text, tuple(links)))
+    _add_roofline(section, file, folder_of(file, collection))
+    return section
+
+
+def _title(found: Profile) -> str:
+    what = f"{found.run.config_name}, {found.run.precision}" if found.run else ""
+    parts = [found.version or "another program", found.tool, what]
+    return printable(", ".join(filter(None, parts)))
+
+
+def hot_list(table: KernelTable, top: int) -> Table:
+    """The longest kernels; a step each, where the steps are known."""
+    steps, each = (table.steps, " a step") if table.steps else (1, "")
+    header = [table.what, "category", f"calls{each}", f"ms{each}", "share"]
+    lines = []
+    for kernel in table.kernels[:top]:
+        name = Cell(display_name(kernel.name, _NAME_WIDTH), is_code=True)
+        figures = (f"{kernel.calls / steps:,.0f}", f"{kernel.total_ns / steps / 1e6:,.3f}")
+        lines.append(Line([name, *cells(kernel.category, *figures, f"{table.share(kernel):.1%}")]))
+    rest = len(table.kernels) - top
+    caption = f"The longest {table.what}s" + (f"; {rest:,} more in the file" if rest > 0 else "")
+    return Table(caption, header, lines, texts=2)
+
+
+def _add_roofline(section: Section, file: Path, folder: Path) -> None:
+    """A picture for several points; for the one that a trace without counters gives, its words."""
+    roofline = read_roofline([file], title=section.title, results_folder=folder)
+    if roofline is None:
+        return
+    lines = (*flags(roofline), *sentences(roofline, _KERNELS_TOLD), *roofline.notes)
+    section.sentences = list(dict.fromkeys([*section.sentences, *map(printable, lines)]))
+    if len(roofline.points) > 1:
+        name = f"{section.anchor}-roofline"
+        section.pictures.append(RooflinePicture.of(name, roofline, (file,)))
+
+
+def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]:
+    """A device's profiles of the same work beside each other: a picture for each tool and size."""
+    by_work: dict[tuple[object, ...], list[Profile]] = {}
+    for found in profiles:
+        run = found.run
+        size = (run.config_name, run.batch_size, run.seq_len, run.precision) if run else ()
+        steps_known = found.table.steps is not None
+        by_work.setdefault((found.tool, found.table.what, steps_known, *size), []).append(found)
+    pictures: list[Picture] = []
+    for own in by_work.values():
+        sums = [found.table.category_ns() for found in own]
+        kinds = [kind for kind in CATEGORIES if any(kind in one for one in sums)]
+        if not kinds:
+            continue
+        bars = [
+            charts.Bar(
+                printable(found.version or found.folder.name),
+                tuple(one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds),
+            )
+            for found, one in zip(own, sums, strict=True)
+        ]
+        name = f"{anchor}-categories-{len(pictures) + 1}"
+        files = tuple(found.folder / kernel_file.JSON_FILE for found in own)
+        what = f"{own[0].table.what}s"
+        unit = f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}"
+        title = f"What the {what}' time goes to: {_title(own[0]).split(', ', 1)[1]}"
+        pictures.append(charts.categories(name, title, unit, bars, kinds, files))
+    return pictures
+
+
+# --- what stands beside the runs -----------------------------------------------------------------
+
+
+def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tuple[Path, str]]]:
+    """The other measurements in a collection's folders, each with the name of its device; and the
+    broken ones, each with the reason."""
+    found: list[tuple[str, Section]] = []
+    broken: list[tuple[Path, str]] = []
+    known = {one.folder / kernel_file.JSON_FILE for one in collection.profiles}
+    known |= {one.path for one in collection.broken}
+    tables = sorted(set(_below(collection, kernel_file.JSON_FILE)) - known)
+    costs = sorted({path.parent for path in _below(collection, f"{HARNESS}/*.json")})
+    for path in tables:
+        try:
+            if ceilings.is_benchmark(results.read_json(path)):
+                found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
+        except WorkshopError as error:
+            broken.append((path, str(error)))
+    for folder in costs:
+        try:
+            found.append(_harness_cost(f"harness-{len(found) + 1}", folder))
+        except WorkshopError as error:
+            broken.append((folder, str(error)))
+    return found, broken
+
+
+def _below(collection: Collection, pattern: str) -> Iterator[Path]:
+    for folder in collection.folders:
+        for path in folder.rglob(pattern):
+            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+                yield path
+
+
+def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
+    """V3's operators beside their rivals, those left out that do not exist for a case."""
+    try:
+        rows, run = _load_benchmark(path)
+        section = Section(anchor, "V3's kernels", (Link(path.name, path),))
+        section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
+        for group in benchmark_kernels.by_op(rows):
+            section.tables.append(_operation(group, run))
+            notes = benchmark_kernels.notes(group, run)
+            section.sentences += [printable(f"{group[0].op}: {note}") for note in notes]
+            section.alarms += _benchmark_alarms(group, run, section.links)
+        section.sentences.append(printable(benchmark_kernels.summary(run)))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise WorkshopError(f"{path}: not a result of benchmark_kernels.py ({error!r})") from None
+    roofline = read_roofline(
+        [path], title=section.title, results_folder=folder_of(path, collection)
+    )
+    if roofline is not None:
+        section.pictures.append(RooflinePicture.of(f"{anchor}-roofline", roofline, (path,)))
+    return str(run.device["name"]), section
+
+
+def _load_benchmark(path: Path) -> tuple[list[benchmark_kernels.Row], benchmark_kernels.Run]:
+    """With every field's type checked; an error that was not finite is NaN again."""
+    content = results.read_json(path)
+    records = content.pop("rows")
+    for index, record in enumerate(records):
+        typed = {**record, "errors": {}} if isinstance(record, dict) else record
+        results.decode(benchmark_kernels.Row, typed, path, f"rows[{index}].")
+    content.pop("schema_version", None)
+    results.decode(benchmark_kernels.Run, content, path, "")
+    rows, run = benchmark_kernels.load(path)
+    for row in rows:
+        row.errors = {k: math.nan if v is None else float(v) for k, v in row.errors.items()}
+    return [row for row in rows if row.status != benchmark_kernels.ABSENT], run
+
+
+def _operation(group: list[benchmark_kernels.Row], run: benchmark_kernels.Run) -> Table:
+    wrong = (benchmark_kernels.WRONG, benchmark_kernels.FAILED)
+    lines = [
+        Line(cells(*benchmark_kernels.cells(row, run)), BAD if row.status in wrong else "")
+        for row in group
+    ]
+    title = printable(benchmark_kernels.title(group, run))
+    return Table(title, benchmark_kernels.header(group, run), lines, texts=2)
+
+
+def _benchmark_alarms(
+    group: list[benchmark_kernels.Row], run: benchmark_kernels.Run, links: tuple[Link, ...]
+) -> Iterator[Alarm]:
+    for row in group:
+        if row.failed:
+            text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.status}")
+            yield Alarm(WRONG, text, links)
+        for sentence in run.implausible(row):
+            text = printable(f"{row.op}: {sentence}").replace(f"{IMPLAUSIBLE}: ", "")
+            yield Alarm(IMPLAUSIBLE, text, links)
+
+
+@dataclass
+class _Cost:
+    """The fields of a harness's record that are shown."""
+
+    version: str
+    config: str
+    precision: str
+    bare_ms: list[float]
+    harness_ms: list[float]
+    device: dict[str, str | int | float | None]
+
+
+def _harness_cost(anchor: str, folder: Path) -> tuple[str, Section]:
+    names = [field.name for field in dataclasses.fields(_Cost)]
+    lines, links, devices = [], [], []
+    for path in sorted(folder.glob("*.json")):
+        content = results.read_json(path)
+        kept = {name: content[name] for name in names if name in content}
+        cost = results.decode(_Cost, kept, path, "")
+        if not (cost.bare_ms and cost.harness_ms and min(cost.bare_ms) > 0):
+            raise WorkshopError(f"{path}: field bare_ms or harness_ms has no times")
+        bare, harness = statistics.median(cost.bare_ms), statistics.median(cost.harness_ms)
+        texts = [cost.version, f"{cost.config}, {cost.precision}", f"{bare:.3f} ms",
+                 f"{harness:.3f} ms", f"{harness / bare - 1:+.2%}"]  # fmt: skip
+        links.append(Link(path.name, path))
+        devices.append(str(cost.device.get("name")))
+        lines.append(Line([*cells(*texts), Cell("", (links[-1],))]))
+    header = ["version", "size", "bare loop", "harness", "difference", "result file"]
+    section = Section(anchor, "What the harness costs", tuple(links), HARNESS_INTRO)
+    section.tables = [Table("Median time of a step", header, lines, texts=2)]
+    return devices[0], section
