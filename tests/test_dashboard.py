@@ -134,7 +134,7 @@ WORDS = {
     "Ladder": "What each rung saves",
     "Sweeps": "No sweep goes through this size",
     ROOFLINE: "V3's kernels",
-    KERNELS: "aten::mm",
+    KERNELS: "elementwise_kernel<masked_fill_kernel>",
 }
 
 

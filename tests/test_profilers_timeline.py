@@ -312,14 +312,14 @@ def test_every_category_has_a_colour_of_its_own() -> None:
 def test_the_pages_pictures_are_made_by_its_commands(tmp_path: Path) -> None:
     page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"^python -m workshop\.profilers draw (tests/.*)$", page, re.MULTILINE)
-    assert len(commands) == len(list((ROOT / "docs/images").iterdir()))
+    assert len(commands) == len(list((ROOT / "docs/images").glob("trace_*.png")))
     for command in commands:
         trace, *flags = shlex.split(command)
         value = dict(zip(flags[::2], flags[1::2], strict=True))
         committed = ROOT / value["--output"]
         assert f"](images/{committed.name})" in page
-        ends = {"start_ms": "--from", "end_ms": "--to"}
-        stretch = {name: float(value[flag]) for name, flag in ends.items() if flag in value}
+        ends = {"start_ms": ("--from", float), "end_ms": ("--to", float), "step": ("--step", int)}
+        stretch = {n: read(value[flag]) for n, (flag, read) in ends.items() if flag in value}
         picture.draw(ROOT / trace, tmp_path / committed.name, **stretch)
         height, width = imread(tmp_path / committed.name).shape[:2]
         assert width == picture.WIDTH and height <= picture.HEIGHT

@@ -379,11 +379,12 @@ class _Picture:
         return [box for place in self.labels for box in place.boxes]
 
     def _size(self, text: str) -> tuple[float, float]:
-        """Width and height, in pixels."""
-        width, height, descent = self._renderer.get_text_width_height_descent(
-            text, self._font, False
+        """Width and height, in pixels: a line is as high as these letters, whichever it has."""
+        (width, height), (_, least) = (
+            self._renderer.get_text_width_height_descent(letters, self._font, False)[:2]
+            for letters in (text, "lp")
         )
-        return width, height + descent
+        return width, max(height, least)
 
     def _write(self, place: Place, text: str, **style: Any) -> None:
         from matplotlib.transforms import IdentityTransform
