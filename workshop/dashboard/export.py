@@ -23,6 +23,7 @@ def page(collection: Collection) -> str:
     """The HTML of all groups and profiles of a collection, with its style and all of plotly.js.
     Nothing is chosen but groups and profiles: each shows all its versions."""
     snapshot = Snapshot(collection)
+    first = snapshot.settle(Choice(), of_its_device=True)
     figures: list[Any] = []
     views = list(_views(snapshot, figures))
     environment = jinja2.Environment(
@@ -42,7 +43,8 @@ def page(collection: Collection) -> str:
         of_profiles=[blocks.KERNELS],
         groups={_key(group): " · ".join(group) for group in _ordered(snapshot)},
         profiles={key: data.profile_label(p) for key, p in snapshot.profiles.items()},
-        first=_key(snapshot.settle(Choice()).group),
+        first=_key(first.group),
+        first_profile=first.profile,
         views=views,
         broken=[printable(broken.reason) for broken in snapshot.broken],
     )
