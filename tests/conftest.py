@@ -21,6 +21,11 @@ from workshop import versions
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:  # the cores are shared out, or every step waits for threads that do not run
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # No size is a power of two or a multiple of another's tile, except the head size (32), of which

@@ -169,7 +169,7 @@ def prepare_folder(folder: Path) -> Path:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=folder):  # nameless: nothing to leave behind
             pass
     except OSError as error:
         raise WorkshopError(
