@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -25,6 +26,9 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:  # the cores are shared out, or every step waits for threads that do not run
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+
+# A shell's background job ignores Ctrl-C, and what the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 
