@@ -13,6 +13,12 @@ from types import ModuleType
 # Before PyTorch is imported, here and in the programs that tests start: threads that wait for each
 # other must not spin on a machine that others use too, or a step takes many times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# And the workers of a parallel run share the cores out, NumPy's threads too.
+os.environ.update(
+    {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(workers)))}
+    if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) != "1"
+    else {}
+)
 
 import pytest
 import torch
@@ -21,11 +27,6 @@ from workshop import versions
 
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-if WORKERS > 1:  # the cores are shared out, or every step waits for threads that do not run
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 # A shell's background job ignores Ctrl-C, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
