@@ -94,7 +94,7 @@ def _add_save(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         default=results.DEFAULT_FOLDER,
         help="the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
     )
-    parser.set_defaults(work=save_baseline)
+    parser.set_defaults(work=save_baseline, versions=None)  # of result files: all that they have
 
 
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -162,6 +162,8 @@ def save_baseline(arguments: argparse.Namespace) -> int:
     _check_target(arguments.baseline)
     if arguments.from_results:
         folders = [results.load_folder(folder) for folder in arguments.from_results]
+        if arguments.versions:
+            folders = [_of_versions(runs, arguments.versions) for runs in folders]
     else:
         folders = [_run(arguments)]
     words = [Path(word).name if word.startswith("/") else word for word in arguments.words]
@@ -244,6 +246,7 @@ def _run(arguments: argparse.Namespace) -> list[RunResult]:
             f"--repeats {arguments.repeats}: the scatter between processes takes at least "
             f"{regression.LEAST_PROCESSES}; {REPEATS} are better"
         )
+    arguments.versions = arguments.versions or versions.available()
     plans = compare_versions.make_plans(arguments)
     results.prepare_folder(arguments.output_dir)
     runs, interrupted = compare_versions.run_plans(plans, arguments, results.new_session())

@@ -400,6 +400,14 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_baseline_of_some_versions_has_no_others(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    words = ["baseline", "save", "--from-results", tmp_path / "in", "--baseline", path]
+    assert run_tool(*words, "--versions", "v2") == 0
+    assert {run.version for run in regression.load_baseline(path).runs} == {"v2"}
+    assert run_tool(*words, "--versions", "v4") == 2
+
+
 def test_a_baseline_is_read_as_it_was_written(saved: Path) -> None:
     baseline = regression.load_baseline(saved)
     assert sorted(baseline.runs, key=repr) == sorted(session("v1") + session("v2"), key=repr)
