@@ -116,8 +116,20 @@ def missing(path: str) -> None:
     """The lines of a requirements file whose package is not installed in any version."""
     with Path(path).open(encoding="utf-8") as file:
         for line in (line.strip() for line in file):
-            if line and not line.startswith("#") and not installed_version(line.split("==")[0]):
+            if not line or line.startswith("#") or not applies(line):
+                continue
+            if not installed_version(line.split("==")[0]):
                 print(line)
+
+
+def applies(requirement: str) -> bool:
+    """Whether this Python is one that a requirement is for: its marker, if any, says from or below
+    which version."""
+    marker = re.search(r'python_version (<|>=) "(\d+)\.(\d+)"', requirement)
+    if not marker:
+        return True
+    is_below = sys.version_info[:2] < (int(marker[2]), int(marker[3]))
+    return is_below == (marker[1] == "<")
 
 
 def reachable(url: str) -> int:

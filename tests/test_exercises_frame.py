@@ -1,0 +1,550 @@
+"""The exercises' frame: commands, checks of broken files, answers, progress; the sheets and their
+index; V1's three measuring exercises."""
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored_runs
+import torch
+
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.exercises import frame, index, runner, sheet, terminal
+from workshop.exercises.__main__ import main
+from workshop.exercises.answers import Answers, Unanswered
+from workshop.exercises.compare import first_difference
+from workshop.exercises.frame import Item, Work
+from workshop.exercises.predict import finding, prediction
+from workshop.exercises.progress import FILE, Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+SOLUTIONS = ROOT / "exercises" / "solutions"
+
+SHEET = """# A demo
+
+**15 minutes** · session 1 · no GPU needed · coding and measuring
+
+## Hints
+
+<details><summary>First hint</summary>
+
+Multiply by `2`.
+
+</details>
+<details><summary>Second hint</summary>
+
+Add it to itself.
+
+</details>
+"""
+STARTER = "def double(x):\n    raise NotImplementedError  # YOUR CODE\n"
+QUESTIONS = 'time_ms = nan\n[cause]\nfirst = ""\n'
+CHECK = """
+import torch
+from workshop.errors import NotOnThisMachine
+from workshop.exercises.compare import first_difference
+from workshop.exercises.frame import Item
+from workshop.exercises.predict import prediction
+
+def check(work):
+    return work.each(code, time, cause)
+
+def code(work):
+    x = torch.arange(6.0).reshape(2, 3)
+    yield first_difference(work.module().double(x), 2 * x, what="double(x)", limit=1e-6)
+
+def time(work):
+    yield prediction("time", work.answers().number("time_ms"), 4.0, "ms", why="Because.")
+
+def cause(work):
+    yield Item(work.answers().choice("cause.first", ("one", "two")) == "one", "the cause")
+"""
+RIGHT = "def double(x):\n    return 2 * x\n"
+ANSWERED = 'time_ms = 8\n[cause]\nfirst = "One"\n'
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    """An exercise below a root of its own."""
+    folder = tmp_path / "version1_demo" / "exercises" / "demo"
+    folder.mkdir(parents=True)
+    for name, text in (
+        ("README.md", SHEET),
+        ("starter.py", STARTER),
+        ("answers.toml", QUESTIONS),
+        ("check.py", CHECK),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def typed(demo: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Types a command, below the demo's root; its status and what it printed."""
+    root = demo.parents[2]
+
+    def run(*words: str) -> tuple[int, str]:
+        try:
+            status = main(["--results-dir", str(root / "results"), *words], root)
+        except SystemExit as error:  # argparse's
+            status = int(error.code or 0)
+        printed = capsys.readouterr()
+        return status, " ".join((printed.out + printed.err).split())
+
+    return run
+
+
+def write(folder: Path, mine: str = RIGHT, answers: str = ANSWERED) -> None:
+    (folder / "mine.py").write_text(mine, encoding="utf-8")
+    (folder / "my_answers.toml").write_text(answers, encoding="utf-8")
+
+
+def red(items: list[Item]) -> str:
+    return "\n".join(f"{item.what}: {item.why}" for item in items if not item.ok)
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+def test_from_the_first_check_to_the_last(typed: Callable[..., Any], demo: Path) -> None:
+    status, told = typed("check", "demo")
+    assert status == 1 and "made" in told and "mine.py" in told and "my_answers.toml" in told
+    assert (demo / "mine.py").read_text() == STARTER
+    status, told = typed("check", "demo")
+    assert status == 1 and "0 of 3 green" in told
+    assert "not written yet: mine.py, line 2, in double" in told
+    assert "not answered yet: time_ms" in told and "not answered yet: cause.first" in told
+    assert "0 of 3" in typed("list")[1]
+    write(demo)
+    status, told = typed("check", "demo")
+    assert status == 0 and "Passed: 3 of 3 green" in told
+    assert "predicted 8 ms, measured 4 ms: 2 times too high Because." in told
+    assert "1 of 1 passed" in typed("progress")[1] and "passed" in typed("list")[1]
+    status, told = typed("reset", "demo")
+    assert status == 0 and "mine.py.old" in told
+    assert (demo / "mine.py.old").read_text() == RIGHT and (demo / "mine.py").read_text() == STARTER
+    typed("reset", "demo")
+    assert (demo / "mine.py.old").read_text() == RIGHT  # nothing was written since
+    assert "0 of 1 passed" in typed("progress")[1]
+
+
+def test_hints_come_one_by_one(typed: Callable[..., Any]) -> None:
+    assert "Multiply by 2. (1 more" in typed("hint", "demo")[1]
+    for _ in range(2):
+        told = typed("hint", "demo")[1]
+        assert "Add it to itself." in told and "exercises/solutions/demo/" in told
+
+
+@pytest.mark.parametrize("typed", ["python -m workshop", "some/folder/run_all_stages.sh"])
+def test_a_command_to_copy_is_a_line_of_its_own(
+    typed: str, demo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    command = f"{typed} {' '.join(map(str, range(30)))}"
+    told = Item(False, "not measured yet", f"{command}\n{'words ' * 30}")
+    terminal.show(terminal.verdict(sheet.read(demo), runner.Outcome([told])))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert command in lines
+    assert sum(line.startswith("words") for line in lines) > 1
+
+
+def test_wrong_usage_is_told(typed: Callable[..., Any]) -> None:
+    assert typed("check", "dmeo") == (
+        2,
+        "error: no exercise is called 'dmeo': did you mean demo?",
+    )
+    assert typed("check", "demo", "--limit", "soon")[0] == 2
+    assert typed("solve", "demo")[0] == 2
+
+
+def test_what_the_machine_lacks_is_no_failure(typed: Callable[..., Any], demo: Path) -> None:
+    write(demo)
+    lacking = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\n\ndef time('
+    (demo / "check.py").write_text(CHECK.replace("def time(", lacking, 1), encoding="utf-8")
+    status, told = typed("check", "demo")
+    assert status == 77 and "Not on this machine: no GPU" in told
+
+
+def test_a_sheet_that_tools_cannot_read_is_named(typed: Callable[..., Any], demo: Path) -> None:
+    (demo / "README.md").write_text(SHEET.replace("15 minutes", "15 min"), encoding="utf-8")
+    status, told = typed("list")
+    assert status == 0 and "README.md: it should begin with `# Title` and" in told
+    assert typed("check", "demo")[0] == 2
+
+
+def test_a_folder_without_a_check_is_no_exercise(typed: Callable[..., Any], demo: Path) -> None:
+    (demo / "check.py").unlink()
+    assert "no exercise is called 'demo'" in typed("check", "demo")[1]
+
+
+# --- broken files of a participant's -------------------------------------------------------------
+
+BROKEN = {
+    "syntax": ("def double(x)\n    return x\n", "mine.py, line 1 is no Python: expected ':'"),
+    "division": ("def double(x):\n    return 1 / 0\n", "mine.py, line 2, in double: ZeroDiv"),
+    "an import": ("import nowhere\n", "mine.py, line 1: ModuleNotFoundError"),
+    "sys.exit": ("import sys\nsys.exit(0)\n", "mine.py, line 2 ends Python"),
+    "recursion": ("def double(x):\n    return double(x)\n", "line 2, in double: RecursionError"),
+    "nothing": ("def double(x):\n    x * 2\n", "yours is nothing (None), expected a tensor"),
+    "a number": ("def double(x):\n    return 2.0\n", "yours is a float, expected a tensor"),
+    "a list": ("double = [2]\n", "the check could not go on: TypeError: 'list' object"),
+    "dtype": ("def double(x):\n    return (2 * x).double()\n", "its dtype is torch.float64"),
+    "shape": ("def double(x):\n    return 2 * x[0]\n", "its shape is (3,), expected (2, 3)"),
+    "another name": ("def triple(x):\n    return 3 * x\n", "mine.py has no double"),
+    "bytes": ("\n\nx = '\udcff'\n", "mine.py, line 3 is no Python"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_code_is_told_with_its_line(
+    name: str, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, told = BROKEN[name]
+    write(demo)
+    (demo / "mine.py").write_bytes(code.encode("utf-8", errors="surrogateescape"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    items = list(runner.check_here(Work(demo)))
+    assert told in red(items)
+    assert [item.ok for item in items] == [False, True, True]
+
+
+def test_the_innermost_line_of_a_wrapped_error_has_the_blame(demo: Path) -> None:
+    code = "def inner(x):\n    return x.nowhere\n\ndef double(x):\n"
+    code += "    try:\n        return inner(x)\n"
+    code += "    except AttributeError as error:\n        raise ValueError('wrapped') from error\n"
+    write(demo, mine=code)
+    items = list(Work(demo).each(frame.import_file(demo / "check.py").code))
+    assert "mine.py, line 2, in inner: AttributeError" in red(items)
+
+
+ENDED = {
+    "a loop": ("while True:\n    pass\n", "mine.py, line [12]: still running after 8 s"),
+    "a crash": (
+        "import ctypes\ndef double(x):\n    ctypes.string_at(0)\n",
+        "mine.py, line 3, in double: Python was ended by SIG",
+    ),
+    "os._exit": (
+        "import os\nprint('so far')\ndef double(x):\n    os._exit(3)\n",
+        "mine.py: Python ended with status 3",
+    ),
+    "a thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\n" + RIGHT,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_code_that_ends_python_or_never_ends(name: str, demo: Path) -> None:
+    code, told = ENDED[name]
+    write(demo, mine=code)
+    outcome = runner.run(demo, results=demo, limit_s=8 if name == "a loop" else 60)
+    assert outcome.passed == (not told)
+    assert re.search(told, red(outcome.items))
+    assert outcome.printed == (["so far"] if name == "os._exit" else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("time_ms = soon\n", "my_answers.toml: Invalid value (at line 1, column 11)"),
+        ('time_ms = "4"\n[cause]\nfirst = "one"\n', "line 1: time_ms should be a number, without"),
+        ("time_ms = true\n[cause]\nfirst = 1\n", "line 3: cause.first should be a text in quotes"),
+        ('time_ms = inf\n[cause]\nfirst = "six"\n', "line 3: cause.first should be one of one, tw"),
+        ("time_ms = inf\n[cause]\n", "line 1: time_ms should be a finite number"),
+        ("[cause]\n", "time_ms is missing; `python -m workshop.exercises reset demo`"),
+        ("time_ms = 1\ncause = 2\n", "cause.first is missing"),
+        ("\udcff", "it is not in UTF-8"),
+    ],
+)
+def test_broken_answers_are_told_with_their_line(text: str, told: str, demo: Path) -> None:
+    write(demo)
+    (demo / "my_answers.toml").write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    check = frame.import_file(demo / "check.py")
+    items = list(Work(demo).each(check.time, check.cause))
+    assert told in red(items)
+    assert len({item.what for item in items}) == len(items)  # each is told once
+
+
+def test_answers_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "my_answers.toml"
+    path.write_text('a = 3\nb = " two "\nc = [1]\nd = nan\ne = "  "\nf = []\n')
+    answers = Answers(path)
+    assert answers.number("a") == 3.0 and isinstance(answers.number("a"), float)
+    assert answers.text("b") == "two" and answers.choice("b", ("One", "Two")) == "Two"
+    assert answers["c"] == [1]
+    for key in "def":
+        with pytest.raises(Unanswered, match=key):
+            answers[key]
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def test_the_first_wrong_element_is_shown_beside_the_right_one() -> None:
+    torch.manual_seed(0)
+    right = torch.randn(3, 5, 7)
+    wrong = right.clone()
+    wrong[1, 4, 6] += 1
+    wrong[2] = float("nan")
+    item = first_difference(wrong, right, what="out", limit=1e-5)
+    assert not item.ok
+    lines = item.why.splitlines()
+    assert lines[0] == "36 of 105 elements are wrong (34.3%); 35 are NaN"
+    assert lines[1] == "first at [1, 4, 6]:"
+    yours, expected = (float(line.split()[1]) for line in lines[2:])
+    assert yours == pytest.approx(expected + 1, abs=1e-3)
+
+
+def test_rounding_is_no_difference() -> None:
+    torch.manual_seed(0)
+    right = torch.randn(63, 5)
+    right[0] = 0
+    assert first_difference(right + 1e-6, right, what="out", limit=1e-5).ok
+    assert not first_difference(right + 1e-4, right, what="out", limit=1e-5).ok
+    assert not first_difference(right * 1.001, right, what="out", limit=1e-5).ok
+    infinite = right.where(right != 0, float("-inf"))
+    assert first_difference(infinite.clone(), infinite, what="out", limit=1e-5).ok
+    assert not first_difference(right, infinite, what="out", limit=1e-5).ok
+    assert first_difference(torch.tensor(2), torch.tensor(2), what="a count", limit=0).ok
+    assert not first_difference(torch.tensor(3), torch.tensor(2), what="a count", limit=0).ok
+
+
+def test_a_prediction_is_never_red_and_a_wrong_finding_is() -> None:
+    assert prediction("t", 4, 4.5, "ms", why="W.").why.endswith("a good prediction")
+    off = prediction("t", 1, 4, "ms", why="W.")
+    assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
+    assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
+    assert finding("t", 4.05, 4, "ms", how="H.").ok
+    wrong = finding("t", 8, 4, "ms", how="H.")
+    assert not wrong.ok and "2 times too high" in wrong.why and "H." in wrong.why
+    assert not finding("t", float("-1"), 4, "ms", how="H.").ok
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def test_progress_is_kept_and_a_broken_file_is_named(tmp_path: Path) -> None:
+    progress = Progress(tmp_path)
+    progress.checked("a", 2, 3)
+    progress.hinted("a")
+    assert Progress(tmp_path)["a"].passed is None and Progress(tmp_path)["a"].hints == 1
+    progress.checked("a", 3, 3)
+    progress.checked("a", 1, 3)
+    assert Progress(tmp_path)["a"].passed  # once is enough
+    assert [path.name for path in (tmp_path / FILE).parent.iterdir()] == [FILE.name]
+    for broken in ("{", '{"schema_version": 1, "exercises": {"a": {"checks": "many"}}}'):
+        (tmp_path / FILE).write_text(broken)
+        with pytest.raises(WorkshopError, match="delete the file to begin anew"):
+            Progress(tmp_path)
+
+
+def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path: Path) -> None:
+    content = stored_runs.reference()
+    for name, created in (("old", "2030-01-01"), ("new", "2030-01-02")):
+        stored_runs.write(tmp_path, content, name, created=created, session=name)
+    stored_runs.write(tmp_path / "reference", content, "theirs", created="2031-01-01")
+    stored_runs.write(tmp_path, content, "cut", status="interrupted")
+    work = Work(tmp_path / "exercise", results=tmp_path)
+    assert [run.session for run in work.runs("v1")] == ["new", "old"]
+    assert [s.path.name for s in work.stored_runs("v1", session="old")] == ["v1_old.json"]
+    assert work.runs("v2") == [] and len(work.runs("v1", status="interrupted")) == 1
+    assert Work(tmp_path, results=tmp_path / "nowhere").runs() == []
+    assert work.profile("v1") is None
+
+
+@pytest.mark.parametrize(
+    "lack", [NotOnThisMachine("no GPU"), ModuleNotFoundError("gone", name="triton")]
+)
+def test_a_lack_ends_a_check(lack: Exception, tmp_path: Path) -> None:
+    def part(work: Work) -> Iterator[Item]:
+        yield Item(True, "so far")
+        raise lack
+
+    with pytest.raises(NotOnThisMachine):
+        list(Work(tmp_path).each(part))
+
+
+def test_a_check_that_cannot_be_imported_is_told(demo: Path) -> None:
+    write(demo)
+    (demo / "check.py").write_text("import nowhere\n", encoding="utf-8")
+    outcome = runner.run(demo, results=demo, limit_s=60)
+    assert "ModuleNotFoundError: No module named 'nowhere' (check.py, line 1)" in red(outcome.items)
+
+
+# --- the sheets ----------------------------------------------------------------------------------
+
+SECTIONS = (
+    "The question",
+    "Afterwards you can",
+    "Predict first",
+    "Do it",
+    "Write down",
+    "Hints",
+    "Read on",
+)
+
+
+def test_the_sessions_minutes_are_those_of_their_sheets() -> None:
+    sheets, problems = sheet.read_all()
+    assert not problems
+    assert [one.name for one in sheets] == sheet.ORDER
+    for session, minutes in sheet.SESSION_MINUTES.items():
+        assert sum(one.minutes for one in sheets if one.session == session) == minutes
+
+
+def test_the_index_adds_the_minutes_up(demo: Path) -> None:
+    one = sheet.read(demo)
+    take_home = dataclasses.replace(one, session=sheet.TAKE_HOME, minutes=20)
+    text = index.tables([one, one, take_home], demo.parents[2] / "exercises")
+    assert "### Session 1: 30 minutes\n" in text and "### To take home: 20 minutes\n" in text
+    link = "[demo](../version1_demo/exercises/demo/)"
+    assert f"| {link} | A demo | 15 | no GPU needed | coding and measuring |" in text
+    text = index.of_version([take_home], demo.parents[1])
+    assert text.splitlines()[-1] == "| [demo](exercises/demo/) | A demo | take home | 20 |"
+
+
+@pytest.mark.parametrize("folder", sheet.folders(), ids=lambda folder: folder.name)
+def test_every_sheet_is_whole(folder: Path) -> None:
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"(?m)^## (.+)$", text) == list(SECTIONS)
+    assert len(sheet.read(folder).hints) >= 2
+    assert any((folder / given).is_file() for given in frame.COPIES)
+    for link in re.findall(r"\]\(([^)#:]+)", text):
+        assert (folder / link).exists(), link
+    assert f"check {folder.name}" in text
+
+
+# --- V1's exercises ------------------------------------------------------------------------------
+
+OF_V1 = ("baseline_analysis", "memory_analysis", "bottleneck_identification")
+V1 = ROOT / "version1_pytorch_baseline" / "exercises"
+
+
+def with_answers(name: str, target: Path, **changes: Any) -> Path:
+    """The solution's answers, with some of the findings changed."""
+    text = (SOLUTIONS / name / "my_answers.toml").read_text(encoding="utf-8")
+    head, found = text.split("[found]")
+    for key, value in changes.items():
+        found, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", found)
+        assert count == 1, key
+    target.write_text(f"{head}[found]{found}", encoding="utf-8")
+    return target
+
+
+def checked(name: str, answers: Path, results: Path | None = None) -> list[Item]:
+    """The Items of a check, in this process, by default of the solution's results."""
+    work = Work(V1 / name, answers=answers, results=results or SOLUTIONS / name / "results")
+    return list(frame.import_file(V1 / name / "check.py").check(work))
+
+
+@pytest.mark.parametrize("name", OF_V1)
+def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Path) -> None:
+    questions = V1 / name / "answers.toml"
+    empty = red(checked(name, questions))
+    keys = re.findall(r"(?m)^(\w+) = ", questions.read_text(encoding="utf-8"))
+    assert all(re.search(rf"not answered yet: \w+\.{key}\b", empty) for key in keys)
+    assert not red(checked(name, SOLUTIONS / name / "my_answers.toml"))
+    nothing_measured = checked(name, questions, tmp_path)
+    assert nothing_measured[0].why.startswith("python version1_pytorch_baseline/")
+    assert not any(item.ok for item in nothing_measured) and len(nothing_measured) <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "told"),
+    [
+        ("baseline_analysis", "step_ms", 1.0, "the time of a step: yours, 1 ms, is"),
+        ("baseline_analysis", "backward_over_forward", 0.5, "times too low"),
+        ("baseline_analysis", "least_ms", 1e4, "Not over the rate"),
+        ("baseline_analysis", "runs_differ_percent", 77, "the longer median over the shorter"),
+        ("baseline_analysis", "larger_part", "fixed", "twice the tokens took"),
+        ("memory_analysis", "state_mb", 17, "the state: yours, 17 MB, is 3.97 times too low"),
+        ("memory_analysis", "square_mb", 33.6, "2 times too low"),
+        ("memory_analysis", "square", "logits", "are its columns tokens too?"),
+        ("memory_analysis", "square_percent", 0.376, "not as a fraction"),
+        ("memory_analysis", "sequences_in_16_gb", 89, "2.01 times too low"),
+        ("bottleneck_identification", "calls_a_step", 9394, "2 times too high"),
+        ("bottleneck_identification", "hottest", "aten::mul", "it is number 2"),
+        ("bottleneck_identification", "hottest", "matmul_kernel", "no row of the hot list"),
+        ("bottleneck_identification", "products_twice_as_fast", 2, "1 / (1 - p / 2)"),
+        ("bottleneck_identification", "bound", "launches", "what bounds the step: products"),
+        ("bottleneck_identification", "idle_percent", 40, "0 without a GPU"),
+    ],
+)
+def test_a_wrong_answer_of_v1s_fails(
+    name: str, key: str, value: Any, told: str, tmp_path: Path
+) -> None:
+    items = checked(name, with_answers(name, tmp_path / "answers.toml", **{key: value}))
+    assert sum(not item.ok for item in items) == 1
+    assert told in red(items)
+
+
+def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
+    """Twice the batch hardly takes longer there, and two runs may differ by more than 1.05x."""
+    run = stored_runs.reference()
+    times = [20.0] * len(run["step_ms"])
+    for name, factor, batch in (("a", 1, 8), ("b", 1.1, 8), ("c", 1.15, 16)):
+        changes = {"batch_size": batch, "step_ms": [factor * ms for ms in times]}
+        kind = {"config_name": "small" if batch == 8 else "custom"}
+        stored_runs.write(tmp_path, run, name, session=name, created=name, **changes, **kind)
+    found = {
+        "step_ms": 22,
+        "tokens_per_s": 46545,
+        "backward_over_forward": sorted(run["backward_ms"])[5] / sorted(run["forward_ms"])[5],
+        "least_ms": 0.213,
+        "runs_differ_percent": 10,
+        "one_version_shows_1_05": "yes",
+        "twice_the_batch": 1.045,
+        "larger_part": "fixed",
+    }
+    answers = with_answers("baseline_analysis", tmp_path / "answers.toml", **found)
+    assert not red(checked("baseline_analysis", answers, tmp_path))
+    answers = with_answers(
+        "baseline_analysis", tmp_path / "answers.toml", **found | {"one_version_shows_1_05": "no"}
+    )
+    assert "differ by a factor of 1.100" in red(checked("baseline_analysis", answers, tmp_path))
+
+
+def test_the_bottleneck_of_a_gpu(tmp_path: Path) -> None:
+    """Idle time counts: products that are twice as fast win less than their share says."""
+    recorded = stored_runs.REFERENCE / "nvidia_h200" / "profiles" / "v1" / "pytorch_profiler"
+    for tool in ("pytorch_profiler", "batch_1"):
+        folder = tmp_path / "profiles" / "v1" / tool
+        shutil.copytree(recorded, folder)
+        (folder / "command.txt").write_text("# run_pytorch_profiler.py\n")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"batch_size": 1}))
+    found = {
+        "calls_a_step": 2166,
+        "hottest": "unrolled_elementwise_kernel<direct_copy_kernel_cuda>",
+        "products_percent": 24.3,
+        "passes_percent": 69.2,
+        "idle_percent": 36.6,
+        "products_twice_as_fast": 1 / (1 - 0.243 * 0.634 / 2),
+        "passes_twice_as_fast": 1 / (1 - 0.692 * 0.634 / 2),
+        "bound": "passes",
+        "batch_1_calls": 1,
+        "batch_1_call_time": 1,
+    }
+    name = "bottleneck_identification"
+    items = checked(name, with_answers(name, tmp_path / "answers.toml", **found), tmp_path)
+    assert not red(items)
+    found |= {"products_twice_as_fast": 1 / (1 - 0.243 / 2), "bound": "products"}
+    items = checked(name, with_answers(name, tmp_path / "answers.toml", **found), tmp_path)
+    assert "idle time in it" in red(items) and "passes 69%" in red(items)
+
+
+def test_the_sizes_that_the_sheet_quotes_are_the_presets() -> None:
+    from workshop import flops
+    from workshop.presets import PRESETS
+
+    text = (V1 / "memory_analysis" / "README.md").read_text(encoding="utf-8")
+    for name in ("tiny", "small"):
+        sizes = flops.Sizes(**PRESETS[name].model())
+        assert f"{flops.parameter_count(sizes):,}" in text

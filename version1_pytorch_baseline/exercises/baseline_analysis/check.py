@@ -1,0 +1,262 @@
+"""The baseline: predictions and findings against the participant's own three runs of V1."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workshop import flops, presets, timing
+from workshop.collection import StoredRun
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Found, Predicted, ask
+from workshop.results import RunResult
+
+RUN = "python version1_pytorch_baseline/tiny_llama_v1.py"
+CLAIM = 1.05
+UNDECIDED = (1.4, 1.6)
+"""Ratios at which twice the batch says neither clearly."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The later and the earlier of two runs that are alike, and one with twice their batch."""
+
+    later: RunResult
+    earlier: RunResult
+    doubled: RunResult
+
+    @property
+    def work(self) -> flops.StepFlops:
+        run = self.later
+        return flops.step_flops(sizes(run), run.batch_size, run.seq_len)
+
+    @property
+    def runs_differ(self) -> float:
+        """The longer median over the shorter one."""
+        a, b = step_ms(self.later), step_ms(self.earlier)
+        return max(a, b) / min(a, b)
+
+    @property
+    def growth(self) -> float:
+        """The time of a step with twice the batch over that with the batch."""
+        return step_ms(self.doubled) / step_ms(self.later)
+
+
+def check(work: Work) -> Iterator[Item]:
+    yield from work.each(_runs)
+    yield from ask(work, measured, QUESTIONS)
+    yield from work.each(_differ, _believe, _larger_part)
+
+
+def sizes(run: RunResult) -> flops.Sizes:
+    names = flops.Sizes.__dataclass_fields__
+    return flops.Sizes(**{name: int(run.config[name]) for name in names})
+
+
+def step_ms(run: RunResult) -> float:
+    return timing.median(run.step_ms)
+
+
+def least_ms(m: Measured) -> float:
+    """Of a step's operations at the peak of the later run."""
+    return m.work.total / 1e9 / (m.later.peak_tflops or float("nan"))
+
+
+def backward_over_forward(run: RunResult) -> float:
+    return timing.median(run.backward_ms) / timing.median(run.forward_ms)
+
+
+QUESTIONS: tuple[Predicted[Measured] | Found[Measured], ...] = (
+    Predicted(
+        "predict.million_weights",
+        "predicted: weights, in millions",
+        "",
+        lambda m: flops.parameter_count(sizes(m.later)) / 1e6,
+        "A layer has about 3 C^2 weights in its attention and 12 C^2 in its feed-forward part: "
+        "most of the model is where few people look.",
+        within=0.1,
+    ),
+    Predicted(
+        "predict.gflop_a_step",
+        "predicted: operations of a step",
+        "GFLOP",
+        lambda m: m.work.total / 1e9,
+        "6 x weights x tokens: a factor of 3 is the backward pass, a factor of 2 the addition that "
+        "comes with every multiplication, a factor of 8 the batch.",
+        within=0.1,
+    ),
+    Predicted(
+        "predict.first_loss",
+        "predicted: the first loss",
+        "",
+        lambda m: m.later.losses[0] or float("inf"),
+        "A model that knows nothing gives each of V tokens 1/V: the loss is ln(V). A first loss "
+        "far from that is a fault before any training.",
+        within=0.05,
+    ),
+    Predicted(
+        "predict.step_ms",
+        "predicted: the time of a step",
+        "ms",
+        lambda m: step_ms(m.later),
+        "A guess without a count behind it is seldom within a factor of three, which is why one "
+        "measures. From the operations alone comes the least that it can be: see least_ms.",
+    ),
+    Predicted(
+        "predict.backward_over_forward",
+        "predicted: backward over forward",
+        "",
+        lambda m: backward_over_forward(m.later),
+        "The backward pass has twice the products. A ratio far from 2 says that something else "
+        "takes the time; one far below 1, that a part of the backward pass did not run.",
+    ),
+    Predicted(
+        "predict.twice_the_batch",
+        "predicted: twice the batch",
+        "times",
+        lambda m: m.growth,
+        "2 says that the step's time is work; 1, that it is overhead, which more work would fill.",
+        within=0.15,
+    ),
+    Found(
+        "found.step_ms",
+        "the time of a step",
+        "ms",
+        lambda m: step_ms(m.later),
+        "The line `batch` of the summary: the median, of the later of the two runs.",
+    ),
+    Found(
+        "found.tokens_per_s",
+        "tokens a second",
+        "tokens/s",
+        lambda m: m.later.batch_size * m.later.seq_len / step_ms(m.later) * 1e3,
+        "The line `speed` of the summary; batch x tokens over the time of a step.",
+    ),
+    Found(
+        "found.backward_over_forward",
+        "backward over forward",
+        "",
+        lambda m: backward_over_forward(m.later),
+        "The line `backward` over the line `forward`, of the later of the two runs.",
+    ),
+    Found(
+        "found.least_ms",
+        "the least time of a step",
+        "ms",
+        least_ms,
+        "The operations of a step, in GFLOP, over the peak in the line `rate`, in TFLOP/s. Not "
+        "over the rate, which is what the step reached.",
+        within=0.06,
+    ),
+    Found(
+        "found.twice_the_batch",
+        "twice the batch",
+        "times",
+        lambda m: m.growth,
+        "The median of the run with twice the batch over that of the later of the other two.",
+    ),
+)
+
+
+def _runs(work: Work) -> Iterator[Item]:
+    """Whether the three runs are there, and whether their figures may be believed."""
+    m = measured(work)
+    run = m.later
+    told = (
+        f"{step_ms(run):.4g} and {step_ms(m.earlier):.4g} ms with {run.batch_size} sequences, "
+        f"{step_ms(m.doubled):.4g} ms with {m.doubled.batch_size}"
+    )
+    if least_ms(m) > step_ms(run):
+        told += "\nFaster than its peak: other programs ran while the peak was measured."
+    yield Item(True, f"your three runs: {run.config_name}, {run.precision}, {_device(run)}", told)
+    three = (m.later, m.earlier, m.doubled)
+    gate = all(one.parity.status == "pass" for one in three)
+    doubts = [sentence for one in three for sentence in one.plausibility]
+    yield Item(
+        gate and not doubts,
+        "they passed the gate, and no figure is impossible",
+        "\n".join(doubts) if doubts else "" if gate else "The gate is red: see its result file.",
+    )
+
+
+def _differ(work: Work) -> Iterator[Item]:
+    percent = 100 * (measured(work).runs_differ - 1)
+    answer = work.answers().number("found.runs_differ_percent")
+    close = abs(answer - percent) <= max(0.3, 0.1 * percent)
+    how = "the longer median over the shorter one, less 1, in percent"
+    told = f"{percent:.1f}%" if close else f"yours, {answer:.3g}%, is not what they say: {how}"
+    yield Item(close, "how far apart two runs are", told)
+
+
+def _believe(work: Work) -> Iterator[Item]:
+    ratio = measured(work).runs_differ
+    answer = work.answers().choice("found.one_version_shows_1_05", ("yes", "no"))
+    right = "yes" if ratio >= CLAIM else "no"
+    lesson = {
+        "yes": "One run each proves nothing here: compare_versions.py alternates and repeats.",
+        "no": "This time not. But two runs are few: compare_versions.py gives an interval.",
+    }
+    told = lesson[right] if answer == right else f"they differ by a factor of {ratio:.3f}"
+    yield Item(answer == right, f"whether one version can show {CLAIM}x against itself", told)
+
+
+def _larger_part(work: Work) -> Iterator[Item]:
+    growth = measured(work).growth
+    answer = work.answers().choice("found.larger_part", ("tokens", "fixed"))
+    least, most = UNDECIDED
+    right = {"tokens"} if growth > most else {"fixed"} if growth < least else {"tokens", "fixed"}
+    # t = fixed + tokens, growth x t = fixed + 2 tokens
+    of_tokens = min(max(growth - 1, 0.0), 1.0)
+    yield Item(
+        answer in right,
+        "the larger part of a step's time",
+        f"about {of_tokens:.0%} grows with the tokens"
+        if answer in right
+        else f"twice the tokens took {growth:.2f} times as long",
+    )
+
+
+# --- the participant's runs ----------------------------------------------------------------------
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: a run is not there."""
+    alike = [stored for stored in work.stored_runs("v1") if _is_base(stored.run)]
+    if not alike:
+        raise Missing("no run of V1 yet; twice:", f"{RUN} --num-steps 20")
+    later = alike[0].run
+    earlier = _first(alike[1:], later, batch=later.batch_size)
+    if earlier is None:
+        raise Missing("one run of V1 so far, and none like it; again:", f"{RUN} --num-steps 20")
+    twice = 2 * later.batch_size
+    doubled = _first(work.stored_runs("v1"), later, batch=twice)
+    if doubled is None:
+        command = f"{RUN} --config {later.config_name} --num-steps 10 --batch-size {twice}"
+        raise Missing("no run of V1 with twice the batch yet:", command)
+    return Measured(later, earlier, doubled)
+
+
+def _is_base(run: RunResult) -> bool:
+    """Whether it trained a preset's model on a preset's batch, as V1 does by itself."""
+    preset = presets.PRESETS.get(run.config_name)
+    of_preset = preset and (run.batch_size, run.seq_len) == (preset.batch_size, preset.seq_len)
+    return bool(of_preset) and bool(run.forward_ms) and run.peak_tflops is not None
+
+
+def _first(runs: list[StoredRun], like: RunResult, *, batch: int) -> RunResult | None:
+    """The newest run that differs from another in its batch size alone."""
+    return next(
+        (
+            stored.run
+            for stored in runs
+            if stored.run.batch_size == batch and _setting(stored.run) == _setting(like)
+        ),
+        None,
+    )
+
+
+def _setting(run: RunResult) -> tuple[object, ...]:
+    options = (run.options.get("compile"), run.options.get("cuda_graph"))
+    return run.config, run.seq_len, run.precision, _device(run), options
+
+
+def _device(run: RunResult) -> object:
+    return run.device.get("name")

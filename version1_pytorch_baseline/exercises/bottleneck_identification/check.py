@@ -1,0 +1,228 @@
+"""The bottleneck: predictions and findings against the participant's own two profiles of V1."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Found, Predicted, ask
+from workshop.presets import PRESETS
+from workshop.profilers import advisor
+from workshop.profilers.names import ELLIPSIS, display_name
+from workshop.profilers.table import KernelTable
+from workshop.results import RunResult
+
+RUNNER = "python version1_pytorch_baseline/run_pytorch_profiler.py --steps 2"
+SINGLE = "batch_1"
+"""The folder, beside the runner's own, of the profile with a single sequence."""
+PRODUCTS, PASSES = ("GEMM",), ("elementwise", "copy", "norm")
+BOUNDS = {
+    "products": ("GEMM-bound", "attention-bound"),
+    "passes": ("elementwise-bound", "copy-bound"),
+    "launches": ("launch-bound", "latency-bound", "host-bound"),
+    "mixed": (advisor.MIXED,),
+}
+KNOWN = {finding for findings in BOUNDS.values() for finding in findings}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The profile with the whole batch and the one with a single sequence."""
+
+    table: KernelTable
+    run: RunResult
+    single: KernelTable
+
+    def percent(self, categories: tuple[str, ...]) -> float:
+        """Of the kernels' time."""
+        of = self.table.category_ns()
+        return 100 * sum(of.get(name, 0.0) for name in categories) / self.table.total_ns
+
+    @property
+    def busy(self) -> float:
+        """The part of the time in which the device worked; 1 on a CPU."""
+        line = self.table.timeline
+        return line.busy_ns / line.span_ns if line else 1.0
+
+    def twice_as_fast(self, categories: tuple[str, ...]) -> float:
+        """What a step gains at most if these took half of their time."""
+        part = self.percent(categories) / 100 * self.busy
+        return 1 / (1 - part / 2)
+
+
+def check(work: Work) -> Iterator[Item]:
+    yield from work.each(_profiles)
+    yield from ask(work, measured, QUESTIONS)
+    yield from work.each(_hottest, _idle, _bound)
+
+
+def calls(table: KernelTable) -> float:
+    """Of one step."""
+    return table.launches / (table.steps or 1)
+
+
+def call_ns(table: KernelTable) -> float:
+    return table.total_ns / table.launches
+
+
+QUESTIONS: tuple[Predicted[Measured] | Found[Measured], ...] = (
+    Predicted(
+        "predict.products_percent",
+        "predicted: the products' share",
+        "%",
+        lambda m: m.percent(PRODUCTS),
+        "Products do nearly all of a step's arithmetic, yet passes over memory take time too, "
+        "which no count of operations shows.",
+        within=0.2,
+    ),
+    Predicted(
+        "predict.calls_a_step",
+        "predicted: calls of a step",
+        "calls",
+        lambda m: calls(m.table),
+        "Written-out formulas are many small operations, each with a backward pass, and AdamW has "
+        "several for each tensor. On a CPU, operators that only describe memory count too.",
+        within=0.5,
+    ),
+    Predicted(
+        "predict.batch_1_calls",
+        "predicted: calls with a single sequence",
+        "times",
+        lambda m: calls(m.single) / calls(m.table),
+        "A batch makes calls longer, not more: what a call costs at the least is the same for one "
+        "sequence as for many.",
+        within=0.1,
+    ),
+    Found(
+        "found.calls_a_step",
+        "calls of a step",
+        "calls",
+        lambda m: calls(m.table),
+        "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
+    ),
+    Found(
+        "found.products_percent",
+        "the products' share",
+        "%",
+        lambda m: m.percent(PRODUCTS),
+        "GEMM in the line `by category`, of the profile with the whole batch.",
+    ),
+    Found(
+        "found.passes_percent",
+        "the share of passes over memory",
+        "%",
+        lambda m: m.percent(PASSES),
+        "elementwise and copy in the line `by category`, added up.",
+    ),
+    Found(
+        "found.products_twice_as_fast",
+        "if products were twice as fast",
+        "times",
+        lambda m: m.twice_as_fast(PRODUCTS),
+        "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
+        "whole time has idle time in it.",
+    ),
+    Found(
+        "found.passes_twice_as_fast",
+        "if passes over memory were twice as fast",
+        "times",
+        lambda m: m.twice_as_fast(PASSES),
+        "As for the products, with the other share.",
+    ),
+    Found(
+        "found.batch_1_calls",
+        "calls with a single sequence, over those with the batch",
+        "times",
+        lambda m: calls(m.single) / calls(m.table),
+        "From the lines under the two hot lists: calls of one step.",
+    ),
+    Found(
+        "found.batch_1_call_time",
+        "the time of a call with a single sequence, over that with the batch",
+        "times",
+        lambda m: call_ns(m.single) / call_ns(m.table),
+        "In each profile the ms of a step over its calls; then the one over the other.",
+        within=0.06,
+    ),
+)
+
+
+def _profiles(work: Work) -> Iterator[Item]:
+    m = measured(work)
+    what = f"{m.run.config_name}, {m.run.precision}, {m.run.device['name']}"
+    ratio = call_ns(m.single) / call_ns(m.table)
+    told = (
+        f"{calls(m.table):,.0f} {m.table.what} calls a step with {m.run.batch_size} sequences. "
+        f"A single one has {1 / m.run.batch_size:.3g} of the work; its calls take {ratio:.3g} of "
+        "the time"
+    )
+    yield Item(True, f"your two profiles: {what}", told)
+
+
+def _hottest(work: Work) -> Iterator[Item]:
+    kernels = measured(work).table.kernels
+    answer = work.answers().text("found.hottest")
+    rank = next((i for i, kernel in enumerate(kernels) if _names(answer, kernel.name)), None)
+    if rank == 0:
+        share = measured(work).table.share(kernels[0])
+        told = f"{display_name(kernels[0].name, 60)}: {share:.1%}"
+    elif rank is None:
+        told = f"no row of the hot list is called {answer!r:.60}"
+    else:
+        told = f"it is number {rank + 1} by its total time"
+    yield Item(rank == 0, "the hottest row", told)
+
+
+def _names(answer: str, name: str) -> bool:
+    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
+    words = [word for word in answer.split(ELLIPSIS) if word]
+    shortened = ELLIPSIS in answer and all(word in name for word in words)
+    whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
+    return shortened or answer.casefold() in {one.casefold() for one in whole}
+
+
+def _idle(work: Work) -> Iterator[Item]:
+    percent = 100 * (1 - measured(work).busy)
+    answer = work.answers().number("found.idle_percent")
+    close = abs(answer - percent) <= 1
+    how = "the line `GPU busy A of B ms (busy%), idle ...`; 0 without a GPU"
+    yield Item(close, "how much of the time the GPU is idle", f"{percent:.1f}%" if close else how)
+
+
+def _bound(work: Work) -> Iterator[Item]:
+    m = measured(work)
+    answer = work.answers().choice("found.bound", tuple(BOUNDS))
+    advice = advisor.headline(advisor.advise(m.table, m.run))
+    if advice is None or advice.finding not in KNOWN:
+        yield Item(True, "what bounds the step", "none of the four alone: any answer will do")
+        return
+    right = advice.finding in BOUNDS[answer]
+    shares = f"products {m.percent(PRODUCTS):.0f}%, passes {m.percent(PASSES):.0f}%"
+    told = advice.sentence if right else f"{shares}, idle {100 * (1 - m.busy):.0f}%"
+    yield Item(right, "what bounds the step", told)
+
+
+# --- the participant's profiles ------------------------------------------------------------------
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: a profile is not there, or it is one of something else."""
+    table, run = work.profile("v1") or (None, None)
+    if table is None or run is None or not _is_of_a_preset(run):
+        raise Missing("no profile of V1 with its own batch yet:", RUNNER)
+    single, of = work.profile("v1", tool=SINGLE) or (None, None)
+    if single is None or of is None or not _is_single(of, run):
+        folder = f"--output-dir results/profiles/v1/{SINGLE}"
+        size = f"--config {run.config_name} --batch-size 1"
+        command = f"{RUNNER} {folder} -- {size}"
+        raise Missing("no profile of the same model with a single sequence yet:", command)
+    return Measured(table, run, single)
+
+
+def _is_of_a_preset(run: RunResult) -> bool:
+    preset = PRESETS.get(run.config_name)
+    return preset is not None and run.batch_size == preset.batch_size > 1
+
+
+def _is_single(run: RunResult, like: RunResult) -> bool:
+    same = run.config == like.config and run.device.get("name") == like.device.get("name")
+    return run.batch_size == 1 and same

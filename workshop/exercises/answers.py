@@ -1,0 +1,124 @@
+"""my_answers.toml: what a participant wrote down."""
+
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from workshop.errors import WorkshopError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TABLE = re.compile(r"\s*\[([\w.\-]+)\]")
+
+
+class Unanswered(Exception):
+    """A question whose answer is empty still; its text is the key."""
+
+
+class Answers:
+    """The answers of one file. A key in a table is written with a dot, "stage_1.cause"."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises WorkshopError: the file can't be read, or is no TOML."""
+        self.path = path
+        try:
+            self._text = path.read_text(encoding="utf-8")
+            self._values = tomllib.loads(self._text)
+        except OSError as error:
+            raise WorkshopError(f"{path.name}: can't be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise WorkshopError(f"{path.name}: it is not in UTF-8: save it as UTF-8") from None
+        except tomllib.TOMLDecodeError as error:
+            hint = "text stands in quotes, a number has no comma"
+            raise WorkshopError(f"{path.name}: {error}; {hint}") from None
+        except RecursionError:
+            raise WorkshopError(f"{path.name}: brackets are nested too deeply") from None
+
+    def __getitem__(self, key: str) -> Any:
+        """The value as TOML has it.
+
+        Raises:
+            Unanswered: it is "", nan, or an empty list.
+            WorkshopError: there is no such key.
+        """
+        value: Any = self._values
+        for part in key.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise WorkshopError(
+                    f"{self.path.name}: {key} is missing; "
+                    f"`python -m workshop.exercises reset {self.path.parent.name}` makes the "
+                    "questions anew"
+                )
+            value = value[part]
+        if _is_empty(value):
+            raise Unanswered(key)
+        return value
+
+    def number(self, key: str) -> float:
+        """A finite number.
+
+        Raises:
+            Unanswered: it is empty.
+            WorkshopError: it is missing, or something else.
+        """
+        value = self[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            hint = ", without quotes" if isinstance(value, str) else ""
+            raise self._wrong(key, f"should be a number{hint}", value)
+        if not abs(value) <= sys.float_info.max:
+            raise self._wrong(key, "should be a finite number", value)
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """A text, without space around it.
+
+        Raises:
+            Unanswered: it is empty.
+            WorkshopError: it is missing, or something else.
+        """
+        value = self[key]
+        if not isinstance(value, str):
+            raise self._wrong(key, "should be a text in quotes", value)
+        return value.strip()
+
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        """One of `choices`, in whatever case it is written.
+
+        Raises:
+            Unanswered: it is empty.
+            WorkshopError: it is missing, or none of them.
+        """
+        value = self.text(key)
+        for one in choices:
+            if value.casefold() == one.casefold():
+                return one
+        raise self._wrong(key, f"should be one of {', '.join(choices)}", value)
+
+    def _wrong(self, key: str, should: str, value: object) -> WorkshopError:
+        line = self._line(key)
+        where = f", line {line}" if line else ""
+        return WorkshopError(f"{self.path.name}{where}: {key} {should}, found {value!r:.40}")
+
+    def _line(self, key: str) -> int | None:
+        """Where the key stands; None where it is written in another way than the template's."""
+        table, _, name = key.rpartition(".")
+        current = ""
+        for number, line in enumerate(self._text.splitlines(), start=1):
+            if match := _TABLE.match(line):
+                current = match[1]
+            elif current == table and re.match(rf"\s*{re.escape(name)}\s*=", line):
+                return number
+        return None
+
+
+def _is_empty(value: object) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value == []

@@ -1,0 +1,207 @@
+"""What an exercise's check is written against.
+
+    def check(work: Work) -> Iterable[Item]:
+        ...
+
+yields an Item for everything that it looked at. An error becomes a red Item by itself, with the
+line of the participant's file that it comes from.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+from workshop.errors import WorkshopError
+from workshop.exercises.answers import Answers
+from workshop.versions import ROOT
+
+if TYPE_CHECKING:
+    from workshop.collection import StoredRun
+    from workshop.profilers.table import KernelTable
+    from workshop.results import RunResult
+
+STARTER, MINE = "starter.py", "mine.py"
+QUESTIONS, MY_ANSWERS = "answers.toml", "my_answers.toml"
+DIAGNOSIS, MY_DIAGNOSIS = "diagnosis.toml", "my_diagnosis.toml"
+"""What the hunt calls its answers."""
+COPIES = {STARTER: MINE, QUESTIONS: MY_ANSWERS, DIAGNOSIS: MY_DIAGNOSIS}
+"""What an exercise gives to fill, and what the participant's own copy of it is called."""
+RESULTS = ROOT / "results"
+_NOT_OWN = ("reference", "exercises")
+"""Folders of results that hold no measurement of the participant's."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that a check looked at.
+
+    `what` is a short phrase; `why` says what was found, where it helps, and may have several
+    lines.
+    """
+
+    ok: bool
+    what: str
+    why: str = ""
+
+
+Part = Callable[["Work"], Iterable[Item]]
+
+
+class Missing(WorkshopError):
+    """Something that the participant has not measured yet, and the command that does it."""
+
+    def __init__(self, what: str, command: str) -> None:
+        super().__init__(f"{what} {command}")
+        self.what, self.command = what, command
+
+
+class Work:
+    """What a participant did for one exercise, and measured."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mine: Path | None = None,
+        answers: Path | None = None,
+        results: Path = RESULTS,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            folder: of the exercise.
+            mine, answers: the participant's files, if they are not the folder's own.
+            results: below which the participant's result files and profiles lie.
+        """
+        self.folder = folder
+        self.mine_path = mine or folder / MINE
+        own = MY_DIAGNOSIS if (folder / DIAGNOSIS).is_file() else MY_ANSWERS
+        self.answers_path = answers or folder / own
+        self.results = results
+        self._told: set[Item] = set()
+
+    def module(self) -> ModuleType:
+        """mine.py, imported once. What it raises is left to the caller: the frame shows it, with
+        its line, as a red Item."""
+        return self._module
+
+    @cached_property
+    def _module(self) -> ModuleType:
+        return import_file(self.mine_path)
+
+    def answers(self) -> Answers:
+        """my_answers.toml (in the hunt my_diagnosis.toml), read once.
+
+        Raises:
+            WorkshopError: it is missing, or no TOML.
+        """
+        return self._answers
+
+    @cached_property
+    def _answers(self) -> Answers:
+        return Answers(self.answers_path)
+
+    def each(self, *parts: Part) -> Iterator[Item]:
+        """The Items of several parts of a check, each of which runs though one before it failed:
+        what a part raises becomes one red Item.
+
+        Raises:
+            NotOnThisMachine: a part said so, or needs Triton where there is none.
+        """
+        from workshop.exercises import faults
+
+        for part in parts:
+            try:
+                yield from part(self)
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:
+                if lack := faults.lack(error):
+                    raise lack from None
+                item = faults.as_item(error, self)
+                if item not in self._told:  # a file that can't be read is so for every part
+                    self._told.add(item)
+                    yield item
+
+    def stored_runs(self, version: str = "v1", **filters: object) -> list["StoredRun"]:
+        """The participant's own result files, each with its path, newest first.
+
+        Args:
+            filters: fields of RunResult and the values that they must have, such as
+                config_name="tiny". Without `status`, complete runs only.
+        """
+        wanted = {"version": version, "status": "complete"} | filters
+        found = [s for s in self._all_runs if _has(s.run, wanted)]
+        return sorted(found, key=lambda s: (s.run.created, s.run.session), reverse=True)
+
+    def runs(self, version: str = "v1", **filters: object) -> list["RunResult"]:
+        """As `stored_runs`, without the paths."""
+        return [stored.run for stored in self.stored_runs(version, **filters)]
+
+    @cached_property
+    def _all_runs(self) -> list["StoredRun"]:
+        from workshop.collection import Collection
+
+        if not self.results.is_dir():
+            return []
+        below = [
+            path
+            for path in sorted(self.results.iterdir())
+            if path.is_dir() and path.name not in _NOT_OWN
+        ]
+        collection = Collection(below)
+        collection.refresh()
+        return collection.runs
+
+    def profile(
+        self, version: str, tool: str = "pytorch_profiler"
+    ) -> tuple["KernelTable", "RunResult | None"] | None:
+        """What the participant's own profile of a version shows, and the record of what was
+        profiled; None if there is none.
+
+        Raises:
+            WorkshopError: there is one, and it can't be read.
+        """
+        from workshop.profile_run import COMMAND_FILE
+        from workshop.profilers import kernel_file, load
+
+        folder = self.results / "profiles" / version / tool
+        if not (folder / COMMAND_FILE).is_file():
+            return None
+        table = folder / kernel_file.JSON_FILE  # quick to read, where a trace is not
+        return load.load(table if table.is_file() else folder), load.recorded_run(folder)
+
+
+def _has(run: "RunResult", wanted: dict[str, object]) -> bool:
+    return all(getattr(run, name) == value for name, value in wanted.items())
+
+
+class _FreshLoader(SourceFileLoader):
+    """Compiles a file each time: to Python's cache two changes within a second look alike."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+def import_file(path: Path) -> ModuleType:
+    """Imports a Python file as the module of its name.
+
+    Raises:
+        WorkshopError: it can't be read.
+    """
+    if not path.is_file():
+        raise WorkshopError(f"{path.name}: no such file in {path.parent}")
+    loader = _FreshLoader(path.stem, str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up while it is being executed
+    loader.exec_module(module)
+    return module

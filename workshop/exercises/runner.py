@@ -1,0 +1,202 @@
+"""Runs an exercise's check in a process of its own, with a limit of time.
+
+What the process finds it writes to a file, an Item a line: so what it had found is known, too,
+if the participant's code never ends, ends Python, or brings it down.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from workshop.errors import NotOnThisMachine
+from workshop.exercises import frame
+from workshop.exercises.frame import Item, Work
+from workshop.exercises.sheet import CHECK
+from workshop.versions import ROOT
+
+LIMIT_S = 30.0
+_GRACE_S = 10.0
+"""What the process gets to end by itself, which tells the line that it was at."""
+_ITEMS, _STACK, _PRINTED = "items.jsonl", "stack.txt", "printed.txt"
+_DONE, _LACKS = "done", "lacks"
+_MOST_PRINTED = 20
+"""Lines of what the participant's code printed that are shown."""
+_MOST_READ = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a check found."""
+
+    items: list[Item]
+    lacks: str | None = None
+    """What this machine lacks for it, in a sentence."""
+    printed: list[str] = dataclasses.field(default_factory=list)
+    """The last lines of what the participant's code printed."""
+
+    @property
+    def passed(self) -> bool:
+        return self.lacks is None and bool(self.items) and all(item.ok for item in self.items)
+
+
+# --- outside -------------------------------------------------------------------------------------
+
+
+def run(
+    folder: Path,
+    *,
+    mine: Path | None = None,
+    answers: Path | None = None,
+    results: Path = frame.RESULTS,
+    limit_s: float = LIMIT_S,
+) -> Outcome:
+    """Checks an exercise.
+
+    Args:
+        folder: of the exercise.
+        mine, answers: the participant's files, if they are not the folder's own.
+        results: below which the participant's result files lie.
+        limit_s: seconds from the start of the process.
+    """
+    work = Work(folder, mine=mine, answers=answers, results=results)
+    with tempfile.TemporaryDirectory() as place:
+        status = _run_process(work, Path(place), limit_s)
+        return _outcome(work, Path(place), status, limit_s)
+
+
+def _run_process(work: Work, place: Path, limit_s: float) -> int | None:
+    """The exit status of the process; None if it had to be killed."""
+    paths = (work.folder, work.mine_path, work.answers_path, work.results, place)
+    command = [sys.executable, "-m", __spec__.name, *(str(path.resolve()) for path in paths)]
+    # Threads that wait for each other must not spin on a machine that others use too.
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
+    with (place / _PRINTED).open("wb") as printed:
+        process = subprocess.Popen(
+            [*command, str(limit_s)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout=limit_s + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end_group(process)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Ends what is left of the process, and of those that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _outcome(work: Work, place: Path, status: int | None, limit_s: float) -> Outcome:
+    items, done, lacks = [], False, None
+    lines = (place / _ITEMS).read_text(encoding="utf-8") if (place / _ITEMS).is_file() else ""
+    for line in lines.splitlines():
+        record = json.loads(line)
+        if _LACKS in record:
+            lacks = record[_LACKS]
+        elif _DONE in record:
+            done = True
+        else:
+            items.append(Item(**record))
+    if not done:
+        items.append(_broken_off(work, place, status, limit_s))
+    return Outcome(items, lacks, _last_printed(place))
+
+
+def _broken_off(work: Work, place: Path, status: int | None, limit_s: float) -> Item:
+    """The red Item of a process that did not come to its end."""
+    stack = (place / _STACK).read_text(encoding="utf-8", errors="replace")
+    name = re.escape(str(work.mine_path.resolve()))
+    at = re.search(rf'File "{name}", line (\d+) in (\S+)', stack)
+    where = ""
+    if at:
+        function = "" if at[2] == "<module>" else f", in {at[2]}"
+        where = f"{work.mine_path.name}, line {at[1]}{function}"
+    if status is None or stack.startswith("Timeout"):
+        told = f"still running after {limit_s:.0f} s"
+        why = "Does a loop never end? For a slow machine: --limit 90"
+        return Item(False, f"{where or 'the check'}: {told}", why)
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = "out of memory?" if -status == signal.SIGKILL else ""
+        return Item(False, f"{where or 'the check'}: Python was ended by {name}", why)
+    return Item(False, f"{where or work.mine_path.name}: Python ended with status {status}")
+
+
+def _last_printed(place: Path) -> list[str]:
+    with (place / _PRINTED).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_READ))
+        text = file.read().decode("utf-8", errors="replace")
+    return [line for line in text.splitlines() if line.strip()][-_MOST_PRINTED:]
+
+
+# --- inside --------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Inside the process: writes an Item a line, and ends it without waiting for anybody."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
+    for name in ("folder", "mine", "answers", "results", "place"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("limit_s", type=float)
+    a = parser.parse_args(argv)
+    with (a.place / _STACK).open("w") as stack, (a.place / _ITEMS).open("w") as file:
+        faulthandler.enable(stack)
+        faulthandler.dump_traceback_later(a.limit_s, exit=True, file=stack)
+        work = Work(a.folder, mine=a.mine, answers=a.answers, results=a.results)
+
+        def write(record: dict[str, object]) -> None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+        try:
+            for item in check_here(work):
+                write(dataclasses.asdict(item) | {"ok": bool(item.ok)})  # a tensor's truth, too
+        except NotOnThisMachine as error:
+            write({_LACKS: str(error)})
+        write({_DONE: True})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of the participant's may never end
+
+
+def check_here(work: Work) -> Iterator[Item]:
+    """The Items of an exercise's check, in this process.
+
+    Raises:
+        NotOnThisMachine: the check, or what it uses, says so.
+    """
+    import torch
+
+    if not torch.cuda.is_available():  # before Triton is imported
+        os.environ["TRITON_INTERPRET"] = "1"
+    version = work.folder.parents[1]
+    sys.path[:0] = [str(work.folder), str(version)]
+    yield from work.each(_check)
+
+
+def _check(work: Work) -> Iterable[Item]:
+    items: Iterable[Item] = frame.import_file(work.folder / CHECK).check(work)
+    return items
+
+
+if __name__ == "__main__":
+    main()
