@@ -1,0 +1,133 @@
+"""Flash attention in plain PyTorch: block by block over the keys, the (T, T) scores never whole.
+
+Shapes in the comments:
+    B batch   H query heads   T tokens   D head size   N keys of a block (the last may have fewer)
+    K key/value heads   G query heads that share one of them = H / K
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The specification: what V1 computes, and the logarithm of each row's softmax denominator.
+
+    Args:
+        q, k, v: (B, H, T, D).
+
+    Returns:
+        out (B, H, T, D) = softmax(q k' / sqrt(D), no future) v, and
+        lse (B, H, T) = log(sum(exp(scores))), the "log-sum-exp" of each row of scores.
+    """
+    T, D = q.shape[-2:]
+    scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # (B, H, T, T): what flash attention avoids
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
+    scores = scores.masked_fill(future, float("-inf"))
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """What `attention_reference` gives, with the scores of `block` keys at a time.
+
+    Of each query three things are carried from block to block: the highest score so far, the sum
+    of exp(score - highest), and the sum of exp(score - highest) v, which becomes `out`.
+
+    Args:
+        q: (B, H, T, D).
+        k, v: (B, K, T, D). None of them is always contiguous, and none is to be changed.
+        block: N, at least 1; T need not be a multiple of it.
+
+    Returns:
+        out (B, H, T, D) and lse (B, H, T).
+    """
+    q, k, v = _by_group(q, k, v)
+    T = q.shape[-2]
+    out = torch.zeros_like(q)  # (B, K, G, T, D)
+    highest = torch.full_like(q[..., 0], float("-inf"))  # (B, K, G, T)
+    total = torch.zeros_like(highest)
+    for start in range(0, T, block):
+        rows, keys = slice(start, None), slice(start, start + block)
+        scores = _scores(q[..., rows, :], k[..., keys, :])  # (B, K, G, T - start, N)
+        before = highest[..., rows]
+        now = torch.maximum(before, scores.amax(dim=-1))
+        rescale = (before - now).exp()  # 0 at the first block, where `before` is -inf
+        weights = (scores - now[..., None]).exp()
+        total[..., rows] = total[..., rows] * rescale + weights.sum(dim=-1)
+        sums = out[..., rows, :] * rescale[..., None]
+        out[..., rows, :] = sums + weights @ v[..., keys, :]
+        highest[..., rows] = now
+    out = out / total[..., None]
+    return out.flatten(1, 2), (highest + total.log()).flatten(1, 2)
+
+
+def flash_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, with the softmax computed again, block by block, from lse.
+
+    Args:
+        grad_out: (B, H, T, D), the gradient of `out`.
+        q, k, v, block: as given to `flash_forward`.
+        out, lse: as it returned them.
+
+    Returns:
+        dq (B, H, T, D), dk and dv (B, K, T, D).
+    """
+    D = q.shape[-1]
+    delta = _heads_by_group((grad_out * out).sum(dim=-1), k)  # (B, K, G, T)
+    grad_out, lse = _heads_by_group(grad_out, k), _heads_by_group(lse, k)
+    q, k, v = _by_group(q, k, v)
+    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    for start in range(0, q.shape[-2], block):
+        rows, keys = slice(start, None), slice(start, start + block)
+        scores = _scores(q[..., rows, :], k[..., keys, :])  # (B, K, G, T - start, N)
+        weights = (scores - lse[..., rows, None]).exp()  # the softmax, already divided
+        dweights = grad_out[..., rows, :] @ v[..., keys, :].transpose(-2, -1)
+        dscores = weights * (dweights - delta[..., rows, None]) / math.sqrt(D)
+        dq[..., rows, :] += dscores @ k[..., keys, :]
+        # The heads of a group share k and v: their gradients add up.
+        dv[..., keys, :] = (weights.mT @ grad_out[..., rows, :]).sum(2, keepdim=True)
+        dk[..., keys, :] = (dscores.mT @ q[..., rows, :]).sum(2, keepdim=True)
+    return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """Of queries (..., R, D) and keys (..., N, D) that begin at the same token: (..., R, N)."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(diagonal=1)
+    return scores.masked_fill(future, float("-inf"))
+
+
+def _by_group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q as (B, K, G, T, D), k and v as (B, K, 1, T, D): products then serve grouped heads too."""
+    return _heads_by_group(q, k), k.unsqueeze(2), v.unsqueeze(2)
+
+
+def _heads_by_group(x: Tensor, k: Tensor) -> Tensor:
+    """(B, H, ...) as (B, K, G, ...)."""
+    return x.unflatten(1, (k.shape[1], -1))
+
+
+class FlashAttention(torch.autograd.Function):
+    """Joins the two: it saves q, k, v, out and lse, and nothing of the size T x T."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+        out, lse = flash_forward(q, k, v, block)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.block = block
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *flash_backward(grad_out, q, k, v, out, lse, ctx.block), None
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, block: int = 64) -> Tensor:
+    """Causal attention, differentiable: what a model would call."""
+    attended: Tensor = FlashAttention.apply(q, k, v, block)
+    return attended

@@ -1,0 +1,399 @@
+"""V2's exercises: an untouched starter fails, the solution passes, wrong answers are told why."""
+
+import csv
+import functools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import stored_runs
+
+from workshop.exercises import frame, runner
+from workshop.exercises.frame import Item, Work
+
+ROOT = Path(__file__).resolve().parents[1]
+EXERCISES = ROOT / "version2_pytorch_fused" / "exercises"
+SOLUTIONS = ROOT / "exercises" / "solutions"
+
+
+def checked(name: str, **where: Path) -> list[Item]:
+    """The Items of an exercise's check, in this process."""
+    work = Work(EXERCISES / name, **where)
+    return list(work.each(loaded(name, "check").check))
+
+
+@functools.cache
+def loaded(name: str, file: str) -> ModuleType:
+    return frame.import_file(EXERCISES / name / f"{file}.py")
+
+
+def red(items: list[Item]) -> str:
+    """What the red Items say."""
+    return "\n".join(f"{item.what}: {item.why}" for item in items if not item.ok)
+
+
+def told(items: list[Item]) -> str:
+    return "\n".join(f"{item.what}: {item.why}" for item in items)
+
+
+def with_answers(name: str, target: Path, **changes: Any) -> Path:
+    """The solution's answers, with some changed."""
+    text = (SOLUTIONS / name / frame.MY_ANSWERS).read_text(encoding="utf-8")
+    for key, value in changes.items():
+        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
+        assert count == 1, key
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+@pytest.mark.parametrize("name", ["fusion_analysis", "rocm_tools_intro"])
+def test_unanswered_questions_are_named(name: str) -> None:
+    items = checked(name, answers=EXERCISES / name / frame.QUESTIONS)
+    keys = re.findall(r"(?m)^(\w+) =", (EXERCISES / name / frame.QUESTIONS).read_text())
+    assert items and not any(item.ok for item in items)
+    for key in keys:
+        assert re.search(rf"not answered yet: (\w+\.)?{key}\b", told(items)), key
+
+
+# --- flash_attention -----------------------------------------------------------------------------
+
+FLASH_SOLUTION = SOLUTIONS / "flash_attention" / frame.MINE
+
+
+def test_the_flash_starter_fails_and_the_solution_passes() -> None:
+    folder = EXERCISES / "flash_attention"
+    starter = runner.run(folder, mine=folder / frame.STARTER)
+    assert not starter.passed
+    assert "not written yet: starter.py, line" in red(starter.items)
+    assert "in flash_forward" in red(starter.items) and "in flash_backward" in red(starter.items)
+    solution = runner.run(folder, mine=FLASH_SOLUTION)
+    assert solution.passed, red(solution.items)
+    assert "done: k and v are not repeated" in told(solution.items)
+
+
+WRONG_FLASH = {
+    "no running maximum": (
+        "now = torch.maximum(before, scores.amax(dim=-1))",
+        "now = torch.zeros_like(before)",
+        [r"overflow exp\(\): out: .*\n?.*(NaN|infinite)"],
+    ),
+    "nothing rescaled": (
+        "rescale = (before - now).exp()",
+        "rescale = torch.ones_like(now)",
+        [r"T = 64 in blocks of 16: out: ", r"first at \[", "yours", "expected"],
+    ),
+    "the last block left out": (
+        "for start in range(0, T, block):",
+        "for start in range(0, T - T % block, block):",
+        ["T = 63 in blocks of 16: the last has 15 keys: out"],
+    ),
+    "the mask of the first block in all": (
+        "rows, keys = slice(start, None), slice(start, start + block)\n        scores = _scores(q",
+        "rows, keys = slice(0, None), slice(start, start + block)\n        scores = _scores(q",
+        ["T = 64 in blocks of 16: out"],
+    ),
+    "log-sum-exp without the maximum": (
+        "(highest + total.log())",
+        "total.log()",
+        ["forward: one block: lse"],
+    ),
+    "the whole square, in one go": (
+        "    q, k, v = _by_group(q, k, v)\n    T = q.shape[-2]\n",
+        "    return attention_reference(q, k, v)\n",
+        ["forward: never T x T", "192 x 192"],
+    ),
+    "the library's attention": (
+        "    q, k, v = _by_group(q, k, v)\n    T = q.shape[-2]\n",
+        "    lse = attention_reference(q, k, v)[1]\n"
+        "    attend = torch.nn.functional.scaled_dot_product_attention\n"
+        "    return attend(q, k, v, is_causal=True), lse\n",
+        ["forward: never T x T", "scaled_dot_product", "write the loop yourself"],
+    ),
+    "an input overwritten": (
+        "    q, k, v = _by_group(q, k, v)\n    T = q.shape[-2]\n",
+        "    q, k, v = _by_group(q.mul_(1.5), k, v)\n    T = q.shape[-2]\n",
+        ["q, an input, was changed"],
+    ),
+    "no delta": (
+        "dscores = weights * (dweights - delta[..., rows, None]) / math.sqrt(D)",
+        "dscores = weights * dweights / math.sqrt(D)",
+        ["backward: one block: dq", r"first at \["],
+    ),
+    "no scale in the gradients": (
+        "(dweights - delta[..., rows, None]) / math.sqrt(D)",
+        "(dweights - delta[..., rows, None])",
+        ["backward: one block: dq"],
+    ),
+    "dq not added up": (
+        "dq[..., rows, :] += ",
+        "dq[..., rows, :] = ",
+        ["backward: T = 64 in blocks of 16: dq"],
+    ),
+    "two gradients returned": (
+        "return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)",
+        "return dk.squeeze(2), dv.squeeze(2)",
+        ["returns 2 values, expected dq, dk, dv"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_FLASH)
+def test_a_wrong_flash_attention_is_told_where(fault: str, tmp_path: Path) -> None:
+    right, wrong, patterns = WRONG_FLASH[fault]
+    text = FLASH_SOLUTION.read_text(encoding="utf-8")
+    assert right in text
+    mine = tmp_path / frame.MINE
+    mine.write_text(text.replace(right, wrong, 1), encoding="utf-8")
+    found = red(checked("flash_attention", mine=mine))
+    for pattern in patterns:
+        assert re.search(pattern, found), found
+
+
+def test_grouped_heads_are_optional(tmp_path: Path) -> None:
+    text = FLASH_SOLUTION.read_text(encoding="utf-8")
+    mine = tmp_path / frame.MINE
+    only_pairs = "    assert q.shape == k.shape\n    q, k, v = _by_group(q, k, v)\n    T ="
+    mine.write_text(text.replace("    q, k, v = _by_group(q, k, v)\n    T =", only_pairs, 1))
+    items = checked("flash_attention", mine=mine)
+    assert not red(items)
+    assert "optional: 4 query heads" in told(items) and "not yet: AssertionError" in told(items)
+
+
+# --- rocm_tools_intro ----------------------------------------------------------------------------
+
+ROCM = "rocm_tools_intro"
+
+
+def test_the_made_up_tables_are_what_their_script_makes() -> None:
+    folder = EXERCISES / ROCM / "made_up_run"
+    tables = loaded(ROCM, "make_tables").tables()
+    found = {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*.csv")}
+    assert found == tables
+    assert "MADE UP" in tables["hotspots/run_4711_agent_info.csv"]
+
+
+def test_the_rocm_solution_passes() -> None:
+    outcome = runner.run(EXERCISES / ROCM, answers=SOLUTIONS / ROCM / frame.MY_ANSWERS)
+    assert outcome.passed, red(outcome.items)
+    assert "4,270 GB/s" in told(outcome.items) and "81%" in told(outcome.items)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"csv_flag": "--output-format"}, "the option and the word after it"),
+        ({"csv_flag": "-f pftrace"}, "the option for CSV files"),
+        ({"counter_runs": 1}, "each command of the dry run that has --pmc"),
+        ({"read_counter": "WRITE_SIZE"}, "whose folder is counters/read"),
+        ({"command": "A"}, "no trace is asked for"),
+        ({"command": "B"}, "separated by spaces"),
+        ({"command": "C"}, "nothing separates rocprofv3's options"),
+        ({"command": "D"}, "leaves a database"),
+        ({"command": "F"}, "should be one of A, B, C, D, E, found 'F'"),
+        ({"script_for_the_host": "run_rocprofv3.sh"}, "looks at kernels"),
+        ({"hottest_kernel": "Cijk"}, "3 kernels have 'Cijk' in the name"),
+        ({"hottest_kernel": "nvjet"}, "no kernel has 'nvjet'"),
+        ({"hottest_kernel": "attn_fwd"}, "attn_fwd is not it"),
+        ({"hottest_calls_a_step": 4.5}, "of the whole run: rocprofv3 watches the warm-up too"),
+        ({"hottest_calls_a_step": 6}, "`show` has 6 calls, in 2 steps"),
+        ({"kernels_a_step": 63}, "the line below the table"),
+        ({"idle_percent": 85.7}, "how long the GPU was busy"),
+        ({"category": "elementwise"}, "not the first in the line 'by category'"),
+        ({"fastest_mover": "MT256x256"}, "MT256x256x64 is not it"),
+        ({"fastest_gbs": 3050}, "the times of the run under counters"),
+        ({"fastest_gbs": "4270"}, "should be a number, without quotes"),
+        ({"fastest_gbs": 2850}, "GB/s are bytes a ns"),
+        ({"spilling_kernel": "bwd_kernel_dq"}, "bwd_kernel_dq is not it"),
+    ],
+)
+def test_a_wrong_answer_about_rocm_is_told_why(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    answers = with_answers(ROCM, tmp_path / "answers.toml", **changes)
+    found = red(checked(ROCM, answers=answers))
+    assert message in found
+    assert len(found.splitlines()) == 1
+
+
+def test_only_a_prediction_may_be_off(tmp_path: Path) -> None:
+    answers = with_answers(ROCM, tmp_path / "answers.toml", predict_counter_runs=6, predict_gbs=1)
+    items = checked(ROCM, answers=answers)
+    assert not red(items)
+    assert "a good prediction" in told(items) and "times too low" in told(items)
+
+
+def test_on_a_gpu_without_chosen_counters_they_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "rocm_agent_enumerator"
+    tool.write_text("#!/bin/sh\necho gfx1100\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    answers = with_answers(ROCM, tmp_path / "answers.toml", counter_runs=0)
+    outcome = runner.run(EXERCISES / ROCM, answers=answers)
+    assert outcome.passed, red(outcome.items)
+    assert "not asked" in told(outcome.items)
+
+
+def test_the_commands_of_the_sheet_run() -> None:
+    text = (EXERCISES / ROCM / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- runs on a CPU -->\n *```bash\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        script = re.sub(r"(?m)^ *(source .*\n)?", "", block)
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+# --- fusion_analysis -----------------------------------------------------------------------------
+
+FUSION = "fusion_analysis"
+RECORD = stored_runs.REFERENCE / "cpu_amd_epyc/profiles/v2/pytorch_profiler"
+FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_norm", "fuse_attention", "fuse_gqa", "fuse_optimizer")
+STEP_MS = {"": 100.0, "fuse_qkv": 104.0, "fuse_attention": 120.0, "fuse_optimizer": 110.0}
+PEAK_MB = {"": 177.6, "fuse_qkv": 171.3, "fuse_attention": 192.2}
+OPERATORS = {
+    "": {"aten::mm": 51, "aten::pow": 27},
+    "fuse_qkv": {"aten::mm": 75, "aten::pow": 27},
+    "fuse_norm": {"aten::mm": 51, "aten::pow": 27},
+}
+
+
+def record(without: str, **changes: Any) -> dict[str, Any]:
+    """The record of a run of V2 at `tiny`, fp32, without a fusion."""
+    content: dict[str, Any] = json.loads((RECORD / "run.json").read_text(encoding="utf-8"))
+    options = content["options"] | ({without: False} if without else {})
+    return content | {"options": options} | changes
+
+
+def write_run(folder: Path, without: str, number: int) -> None:
+    noise = (0.995, 1.0, 1.005, 1.01, 0.99)
+    ms = STEP_MS.get(without, 100.0)
+    content = record(
+        without,
+        status="complete",
+        session=f"20270101-00000{number}-abcdef",
+        step_ms=[ms * factor for factor in noise],
+        losses=[6.9] * len(noise),
+        memory_mb={"peak": PEAK_MB.get(without, 177.6)},
+    )
+    stored_runs.write(folder, content, without or "whole")
+
+
+def write_profile(folder: Path, without: str) -> Path:
+    name = f"no-{without.replace('_', '-')}" if without else "v2"
+    place = folder / "profiles" / "fusion" / name
+    place.mkdir(parents=True)
+    shutil.copy(RECORD / "kernels.json", place)
+    (place / "command.txt").write_text("# run_pytorch_profiler.py\n# exit status 0\n")
+    content = record(without)
+    content["options"]["num_steps"] = 2
+    (place / "run.json").write_text(json.dumps(content))
+    with (place / "operators.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["operator", "count"])
+        writer.writerows((name, 2 * calls) for name, calls in OPERATORS[without].items())
+    return place
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A folder of results as the sheet's commands leave it."""
+    folder = tmp_path / "results"
+    for number in (1, 2):
+        for without in ("", *FUSIONS):
+            write_run(folder, without, number)
+    for without in OPERATORS:
+        write_profile(folder, without)
+    return folder
+
+
+def fusion(measured: Path, **changes: Any) -> list[Item]:
+    answers = with_answers(FUSION, measured / "answers.toml", **changes)
+    return checked(FUSION, answers=answers, results=measured)
+
+
+def test_the_fusion_solution_passes(measured: Path) -> None:
+    answers = with_answers(FUSION, measured / "answers.toml")
+    outcome = runner.run(EXERCISES / FUSION, answers=answers, results=measured)
+    assert outcome.passed, red(outcome.items)
+    assert "no clear difference" in told(outcome.items)  # of four switches
+    assert "measured 20%" in told(outcome.items)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores_mb": 2.1}, "H are the query heads"),
+        ({"norm_mb": 1.05 * 5 * 8}, "in 9 norms: two a layer and one at the end"),
+        ({"qkv_mb": 12.6}, "once in the place of three times"),
+        ({"dearest_switch": "--no-fuse-norm"}, "clearly longer became: --no-fuse-qkv"),
+        ({"dearest_switch": "none"}, "--no-fuse-attention +20%"),
+        ({"dearest_switch": "--no-fuse-optimizer"}, "not --no-fuse-optimizer"),
+        ({"dearest_switch": "attention"}, "should be one of --no-fuse-qkv"),
+        ({"memory_switch": "--no-fuse-gqa"}, "--no-fuse-attention +14.6 MB"),
+        ({"memory_more_mb": 192}, "your results have 14.6"),
+        ({"products": 17}, "your profile has 51 calls of aten::mm a step"),
+        ({"products_without_qkv": 59}, "your profile has 75 calls"),
+        ({"norm_is_one_kernel": "yes"}, "27 calls a step in V2, 27 with --no-fuse-norm"),
+    ],
+)
+def test_a_wrong_finding_about_fusions_is_told_why(
+    changes: dict[str, Any], message: str, measured: Path
+) -> None:
+    found = red(fusion(measured, **changes))
+    assert message in found
+    assert len(found.splitlines()) == 1
+
+
+def test_a_prediction_about_fusions_may_be_off(measured: Path) -> None:
+    items = fusion(measured, fuse_attention=300, fuse_norm=50, products_more=8)
+    assert not red(items)
+    assert "15 times too high" in told(items)
+    assert "predicted 50%, measured: no clear difference" in told(items)
+    assert "for each of them two in the backward pass" in told(items)
+
+
+def test_where_nothing_is_clearly_slower_none_is_right(
+    measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "STEP_MS", {})
+    for number in (3, 4):
+        for without in ("", *FUSIONS):
+            write_run(measured, without, number)
+    assert not red(fusion(measured, dearest_switch="none"))
+    assert "clearly longer became: none" in red(
+        fusion(measured, dearest_switch="--no-fuse-attention")
+    )
+
+
+def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    found = red(fusion(folder))
+    assert "no result of V2: run the sheet's loop" in found
+    assert "profiles/fusion/v2: make it as the sheet says" in found
+    write_run(folder, "", 1)
+    assert "no result of V2 with --no-fuse-qkv at tiny, fp32" in red(fusion(folder))
+
+
+def test_a_later_run_at_another_size_is_not_taken_for_the_ablation(measured: Path) -> None:
+    content = record("", status="complete", session="20270102-000000-abcdef", batch_size=2)
+    content |= {"step_ms": [9.0], "losses": [6.9], "memory_mb": {"peak": 9.0}}
+    stored_runs.write(measured, content | {"config_name": "custom"})
+    assert not red(fusion(measured))
+
+
+def test_a_profile_of_something_else_is_refused(measured: Path) -> None:
+    place = measured / "profiles" / "fusion" / "v2"
+    shutil.rmtree(place)
+    shutil.copytree(measured / "profiles" / "fusion" / "no-fuse-qkv", place)
+    assert "is a profile of v2 no-fuse-qkv: make it again" in red(fusion(measured))
