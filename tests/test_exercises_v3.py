@@ -1,0 +1,326 @@
+"""V3's exercises: an untouched starter fails, the solution passes, wrong answers are told why."""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from version3_triton import inspect_kernels as inspection
+from workshop.exercises import frame, runner, sheet
+from workshop.exercises.frame import Item, Work
+
+ROOT = Path(__file__).resolve().parents[1]
+EXERCISES = ROOT / "version3_triton/exercises"
+SOLUTIONS = ROOT / "exercises/solutions"
+CODING = ("triton_basics", "custom_kernels")
+MINUTES = {"triton_basics": 15, "custom_kernels": 20, "performance_tuning": 20}
+
+
+def checked(name: str, **where: Path) -> list[Item]:
+    """The Items of an exercise's check, in this process."""
+    folder = EXERCISES / name
+    return list(Work(folder, **where).each(frame.import_file(folder / sheet.CHECK).check))
+
+
+def red(items: list[Item]) -> str:
+    """What the red Items say."""
+    return "\n".join(f"{item.what}: {item.why}" for item in items if not item.ok)
+
+
+def green(items: list[Item]) -> list[str]:
+    return [item.what for item in items if item.ok]
+
+
+def changed(name: str, old: str, new: str, folder: Path) -> Path:
+    """The solution with one piece of text changed."""
+    text = (SOLUTIONS / name / frame.MINE).read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    path = folder / frame.MINE
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", MINUTES)
+def test_the_sheet_is_read(name: str) -> None:
+    read = sheet.read(EXERCISES / name)
+    assert read.minutes == MINUTES[name]
+    assert read.when == ("take home" if name == "performance_tuning" else "session 3")
+    assert len(read.hints) >= 4
+
+
+@pytest.mark.parametrize("name", CODING)
+def test_an_untouched_starter_fails(name: str) -> None:
+    items = checked(name, mine=EXERCISES / name / frame.STARTER)
+    assert len(green(items)) == 1 and green(items)[0].startswith("mine.py can be imported")
+    assert "not written yet: starter.py, line" in red(items)
+
+
+@pytest.mark.parametrize("name", CODING)
+def test_the_solution_passes_as_a_participant_checks_it(name: str) -> None:
+    outcome = runner.run(EXERCISES / name, mine=SOLUTIONS / name / frame.MINE)
+    assert outcome.passed, red(outcome.items)
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+import torch
+from version3_triton import inspect_kernels as inspection
+from workshop.exercises.frame import import_file
+basics, custom = (import_file(Path(path)) for path in sys.argv[2:])
+with inspection.compiling(inspection.get_chip(sys.argv[1]), "") as launches:
+    row, wide = torch.empty(1000), torch.empty(33, 50, dtype=torch.bfloat16)
+    basics.add(row, row, torch.empty(1000))
+    basics.softmax(torch.empty(5, 63), torch.empty(5, 63))
+    basics.transpose(wide, wide.t().contiguous())
+    x, weight = wide.requires_grad_(), torch.empty(50, requires_grad=True)
+    custom.rms_norm(x, weight, 1e-5).backward(torch.empty_like(wide))
+print([launch.error or launch.kernel for launch in launches if launch.error or launch.compiled])
+"""
+
+
+@pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
+def test_the_solutions_compile_for_a_gpu(
+    chip: str, type_command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    solutions = [SOLUTIONS / name / frame.MINE for name in CODING]
+    answer = type_command("python", "-c", COMPILE, chip, *solutions, TRITON_INTERPRET="0")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip() == "['add', 'softmax', 'transpose', 'forward', 'backward']"
+
+
+# --- triton_basics -------------------------------------------------------------------------------
+
+SEEN = {
+    "no mask on the store": (
+        "tl.store(out_ptr + n, x + y, mask=inside)",
+        "tl.store(out_ptr + n, x + y)",
+        r"add: N = 1: 63 elements of memory beside the output were written, the first 1 behind its "
+        "last element",
+    ),
+    "mask off by one": ("inside = n < N", "inside = n <= N", "add: N = 1: 1 elements of memory"),
+    "the first block alone": (
+        "tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n    inside",
+        "tl.arange(0, BLOCK)\n    inside",
+        r"add: N = 1,000: 936 of 1,000 elements .* are NaN\nfirst at \[64\]:\n  yours +nan",
+    ),
+    "a tail of zeros": (
+        '-float("inf")',
+        "0.0",
+        r"softmax: 5 x 63, all about -200: .*\nfirst at \[0, 0\]:\n  yours +0 +0 .*\n  expected  ",
+    ),
+    "the largest not subtracted": ("tl.exp(x - tl.max(x, 0))", "tl.exp(x)", "all about .* NaN"),
+    "rows side by side": (
+        "x_ptr + r * stride_x + c",
+        "x_ptr + r * C + c",
+        r"rows 100 elements apart: .*\nfirst at \[1, 0\]:",
+    ),
+    "strides ignored": (
+        "x_ptr + r * stride_xr + c * stride_xc",
+        "x_ptr + r * C + c",
+        r"every second column of arange as 20 x 80: .*\nfirst at \[0, 1\]:\n"
+        r"  yours +40 .*\n  expected +80 ",
+    ),
+    "the output's strides ignored": (
+        "out_ptr + c * stride_or + r * stride_oc",
+        "out_ptr + c * R + r",
+        r"wider matrix: \d+ elements of memory beside .* between its rows",
+    ),
+    "columns without a mask": ("(r < R) & (c < C)", "r < R", "transpose: arange as 33 x 50: 462"),
+    "a wrong name": ("x + y, mask", "x + z, mask", r"mine.py, line \d+, in _add_kernel: NameError"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, whose numbers overflow
+@pytest.mark.parametrize("mistake", SEEN)
+def test_a_mistake_in_a_first_kernel_is_shown(mistake: str, tmp_path: Path) -> None:
+    old, new, message = SEEN[mistake]
+    told = red(checked("triton_basics", mine=changed("triton_basics", old, new, tmp_path)))
+    assert re.search(message, told), told
+    assert told.count("first at") <= 1, "one red case a kernel is enough"
+
+
+# --- custom_kernels ------------------------------------------------------------------------------
+
+WRONG = {
+    "the mean left out": (
+        "(g - normed * (tl.sum(g * normed, 0) / C))",
+        "g",
+        r"dx, 7 x 64.*\nfirst at \[0, 0\]:[^~]*leaving out the mean",
+    ),
+    "a mean over the padded width": (
+        "tl.sum(g * normed, 0) / C",
+        "tl.sum(g * normed, 0) / BLOCK_C",
+        r"dx, 5 x 72[^~]*a mean over BLOCK_C gives just this",
+    ),
+    "half of the rows": (
+        "dw += dy * normed",
+        "dw += tl.where(r < R // 2, dy * normed, 0.0)",
+        r"dw, 7 x 64[^~]*a sum over the first half of the rows gives just this",
+    ),
+    "eps outside of the root": (
+        "1.0 / tl.sqrt(tl.sum(x * x, 0) / C + eps)",
+        "1.0 / tl.sqrt(tl.sum(x * x, 0) / C) + eps",
+        r"y, rms_norm[^~]*eps outside of the root gives just this",
+    ),
+    "the weight forgotten": ("g = dy * weight", "g = dy", "leaving out the weight gives just this"),
+    "a race on dw": (
+        "partial_dw_ptr + p * C + c",
+        "partial_dw_ptr + c",
+        r"partial_dw, 63 x 100, 4 programs: rows \[1, 2, 3\] were not written",
+    ),
+    "no mask on dw": (
+        "dw, mask=c < C)",
+        "dw)",
+        "partial_dw, 5 x 72, 1 program: 56 elements of memory beside the output were written",
+    ),
+    "every program takes all rows": (
+        "range(p, R, tl.num_programs(0))",
+        "range(0, R)",
+        r"dw, 63 x 100, 4 programs: 100 of 100 elements are wrong",
+    ),
+    "dy taken as contiguous": (
+        "dy.reshape(rows.shape).contiguous()",
+        "dy.reshape(rows.shape)",
+        "dx, rms_norm, and y.sum\\(\\): dy of strides 0: ",
+    ),
+    "the weight gets nothing": (
+        "partial_dw.sum(0).to(weight.dtype), None",
+        "None, None",
+        r"dw, rms_norm of x \(2, 31, 72\): yours is nothing \(None\)",
+    ),
+    "a gradient too few": (
+        ".to(weight.dtype), None",
+        ".to(weight.dtype)",
+        "incorrect number of gradients .expected 3, got 2",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_backward_pass_is_shown(mistake: str, tmp_path: Path) -> None:
+    old, new, message = WRONG[mistake]
+    told = red(checked("custom_kernels", mine=changed("custom_kernels", old, new, tmp_path)))
+    assert re.search(message, told), told
+
+
+# --- performance_tuning --------------------------------------------------------------------------
+
+
+def compiled(target: str, kernel: str, used_by: str, **more: object) -> inspection.Kernel:
+    """As inspect_kernels.py found it with Triton 3.7."""
+    spills = {"bytes": more.pop("spilled", 0)}
+    return inspection.Kernel(target, kernel, [used_by], spills=spills, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def inspected(tmp_path: Path) -> Path:
+    """A results folder with an inspection in it."""
+    norm = ("sm_90", "rms_norm_backward")
+    plain = {"ADD": False, "BRANCH": False}
+    kernels = [
+        compiled(*norm, "bf16 medium", constants={"ADD": True}, waves_by={"registers": 7.0}),
+        compiled(*norm, "bf16 medium", constants=plain, waves_by={"registers": 9.0}),
+        compiled(*norm, "bf16 large", constants=plain, waves_by={"registers": 4.0}),
+        compiled("sm_90", "attention_backward", "fp32 medium", spilled=24),
+        compiled("gfx942", "attention_backward", "bf16 medium", waves_by={"registers": 2.0}),
+    ]
+    (tmp_path / "kernels").mkdir()
+    text = json.dumps(inspection.as_json(kernels))
+    (tmp_path / "kernels/inspect.json").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def tuned(results: Path, **changes: object) -> list[Item]:
+    """What the check says of the solution's answers, with some changed."""
+    text = (SOLUTIONS / "performance_tuning" / frame.MY_ANSWERS).read_text(encoding="utf-8")
+    for key, value in changes.items():
+        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
+        assert count == 1, key
+    answers = results / frame.MY_ANSWERS
+    answers.write_text(text, encoding="utf-8")
+    return checked("performance_tuning", answers=answers, results=results)
+
+
+def test_unanswered_questions_are_named(inspected: Path) -> None:
+    questions = EXERCISES / "performance_tuning" / frame.QUESTIONS
+    items = checked("performance_tuning", answers=questions, results=inspected)
+    keys = re.findall(r"(?m)^(\w+) =", questions.read_text(encoding="utf-8"))
+    assert red(items).split() == " ".join(f"not answered yet: {key}:" for key in keys).split()
+
+
+def test_the_answers_of_the_solution_pass(inspected: Path) -> None:
+    items = tuned(inspected)
+    assert not red(items)
+    assert "measured: results/reference/nvidia_h200/kernels/kernels.json" in green(items)[0]
+
+
+FINDINGS = {
+    "forward_bytes": (4 * 8192 * 1024 * 2, "2 times too large: numbers x bytes a number x passes"),
+    "backward_bytes": (2 * 8192 * 1024 * 2, "1.5 times too small"),
+    "balance_flop_per_byte": (0.0052, "times too small: the product's FLOP/s by the copy's"),
+    "bound_by": ("compute", "more operations a byte than the balance"),
+    "small_backward_share": (78, "1.68 times too large: the column `of ceiling`"),
+    "fixed_backward_us": (26.2, "times too large: µs = bytes"),
+    "sum_us": (672.0 / 3, "25 times too large: its total by its calls"),
+    "waves_1024": (16, "1.78 times too large: the row without `add` and `branch`"),
+    "held_2048": (8192, "2 times too small: BACKWARD_BLOCKS"),
+    "spilled_bytes": (0, "yours is 0: the line FAULT"),
+    "gfx942_limit": ("slots", "yours is slots: the column `limited by`"),
+}
+
+
+@pytest.mark.parametrize("key", FINDINGS)
+def test_a_wrong_finding_is_red_and_says_where_to_look(key: str, inspected: Path) -> None:
+    value, message = FINDINGS[key]
+    told = red(tuned(inspected, **{key: value}))
+    assert told.startswith(f"{key}: ") and told.count("\n") == 0
+    assert message in told, told
+
+
+def test_a_prediction_that_is_off_is_green_and_explained(inspected: Path) -> None:
+    items = tuned(
+        inspected, predicted_waves_56=16, predicted_spiller="none", predicted_closer="fewer"
+    )
+    assert not red(items)
+    why = {item.what: item.why for item in items}
+    assert "1.78 times too high" in why["predicted_waves_56"]
+    assert "predicted none, found attention_backward" in why["predicted_spiller"]
+    assert "predicted fewer, found fewer" in why["predicted_closer"]
+
+
+def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
+    reference = ROOT / "results/reference/nvidia_h200/kernels/kernels.json"
+    content = json.loads(reference.read_text(encoding="utf-8"))
+    own = inspected / "kernels/kernels.json"
+    content["interpreted"] = True  # a laptop's has no times
+    own.write_text(json.dumps(content), encoding="utf-8")
+    assert not red(tuned(inspected))
+    content["interpreted"], content["ceilings"]["GB/s"] = False, 2000.0
+    own.write_text(json.dumps(content), encoding="utf-8")
+    told = red(tuned(inspected))
+    assert "small_forward_share: yours is 78, 2.06 times too small" in told
+    content["rows"] = [row for row in content["rows"] if row["size"] != "65536 x 2048"]
+    own.write_text(json.dumps(content), encoding="utf-8")
+    assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
+
+
+def test_the_sheet_and_the_check_name_the_same_command() -> None:
+    folder = EXERCISES / "performance_tuning"
+    command = frame.import_file(folder / sheet.CHECK).COMPILE
+    assert command in (folder / sheet.README).read_text(encoding="utf-8")
+
+
+def test_an_inspection_that_is_missing_or_of_other_kernels_is_told(inspected: Path) -> None:
+    path = inspected / "kernels/inspect.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({"kernels": content["kernels"][:2]}), encoding="utf-8")
+    assert "not what this command writes" in red(tuned(inspected))
+    path.unlink()
+    assert "inspect.json is not there yet" in red(tuned(inspected))

@@ -1,0 +1,225 @@
+"""RMSNorm's backward pass against fp64, as close as plain PyTorch is at the same precision."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+from triton_launch import INTERPRETED
+
+import torch
+from torch import Tensor
+
+from version3_triton.exercises.guarded_memory import Output, device, guarded, with_nan_told
+from workshop.exercises.compare import first_difference
+from workshop.exercises.frame import Item, Work
+from workshop.parity import MULTIPLE
+
+EPS = 1e-5
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+ROUNDINGS = 8.0
+"""Allowed beyond a multiple of the plain version's error, which may be nil by luck."""
+FIRST_WRONG = 8.0
+"""How many times the allowed error of the whole an element may be off before it is shown."""
+
+Call = Callable[[Tensor, Tensor], Tensor]
+
+
+def check(work: Work) -> Iterator[Item]:
+    work.module()
+    where = "run in Triton's interpreter" if INTERPRETED else "are compiled for this GPU"
+    yield Item(True, f"mine.py can be imported; its kernels {where}")
+    torch.manual_seed(0)
+    for item in work.each(_kernel):
+        yield item
+        if not item.ok:
+            yield Item(False, "rms_norm: looked at once the kernel is right")
+            return
+    for item in work.each(_function):
+        yield item
+        if not item.ok:
+            return
+
+
+# --- what is true, and how close to it one can be -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of the norm, and what comes from above. Shapes (..., C), (C,), (..., C)."""
+
+    name: str
+    x: Tensor
+    weight: Tensor
+    dy: Tensor
+
+    def plain(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """y, dx and dw of the specification, computed in `dtype`."""
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
+
+        return forward_and_backward(norm, self, dtype)
+
+
+def forward_and_backward(norm: Call, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """y, dx and dw of a norm; without the gradients that did not come."""
+    x, weight = (t.detach().to(dtype).requires_grad_() for t in (case.x, case.weight))
+    y = norm(x, weight)
+    dx, dw = torch.autograd.grad(y, (x, weight), case.dy.to(dtype), allow_unused=True)
+    found = {"y": y.detach(), "dx": dx, "dw": dw}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+class Judge:
+    """Compares with fp64, and allows what the plain version loses at the case's precision."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._true, plain = case.plain(torch.float64), case.plain(case.x.dtype)
+        few = ROUNDINGS * ROUNDOFF[case.x.dtype]
+        self._allowed = {
+            name: MULTIPLE * _off(plain[name], true) + few for name, true in self._true.items()
+        }
+
+    def look(self, name: str, yours: Tensor | None) -> Item:
+        """At y, dx or dw."""
+        what = f"{name}, {self._case.name}"
+        true, allowed = self._true[name], self._allowed[name]
+        expected = true.to(self._case.x.dtype)
+        first = first_difference(yours, expected, what=what, limit=FIRST_WRONG * allowed)
+        if yours is None or yours.shape != true.shape or yours.dtype != expected.dtype:
+            return first
+        off = _off(yours, true)
+        if off <= allowed:
+            return Item(True, what, f"off by {off:.1e} of its size, allowed {allowed:.1e}")
+        size = f"off by {off:.1e} of its size, allowed {allowed:.1e}"
+        why = "\n".join(line for line in (first.why, size, self._suspect(name, yours)) if line)
+        return Item(False, what, why)
+
+    def _suspect(self, name: str, yours: Tensor) -> str:
+        """The mistake that gives just this, if it is a known one."""
+        for sentence, wrong in _suspects(self._case).get(name, {}).items():
+            if wrong.norm() > 0 and _off(yours, wrong) <= self._allowed[name]:
+                return f"{sentence} gives just this"
+        return ""
+
+
+def _off(found: Tensor, true: Tensor) -> float:
+    """|found - true| / |true|; infinite where something is no number."""
+    off = float((found.double() - true.double()).norm() / true.double().norm())
+    return math.inf if math.isnan(off) else off
+
+
+def _suspects(case: Case) -> dict[str, dict[str, Tensor]]:
+    """What well-known mistakes make of y, dx and dw, in fp64."""
+    C = case.x.shape[-1]
+    x, weight, dy = (t.double() for t in (case.x, case.weight, case.dy))
+    squares = _mean(x * x)
+    rstd = torch.rsqrt(squares + EPS)
+    normed, g = x * rstd, dy * weight
+    block_share = C / 2 ** math.ceil(math.log2(C))
+    rows = (dy * normed).reshape(-1, C)
+    return {
+        "y": {"eps outside of the root": x * (torch.rsqrt(squares) + EPS) * weight},
+        "dx": {
+            "leaving out the mean, as if rstd did not depend on x,": rstd * g,
+            "adding the mean": rstd * (g + normed * _mean(g * normed)),
+            "a mean over BLOCK_C": rstd * (g - normed * _mean(g * normed) * block_share),
+            "leaving out the weight": rstd * (dy - normed * _mean(dy * normed)),
+        },
+        "dw": {
+            "a sum over the first half of the rows": rows[: len(rows) // 2].sum(0),
+            "a sum of dy x, without rstd,": (dy * x).reshape(-1, C).sum(0),
+            "a mean over the rows": rows.mean(0),
+        },
+    }
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def _kernel(work: Work) -> Iterator[Item]:
+    for R, C, P in ((7, 64, 1), (5, 72, 1), (63, 100, 4), (2, 33, 3), (1, 1000, 1)):
+        programs = "1 program" if P == 1 else f"{P} programs"
+        yield from _launched(work.module(), _draw(f"{R} x {C}, {programs}", R, C), P)
+
+
+def _launched(mine: ModuleType, case: Case, P: int) -> Iterator[Item]:
+    x, weight, dy = case.x, case.weight, case.dy
+    rstd = torch.rsqrt(x.double().pow(2).mean(-1) + EPS).float()
+    dx, partial_dw = Output(x), Output(x.new_empty(P, x.shape[1]))
+    arguments = (guarded(t) for t in (dy, x, weight, rstd))
+    mine.launch_backward(*arguments, dx.tensor, partial_dw.tensor)
+    judge = Judge(case)
+    yield dx.beside(f"dx, {case.name}") or with_nan_told(judge.look("dx", dx.tensor), dx.tensor)
+    what, dw = f"partial_dw, {case.name}", partial_dw.tensor.sum(0)
+    yield partial_dw.beside(what) or _each_row(partial_dw, what) or judge.look("dw", dw)
+
+
+def _each_row(partial_dw: Output, what: str) -> Item | None:
+    """A red Item if a program left its row as it was."""
+    empty = partial_dw.tensor.isnan().all(1).nonzero().flatten().tolist()
+    if not empty:
+        return None
+    return Item(False, what, f"rows {empty} were not written, or are NaN: each program has its own")
+
+
+# --- the function ---------------------------------------------------------------------------------
+
+
+def _function(work: Work) -> Iterator[Item]:
+    norm = work.module().rms_norm
+    odd = _draw("rms_norm of x (2, 31, 72)", 2, 31, 72)
+    one = torch.ones((), device=odd.x.device)
+    x, dy = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (odd.x, odd.dy))
+    cases = (
+        odd,
+        Case("rms_norm, and y.sum(): dy of strides 0", odd.x, odd.weight, one.expand(odd.x.shape)),
+        Case("rms_norm, x and dy transposed views", x, odd.weight, dy),
+        _draw("rms_norm of x (3, 72) in bf16", 3, 72, dtype=torch.bfloat16),
+    )
+    for case in cases:
+        yield from _joined(norm, case)
+
+
+def _joined(norm: Callable[[Tensor, Tensor, float], Tensor], case: Case) -> Iterator[Item]:
+    """An Item for each of y, dx and dw that is wrong, or one for all."""
+    try:
+        with poisoned_memory():
+            found = forward_and_backward(lambda x, w: norm(x, w, EPS), case, case.x.dtype)
+    except RuntimeError as error:
+        if "returned an in" not in str(error):
+            raise
+        # Autograd's own words: the number of gradients, or the shape of one, is wrong.
+        yield Item(False, case.name, str(error))
+        return
+    judge = Judge(case)
+    items = [judge.look(name, found.get(name)) for name in ("y", "dx", "dw")]
+    yield from [item for item in items if not item.ok] or [
+        Item(True, case.name, "y, dx and dw agree with fp64")
+    ]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, memory that PyTorch hands out holds NaN until something is written to it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _draw(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Case:
+    """Rows of x from large to tiny, so that the place of eps can be told; random dy and weight."""
+    where = device()
+    scales = torch.logspace(1, -4, shape[-2], device=where)[:, None]
+    x, dy = torch.randn(2, *shape, device=where)
+    weight = torch.randn(shape[-1], device=where)
+    return Case(name, (x * scales).to(dtype), weight.to(dtype), dy.to(dtype))

@@ -1,0 +1,297 @@
+"""Counts, predictions and findings about V3's norm, against the benchmark and the compiler."""
+
+import importlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from version3_triton import benchmark_kernels as benchmark
+from version3_triton import inspect_kernels as inspection
+from version3_triton.benchmark_cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
+from version3_triton.benchmark_measure import OK, Row
+from workshop import results, versions
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.exercises.frame import Item, Missing, Part, Work
+from workshop.exercises.predict import prediction
+from workshop.profilers import load
+from workshop.versions import ROOT
+
+REFERENCE = ROOT / "results/reference/nvidia_h200"
+SMALL, LARGE = (8192, 1024), (65536, 2048)
+FLOP_A_NUMBER = 4
+"""Of the forward norm, as its docstring counts."""
+BENCHMARK, INSPECTION = "kernels/kernels.json", "kernels/inspect.json"
+"""Below results/, and the first below the reference."""
+COMPILE = (
+    "python version3_triton/inspect_kernels.py --target sm_90 gfx942 --config medium large "
+    "--precision bf16 fp32 --kernel backward --json results/kernels/inspect.json"
+)
+WIDTHS = {1024: "bf16 medium", 2048: "bf16 large"}
+"""Of a row, in the training steps that are inspected."""
+KERNELS = ("rms_norm_backward", "swiglu_backward", "attention_backward")
+Kernels = list[dict[str, Any]]
+
+
+def check(work: Work) -> Iterator[Item]:
+    yield from work.each(_counts, _times, _shares, _occupancy, _compiled)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def _found(
+    key: str, true: float, unit: str, look: str, work: Work, *, within: float = 0.001
+) -> Iterable[Item]:
+    """A number that was counted or read off: red if it is further from the true one than this
+    share of it. `look` says where to look then."""
+    yours = work.answers().number(key)
+    if abs(yours - true) <= within * abs(true):
+        return [Item(True, key, f"{_number(true)} {unit}".strip())]
+    told = f"yours is {_number(yours)}"
+    if yours > 0 and true > 0:
+        ratio = yours / true
+        told += f", {max(ratio, 1 / ratio):.3g} times too {'large' if ratio > 1 else 'small'}"
+    return [Item(False, key, f"{told}: {look}")]
+
+
+def _chosen(key: str, choices: tuple[str, ...], true: str, look: str, work: Work) -> Iterable[Item]:
+    """A word that was concluded or read off."""
+    yours = work.answers().choice(key, choices)
+    return [Item(yours == true, key, true if yours == true else f"yours is {yours}: {look}")]
+
+
+def _guessed(key: str, choices: tuple[str, ...], true: str, why: str, work: Work) -> Iterable[Item]:
+    """A word that was predicted: never red."""
+    yours = work.answers().choice(key, choices)
+    return [Item(True, key, f"predicted {yours}, found {true}\n{why}")]
+
+
+def _predicted(key: str, true: float, unit: str, why: str, work: Work) -> Iterable[Item]:
+    yield prediction(key, work.answers().number(key), true, unit, why=why)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+# --- the benchmark --------------------------------------------------------------------------------
+
+
+class Measured:
+    """V3's rows for rms_norm: the participant's own if they were timed, else the H200's."""
+
+    def __init__(self, work: Work) -> None:
+        """Raises WorkshopError: the participant's file can't be read."""
+        for path in (work.results / BENCHMARK, REFERENCE / BENCHMARK):
+            if path.is_file():
+                self._path = path
+                self._rows, self.run = benchmark.load(path)
+                if not self.run.interpreted:
+                    break
+
+    @property
+    def where(self) -> str:
+        path = self._path
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        return f"{shown} ({self.run.device['name']}, {self.run.precision})"
+
+    def row(self, size: tuple[int, int]) -> Row:
+        """Raises WorkshopError: the file has no times of that size."""
+        name = "{} x {}".format(*size)
+        for row in self._rows:
+            if (row.op, row.size, row.contender, row.status) == ("rms_norm", name, OURS, OK):
+                return row
+        raise WorkshopError(
+            f"{self.where} has no times of rms_norm at {name}: run "
+            "`python version3_triton/benchmark_kernels.py --op rms_norm`"
+        )
+
+    def us(self, size: tuple[int, int], phase: str) -> float:
+        ms = self.row(size).median_ms(phase)
+        assert ms is not None
+        return 1000 * ms
+
+    def share(self, size: tuple[int, int], phase: str) -> float:
+        """Of the copy rate, in %."""
+        share = self.run.share(self.row(size), phase)
+        assert share is not None
+        return 100 * share
+
+    def fixed_us(self) -> float:
+        """Of a backward call, where the line through two sizes meets no bytes at all."""
+        small, large = (self.row(size).amounts[BACKWARD] for size in (SMALL, LARGE))
+        first, second = (self.us(size, BACKWARD) for size in (SMALL, LARGE))
+        return first - small * (second - first) / (large - small)
+
+
+def _counts(work: Work) -> Iterator[Item]:
+    measured = Measured(work)
+    ceilings, amounts = measured.run.ceilings, measured.row(SMALL).amounts
+    numbers = SMALL[0] * SMALL[1]
+    yield Item(True, f"measured: {measured.where}")
+    passes = "numbers x bytes a number x passes over memory; the weight hardly counts"
+    ceiling = "the product's FLOP/s by the copy's bytes/s, both under the benchmark's tables"
+    yield from work.each(
+        partial(_found, "forward_bytes", amounts[FORWARD], "bytes", passes, within=0.02),
+        partial(_found, "backward_bytes", amounts[BACKWARD], "bytes", passes, within=0.02),
+        partial(
+            _found, "forward_flop", FLOP_A_NUMBER * numbers, "FLOP",
+            "the docstring says how many a row has", within=0.3,
+        ),
+        partial(
+            _found, "balance_flop_per_byte", 1e12 * ceilings[TFLOPS] / (1e9 * ceilings[GBS]),
+            "FLOP a byte", ceiling, within=0.05,
+        ),
+        partial(
+            _chosen, "bound_by", ("memory", "compute"), "memory",
+            "has it more operations a byte than the balance, or fewer?",
+        ),
+    )  # fmt: skip
+
+
+def _times(work: Work) -> Iterator[Item]:
+    measured = Measured(work)
+    small = (
+        "so short a call hardly reaches the copy rate: programs start and end, and what does not "
+        "depend on the bytes shows. fixed_backward_us is its size"
+    )
+    large = "over so many bytes a fixed cost is small: look at what else the pass reads and writes"
+    for key, size, phase, why in (
+        ("predicted_small_forward_us", SMALL, FORWARD, small),
+        ("predicted_small_backward_us", SMALL, BACKWARD, small),
+        ("predicted_large_backward_us", LARGE, BACKWARD, large),
+    ):
+        us = measured.us(size, phase)
+        yield from work.each(partial(_predicted, key, us, "µs", why))
+
+
+def _shares(work: Work) -> Iterator[Item]:
+    measured = Measured(work)
+    column = "the column `of ceiling`, forward / backward, in Triton (V3)'s rows of rms_norm"
+    line = (
+        "µs = bytes / (1000 x GB/s) at both sizes; the slope is the difference of times by that of "
+        "bytes; what is left at 0 bytes?"
+    )
+    for key, size, phase in (
+        ("small_forward_share", SMALL, FORWARD),
+        ("small_backward_share", SMALL, BACKWARD),
+        ("large_backward_share", LARGE, BACKWARD),
+    ):
+        share = measured.share(size, phase)
+        yield from work.each(partial(_found, key, share, "%", column, within=0.04))
+    yield from work.each(
+        partial(_found, "fixed_backward_us", measured.fixed_us(), "µs", line, within=0.2),
+        partial(
+            _found, "sum_us", _sum_us(), "µs, a part of what is fixed",
+            "its total by its calls, one for each of 2 x 12 + 1 norms in each of 3 steps",
+            within=0.1,
+        ),
+    )  # fmt: skip
+
+
+def _sum_us() -> float:
+    """Of the kernel that adds up the partial gradients of a norm's weight."""
+    table = load.load(REFERENCE / "profiles/v3/pytorch_profiler/kernels.json")
+    norms = next(k.calls for k in table.kernels if k.name == "_rms_norm_backward_kernel")
+    sums = next(k for k in table.kernels if "reduce_kernel" in k.name and k.calls == norms)
+    return sums.total_ns / sums.calls / 1000
+
+
+# --- the compiler ---------------------------------------------------------------------------------
+
+
+def _occupancy(work: Work) -> Iterator[Item]:
+    chip = inspection.get_chip("sm_90")
+    for key, registers, warps, why in (
+        (
+            "predicted_waves_56", 56, 4,
+            "a SIMD has 512 registers a lane: 512 / 56 is 9, and programs of 4 warps put one on "
+            "each SIMD",
+        ),
+        (
+            "predicted_waves_142", 142, 8,
+            "142 registers are given out as 144, of which 512 holds 3; but a program of 8 warps "
+            "takes 2 on each SIMD, and a second program would need 4",
+        ),
+    ):  # fmt: skip
+        waves = min(inspection.occupancy(chip, warps, {"registers": registers}, 0).values())
+        yield from work.each(partial(_predicted, key, waves, "waves", why))
+
+
+def _compiled(work: Work) -> Iterator[Item]:
+    lack = versions.missing(versions.VERSIONS["v3"])
+    if lack:
+        raise NotOnThisMachine(lack)
+    path = work.results / INSPECTION
+    if not path.is_file():
+        raise Missing(f"results/{INSPECTION} is not there yet", COMPILE)
+    try:
+        kernels = results.read_json(path)["kernels"]
+        parts = [*_guesses(kernels, Measured(work)), *_readings(kernels)]
+    except (KeyError, TypeError, StopIteration):
+        raise WorkshopError(
+            f"{path}: not what this command writes, run it again: {COMPILE}"
+        ) from None
+    yield from work.each(*parts)
+
+
+def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
+    """The predictions that the compiled kernels and the benchmark answer."""
+    here = [kernel for kernel in kernels if kernel["target"] == "sm_90"]
+    spilling = {kernel["kernel"] for kernel in here if kernel["spills"]["bytes"]} or {"none"}
+    fewer = min(WIDTHS, key=lambda C: _norm(kernels, C)["waves"])
+    closer = max((SMALL, LARGE), key=lambda size: measured.share(size, BACKWARD))[1]
+    return [
+        partial(
+            _guessed, "predicted_spiller", (*KERNELS, "none"), "; ".join(sorted(spilling)),
+            "A norm holds a row or a few; attention's backward pass holds tiles of q, k, v and of "
+            "three gradients at a time.",
+        ),
+        partial(
+            _guessed, "predicted_closer", ("more", "fewer"), "fewer" if closer == fewer else "more",
+            "More waves are one way to keep memory busy, more work a thread another (compare "
+            "held_1024 and held_2048), and at the small size fixed_backward_us may weigh more than "
+            "either. Which block is better at one size, autotune_kernels.py finds out on a GPU.",
+        ),
+    ]  # fmt: skip
+
+
+def _readings(kernels: Kernels) -> list[Part]:
+    """What is read off the inspection, and off V3's table of blocks."""
+    blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
+    holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}
+    spilled = _kernel(kernels, "sm_90", "attention_backward", "fp32 medium")["spills"]["bytes"]
+    limited_by = _kernel(kernels, "gfx942", "attention_backward", "bf16 medium")["limited_by"]
+    row = "the row without `add` and `branch`, column `waves`"
+    table = "BACKWARD_BLOCKS, architecture sm: elements x programs of the row for that width"
+    return [
+        *(partial(_found, f"waves_{C}", _norm(kernels, C)["waves"], "waves", row) for C in WIDTHS),
+        *(partial(_found, f"held_{C}", holds[C], "numbers", table) for C in WIDTHS),
+        partial(_found, "spilled_bytes", spilled, "bytes a lane", "the line FAULT says how many"),
+        partial(
+            _chosen, "gfx942_limit", ("registers", "LDS", "slots"), [*limited_by, "slots"][0],
+            "the column `limited by` of attention_backward; none there means slots",
+        ),
+    ]  # fmt: skip
+
+
+def _norm(kernels: Kernels, C: int) -> dict[str, Any]:
+    """The plain backward norm of the training step whose rows are so wide."""
+    return _kernel(kernels, "sm_90", KERNELS[0], WIDTHS[C], ADD=False, BRANCH=False)
+
+
+def _kernel(
+    kernels: Kernels, target: str, name: str, used_by: str, **constants: bool
+) -> dict[str, Any]:
+    """The kernel of that name which such a training step launches on such a chip.
+
+    Raises:
+        StopIteration: it is not among them.
+    """
+    return next(
+        kernel
+        for kernel in kernels
+        if (kernel["target"], kernel["kernel"]) == (target, name)
+        and used_by in kernel["used_by"]
+        and constants.items() <= kernel["constants"].items()
+    )

@@ -1,0 +1,97 @@
+"""Three kernels against plain PyTorch: odd sizes, strides, and memory that is watched."""
+
+from collections.abc import Iterable, Iterator
+
+from triton_launch import INTERPRETED
+
+import torch
+from torch import Tensor
+
+from version3_triton.exercises.guarded_memory import Output, device, guarded
+from workshop.exercises.frame import Item, Work
+
+FP32 = 1e-5
+"""Room for a sum in another order; a mistake is larger."""
+
+STRIDES = "4 x 37, rows 100 apart in x, 37 in out"
+PASSES = "2 passes over memory; largest, exp(x - largest), sum and division one by one take 6"
+
+
+def check(work: Work) -> Iterator[Item]:
+    work.module()
+    where = "run in Triton's interpreter" if INTERPRETED else "are compiled for this GPU"
+    yield Item(True, f"mine.py can be imported; its kernels {where}")
+    torch.manual_seed(0)
+    for part in (_add, _softmax, _transpose):
+        yield from _to_the_first_red(work.each(part))
+
+
+def _to_the_first_red(items: Iterable[Item]) -> Iterator[Item]:
+    """Of the cases of a kernel: those after it would show the same mistake again."""
+    for item in items:
+        yield item
+        if not item.ok:
+            return
+
+
+def _add(work: Work) -> Iterator[Item]:
+    mine = work.module()
+    for N in (mine.BLOCK, 1, 1000):
+        x, y = _normal(N), _normal(N)
+        out = Output(x)
+        mine.add(guarded(x), guarded(y), out.tensor)
+        item = out.compare(x + y, what=f"add: N = {N:,}", limit=FP32)
+        programs = -(-N // mine.BLOCK)
+        masked = f"programs: {programs}; elements of the last one that are masked: "
+        yield _told(item, f"{masked}{programs * mine.BLOCK - N}")
+
+
+def _softmax(work: Work) -> Iterator[Item]:
+    mine = work.module()
+    for name, x, like in _rows():
+        out = Output(like)
+        mine.softmax(guarded(x), out.tensor)
+        item = out.compare(torch.softmax(x, -1), what=f"softmax: {name}", limit=FP32)
+        yield _told(item, PASSES) if name == STRIDES else item
+
+
+def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What it is, x, and a tensor of the output's strides."""
+    for R, C, shift in ((3, 64, 0), (5, 63, -200), (5, 63, 200), (2, 129, 0)):
+        x = 3 * _normal(R, C) + shift
+        yield f"{R} x {C}" + (f", all about {shift}" if shift else ""), x, x
+    wide = _normal(4, 100)[:, :37]
+    yield "4 x 37, rows 100 elements apart", wide, wide
+    yield STRIDES, wide, _normal(4, 37)
+
+
+def _transpose(work: Work) -> Iterator[Item]:
+    mine = work.module()
+    R, C = mine.TILE_R, mine.TILE_C
+    cases = (
+        (f"arange as {R} x {C}, one tile", _arange(R, C), 0),
+        ("arange as 33 x 50", _arange(33, 50), 0),
+        ("arange as 3 x 2, less than a tile", _arange(3, 2), 0),
+        ("every second column of arange as 20 x 80", _arange(20, 80)[:, ::2], 0),
+        ("the transposed view of arange as 45 x 21", _arange(45, 21).t(), 0),
+        ("arange as 17 x 40, into columns of a wider matrix", _arange(17, 40), 9),
+    )
+    for name, x, spare in cases:
+        right = x.t().contiguous()
+        out = Output(right.new_empty(len(right), len(x) + spare)[:, : len(x)])
+        mine.transpose(guarded(x), out.tensor)
+        yield out.compare(right, what=f"transpose: {name}", limit=FP32)
+
+
+def _arange(R: int, C: int) -> Tensor:
+    """Each element is its place in memory: it tells where a wrong one came from."""
+    return torch.arange(R * C, dtype=torch.float32, device=device()).reshape(R, C)
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=device())
+
+
+def _told(item: Item, why: str) -> Item:
+    """A green Item with a reason."""
+    return Item(True, item.what, why) if item.ok else item
