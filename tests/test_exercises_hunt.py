@@ -1,0 +1,528 @@
+"""The hunt: every fault shows in the figures, and the check tells a right diagnosis from a wrong
+one. The stages run in this process, at a size that the interpreter needs seconds for."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from workshop import parity, plausibility
+from workshop.exercises import frame, sheet
+from workshop.exercises.frame import Item, Work
+from workshop.versions import ROOT
+
+FOLDER = ROOT / "version3_triton" / "exercises" / "performance_debugging"
+SOLUTIONS = ROOT / "exercises" / "solutions" / "performance_debugging"
+sys.path[:0] = [str(FOLDER), str(SOLUTIONS)]
+
+import hunt_causes  # noqa: E402
+import hunt_harness  # noqa: E402
+import hunt_results  # noqa: E402
+import repairs  # noqa: E402
+import run_all_stages  # noqa: E402
+from hunt_causes import NONE, Sight, found_in  # noqa: E402
+from hunt_results import StageResult  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+TINY_MODEL = {
+    "hidden_dim": 64,
+    "intermediate_dim": 128,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
+SIZE = hunt_harness.GPU_SIZE
+if not ON_GPU:
+    SIZE = hunt_harness.INTERPRETED_SIZE
+    SIZE = dataclasses.replace(SIZE, model=SIZE.model | TINY_MODEL)
+CAUSES = {
+    "stage1": "default_initialisation",
+    "stage2": "strides_ignored",
+    "stage3": "clock_does_not_wait",
+    "stage4": "program_per_element",
+    "stage5": "severed_gradient",
+    "stage6": NONE,
+}
+
+
+def measure(stage: str, build: object, timed_steps: object) -> StageResult:
+    return hunt_harness.measure(
+        stage, build, SIZE, DEVICE, timed_steps=timed_steps or hunt_harness.clocked_steps
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of results with those of the six stages."""
+    results = tmp_path_factory.mktemp("results")
+    folder = results / hunt_results.FOLDER.name
+    folder.mkdir()
+    for path in run_all_stages.stage_files().values():
+        module = importlib.import_module(path.stem)
+        build = getattr(module, "TinyLlama", hunt_harness.v3.TinyLlama)
+        result = measure(path.stem, build, getattr(module, "timed_steps", None))
+        hunt_results.save(result, folder)
+    return results
+
+
+@pytest.fixture(scope="module")
+def found(measured: Path) -> dict[str, StageResult]:
+    return hunt_results.load_all(measured / hunt_results.FOLDER.name)
+
+
+@pytest.fixture
+def diagnose(
+    measured: Path, found: dict[str, StageResult], tmp_path: Path
+) -> Callable[..., list[Item]]:
+    """Checks the solution, with the values of these results and with some answers changed."""
+
+    def run(results: Path = measured, **changes: str) -> list[Item]:
+        text = (SOLUTIONS / "my_diagnosis.toml").read_text(encoding="utf-8")
+        for key, result in found.items():
+            figure = re.search(rf'\[{key}\][^\[]*?figure = "(\w+)"', text)
+            if figure:
+                told = hunt_results.shown(figure[1], result.figures()[figure[1]])
+                text = replace(text, f"{key}.value", told.replace(",", ""))
+        for key, value in changes.items():
+            text = replace(text, key.replace("__", "."), value)
+        path = tmp_path / "my_diagnosis.toml"
+        path.write_text(text, encoding="utf-8")
+        return check(path, results)
+
+    return run
+
+
+def replace(text: str, key: str, value: str) -> str:
+    """The TOML with another value for a key of one of its tables."""
+    table, _, name = key.partition(".")
+    head, start, rest = text.partition(f"[{table}]\n")
+    changed, count = re.subn(rf"(?m)^{name} = [^#\n]*", f"{name} = {value} ", rest, count=1)
+    assert start and count == 1, key
+    return head + start + changed
+
+
+def check(answers: Path, results: Path) -> list[Item]:
+    module = frame.import_file(FOLDER / "check.py")
+    return list(module.check(Work(FOLDER, answers=answers, results=results)))
+
+
+def red(items: list[Item]) -> list[str]:
+    return [f"{item.what}: {item.why}" for item in items if not item.ok]
+
+
+# --- the stages ----------------------------------------------------------------------------------
+
+
+def test_each_stage_has_its_fault_and_no_other(found: dict[str, StageResult]) -> None:
+    assert list(found) == list(CAUSES)
+    for key, result in found.items():
+        sight = Sight(result, found["stage6"])
+        faults = [name for name, cause in hunt_causes.CAUSES.items() if cause.holds(sight)]
+        assert faults == [CAUSES[key]]
+
+
+def test_the_symptoms(found: dict[str, StageResult]) -> None:
+    figures = {key: result.figures() for key, result in found.items()}
+    healthy = figures["stage6"]
+    # Every column but those of the fault is the healthy stage's.
+    assert figures["stage1"]["loss_first"] > 30 and healthy["loss_first"] < 7.5
+    assert figures["stage1"]["logits_error"] < 1e-5
+    assert figures["stage2"]["logits_error"] > 0.01
+    assert abs(figures["stage2"]["loss_first"] - healthy["loss_first"]) < 0.5
+    assert figures["stage3"]["loss_last"] == pytest.approx(healthy["loss_last"], rel=5e-3)
+    assert figures["stage3"]["timed_share"] < 0.1 < 0.9 < healthy["timed_share"]
+    assert figures["stage4"]["loss_last"] == pytest.approx(healthy["loss_last"], rel=5e-3)
+    tokens, config = SIZE.batch_size * SIZE.seq_len, SIZE.model
+    elements = tokens * config["hidden_dim"] * config["num_layers"]
+    assert elements < figures["stage4"]["programs"] < elements + healthy["programs"]
+    assert figures["stage5"]["tensors_with_grad"] == 1
+    assert healthy["tensors_with_grad"] == 2 + 9 * SIZE.model["num_layers"]
+    assert figures["stage5"]["loss_first"] == pytest.approx(healthy["loss_first"], rel=5e-5)
+    assert figures["stage5"]["loss_last"] < 7.5  # nothing that anybody would look at twice
+    assert figures["stage5"]["peak_mb"] < 0.85 * healthy["peak_mb"]
+    for name in ("step_ms", "samples_per_s"):
+        assert (healthy[name] is None) == found["stage6"].run.interpreted
+
+
+@pytest.mark.gpu
+def test_the_times_of_a_gpu_show_what_the_interpreter_can_not(
+    found: dict[str, StageResult],
+) -> None:
+    figures = {key: result.figures() for key, result in found.items()}
+    healthy = figures["stage6"]
+    assert healthy["backward_ms"] > healthy["forward_ms"]
+    assert figures["stage3"]["samples_per_s"] > 5 * healthy["samples_per_s"]
+    assert figures["stage4"]["forward_ms"] > 2 * healthy["forward_ms"]
+    assert figures["stage5"]["samples_per_s"] > 2 * healthy["samples_per_s"]
+    assert figures["stage5"]["backward_ms"] < 0.5 * figures["stage5"]["forward_ms"]
+    assert figures["stage5"]["peak_mb"] < 0.65 * healthy["peak_mb"]
+
+
+@pytest.mark.parametrize("number", sorted(repairs.REPAIRED))
+def test_a_repaired_stage_is_healthy(number: str, found: dict[str, StageResult]) -> None:
+    build, clock = repairs.REPAIRED[number]
+    result = measure(f"repaired{number}", build, clock)
+    assert found_in(Sight(result, found["stage6"])) == NONE
+
+
+@pytest.mark.parametrize("number", ["2", "5"])
+def test_a_repaired_stage_has_v3s_gradients(number: str) -> None:
+    config = hunt_harness.v3.TinyLlamaConfig(**SIZE.model)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(1000, (2, 3, 5), generator=generator).to(DEVICE)
+    gradients = []
+    for build in (repairs.REPAIRED[number][0], hunt_harness.v3.TinyLlama):
+        model = build(config).to(DEVICE)
+        parity.load_canonical(model, parity.canonical_state(config, 0))
+        model(tokens, targets).backward()
+        gradients.append(parity.canonical_gradients(model))
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_lost_step_is_not_a_result() -> None:
+    with pytest.raises(AssertionError, match="a step was lost"):
+        measure("stage6_repaired", hunt_harness.v3.TinyLlama, lambda runner, steps: [1.0] * steps)
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+
+def test_the_template_fails(measured: Path) -> None:
+    items = check(FOLDER / "diagnosis.toml", measured)
+    assert [item.what for item in items if item.ok] == ["your results of the six stages"]
+    told = [item.what for item in items if not item.ok]
+    assert all(what.startswith("not answered yet: ") for what in told)
+    assert {what.split(": ")[1].split(".")[0] for what in told} == {
+        "predict", "false_claim", *CAUSES,
+    }  # fmt: skip
+
+
+def test_without_results_it_says_what_to_type(tmp_path: Path) -> None:
+    items = check(SOLUTIONS / "my_diagnosis.toml", tmp_path)
+    assert "no result yet of stage1, stage2" in red(items)[0]
+    assert "performance_debugging/run_all_stages.sh 1 2 3 4 5 6" in red(items)[0]
+    assert len(red(items)) == 1  # the false claim needs none
+
+
+def test_the_solution_passes(diagnose: Callable[..., list[Item]]) -> None:
+    items = diagnose()
+    assert red(items) == []
+    assert len(items) > 25
+
+
+@pytest.mark.parametrize(
+    ("stage", "cause", "answer"),
+    [
+        ("stage1", "learning_rate_too_high", "is taken before any update"),
+        ("stage1", "severed_gradient", "the backward pass reached"),
+        ("stage1", "none", "are not those of stage 6: loss_first"),
+        ("stage2", "slow_memory_layout", "a slow layout gives the right numbers late"),
+        ("stage2", "default_initialisation", "ln(vocabulary) = 6.91"),
+        ("stage3", "compilation_timed", "would make steps longer"),
+        ("stage3", "program_per_element", "a product cut that small"),
+        ("stage4", "slow_memory_layout", "programs where stage 6's starts"),
+        ("stage4", "too_many_launches", "kernels of Triton's, stage 6's"),
+        ("stage5", "activations_not_stored", "no activation is part of it"),
+        ("stage5", "clock_does_not_wait", "of the time that the whole loop took"),
+        ("stage6", "severed_gradient", "the backward pass reached"),
+        ("stage6", "strides_ignored", "these are V1's up to"),
+    ],
+)
+def test_a_wrong_cause_is_answered_with_a_figure(
+    diagnose: Callable[..., list[Item]], stage: str, cause: str, answer: str
+) -> None:
+    items = diagnose(**{f"{stage}__cause": f'"{cause}"'})
+    told = red(items)
+    assert len(told) == 1 and told[0].startswith(f"{stage}: ")
+    assert answer in told[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "figure", "answer"),
+    [
+        ("stage1", "logits_error", "does not tell the two apart"),
+        ("stage2", "tensors_with_grad", "does not tell the two apart"),
+        ("stage3", "loss_first", "does not tell the two apart"),
+        ("stage4", "timed_share", "does not tell the two apart"),
+        ("stage5", "loss_first", "does not tell the two apart"),
+        ("stage5", "peak_mb", "which figure is the cause itself"),
+        ("stage5", "programs", "which figure is the cause itself"),
+    ],
+)
+def test_a_figure_that_proves_nothing_is_red(
+    diagnose: Callable[..., list[Item]], stage: str, figure: str, answer: str
+) -> None:
+    told = red(diagnose(**{f"{stage}__figure": f'"{figure}"'}))
+    assert len(told) == 1 and answer in told[0]
+
+
+def test_a_time_is_no_evidence_where_it_was_interpreted(
+    diagnose: Callable[..., list[Item]], found: dict[str, StageResult]
+) -> None:
+    if not found["stage5"].run.interpreted:
+        pytest.skip("times are compared here")
+    told = red(diagnose(stage5__figure='"backward_ms"'))
+    assert told == ["stage5: backward_ms: this machine gives no such figure: take another"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({"stage1__value": "6.9"}, "you noted 6.9, your result has"),
+        ({"stage5__value": "20"}, "you noted 20, your result has 1"),
+        ({"stage5__value": '"1"'}, "should be a number, without quotes"),
+        ({"stage2__cause": '"magic"'}, "stage2.cause should be one of default_initialisation"),
+    ],
+)
+def test_a_wrong_note_is_shown_beside_the_result(
+    diagnose: Callable[..., list[Item]], changes: dict[str, str], answer: str
+) -> None:
+    told = red(diagnose(**changes))
+    assert len(told) == 1 and answer in told[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fix", "answer"),
+    [
+        ("stage1", "lower_the_learning_rate", "the first loss comes before any update"),
+        ("stage2", "larger_blocks", "the same ones are read"),
+        ("stage3", "more_warm_up_steps", "as quickly handed over"),
+        ("stage4", "tune_the_warps", "computes one element still"),
+        ("stage5", "requires_grad", "makes the result a leaf"),
+        ("stage5", "nothing", "that is for another fault: nothing is wrong"),
+        ("stage4", "wait_for_the_work", "the clock is read before the work is done"),
+    ],
+)
+def test_a_fix_that_repairs_nothing_is_answered(
+    diagnose: Callable[..., list[Item]], stage: str, fix: str, answer: str
+) -> None:
+    told = red(diagnose(**{f"{stage}__fix": f'"{fix}"'}))
+    assert len(told) == 1 and answer in told[0]
+
+
+def test_stage6_is_cleared_by_enough_figures_alone(diagnose: Callable[..., list[Item]]) -> None:
+    told = red(diagnose(stage6__cleared_by='["loss_first", "peak_mb", "logits_error"]'))
+    assert [line.split(": ")[1] for line in told] == [
+        f"nothing in your list excludes the fault of {key}"
+        for key in ("stage3", "stage4", "stage5")
+    ]
+    names = ["loss_first", "loss_last", "tensors_with_grad", "timed_share", "programs"]
+    assert "yours are 5" in red(diagnose(stage6__cleared_by=json.dumps(names)))[0]
+    assert "'speed' is none of" in red(diagnose(stage6__cleared_by='["speed"]'))[0]
+
+
+def test_predictions_are_told_and_never_red(diagnose: Callable[..., list[Item]]) -> None:
+    items = diagnose(predict__first_loss="0.5", predict__loss_differs="5")
+    assert red(items) == []
+    assert "too low" in items[1].why and "ln(V)" in items[1].why
+    assert "predicted 5, measured 3: 1.67 times too high" in items[2].why
+
+
+def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(
+    diagnose: Callable[..., list[Item]], measured: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(measured, tmp_path / "results")
+    folder = tmp_path / "results" / hunt_results.FOLDER.name
+    content = json.loads((folder / "stage6_repaired.json").read_text())
+    (folder / "stage1_scaled_residuals.json").write_text(
+        json.dumps(content | {"stage": "stage1_scaled_residuals"})
+    )
+    content["run"]["batch_size"] = 5
+    (folder / "stage2_own_swiglu.json").write_text(
+        json.dumps(content | {"stage": "stage2_own_swiglu"})
+    )
+    told = red(diagnose(results=tmp_path / "results"))
+    assert any("has stage1_scaled_residuals.py been changed?" in line for line in told)
+    assert any(line.startswith("stage2 ran elsewhere, or with other sizes") for line in told)
+    (folder / "stage3_launch_thread.json").write_text("{")
+    assert any("no valid JSON" in line for line in red(diagnose(results=tmp_path / "results")))
+
+
+# --- the false claim -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        (
+            {"impossible_rows": '["medium V3", "medium V4"]'},
+            "you believe, and that can't be true: 1",
+        ),
+        (
+            {"impossible_rows": '["small V3", "medium V1", "medium V3", "medium V4"]'},
+            "medium V1 can't be true: its figures can be true: 59 TFLOP/s of 163.4",
+        ),
+        ({"impossible_rows": '["V3"]'}, "should be a list of small V1, small V3"),
+        ({"step_tflops": "61.4"}, "that is the forward pass alone"),
+        ({"step_tflops": "92"}, "a multiplication and an addition are two operations"),
+        ({"step_tflops": "500"}, "500 is not what the row says"),
+        ({"backward_over_forward": "85.5"}, "the forward pass over the backward pass"),
+        ({"adamw_gbs": "7592"}, "three are written back"),
+        ({"adamw_gbs": "13.29"}, "is it in GB/s?"),
+    ],
+)
+def test_wrong_arguments_are_answered(
+    diagnose: Callable[..., list[Item]], changes: dict[str, str], answer: str
+) -> None:
+    told = red(diagnose(**{f"false_claim__{key}": value for key, value in changes.items()}))
+    assert len(told) == 1 and answer in told[0]
+
+
+def test_the_rule_of_six_operations_a_parameter_is_good_enough(
+    diagnose: Callable[..., list[Item]],
+) -> None:
+    assert red(diagnose(false_claim__step_tflops=str(6 * 189.8e6 * 8192 / 52.3e-3 / 1e12))) == []
+
+
+# --- the sheet and the commands ------------------------------------------------------------------
+
+
+def test_the_sheet_shows_the_published_tables() -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^ *\| ((?:small|medium) V\d) \| (.*) \|$", text)
+    claims = plausibility.read_claims(ROOT / "tests" / "fixtures" / "published_tables.json")
+    for claim, (name, cells) in zip(claims, rows, strict=True):
+        times = (claim.step_ms, claim.forward_ms, claim.backward_ms, claim.optimizer_ms)
+        told = ["-" if value is None else f"{value:,}" for value in (*times, claim.memory_mb)]
+        size = f"{claim.batch_size} x {claim.seq_len}"
+        model = f"{claim.model.hidden_dim}, {claim.model.num_layers}"
+        assert (name, cells.split(" | ")) == (claim.name, [size, model, *told])
+
+
+def test_sheet_and_template_name_all_that_may_be_answered() -> None:
+    assert sheet.read(FOLDER).minutes == 25
+    assert len(sheet.read(FOLDER).hints) >= 8
+    template = (FOLDER / "diagnosis.toml").read_text(encoding="utf-8")
+    for name in (*hunt_causes.CAUSES, *hunt_causes.FIXES):
+        assert re.search(rf"\b{name}\b", template), name
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for name in run_all_stages.TRAINED + run_all_stages.COUNTED:
+        assert f"`{name}`" in text
+
+
+def test_the_table_has_figures_and_no_conclusions(
+    measured: Path, type_command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    folder = measured / hunt_results.FOLDER.name
+    done = type_command(
+        FOLDER / "run_all_stages.sh", "--show", "--output-dir", folder, PYTHON=sys.executable
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if line.startswith("stage")]
+    assert sum(" 1/" in row for row in rows) == 1
+    if not ON_GPU:
+        assert sum("interpreted" in row for row in rows) == 6
+        assert " ms" not in done.stdout
+    assert not any(name in done.stdout for name in hunt_causes.CAUSES if name != NONE)
+
+
+@pytest.fixture
+def with_times(found: dict[str, StageResult], tmp_path: Path) -> Path:
+    """A folder of results: these, with times as a GPU's that are made up."""
+    results = tmp_path / "with_times"
+    folder = results / hunt_results.FOLDER.name
+    folder.mkdir(parents=True)
+    for key, result in found.items():
+        step = {"stage3": 0.03, "stage4": 123.4, "stage5": 2.0}.get(key, 6.0)
+        run = dataclasses.replace(
+            result.run,
+            device=result.run.device | {"type": "cuda", "name": "made up"},
+            options=result.run.options | {"interpreted": False},
+            step_ms=[step] * 3,
+            forward_ms=[step / 3],
+            backward_ms=[0.1 if key == "stage5" else step / 2],
+            optimizer_ms=[0.1],
+        )
+        share = result.figures()["timed_share"]
+        programs = {"a kernel": 4_212_345} if key == "stage4" else result.programs
+        hunt_results.save(
+            dataclasses.replace(result, run=run, loop_ms=3 * step / share, programs=programs),
+            folder,
+        )
+    return results
+
+
+def test_where_there_are_times_the_tables_have_them(
+    with_times: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = with_times / hunt_results.FOLDER.name
+    assert run_all_stages.main(["--show", "--output-dir", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.startswith("stage")]
+    assert all("\u2026" not in word for row in rows for word in row)
+    assert rows[-4][3:] == ["66,667", "0.03", "0.01", "0.01", "0.10"]
+    assert rows[-3][1] == "4,212,345"
+
+
+def test_where_there_are_times_they_are_evidence(
+    with_times: Path, diagnose: Callable[..., list[Item]]
+) -> None:
+    changes = {
+        "stage3__figure": '"samples_per_s"',
+        "stage3__value": "66667",
+        "stage4__value": "4212345",
+        "stage5__figure": '"backward_ms"',
+        "stage5__value": "0.1",
+    }
+    assert red(diagnose(results=with_times, **changes)) == []
+    told = red(diagnose(results=with_times, **changes | {"stage4__figure": '"step_ms"'}))
+    assert len(told) == 1 and "which figure is the cause itself" in told[0]
+
+
+def test_a_stage_that_fails_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "stage1_bad.py"
+    bad.write_text("import sys; sys.exit('error: no luck')")
+    monkeypatch.setattr(run_all_stages, "stage_files", lambda: {"stage1": bad, "stage2": bad})
+    (tmp_path / "stage1_bad.json").write_text("an old result")
+    assert run_all_stages.main(["--output-dir", str(tmp_path)]) == 1
+    assert capfd.readouterr().err.count("failed: exit 1: no luck") == 2
+    assert not (tmp_path / "stage1_bad.json").exists()
+
+
+@pytest.mark.parametrize("words", [["7"], ["--show"]])
+def test_wrong_usage_is_one_line(
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_all_stages.main([*words, "--output-dir", str(tmp_path)]) == 2
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    process = subprocess.Popen(
+        [str(FOLDER / "run_all_stages.sh"), "6", "--output-dir", str(folder)],
+        env=os.environ | {"PYTHON": sys.executable},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # by now it has a stage to stop
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1].startswith("interrupted")
+    assert "Traceback" not in stderr
+    assert list(folder.iterdir()) == []

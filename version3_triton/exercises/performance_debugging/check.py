@@ -1,0 +1,180 @@
+"""Grades a diagnosis against the participant's own results of the six stages."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from hunt_causes import CAUSES, FIXES, NONE, Sight, found_in
+from hunt_claims import check_claims
+from hunt_results import COUNTS, FIGURES, FOLDER, HEALTHY, StageResult, load_all, shown
+
+from workshop.errors import WorkshopError
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import prediction
+
+FAULTY = ("stage1", "stage2", "stage3", "stage4", "stage5")
+_RUN = "version3_triton/exercises/performance_debugging/run_all_stages.sh"
+_MOST_FIGURES = 4
+_COPYING_ERROR = 1e-3
+"""Relative, of a figure that was copied from the tables; counts are copied whole."""
+
+
+def check(work: Work) -> Iterable[Item]:
+    diagnoses = [partial(_diagnosis, key=key) for key in FAULTY]
+    return work.each(_results, _predictions, *diagnoses, _healthy, check_claims)
+
+
+def _load(work: Work) -> dict[str, StageResult]:
+    return load_all(work.results / FOLDER.name)
+
+
+def _require_all(found: dict[str, StageResult]) -> None:
+    """Raises Missing: a stage has no result yet."""
+    missing = [key for key in (*FAULTY, HEALTHY) if key not in found]
+    if missing:
+        numbers = [key.removeprefix("stage") for key in missing]
+        raise Missing(f"no result yet of {', '.join(missing)}:", " ".join([_RUN, *numbers]))
+
+
+def _results(work: Work) -> Iterator[Item]:
+    _require_all(_load(work))
+    yield Item(True, "your results of the six stages")
+
+
+def _sight(work: Work, key: str) -> Sight:
+    """A stage beside the healthy one.
+
+    Raises:
+        Missing: one of them has no result yet.
+        WorkshopError: they can't be compared.
+    """
+    found = _load(work)
+    if key not in found or HEALTHY not in found:
+        _require_all(found)
+    sight = Sight(found[key], found[HEALTHY])
+    if sight.stage.setting != sight.healthy.setting:
+        raise WorkshopError(
+            f"{key} ran elsewhere, or with other sizes, than {HEALTHY}: run all stages again"
+        )
+    return sight
+
+
+def _predictions(work: Work) -> Iterator[Item]:
+    answers = work.answers()
+    first, differing = (answers.number(f"predict.{key}") for key in ("first_loss", "loss_differs"))
+    sights = [_sight(work, key) for key in FAULTY]
+    yield prediction(
+        "the first loss of a sound model",
+        first,
+        sights[0].of_healthy("loss_first"),
+        "",
+        within=0.1,
+        why="A model that knows nothing gives each of V tokens the same chance: ln(V).",
+    )
+    losses = ("loss_first", "loss_last")
+    yield prediction(
+        "how many of the five faults show in the loss",
+        differing,
+        sum(any(sight.differs(loss) for loss in losses) for sight in sights),
+        "",
+        within=0.1,
+        why="And only one of them is so far off that nobody would take it for a good loss.",
+    )
+
+
+# --- a diagnosis ---------------------------------------------------------------------------------
+
+
+def _diagnosis(work: Work, *, key: str) -> Iterator[Item]:
+    """The cause; while that is wrong, nothing of evidence and fix, which would give it away."""
+    sight = _sight(work, key)
+    if found_in(sight) == NONE:
+        why = f"has {sight.stage.stage}.py been changed? The hunt is for it as it came"
+        yield Item(False, f"{key}: your result shows no fault", why)
+        return
+    cause = CAUSES[work.answers().choice(f"{key}.cause", tuple(CAUSES))]
+    right = cause.holds(sight)
+    yield Item(right, f"{key}: {cause.told}", "" if right else f"no: {cause.answer(sight)}")
+    if right:
+        yield from work.each(*(partial(part, key=key, sight=sight) for part in (_evidence, _fix)))
+
+
+def _evidence(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
+    figure = work.answers().choice(f"{key}.figure", tuple(FIGURES))
+    here, there = sight.told(figure), sight.told_of_healthy(figure)
+    actual = sight.stage.figures()[figure]
+    if actual is None:
+        yield Item(False, f"{key}: {figure}", "this machine gives no such figure: take another")
+    elif not sight.differs(figure):
+        why = f"it is {here} here and {there} in stage 6: it does not tell the two apart"
+        yield Item(False, f"{key}: {figure}", why)
+    elif figure not in CAUSES[found_in(sight)].figures:
+        why = (
+            f"it differs, {here} against {there}, but so it may where nothing is wrong, or "
+            "something else: which figure is the cause itself, counted?"
+        )
+        yield Item(False, f"{key}: {figure}", why)
+    else:
+        yield _value(key, figure, work.answers().number(f"{key}.value"), actual)
+
+
+def _value(key: str, figure: str, noted: float, actual: float) -> Item:
+    told = shown(figure, actual)
+    error = 0.0 if figure in COUNTS else _COPYING_ERROR * abs(actual)
+    right = abs(noted - actual) <= error or noted == float(told.replace(",", ""))
+    why = FIGURES[figure] if right else f"you noted {noted:g}, your result has {told}"
+    return Item(right, f"{key}: {figure} gives it away", why)
+
+
+def _fix(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
+    name = work.answers().choice(f"{key}.fix", tuple(FIXES))
+    fix, right = FIXES[name], FIXES[name].repairs == found_in(sight)
+    why = fix.why_not or f"that is for another fault: {CAUSES[fix.repairs or NONE].told}"
+    yield Item(right, f"{key}: {name.replace('_', ' ')}", "" if right else f"no: {why}")
+
+
+# --- the healthy stage ---------------------------------------------------------------------------
+
+
+def _healthy(work: Work) -> Iterator[Item]:
+    sight = _sight(work, HEALTHY)
+    if found_in(sight) != NONE:
+        why = f"{CAUSES[found_in(sight)].told}: has {sight.stage.stage}.py been changed?"
+        yield Item(False, f"{HEALTHY}: your result shows a fault", why)
+        return
+    cause = CAUSES[work.answers().choice(f"{HEALTHY}.cause", tuple(CAUSES))]
+    right = cause.holds(sight)
+    yield Item(right, f"{HEALTHY}: {cause.told}", "" if right else f"no: {cause.answer(sight)}")
+    names = _names(work, f"{HEALTHY}.cleared_by")
+    yield Item(
+        len(names) <= _MOST_FIGURES,
+        f"{HEALTHY}: no more than {_MOST_FIGURES} figures",
+        "" if len(names) <= _MOST_FIGURES else f"yours are {len(names)}: which say the same?",
+    )
+    for key in FAULTY:
+        yield _told_apart(_sight(work, key), names)
+
+
+def _names(work: Work, key: str) -> list[str]:
+    """Names of figures; WorkshopError for anything else."""
+    names = work.answers()[key]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise WorkshopError(f'{key} should be a list of figures, such as ["peak_mb"]')
+    unknown = next((name for name in names if name not in FIGURES), None)
+    if unknown is not None:
+        raise WorkshopError(f"{key}: {unknown!r} is none of {', '.join(FIGURES)}")
+    return list(dict.fromkeys(names))
+
+
+def _told_apart(sight: Sight, names: list[str]) -> Item:
+    """Whether one of the figures excludes a faulty stage: it shows that stage's cause."""
+    key = sight.stage.key
+    telling = [
+        name for name in names if name in CAUSES[found_in(sight)].figures and sight.differs(name)
+    ]
+    if telling:
+        return Item(True, f"{HEALTHY}: {telling[0]} excludes the fault of {key}")
+    return Item(
+        False,
+        f"{HEALTHY}: nothing in your list excludes the fault of {key}",
+        f"a sound run may have {key}'s " + ", ".join(f"{n} {sight.told(n)}" for n in names),
+    )

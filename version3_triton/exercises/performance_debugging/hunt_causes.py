@@ -1,0 +1,218 @@
+"""What a diagnosis may name, each with what a stage's own figures say to it.
+
+No stage has its cause written down here. A cause holds where the figures show it, and a wrong one
+is answered with the figure that speaks against it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hunt_results import COUNTS, FIGURES, StageResult, shown
+
+DIFFERS_BY = {"loss_first": 5e-5, "loss_last": 5e-3, "timed_share": 0.5, "logits_error": 100.0}
+"""From which relative difference on two stages' figures are different ones: two sums in another
+order agree to six digits at first, and drift apart in training. Counts must be equal; else 10%."""
+_USUALLY = 0.1
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A stage beside the healthy one."""
+
+    stage: StageResult
+    healthy: StageResult
+
+    def __getitem__(self, figure: str) -> float:
+        """The stage's figure; NaN for one that there is none of, which compares as false."""
+        value = self.stage.figures()[figure]
+        return math.nan if value is None else value
+
+    def of_healthy(self, figure: str) -> float:
+        value = self.healthy.figures()[figure]
+        return math.nan if value is None else value
+
+    def told(self, figure: str) -> str:
+        return shown(figure, self.stage.figures()[figure])
+
+    def told_of_healthy(self, figure: str) -> str:
+        return shown(figure, self.healthy.figures()[figure])
+
+    def differs(self, figure: str) -> bool:
+        """Whether the figure tells the two stages apart; false where there is none."""
+        here, there = self[figure], self.of_healthy(figure)
+        if figure in COUNTS:
+            return here != there and not math.isnan(here + there)
+        return abs(here - there) > DIFFERS_BY.get(figure, _USUALLY) * abs(there)
+
+    @property
+    def tensors(self) -> int:
+        gradients = self.stage.run.gradients
+        return gradients.tensors_total if gradients else 0
+
+    @property
+    def expected_loss(self) -> float:
+        """Of a model that knows nothing yet: ln(vocabulary)."""
+        return math.log(self.stage.run.config["vocab_size"])
+
+
+def _never(sight: Sight) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What may be wrong with a stage.
+
+    Attributes:
+        told: in a clause.
+        answer: what the figures say where it does not hold.
+        holds: whether they show it.
+        figures: those that give it away, any one of them.
+    """
+
+    told: str
+    answer: Callable[[Sight], str]
+    holds: Callable[[Sight], bool] = _never
+    figures: tuple[str, ...] = ()
+
+
+_FAULTS = {
+    "default_initialisation": Cause(
+        "weights start as PyTorch's layers draw them",
+        lambda s: (
+            f"then the logits would be large from the start. Its first loss is "
+            f"{s.told('loss_first')}, and ln(vocabulary) = {s.expected_loss:.2f} is where a model "
+            "begins whose weights were drawn small"
+        ),
+        lambda s: s["loss_first"] > 2 * s.expected_loss,
+        ("loss_first",),
+    ),
+    "strides_ignored": Cause(
+        "a kernel takes a view for a contiguous tensor",
+        lambda s: (
+            "a kernel that reads the wrong elements computes other logits. From the same weights "
+            f"these are V1's up to {s.told('logits_error')}"
+        ),
+        lambda s: s["logits_error"] > 1e-3,
+        ("logits_error", "loss_first"),
+    ),
+    "clock_does_not_wait": Cause(
+        "the clock is read before the work is done",
+        lambda s: (
+            f"then the steps' times would not add up. They make {s.told('timed_share')} of the "
+            "time that the whole loop took"
+        ),
+        lambda s: s["timed_share"] < 0.5,
+        ("timed_share", "step_ms", "samples_per_s"),
+    ),
+    "program_per_element": Cause(
+        "a matrix product is cut into one program for each element of the result",
+        lambda s: (
+            f"a step starts {s.told('programs')} programs, stage 6's "
+            f"{s.told_of_healthy('programs')}: a product cut that small would take many times as "
+            "many"
+        ),
+        lambda s: s["programs"] > 5 * s.of_healthy("programs"),
+        ("programs",),
+    ),
+    "severed_gradient": Cause(
+        "the backward pass ends at an operation that autograd does not see",
+        lambda s: (
+            f"the backward pass reached {s.told('tensors_with_grad')} of its {s.tensors} tensors"
+        ),
+        lambda s: s["tensors_with_grad"] < s.tensors,
+        ("tensors_with_grad", "optimizer_state_mb", "backward_ms", "optimizer_ms"),
+    ),
+}
+_RED_HERRINGS = {
+    "learning_rate_too_high": Cause(
+        "the learning rate is too high",
+        lambda s: (
+            "all stages have the same one, and the first loss, here "
+            f"{s.told('loss_first')}, is taken before any update"
+        ),
+    ),
+    "slow_memory_layout": Cause(
+        "a tensor that is not contiguous makes memory slow",
+        lambda s: (
+            "a slow layout gives the right numbers late, with the same programs. Here the logits "
+            f"are off by {s.told('logits_error')}, and a step starts {s.told('programs')} programs "
+            f"where stage 6's starts {s.told_of_healthy('programs')}"
+        ),
+    ),
+    "compilation_timed": Cause(
+        "the compilation of the kernels is in the times",
+        lambda s: (
+            "all stages warm up before the clock starts. And compiling would make steps longer, "
+            f"while the times add up to {s.told('timed_share')} of the loop's"
+        ),
+    ),
+    "too_many_launches": Cause(
+        "too many small kernels are launched",
+        lambda s: (
+            f"a step launches {s.told('launches')} kernels of Triton's, stage 6's "
+            f"{s.told_of_healthy('launches')}"
+        ),
+    ),
+    "activations_not_stored": Cause(
+        "activations are computed again rather than stored, a true saving",
+        lambda s: (
+            f"AdamW's state takes {s.told('optimizer_state_mb')} MB here, "
+            f"{s.told_of_healthy('optimizer_state_mb')} in stage 6: no activation is part of it"
+        ),
+    ),
+}
+NONE = "none"
+
+
+def _healthy(sight: Sight) -> bool:
+    return not any(cause.holds(sight) for cause in _FAULTS.values())
+
+
+def _what_differs(sight: Sight) -> str:
+    names = [name for name in FIGURES if sight.differs(name)]
+    pairs = [f"{n} {sight.told(n)} against {sight.told_of_healthy(n)}" for n in names[:3]]
+    return f"its figures are not those of stage 6: {', '.join(pairs)}"
+
+
+CAUSES = _FAULTS | _RED_HERRINGS | {NONE: Cause("nothing is wrong", _what_differs, _healthy)}
+
+
+def found_in(sight: Sight) -> str:
+    """The cause that a stage's figures show, or NONE."""
+    return next((name for name, cause in _FAULTS.items() if cause.holds(sight)), NONE)
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change to a script: the cause that it takes away, if any, or why it takes away none."""
+
+    repairs: str | None
+    why_not: str = ""
+
+
+FIXES = {
+    "initialise_all_weights": Fix("default_initialisation"),
+    "lower_the_learning_rate": Fix(
+        None, "the first loss comes before any update, and would be the same"
+    ),
+    "pass_strides_or_make_contiguous": Fix("strides_ignored"),
+    "larger_blocks": Fix(
+        None, "that shares the same elements out among fewer programs: the same ones are read"
+    ),
+    "wait_for_the_work": Fix("clock_does_not_wait"),
+    "more_warm_up_steps": Fix(
+        None, "a step that is only handed over is as quickly handed over after a hundred others"
+    ),
+    "tiles_or_the_library": Fix("program_per_element"),
+    "tune_the_warps": Fix(
+        None, "a program with other warps computes one element still, and reads a row for it"
+    ),
+    "autograd_function": Fix("severed_gradient"),
+    "requires_grad": Fix(
+        None,
+        "requires_grad_() makes the result a leaf: a gradient arrives there, and goes no further",
+    ),
+    "nothing": Fix(NONE),
+}

@@ -1,0 +1,312 @@
+"""What the stages share: the same sizes, weights, batches and clock, and a result file each.
+
+A stage imports this first, since V3 chooses between Triton's compiler and its interpreter before
+Triton is imported.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+# Before PyTorch is imported: threads that wait for each other must not spin on a machine that
+# others use too.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from workshop.needed import import_torch  # noqa: E402
+
+import_torch()
+
+import torch  # noqa: E402
+from hunt_results import FOLDER, StageResult, save  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from workshop import (  # noqa: E402
+    data,
+    errors,
+    hardware,
+    interpreter,
+    parity,
+    presets,
+    results,
+    timing,
+    versions,
+)
+from workshop.cli import leave_if_missing  # noqa: E402
+from workshop.precision import Precision, get_precision  # noqa: E402
+from workshop.trainer import Runner, Schedule  # noqa: E402
+
+leave_if_missing("v3")
+v3: Any = versions.load("v3")
+
+Build = Callable[[Any], nn.Module]
+"""Makes a stage's model from a `TinyLlamaConfig`, with the weights that the stage starts from."""
+TimedSteps = Callable[[Runner, int], list[float]]
+"""Trains a number of steps; the time of each in ms."""
+
+SEED, LEARNING_RATE = 42, 1e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, its batch and how long it is trained."""
+
+    name: str
+    model: dict[str, int]
+    batch_size: int
+    seq_len: int
+    schedule: Schedule
+    text: Path | None = None
+    """None: the workshop's usual one."""
+
+
+_SMALL = presets.get_preset("small")
+GPU_SIZE = Size(
+    "small",
+    _SMALL.model(),
+    _SMALL.batch_size,
+    _SMALL.seq_len,
+    schedule=Schedule(warmup=10, timed=30, phases=10),
+)
+# So small that the interpreter has patience, with two of all that may be told apart. Of so few
+# tokens chance decides what the loss is, so they are the same ones on every machine.
+INTERPRETED_SIZE = Size(
+    "custom",
+    {
+        "vocab_size": 1000,
+        "hidden_dim": 192,
+        "intermediate_dim": 768,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "max_seq_len": 64,
+    },
+    batch_size=2,
+    seq_len=6,
+    schedule=Schedule(warmup=1, timed=2, phases=0),
+    text=ROOT / "LICENSE",
+)
+
+
+def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> int:
+    """The command line of a stage; the exit status.
+
+    Args:
+        stage: the stage's `__file__`.
+        build: its model.
+        timed_steps: its clock; the workshop's own if there is none.
+    """
+    arguments = _parser(stage).parse_args()
+    return errors.exit_status(
+        lambda: _main(Path(stage).stem, build, timed_steps or clocked_steps, arguments),
+        interrupted="interrupted: nothing saved",
+    )
+
+
+def _parser(stage: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=Path(stage).name,
+        description="Trains one stage of the hunt and saves what was measured.",
+        epilog="Exit status: 0 done, 1 --gate: the gate is red, 2 wrong usage, 77 Triton is "
+        "missing, 130 interrupted.",
+    )
+    add = parser.add_argument
+    add(
+        "--gate",
+        action="store_true",
+        help="train nothing: compare logits, gradients and a short training with V1's, from V1's "
+        "weights",
+    )
+    add("--num-steps", type=int, metavar="N", help="timed steps (default: 30; interpreted 2)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default auto: the first GPU, if any",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        default=FOLDER,
+        help="where the result file goes (default: results/performance_debugging)",
+    )
+    return parser
+
+
+def _main(stage: str, build: Build, timed_steps: TimedSteps, arguments: argparse.Namespace) -> int:
+    device = hardware.get_device(arguments.device)
+    version = versions.get_version("v3")
+    interpreter.check_device(version, device)
+    interpreted = interpreter.serves(version, device)
+    size = INTERPRETED_SIZE if interpreted else GPU_SIZE
+    if arguments.num_steps is not None:
+        if arguments.num_steps < 1:
+            raise errors.WorkshopError(f"--num-steps {arguments.num_steps}: it must be at least 1")
+        schedule = dataclasses.replace(size.schedule, timed=arguments.num_steps)
+        size = dataclasses.replace(size, schedule=schedule)
+    print(f"{stage}: {size.batch_size} x {size.seq_len} tokens, {hardware.device_name(device)}")
+    if arguments.gate:
+        return _gate(build, size, device)
+    results.prepare_folder(arguments.output_dir)
+    measured = measure(stage, build, size, device, timed_steps=timed_steps)
+    print(f"Result: {save(measured, arguments.output_dir)}")
+    return errors.DONE
+
+
+def _gate(build: Build, size: Size, device: torch.device) -> int:
+    print("comparing with V1 ...", flush=True)
+    report = parity.check(
+        build,
+        v3.TinyLlamaConfig(**size.model),
+        precision="fp32",
+        device=device,
+        batch_size=size.batch_size,
+        seq_len=size.seq_len,
+        configure_optimizer=v3.configure_optimizer,
+    )
+    print(f"gate: {report.summary()}")
+    for failure in report.failures:
+        print(f"  {failure}")
+    return errors.DONE if report.passed else errors.ANSWER_IS_NO
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def measure(
+    stage: str,
+    build: Build,
+    size: Size,
+    device: torch.device,
+    *,
+    timed_steps: TimedSteps,
+) -> StageResult:
+    """Trains a stage, from the weights that it draws itself, and says what was seen."""
+    precision = get_precision("fp32", device)  # two right versions agree to six digits
+    precision.set_matmul_mode()
+    config = v3.TinyLlamaConfig(**size.model)
+    batches = data.text_batches(
+        data.read_corpus(size.text),
+        steps=size.schedule.batches,
+        batch_size=size.batch_size,
+        seq_len=size.seq_len,
+        vocab_size=config.vocab_size,
+        seed=SEED,
+    )
+    run = _new_run(stage, size, config, device, precision)
+    tokens = batches[0, 0].to(device)
+    logits_error = _logits_error(build(config).to(device), tokens)
+
+    torch.manual_seed(SEED)
+    model = build(config).to(device)
+    optimizer = v3.configure_optimizer(model, LEARNING_RATE)
+    runner = Runner(model, optimizer, batches, precision, cuda_graph=False)
+    print("warming up ...", flush=True)
+    with counted_launches() as (launches, programs):
+        runner.warm_up(1)
+    if size.schedule.warmup > 1:
+        runner.warm_up(size.schedule.warmup - 1)
+    if device.type == "cpu":
+        runner.profile_cpu_peak()
+    print(f"training {size.schedule.timed} steps ...", flush=True)
+    loop_ms = _train(runner, size.schedule, run, timed_steps)
+    run.gradients = parity.count_gradients(model)
+    return StageResult(stage, loop_ms, logits_error, dict(launches), dict(programs), run)
+
+
+def _new_run(
+    stage: str, size: Size, config: Any, device: torch.device, precision: Precision
+) -> results.RunResult:
+    """The record of a run that has not measured yet."""
+    version = versions.get_version("v3")
+    return results.RunResult(
+        version=version.key,
+        session=results.new_session(),
+        config_name=size.name,
+        config=dataclasses.asdict(config),
+        batch_size=size.batch_size,
+        seq_len=size.seq_len,
+        precision=precision.name,
+        warmup_steps=size.schedule.warmup,
+        device=hardware.describe(device),
+        software=results.describe_software(),
+        git_commit=results.git_commit(),
+        created=results.now(),
+        options={
+            "stage": stage,
+            "interpreted": interpreter.serves(version, device),
+            "cuda_graph": False,
+            "learning_rate": LEARNING_RATE,
+            "seed": SEED,
+        },
+        command=["python", *(Path(word).name for word in sys.argv[:1]), *sys.argv[1:]],
+    )
+
+
+def _train(
+    runner: Runner, schedule: Schedule, run: results.RunResult, timed_steps: TimedSteps
+) -> float:
+    """Trains the timed steps, then those whose parts are timed, and fills the record; how long
+    the timed ones really took, in ms."""
+    runner.wait()
+    done, start = runner.done, time.perf_counter()
+    run.step_ms = timed_steps(runner, schedule.timed)
+    runner.wait()
+    loop_ms = (time.perf_counter() - start) * 1e3
+    assert runner.done == done + schedule.timed, "a step was lost"
+    run.losses = results.finite(runner.losses().tolist())
+    run.memory_mb = runner.memory_mb()
+    if schedule.phases:
+        run.forward_ms, run.backward_ms, run.optimizer_ms = runner.phases(schedule.phases)
+    return loop_ms
+
+
+def clocked_steps(runner: Runner, steps: int) -> list[float]:
+    """Trains `steps` steps; the time of each in ms, as every version of the workshop is timed: on
+    a GPU by events in its queue."""
+    clock = timing.StepClock(runner.device)
+    clock.mark()
+    for _ in range(steps):
+        runner.advance()
+        clock.mark()
+    return clock.durations_ms()
+
+
+def _logits_error(model: nn.Module, tokens: Tensor) -> float:
+    """How far a stage's logits are from V1's, from the same weights: relative RMS."""
+    state = parity.canonical_state(model.config, SEED)
+    baseline = parity.build_baseline(model.config).to(tokens.device)
+    for one in (model, baseline):
+        parity.load_canonical(one, state)
+    with torch.no_grad():
+        yours, true = (one(tokens).double() for one in (model, baseline))
+    return float((yours - true).norm() / true.norm())
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Counts the launches of Triton's kernels by name, and the programs that they start."""
+    from triton.runtime.jit import KernelInterface
+
+    launches: Counter[str] = Counter()
+    programs: Counter[str] = Counter()
+    launcher = KernelInterface.__getitem__
+
+    def get_item(kernel: Any, grid: Any) -> Any:
+        launches[kernel.__name__] += 1
+        programs[kernel.__name__] += math.prod(grid)
+        return launcher(kernel, grid)
+
+    with mock.patch.object(KernelInterface, "__getitem__", get_item):
+        yield launches, programs

@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""Stage 6: V3 as it stands, after all that was found in the five others was put right."""
+
+import sys
+
+from hunt_harness import main
+
+# isort: split
+
+import tiny_llama_v3 as v3
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, v3.TinyLlama))
