@@ -1,0 +1,483 @@
+"""V4's exercises: an untouched starter fails, the solution passes, wrong answers are told why."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import stored_runs
+from test_compare import needs_triton
+
+from workshop import results
+from workshop.exercises import frame, sheet
+from workshop.exercises.frame import Item, Work
+from workshop.profilers import kernel_file
+from workshop.profilers.table import Kernel, KernelTable
+
+ROOT = Path(__file__).resolve().parents[1]
+EXERCISES = ROOT / "version4_pytorch_sdpa/exercises"
+SOLUTIONS = ROOT / "exercises/solutions"
+NAMES = ("ultra_fusion", "register_optimization", "production_deployment")
+
+
+def checked(name: str, **where: Path) -> list[Item]:
+    """The Items of an exercise's check, in this process."""
+    return list(Work(EXERCISES / name, **where).each(loaded(name).check))
+
+
+@functools.cache
+def loaded(name: str) -> ModuleType:
+    return frame.import_file(EXERCISES / name / sheet.CHECK)
+
+
+def solution(name: str) -> dict[str, Path]:
+    files = {
+        "mine": SOLUTIONS / name / frame.MINE,
+        "answers": SOLUTIONS / name / frame.MY_ANSWERS,
+    }
+    return {key: path for key, path in files.items() if path.is_file()}
+
+
+def told(items: list[Item], *, ok: bool) -> str:
+    """What the green Items say, or the red ones."""
+    return "\n".join(f"{item.what}: {item.why}" for item in items if item.ok == ok)
+
+
+def answered(name: str, folder: Path, **changes: Any) -> Path:
+    """The solution's answers, with some changed."""
+    text = (SOLUTIONS / name / frame.MY_ANSWERS).read_text(encoding="utf-8")
+    for key, value in changes.items():
+        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
+        assert count == 1, key
+    path = folder / frame.MY_ANSWERS
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def changed(name: str, folder: Path, changes: dict[str, str]) -> Path:
+    """The solution with pieces of its text changed."""
+    text = (SOLUTIONS / name / frame.MINE).read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path = folder / frame.MINE
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sheet_is_read(name: str) -> None:
+    read = sheet.read(EXERCISES / name)
+    assert (read.minutes, read.when, read.needs) == (15, "session 4", "no GPU needed")
+    assert len(read.hints) >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_solution_answers_the_sheets_questions(name: str) -> None:
+    keys = [
+        re.findall(r"(?m)^(\[?\w+\]?)(?: =|$)", path.read_text(encoding="utf-8"))
+        for path in (EXERCISES / name / frame.QUESTIONS, SOLUTIONS / name / frame.MY_ANSWERS)
+    ]
+    assert keys[0] == keys[1]
+
+
+# --- ultra_fusion --------------------------------------------------------------------------------
+
+CALLS = {
+    "eager": {"aten::mm": 51, "aten::matmul": 17, "aten::mul": 136, "aten::view": 2319},
+    "pytorch_profiler": {
+        "aten::mm": 50,
+        "aten::addmm": 1,
+        "graph_0_cpp_fused__unsafe_view_mul_silu_split_3": 4,
+        "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_split_view_2": 4,
+        "graph_0_cpp_fused_add_embedding_mean_mul_pow_rsqrt_0": 35,
+        "aten::as_strided": 664,
+    },
+}
+"""In a step: as many as were counted on a CPU with PyTorch 2.13, under fewer names."""
+STEPS = 2
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A participant's results with the two profiles that the sheet asks for."""
+    profile(tmp_path, "eager", compile="none", cuda_graph=False)
+    profile(tmp_path, "pytorch_profiler", compile="default", cuda_graph=False)
+    return tmp_path
+
+
+def profile(
+    measured: Path, folder: str, calls: dict[str, int] | None = None, **options: Any
+) -> None:
+    """Writes what run_pytorch_profiler.py leaves."""
+    place = measured / "profiles" / "v4" / folder
+    kernels = [
+        Kernel(name, "other", STEPS * count, 1e6)
+        for name, count in (calls or CALLS[folder]).items()
+    ]
+    table = KernelTable(Path("trace"), "torch.profiler", kernels, what="operator", steps=STEPS)
+    kernel_file.write(table, place)
+    record = stored_runs.REFERENCE / "cpu_amd_epyc/profiles/v4/pytorch_profiler/run.json"
+    run = results.load(record)
+    results.save_as(place / "run.json", dataclasses.replace(run, options=run.options | options))
+    (place / "command.txt").write_text("# run_pytorch_profiler.py\n# exit status 0\n")
+
+
+def test_fusion_without_profiles_names_the_missing_one(tmp_path: Path) -> None:
+    items = checked("ultra_fusion", **solution("ultra_fusion"), results=tmp_path)
+    assert told(items, ok=False).startswith("results/profiles/v4/eager is missing")
+
+
+def test_unanswered_questions_of_fusion_are_red(measured: Path) -> None:
+    questions = EXERCISES / "ultra_fusion" / frame.QUESTIONS
+    items = checked("ultra_fusion", answers=questions, results=measured)
+    assert items and not any(item.ok for item in items)
+    assert "not answered yet: predict.calls_gone_percent" in told(items, ok=False)
+
+
+def test_the_solution_of_fusion_passes(measured: Path) -> None:
+    items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
+    assert told(items, ok=False) == ""
+    assert "predicted 70%, measured 70%: a good prediction" in told(items, ok=True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ({"compiled_calls": 1516}, "you wrote 1,516, which is of all 2 steps"),
+        ({"eager_products": 68}, "you wrote 68, which is too high: a linear layer has one"),
+        ({"compiled_products": 50}, "you wrote 50, which is too low: aten::addmm is one"),
+        ({"swiglu_kernel": "aten::silu"}, "no kernel is called 'aten::silu'; look among"),
+        ({"swiglu_kernel": "silu"}, "no kernel is called 'silu'; look among"),
+        (
+            {"swiglu_kernel": "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_split_view_2"},
+            "is another one: the forward kernel's name has mul, silu and split",
+        ),
+        ({"addmm_adds": "residual"}, "added by the next norm's kernel"),
+        ({"addmm_adds": "bias"}, "addmm_adds should be one of residual, gradient, mask"),
+        ({"graph_launches": 9}, "you wrote 9, which is of all 3 steps"),
+        ({"graph_kernels": 879}, "you wrote 879, which is too high: the end of `show`"),
+        ({"idle_ms_v2": 44.7}, "you wrote 44.7, which is of all 3 steps"),
+        ({"graph_removes": "bytes"}, "the same kernels run on the same tensors"),
+    ],
+)
+def test_a_wrong_finding_about_fusion_is_told(
+    answers: dict[str, Any], why: str, measured: Path, tmp_path: Path
+) -> None:
+    mine = answered("ultra_fusion", tmp_path, **answers)
+    items = checked("ultra_fusion", answers=mine, results=measured)
+    assert sum(not item.ok for item in items) == 1
+    assert why in told(items, ok=False)
+
+
+def test_a_prediction_about_fusion_that_is_off_is_green(measured: Path, tmp_path: Path) -> None:
+    mine = answered("ultra_fusion", tmp_path, products_gone=30)
+    items = checked("ultra_fusion", answers=mine, results=measured)
+    assert told(items, ok=False) == ""
+    assert "predicted 30, measured 0" in told(items, ok=True)
+    assert "Inductor hands large products to the library" in told(items, ok=True)
+
+
+@pytest.mark.parametrize(
+    ("folder", "how", "why"),
+    [
+        ("eager", {"compile": "default"}, "eager is of a compiled or captured run"),
+        ("pytorch_profiler", {"compile": "none"}, "pytorch_profiler is of an eager run"),
+        (
+            "pytorch_profiler",
+            {"calls": {"aten::mm": 50, "CompiledFunction": 1}},
+            "profile it again with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1",
+        ),
+    ],
+)
+def test_profiles_of_something_else_are_told(
+    folder: str, how: dict[str, Any], why: str, measured: Path
+) -> None:
+    profile(measured, folder, **how)
+    items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
+    assert len(items) == 1
+    assert why in told(items, ok=False)
+
+
+# --- register_optimization -----------------------------------------------------------------------
+
+REGISTERS = "register_optimization"
+SOLVED = """
+    "gfx90a": Tile(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2),
+    "gfx942": Tile(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2),
+    "gfx950": Tile(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3),
+    "sm_90": Tile(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=3),"""
+WRONG = """
+    "gfx90a": Tile(block_m=64, block_n=16, block_k=32, num_warps=4, num_stages=2),
+    "gfx942": Tile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4),
+    "gfx950": Tile(block_m=512, block_n=256, block_k=32, num_warps=4, num_stages=2),
+    "sm_90": Tile(block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=2),"""
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache that all tests of this file share, and one worker: its start takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setattr(loaded(REGISTERS).compile_tiles, "WORKERS", 1)
+        yield
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_starting_tile_is_wrong_on_every_chip(compiler: None) -> None:
+    folder = EXERCISES / REGISTERS
+    items = checked(REGISTERS, mine=folder / frame.STARTER, answers=folder / frame.QUESTIONS)
+    assert [item.ok for item in items if item.what.startswith("y is right")] == [True]
+    for target in ("gfx90a", "gfx942", "gfx950", "sm_90"):
+        (chip,) = (item for item in items if item.what.startswith(target))
+        assert not chip.ok
+        assert "waves a SIMD, 4 are wanted: limited by" in chip.why
+    for sentence in ("spills", "needs 131,072 bytes of LDS", "not answered yet: findings.limit"):
+        assert sentence in told(items, ok=False)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_solutions_tiles_pass_beside_the_starting_one(compiler: None) -> None:
+    items = checked(REGISTERS, **solution(REGISTERS))
+    assert told(items, ok=False) == ""
+    (chip,) = (item for item in items if item.what.startswith("gfx942"))
+    assert "spills nothing, fits, leaves room" in chip.what
+    assert re.search(r"tile +256 x 128 x 64 +128 x 128 x 32", chip.why)
+    assert re.search(r"spilled bytes a lane +\d+ +0 +0", chip.why)
+    assert re.search(r"waves a SIMD +0 of 8 +4 of 8 +>= 4", chip.why)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_wrong_tiles_are_told_why(compiler: None, tmp_path: Path) -> None:
+    mine = changed(REGISTERS, tmp_path, {SOLVED: WRONG})
+    answers = answered(REGISTERS, tmp_path, limit_gfx942="registers", accumulators_sm_90=128)
+    items = checked(REGISTERS, mine=mine, answers=answers)
+    chips = {item.what.split()[0]: item for item in items}
+    assert "21 FLOP a byte, 80 are wanted: small tiles load" in chips["gfx90a"].why
+    assert "needs 147,456 bytes of LDS memory, a program may have 65,536" in chips["gfx942"].why
+    assert "its accumulators alone need 1024 registers a lane" in chips["gfx950"].why
+    assert re.search(r"spills \d+ bytes a lane: smaller tiles or more warps", chips["sm_90"].why)
+    red = told(items, ok=False)
+    assert "you wrote 'registers'; the table above says 'shared memory'" in red
+    assert "predicted 128, measured 512" in told(items, ok=True)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("right", "wrong", "why"),
+    [
+        (
+            "gates * tl.sigmoid(gates) * ups",
+            "gates * tl.sigmoid(ups) * ups",
+            r"elements are wrong \(\d+\.\d%\)\nfirst at \[0, 0\]:\n  yours .*\n  expected",
+        ),
+        ("tl.range(0, K, BLOCK_K", "tl.range(0, K - BLOCK_K + 1, BLOCK_K", "are wrong"),
+        ("tl.dot(a, b, gates)", "tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), gates)", "are wrong"),
+    ],
+)
+def test_a_changed_kernel_that_is_wrong_is_told_where(
+    right: str, wrong: str, why: str, tmp_path: Path
+) -> None:
+    mine = changed(REGISTERS, tmp_path, {right: wrong})
+    items = list(loaded(REGISTERS)._numbers(Work(EXERCISES / REGISTERS, mine=mine)))
+    assert re.search(why, told(items, ok=False))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("tile", "why"),
+    [
+        ("block_m=100", "TILES['sm_90'].block_m is 100: it must be a power of two from 16 to 512"),
+        ("num_warps=32", "num_warps is 32: it must be a power of two from 1 to 16"),
+        ("num_stages=0", "TILES['sm_90'].num_stages must lie between 1 and 8"),
+    ],
+)
+def test_a_tile_that_no_kernel_can_have_ends_the_check(tile: str, why: str, tmp_path: Path) -> None:
+    name = tile.split("=")[0]
+    last = SOLVED.splitlines()[-1]
+    mine = changed(REGISTERS, tmp_path, {last: re.sub(rf"{name}=\d+", tile, last)})
+    items = checked(REGISTERS, mine=mine)
+    assert len(items) == 1
+    assert why in told(items, ok=False)
+
+
+# --- production_deployment -----------------------------------------------------------------------
+
+DEPLOYMENT = "production_deployment"
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Path:
+    """A participant's results with the table that deploy.py writes."""
+    times = {"model": (10, 18, 36, 68), "exported": (8, 16, 31, 60)}
+    rows = [
+        {"form": form, "batch_size": batch, "p50_ms": p50, "p95_ms": 1.2 * p50, "max_ms": 2 * p50}
+        | {"tokens_per_s": 128e3 * batch / p50}
+        for form, medians in times.items()
+        for batch, p50 in zip((1, 2, 4, 8), medians, strict=True)
+    ]
+    folder = tmp_path / "exercises" / DEPLOYMENT
+    folder.mkdir(parents=True)
+    results.write_json(folder / "latency.json", {"schema_version": 1, "rows": rows})
+    return tmp_path
+
+
+def test_the_starter_of_deployment_fails(tmp_path: Path) -> None:
+    folder = EXERCISES / DEPLOYMENT
+    starter, questions = folder / frame.STARTER, folder / frame.QUESTIONS
+    items = checked(DEPLOYMENT, mine=starter, answers=questions, results=tmp_path)
+    assert items and not any(item.ok for item in items)
+    for name in ("save_weights", "export_model", "measure", "release_verdict"):
+        assert re.search(
+            rf"not written yet: starter.py, line \d+, in {name}", told(items, ok=False)
+        )
+    assert "latency.json is missing: run deploy.py" in told(items, ok=False)
+
+
+def test_the_solution_of_deployment_passes(deployed: Path) -> None:
+    items = checked(DEPLOYMENT, **solution(DEPLOYMENT), results=deployed)
+    assert told(items, ok=False) == ""
+    assert "the exported program's logits at B, T = (3, 33)" in told(items, ok=True)
+
+
+WRONG_DEPLOYMENTS: dict[str, tuple[str, dict[str, str], str]] = {
+    "the model itself is pickled": (
+        "_weights",
+        {
+            '{"config": dataclasses.asdict(model.config), "weights": model.state_dict()}': "model",
+        },
+        "torch.load(weights_only=True) refuses it",
+    ),
+    "the tied weight is in the file twice": (
+        "_weights",
+        {"model.state_dict()}": "{k: v.clone() for k, v in model.state_dict().items()}}"},
+        "Copies of the tied weight",
+    ),
+    "training mode": ("_weights", {"return model.eval()": "return model"}, "in training mode"),
+    "nothing is loaded": (
+        "_weights",
+        {'    model.load_state_dict(content["weights"])\n': ""},
+        "elements are wrong",
+    ),
+    "untied": (
+        "_weights",
+        {'(content["weights"])': '(content["weights"], assign=True)'},
+        "lm_head.weight and embed_tokens.weight are two parameters now",
+    ),
+    "lost buffers": (
+        "_weights",
+        {
+            "    model = v4": "    with torch.device('meta'):\n        model = v4",
+            '(content["weights"])': '(content["weights"], assign=True)',
+        },
+        "rope_cos and rope_sin: no state_dict has them",
+    ),
+    "exported in training mode": (
+        "_export",
+        {"model.eval(), (tokens,)": "model, (tokens,)"},
+        "two calls differ",
+    ),
+    "exported for one shape": (
+        "_export",
+        {', dynamic_shapes={"tokens": {0: batch, 1: length}}': ""},
+        "it does not take this shape: is each size dynamic?",
+    ),
+    "the first call is timed": (
+        "_latency",
+        {"    model(tokens)\n    wait()\n    times = []": "    times = []"},
+        "the first call is among the timed ones",
+    ),
+    "the clock does not wait": (
+        "_latency",
+        {"        model(tokens)\n        wait()\n": "        model(tokens)\n"},
+        "wait() comes first",
+    ),
+    "a mean": (
+        "_latency",
+        {"statistics.median(times)": "statistics.mean(times)"},
+        "is p50 a mean",
+    ),
+    "a percentile that hides": (
+        "_latency",
+        {'method="inclusive")[-1]': 'method="inclusive")[9]'},
+        "p95 hides them",
+    ),
+    "nothing judged is a pass": (
+        "_verdict",
+        {
+            '{0: "pass", 77: "unknown"}.get(exit_status, "fail")': (
+                '"fail" if exit_status == 1 else "pass"'
+            )
+        },
+        "exit status 77: 'pass', expected 'unknown'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_DEPLOYMENTS)
+def test_a_wrong_deployment_is_told_why(name: str, tmp_path: Path) -> None:
+    part, changes, why = WRONG_DEPLOYMENTS[name]
+    work = Work(EXERCISES / DEPLOYMENT, mine=changed(DEPLOYMENT, tmp_path, changes))
+    items = list(work.each(getattr(loaded(DEPLOYMENT), part)))
+    assert why in told(items, ok=False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ({"largest_batch": 4}, "you wrote 4; look at each p95 of 'exported'"),
+        ({"best_batch": 1}, "you wrote 1, with 16,000 tokens/s; another one has 17,067"),
+        ({"best_batch": 3}, "3 is no batch size of your table"),
+        ({"status_other_device": 0}, "another device: its exit status: you wrote 0"),
+    ],
+)
+def test_a_wrong_finding_about_deployment_is_told(
+    answers: dict[str, Any], why: str, deployed: Path, tmp_path: Path
+) -> None:
+    check = loaded(DEPLOYMENT)
+    mine = answered(DEPLOYMENT, tmp_path, **answers)
+    work = Work(EXERCISES / DEPLOYMENT, answers=mine, results=deployed)
+    items = list(work.each(check._service, check._throughput, check._statuses))
+    assert sum(not item.ok for item in items) == 1
+    assert why in told(items, ok=False)
+
+
+@pytest.mark.slow
+def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
+    tmp_path: Path, type_command: Any
+) -> None:
+    plant, tool = EXERCISES / DEPLOYMENT / "plant_change.py", "analysis_tools/regression_tester.py"
+    medium = tmp_path / "h200"
+    for number, path in enumerate(sorted(stored_runs.REFERENCE.rglob("runs/*/v4_medium_bf16_*"))):
+        stored_runs.write(medium, json.loads(path.read_text(encoding="utf-8")), str(number))
+    baseline = ("--baseline", tmp_path / "baseline.json")
+    saved = type_command("python", tool, "baseline", "save", *baseline, "--from-results", medium)
+    assert saved.returncode == 0, saved.stderr
+    for flags, status in ((("--percent", "5"), 1), (("--device", "another GPU"), 77)):
+        target = tmp_path / f"planted_{status}"
+        planted = type_command("python", plant, medium, target, *flags)
+        assert "Written: 3 results of V4" in planted.stdout, planted.stderr
+        judged = type_command("python", tool, "check", *baseline, "--from-results", target)
+        assert judged.returncode == status, judged.stdout + judged.stderr
+
+
+def test_deploying_an_unfinished_model_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deploy = frame.import_file(EXERCISES / DEPLOYMENT / "deploy.py")
+    (tmp_path / frame.MINE).write_bytes((EXERCISES / DEPLOYMENT / frame.STARTER).read_bytes())
+    monkeypatch.setattr(deploy, "HERE", tmp_path)
+    monkeypatch.setattr(deploy, "STEPS", 1)
+    assert deploy.main(["--output-dir", str(tmp_path)]) == 2
+    assert "error: mine.py is not finished (save the sizes and the weights)" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "latency.json").exists()

@@ -1,0 +1,206 @@
+#!/usr/bin/env python3
+"""Takes a V4 from training to figures, with the functions of your mine.py: trains it, saves and
+loads its weights, exports it, shows that every form gives the trained model's logits, and then
+measures their latencies."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+if __name__ == "__main__":
+    # Threads that wait for each other must not spin on a machine that others use too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch
+from torch import Tensor
+
+from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
+    BATCH_SIZES,
+    FOLDER,
+    SCHEMA_VERSION,
+    SERVICE_LIMIT,
+    TABLE,
+)
+from workshop import data, errors, hardware, presets, results, trainer, versions
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.exercises import frame
+from workshop.exercises.compare import first_difference
+from workshop.presets import Preset
+
+HERE = Path(__file__).resolve().parent
+STEPS = 20
+LEARNING_RATE = 3e-4
+ODD = (3, 63)
+"""Batch and length on which the forms are compared."""
+CLOSE = 1e-4
+"""Room for the compiler's other order of sums, in fp32."""
+
+Model = Callable[[Tensor], Tensor]
+
+
+def train(size: Preset, device: torch.device) -> Any:
+    """A V4 after STEPS steps on real text, in fp32; prints what it learnt."""
+    v4 = versions.load("v4")
+    torch.manual_seed(0)
+    config = v4.TinyLlamaConfig(**size.model() | {"max_seq_len": size.seq_len})
+    model = v4.TinyLlama(config).to(device)
+    optimizer = v4.configure_optimizer(model, LEARNING_RATE)
+    batches = data.text_batches(
+        data.read_corpus(),
+        steps=STEPS,
+        batch_size=size.batch_size,
+        seq_len=size.seq_len,
+        vocab_size=size.vocab_size,
+        seed=0,
+    ).to(device)
+    losses = []
+    for tokens, targets in batches:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    print(f"trained: {STEPS} steps, loss {losses[0]:.2f} to {losses[-1]:.2f}", flush=True)
+    return model
+
+
+def forms(
+    mine: ModuleType, trained: Any, device: torch.device, folder: Path, *, aot: bool
+) -> Iterator[tuple[str, Model]]:
+    """The model in each form, each from a file that was written for it."""
+    mine.save_weights(trained, folder / "weights.pt")
+    model = mine.load_model(folder / "weights.pt").to(device)
+    yield "model", model
+    mine.export_model(model, folder / "model.pt2")
+    yield "exported", mine.load_exported(folder / "model.pt2")
+    if aot:
+        yield "compiled", compile_ahead(folder / "model.pt2", folder / "model_compiled.pt2")
+
+
+def compile_ahead(program: Path, target: Path) -> Model:
+    """AOTInductor's shared library of an exported program, loaded again: no Python in it."""
+    print("compiling ahead of time: half a minute or more ...", flush=True)
+    exported = torch.export.load(program)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own code
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
+    compiled: Model = torch._inductor.aoti_load_package(str(target))
+    return compiled
+
+
+def check_logits(form: str, model: Model, trained: Any, device: torch.device) -> None:
+    """Raises WorkshopError where a form is not the trained model: it gets no times."""
+    tokens = torch.randint(trained.config.vocab_size, ODD, device=device)
+    trained.eval()
+    found = first_difference(model(tokens), trained(tokens), what=form, limit=CLOSE)
+    if not found.ok:
+        reason = " ".join(found.why.split())
+        raise WorkshopError(f"{form}: not the trained model's logits, so no times: {reason}")
+
+
+def measure(
+    mine: ModuleType, form: str, model: Model, size: Preset, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A row a batch size."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for batch_size in BATCH_SIZES:
+        tokens = torch.randint(size.vocab_size, (batch_size, size.seq_len), device=device)
+        row = mine.measure(model, tokens, wait)
+        speed = batch_size * size.seq_len / row["p50_ms"] * 1e3
+        yield {"form": form, "batch_size": batch_size} | row | {"tokens_per_s": speed}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("form", "batch", "p50 ms", "p95 ms", "max ms", "tokens/s"):
+        table.add_column(heading, justify="left" if heading == "form" else "right")
+    for row in rows:
+        times = [f"{row[name]:.2f}" for name in ("p50_ms", "p95_ms", "max_ms")]
+        table.add_row(row["form"], str(row["batch_size"]), *times, f"{row['tokens_per_s']:,.0f}")
+    Console().print(table)
+
+
+def deploy(arguments: argparse.Namespace) -> int:
+    errors.require_rich()
+    if not (HERE / frame.MINE).is_file():
+        raise WorkshopError(
+            f"mine.py is missing: `python -m workshop.exercises check {HERE.name}` makes it"
+        )
+    device = hardware.get_device("auto")
+    missing = trainer.missing_for_compile(device) if arguments.aot else None
+    if missing:
+        raise NotOnThisMachine(f"--aot needs {missing}: install it, or leave --aot out")
+    folder = results.prepare_folder(arguments.output_dir)
+    name = presets.default_preset(device.type)
+    size = presets.get_preset(name)
+    mine = frame.import_file(HERE / frame.MINE)
+    trained = train(size, device)
+    rows: list[dict[str, Any]] = []
+    for form, model in forms(mine, trained, device, folder, aot=arguments.aot):
+        with torch.inference_mode():
+            check_logits(form, model, trained, device)
+            print(f"{form}: the trained model's logits at B, T = {ODD}", flush=True)
+            rows += measure(mine, form, model, size, device)
+    show(rows)
+    smallest = next(r for r in rows if r["form"] == "exported")
+    limit = SERVICE_LIMIT * smallest["p50_ms"]
+    print(f"The service's limit: {SERVICE_LIMIT} x p50 of exported at batch 1 = {limit:.1f} ms")
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "created": results.now(),
+        "device": hardware.describe(device),
+        "software": results.describe_software(),
+        "config": name,
+        "seq_len": size.seq_len,
+        "rows": rows,
+    }
+    results.write_json(folder / TABLE, content)
+    print(f"Written: {folder / TABLE}")
+    return errors.DONE
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=" ".join((__doc__ or "").split()),
+        epilog="Exit status: 0 done, 2 something in mine.py is not written yet or wrong, 77 a "
+        "compiler is missing, 130 interrupted.",
+    )
+    parser.add_argument("--aot", action="store_true", help="also compile it with AOTInductor")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=frame.RESULTS / FOLDER,
+        metavar="DIR",
+        help="for the files and the table (default: results/exercises/production_deployment)",
+    )
+    arguments = parser.parse_args(argv)
+
+    def work() -> int:
+        try:
+            return deploy(arguments)
+        except NotImplementedError as gap:
+            raise WorkshopError(
+                f"mine.py is not finished ({gap}): `python -m workshop.exercises check {HERE.name}`"
+            ) from None
+
+    return errors.exit_status(work, interrupted="interrupted: no table")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Copies V4's result files with a change planted in them, to see whether a regression check finds
+it. What it writes is made up: keep it out of results/."""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from workshop.needed import import_torch
+
+    import_torch()
+
+from workshop import errors, results
+from workshop.errors import WorkshopError
+
+
+def plant(source: Path, target: Path, *, percent: float, device: str | None) -> int:
+    """Writes the changed copies; how many.
+
+    Args:
+        percent: by which each timed step becomes longer.
+        device: another device's name, if it is to be one.
+    """
+    runs = [run for run in results.load_folder(source) if run.version == "v4"]
+    if not runs:
+        raise WorkshopError(f"{source}: no results of V4 in it")
+    results.prepare_folder(target)
+    for number, run in enumerate(runs):
+        changed = dataclasses.replace(
+            run,
+            step_ms=[time * (1 + percent / 100) for time in run.step_ms],
+            device=run.device | ({"name": device} if device else {}),
+        )
+        results.save_as(target / f"planted_{number}.json", changed)
+    return len(runs)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split()))
+    parser.add_argument("source", type=Path, metavar="FROM", help="a folder of result files")
+    parser.add_argument("target", type=Path, metavar="TO", help="a folder for the changed ones")
+    parser.add_argument(
+        "--percent", type=float, default=0.0, help="how much slower a step is (default 0)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="the name of another device")
+    a = parser.parse_args(argv)
+
+    def work() -> int:
+        count = plant(a.source, a.target, percent=a.percent, device=a.device)
+        print(f"Written: {count} results of V4 into {a.target}, with a change planted in them")
+        return errors.DONE
+
+    return errors.exit_status(work, interrupted="interrupted")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Whether the participant's tiles spill nothing, fit, and leave room for other waves: compiled for
+four chips, beside the tile to start from."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from version3_triton.inspect_kernels import CHIPS, KIB, Chip, Kernel
+from version4_pytorch_sdpa.exercises.register_optimization import compile_tiles
+from version4_pytorch_sdpa.exercises.register_optimization.compile_tiles import Compiled
+from workshop import versions
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.exercises import frame
+from workshop.exercises.compare import first_difference
+from workshop.exercises.frame import Item, Work
+from workshop.exercises.predict import prediction
+
+WAVES = 4
+"""That a SIMD should hold at least: while one waits for memory, the others compute."""
+INTENSITY = {"gfx90a": 80, "gfx942": 80, "gfx950": 80, "sm_90": 60}
+"""FLOP that a tile should do for each byte that it loads. Any tile fits if it is small enough; this
+keeps it large."""
+BYTES = 2
+"""Of a number in bf16."""
+REGISTERS = {True: 512, False: 255}
+"""That a lane can have, on AMD (VGPR and AGPR) and on NVIDIA."""
+INTERPRETED, ON_GPU = 1e-5, 1e-2
+"""Room for another order of a sum in fp32, and on a GPU for a result in bf16."""
+SMALL = (64, 32, 32, 4, 2)
+"""A tile for which every GPU has room."""
+LIMITS = ("registers", "shared memory", "both", "slots")
+
+
+def check(work: Work) -> Iterator[Item]:
+    lack = versions.missing(versions.get_version("v3"))
+    if lack:
+        raise NotOnThisMachine(lack.replace("version v3", "this exercise"))
+    with _cases(work) as cases:
+        yield from work.each(
+            _numbers,
+            *(partial(_chip, case) for case in cases.values()),
+            *(partial(_accumulators, cases[target]) for target in ("gfx942", "sm_90")),
+            partial(_shared, cases["sm_90"]),
+            *(partial(_limit, case) for case in cases.values()),
+        )
+
+
+# --- still the same numbers ----------------------------------------------------------------------
+
+
+def _numbers(work: Work) -> Iterator[Item]:
+    mine, tiles = work.module(), _tiles(work)
+    here = _chip_here()
+    shown = list(dict.fromkeys(tiles.values()))
+    if here:  # it may have no room for another chip's tile
+        shown = [tiles.get(here) or mine.Tile(*SMALL)]
+    device, dtype = ("cuda", torch.bfloat16) if here else ("cpu", torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for tile in shown:
+        # A whole tile and a bit in each direction, so that the masks have something to do.
+        M, N, K = tile.block_m + 5, tile.block_n + 3, 2 * tile.block_k + 6
+        x, gate, up = (
+            torch.randn(shape, generator=generator).to(device, dtype)
+            for shape in ((M, K), (N, K), (N, K))
+        )
+        expected = silu(x.float() @ gate.float().T) * (x.float() @ up.float().T)
+        yield first_difference(
+            mine.swiglu_product(x, gate, up, tile).float(),
+            expected,
+            what=f"y is right at M = {M}, N = {N}, K = {K}, tile {_words(tile)}",
+            limit=ON_GPU if here else INTERPRETED,
+        )
+
+
+def _chip_here() -> str:
+    """The name that inspect_kernels.py has for the GPU of this machine; "" without one."""
+    if not torch.cuda.is_available():
+        return ""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
+
+
+def _tiles(work: Work) -> dict[str, Any]:
+    """The participant's, by chip.
+
+    Raises:
+        WorkshopError: one is missing, or none that a kernel can have.
+    """
+    tiles = {}
+    for target in INTENSITY:
+        tile = work.module().TILES.get(target)
+        if tile is None:
+            raise WorkshopError(f"TILES has none for {target}")
+        for name, least, most in (
+            *((block, 16, 512) for block in ("block_m", "block_n", "block_k")),
+            ("num_warps", 1, 16),
+        ):
+            value = getattr(tile, name)
+            if value not in (2**power for power in range(10)) or not least <= value <= most:
+                raise WorkshopError(
+                    f"TILES[{target!r}].{name} is {value!r}: it must be a power of two from "
+                    f"{least} to {most}"
+                )
+        if tile.num_stages not in range(1, 9):
+            raise WorkshopError(f"TILES[{target!r}].num_stages must lie between 1 and 8")
+        tiles[target] = tile
+    return tiles
+
+
+def _words(tile: Any) -> str:
+    return (
+        f"{tile.block_m} x {tile.block_n} x {tile.block_k}, {tile.num_warps} warps, "
+        f"{tile.num_stages} stages"
+    )
+
+
+# --- what the compiler made of them --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A chip: the tile to start from, and the participant's, which are being compiled."""
+
+    chip: Chip
+    start_tile: Any
+    tile: Any
+    start: Callable[[], Compiled]
+    """Waits for the compiler."""
+    mine: Callable[[], Compiled]
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip.name} ({self.chip.products})"
+
+
+@contextmanager
+def _cases(work: Work) -> Iterator[dict[str, Case]]:
+    """By chip. The compiler is at work until it is left.
+
+    Raises:
+        WorkshopError: TILES is not what a kernel can have.
+    """
+    tiles, starter = _tiles(work), work.folder / frame.STARTER
+    start = frame.import_file(starter).START
+    jobs: dict[compile_tiles.Job, Any] = {
+        (work.mine_path, target): tile
+        for target, tile in tiles.items()
+        if not _hopeless(CHIPS[target], tile)
+    }
+    # After the participant's: as long as those are START, Triton has all of these in its cache.
+    jobs |= {(starter, target): start for target in tiles}
+    with compile_tiles.compiling_all(jobs) as answer:
+
+        def compiled(path: Path, target: str) -> Compiled:
+            if (path, target) not in jobs:
+                return Compiled(fault=_hopeless(CHIPS[target], tiles[target]))
+            return answer((path, target))
+
+        yield {
+            target: Case(
+                CHIPS[target],
+                start,
+                tile,
+                partial(compiled, starter, target),
+                partial(compiled, work.mine_path, target),
+            )
+            for target, tile in tiles.items()
+        }
+
+
+def _hopeless(chip: Chip, tile: Any) -> str:
+    """Why a tile is not worth compiling, which takes a minute where everything spills; or ""."""
+    needed, there = _accumulators_of(chip, tile), REGISTERS[chip.is_amd]
+    if needed < (there if chip.is_amd else 4 * there):
+        return ""
+    return f"not compiled: its accumulators alone need {needed} registers a lane, one has {there}"
+
+
+def _accumulators_of(chip: Chip, tile: Any) -> int:
+    """Registers a lane for two (block_m, block_n) in fp32."""
+    return int(2 * tile.block_m * tile.block_n // (tile.num_warps * chip.warp_size))
+
+
+def _intensity(tile: Any) -> float:
+    """FLOP a byte: two products a turn of the loop, and one block of x and two of weights."""
+    flops = 2 * 2 * tile.block_m * tile.block_n
+    return float(flops / (BYTES * (tile.block_m + 2 * tile.block_n)))
+
+
+def _chip(case: Case, work: Work) -> Iterator[Item]:
+    mine = case.mine()
+    if mine.lacks:
+        yield Item(True, f"{case.name}: not compiled", mine.lacks)
+    elif mine.kernel is None:
+        yield Item(False, f"{case.name}, tile {_words(case.tile)}", mine.fault)
+    else:
+        failures = list(_failures(case.chip, mine.kernel, case.tile))
+        shown = [(case.start().kernel, case.start_tile), (mine.kernel, case.tile)]
+        verdict = "" if failures else ": spills nothing, fits, leaves room"
+        told = "\n".join([*failures, *_table(case.chip, shown)])
+        yield Item(not failures, f"{case.name}{verdict}", told)
+
+
+def _failures(chip: Chip, kernel: Kernel, tile: Any) -> Iterator[str]:
+    yield from kernel.faults
+    if not kernel.matrix_instructions:
+        yield "no matrix instructions: is a block too small, or tl.dot gone?"
+    if kernel.waves < WAVES:
+        limits = " and ".join(kernel.limited_by)
+        yield f"{kernel.waves:g} waves a SIMD, {WAVES} are wanted: limited by {limits}"
+    wanted = INTENSITY[chip.name]
+    if _intensity(tile) < wanted:
+        yield (
+            f"{_intensity(tile):.0f} FLOP a byte, {wanted} are wanted: small tiles load the same "
+            "numbers again and again"
+        )
+
+
+def _table(chip: Chip, shown: list[tuple[Kernel | None, Any]]) -> Iterator[str]:
+    """The starting figures and the participant's, side by side."""
+    goals = {
+        "spilled bytes a lane": "0",
+        f"KiB of {chip.shared_name}": f"<= {chip.shared_per_program_kib}",
+        "waves a SIMD": f">= {WAVES}",
+        "FLOP a byte": f">= {INTENSITY[chip.name]}",
+    }
+    columns = [_column(chip, kernel, tile) for kernel, tile in shown]
+    yield f"  {'':<22}{'start':>22}{'yours':>22}{'wanted':>8}"
+    for row in columns[-1]:
+        cells = "".join(f"{column.get(row, '-'):>22}" for column in columns)
+        yield f"  {row:<22}{cells}{goals.get(row, ''):>8}"
+
+
+def _column(chip: Chip, kernel: Kernel | None, tile: Any) -> dict[str, str]:
+    if kernel is None:
+        return {}
+    return {
+        "tile": f"{tile.block_m} x {tile.block_n} x {tile.block_k}",
+        "warps, stages": f"{tile.num_warps}, {tile.num_stages}",
+        "registers a lane": "+".join(
+            f"{count} {name}" if chip.is_amd else f"{count}"
+            for name, count in kernel.registers.items()
+            if name != "SGPR"
+        ),
+        "spilled bytes a lane": str(kernel.spills["bytes"]),
+        f"KiB of {chip.shared_name}": f"{kernel.shared_bytes / KIB:g}",
+        "waves a SIMD": f"{kernel.waves:g} of {chip.waves_per_simd}",
+        "limited by": ", ".join(kernel.limited_by) or "slots",
+        "FLOP a byte": f"{_intensity(tile):.0f}",
+    }
+
+
+# --- what was written down -----------------------------------------------------------------------
+
+
+def _accumulators(case: Case, work: Work) -> Iterator[Item]:
+    start = case.start_tile
+    yield prediction(
+        f"START's accumulators on {case.chip.name}, registers a lane",
+        work.answers().number(f"predict.accumulators_{case.chip.name}"),
+        _accumulators_of(case.chip, start),
+        "",
+        within=0,
+        why=f"2 accumulators of {start.block_m} x {start.block_n} numbers lie in the registers of "
+        f"{start.num_warps} waves of {case.chip.warp_size} lanes: a lane has its share of all.",
+    )
+
+
+def _shared(case: Case, work: Work) -> Iterator[Item]:
+    predicted = work.answers().number(f"predict.shared_kib_{case.chip.name}")
+    what, kernel = f"START's shared memory on {case.chip.name}", case.start().kernel
+    if kernel is None:
+        yield Item(True, f"{what}: not compiled")
+        return
+    yield prediction(
+        what,
+        predicted,
+        kernel.shared_bytes / KIB,
+        "KiB",
+        within=0.01,
+        why="A stage holds a block of x and two of weights, block_k wide, 2 bytes a number; all "
+        "num_stages of them are there at a time.",
+    )
+
+
+def _limit(case: Case, work: Work) -> Iterator[Item]:
+    mine = case.mine()
+    what = f"what limits the waves of your tile on {case.chip.name}"
+    if mine.lacks:
+        yield Item(True, f"{what}: not compiled")
+    elif mine.kernel is None:
+        yield Item(False, what, "nothing to say yet: it does not compile")
+    else:
+        said = work.answers().choice(f"findings.limit_{case.chip.name}", LIMITS)
+        found = _limit_of(mine.kernel)
+        told = "" if said == found else f"you wrote {said!r}; the table above says {found!r}"
+        yield Item(said == found, what, told)
+
+
+def _limit_of(kernel: Kernel) -> str:
+    names = {"shared memory" if n in ("LDS", "shared") else n for n in kernel.limited_by}
+    if {"registers", "shared memory"} <= names:
+        return "both"
+    return next(iter(names), "slots")

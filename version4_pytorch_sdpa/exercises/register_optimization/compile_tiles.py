@@ -1,0 +1,95 @@
+"""Compiles the kernel of a file for chips that need not be here, in processes of its own: the
+check's own has Triton's interpreter."""
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from version3_triton.inspect_kernels import Kernel, compiling, get_chip, read_kernel
+from workshop.errors import NotOnThisMachine, printable
+
+TOKENS, HIDDEN, INTERMEDIATE = 16 * 512, 1024, 4096
+"""M, K and N: the sizes of `medium`."""
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a tile, or in a sentence why there is nothing."""
+
+    kernel: Kernel | None = None
+    fault: str = ""
+    lacks: str = ""
+    """What this machine lacks to compile for this chip."""
+
+
+Job = tuple[Path, str]
+"""A file with `swiglu_product`, and a chip."""
+
+
+Answer = Callable[[Job], Compiled]
+
+
+@contextmanager
+def compiling_all(jobs: Mapping[Job, Any]) -> Iterator[Answer]:
+    """Compiles each job's tile in bf16, two at a time, in the order given, while the block runs. It
+    gets a function that waits for what the compiler made of a job."""
+    pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+    try:
+        started = {
+            job: pool.submit(compile_tile, *job, astuple(tile)) for job, tile in jobs.items()
+        }
+        yield lambda job: _answer(started[job])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # their end takes seconds
+
+
+def _answer(future: "Future[Compiled]") -> Compiled:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return Compiled(fault="Triton's compiler crashed: on this tile, or on another chip's")
+
+
+def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:
+    """Inside a worker: compiles what `swiglu_product` launches with the tile."""
+    os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+    import torch
+
+    chip = get_chip(target)
+    try:
+        module = _import_anew(path)
+        with compiling(chip, "") as launches:
+            x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+            gate, up = torch.empty(2, INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
+            module.swiglu_product(x, gate, up, module.Tile(*tile))
+        if len(launches) != 1:
+            return Compiled(fault=f"swiglu_product launches {len(launches)} kernels, not one")
+        kernel = read_kernel(chip, launches[0], "bf16 medium")
+    except NotOnThisMachine as lack:
+        return Compiled(lacks=str(lack))
+    except Exception as error:  # of the participant's file, which the check shows with its line
+        return Compiled(fault=printable(f"{type(error).__name__}: {error}")[:300])
+    if not kernel.num_warps:
+        return Compiled(fault=kernel.faults[0])
+    return Compiled(kernel)
+
+
+def _import_anew(path: Path) -> ModuleType:
+    """The file as a new module: a kernel keeps what it was compiled to, whatever the chip."""
+    spec = importlib.util.spec_from_file_location(f"tiles_{uuid.uuid4().hex}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
