@@ -13,9 +13,12 @@ ARGS ?=
 RUN = "$(VENV)/bin/python"
 PREPARE = bash setup/environment_setup.sh --venv "$(VENV)" --build $(BUILD) \
 	$(if $(PYTHON),--python "$(PYTHON)")
+TOUR = exercises/notebooks/workshop_tour.ipynb
+MY_TOUR = results/tour/workshop_tour.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare profile dashboard report test lint docs clean environment test-environment
+.PHONY: help setup compare profile dashboard report notebook test lint docs clean environment \
+	test-environment notebook-environment
 # Two targets at once would prepare the same environment at once.
 .NOTPARALLEL:
 
@@ -40,6 +43,15 @@ dashboard: environment ## show all results in the browser, those of results/refe
 report: environment ## write a report of all results: one page that needs no network, and Markdown
 	@$(RUN) analysis_tools/report_generator.py $(ARGS)
 
+# The copy is the reader's: with predictions and outputs in it, the checkout stays as it is. Jupyter
+# listens on this machine alone and asks for a token; it sends root away, who is the user of most
+# containers, unless it is told not to.
+notebook: notebook-environment ## open the tour of the workshop in JupyterLab
+	@mkdir -p $(dir $(MY_TOUR))
+	@[ -e $(MY_TOUR) ] || cp $(TOUR) $(MY_TOUR)
+	@$(RUN) -m jupyterlab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
+		$(ARGS) $(MY_TOUR)
+
 test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)
 	@$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -60,3 +72,6 @@ environment:
 
 test-environment:
 	@$(PREPARE) --with-tests
+
+notebook-environment:
+	@$(PREPARE) --with-notebook

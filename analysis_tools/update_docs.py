@@ -1,21 +1,23 @@
-"""Writes the measured tables of the documentation from the result files in results/reference/.
+"""Writes the documentation's tables: what was measured from the result files in results/reference/,
+and the exercises from their sheets.
 
-PERFORMANCE_RESULTS.md is written whole; of README.md the part between the ladder's markers is, and
-of a version's README the part between those of its profiles. No figure there is typed by hand.
-`--check` changes nothing and exits 1 if they are stale.
+PERFORMANCE_RESULTS.md is written whole; of the other documents the parts between markers are. No
+figure there is typed by hand. `--check` changes nothing and exits 1 if they are stale.
 """
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop import comparison, errors, results  # noqa: E402
+from workshop import comparison, errors, instructor, results  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.comparison import Row  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
+from workshop.exercises import index, sheet  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
@@ -25,7 +27,7 @@ from workshop.versions import VERSIONS  # noqa: E402
 REFERENCE = ROOT / "results" / "reference"
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
-LADDER, PROFILES = "ladder", "profiles"
+LADDER, PROFILES, EXERCISES = "ladder", "profiles", "exercises"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
 """What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
@@ -64,34 +66,46 @@ def main(argv: list[str] | None = None) -> int:
 
 def render() -> dict[Path, str]:
     """The documents as the result files would have them."""
-    folders = sorted(path for path in REFERENCE.iterdir() if path.is_dir())
-    devices = [(path, results.load_folder(path)) for path in folders if (path / "runs").is_dir()]
-    ladder = "\n\n".join(_ladder(comparison.build_rows(runs)) for _, runs in devices)
-    documents = {
-        ROOT / "README.md": _with_part(ROOT / "README.md", LADDER, ladder),
-        ROOT / "PERFORMANCE_RESULTS.md": _performance(),
+    collection = Collection([REFERENCE])
+    collection.refresh()
+    sheets, problems = sheet.read_all()
+    if problems:
+        raise WorkshopError(problems[0])
+    documents = {ROOT / "PERFORMANCE_RESULTS.md": _performance(collection)}
+    parts = {
+        ROOT / "README.md": {LADDER: _ladders()},
+        ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
+        instructor.GUIDE: instructor.parts(collection),
     }
     for key, version in VERSIONS.items():
-        profiles = sorted(REFERENCE.glob(SHOWN_PROFILES.format(version=key)))
-        if profiles:
-            readme = version.path.parent / "README.md"
-            documents[readme] = _with_part(readme, PROFILES, "\n\n".join(map(_profile, profiles)))
-    return documents
+        folder = version.path.parent
+        its = [one for one in sheets if folder in one.folder.parents]
+        parts[folder / "README.md"] = {
+            PROFILES: "\n\n".join(map(_profile, _profiles(key))),
+            EXERCISES: index.of_version(its, folder),
+        }
+    return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 
-def _with_part(document: Path, part: str, content: str) -> str:
-    """A document's text, with `content` between the markers of a part.
+def _profiles(version: str) -> list[Path]:
+    return sorted(REFERENCE.glob(SHOWN_PROFILES.format(version=version)))
+
+
+def with_parts(document: Path, parts: Mapping[str, str]) -> str:
+    """A document's text, with what is given for each part between its markers.
 
     Raises:
-        WorkshopError: the markers are not there, once each.
+        WorkshopError: a pair of markers is not there once.
     """
-    begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
     text = _read(document)
-    if text.count(begin) != 1 or text.count(end) != 1:
-        name = document.relative_to(ROOT)
-        raise WorkshopError(f"{name}: expected one line {begin!r} and one {end!r}")
-    head, rest = text.split(begin)
-    return f"{head}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+    for part, filling in parts.items():
+        begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            name = document.relative_to(ROOT)
+            raise WorkshopError(f"{name}: expected one line {begin!r} and one {end!r}")
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n{filling}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def _read(path: Path) -> str:
@@ -99,6 +113,13 @@ def _read(path: Path) -> str:
 
 
 # --- the ladder ----------------------------------------------------------------------------------
+
+
+def _ladders() -> str:
+    """Those of all devices."""
+    folders = sorted(path for path in REFERENCE.iterdir() if (path / "runs").is_dir())
+    runs = map(results.load_folder, folders)
+    return "\n\n".join(_ladder(comparison.build_rows(its)) for its in runs)
 
 
 def _ladder(rows: list[Row]) -> str:
@@ -157,14 +178,12 @@ def _profile(folder: Path) -> str:
 # --- PERFORMANCE_RESULTS.md ----------------------------------------------------------------------
 
 
-def _performance() -> str:
+def _performance(collection: Collection) -> str:
     """The report of all reference results.
 
     Raises:
         WorkshopError: one of them is broken.
     """
-    collection = Collection([REFERENCE])
-    collection.refresh()
     report = content.build(collection, title="Performance results", top=HOT_KERNELS)
     for link, reason in report.broken:
         raise WorkshopError(f"{link.path}: {reason}")

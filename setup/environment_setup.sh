@@ -14,7 +14,7 @@ ROCM_WHEELS=rocm7.2
 VENV=$ROOT/.venv
 PYTHON=""
 BUILD=auto
-WITH_TESTS=no
+EXTRAS="" # of test and notebook: requirements-NAME.txt is installed as well
 DRY_RUN=no
 UNFINISHED=no
 
@@ -32,6 +32,7 @@ left to do it says so and returns in about a second.
                   (>= $TORCH_MINIMUM) that the Python already has, and never replaces it; failing
                   that it installs torch==$TORCH_VERSION for the GPU it finds, else for the CPU
   --with-tests    also install what 'make test' and 'make lint' need
+  --with-notebook also install JupyterLab, for 'make notebook'
   --dry-run       print what would be done, change nothing
   --help          this text
 
@@ -72,6 +73,7 @@ probe() { "$1" "$SETUP/environment_probe.py" "${@:2}"; }                 # probe
 fact() { sed -n "s/^$1=//p" <<<"$FACTS"; }                               # from probe ... describe
 stamped() { if [[ -f $STAMP ]]; then sed -n "s/^$1=//p" "$STAMP"; fi; }  # from the last set-up
 fingerprint() { { echo "$TORCH_VERSION" && cat "$@"; } | cksum; }
+requirements_of() { echo "$SETUP/requirements-$1.txt"; }                  # requirements_of EXTRA
 base_fingerprint() { fingerprint "$SETUP/requirements.txt" "$SETUP/requirements-triton.txt"; }
 
 parse_arguments() {
@@ -82,7 +84,8 @@ parse_arguments() {
         case $1 in --venv) VENV=$2 ;; --python) PYTHON=$2 ;; --build) BUILD=$2 ;; esac
         shift 2
         ;;
-      --with-tests) WITH_TESTS=yes && shift ;;
+      --with-tests) EXTRAS+=" test" && shift ;;
+      --with-notebook) EXTRAS+=" notebook" && shift ;;
       --dry-run) DRY_RUN=yes && shift ;;
       --help | -h) usage && exit 0 ;;
       *) fail 2 "unknown option '$1'; see --help" ;;
@@ -149,7 +152,7 @@ index_reachable() { probe "$PY" reachable "$1/torch/"; }
 
 # Sets STATE: complete (nothing to do), add (install into it) or fresh (start over).
 assess_venv() {
-  local torch_now
+  local torch_now extra
   STATE=fresh
   [[ -f $STAMP && $(stamped root) == "$ROOT" ]] || return 0
   torch_now=$(probe "$VENV/bin/python" locate 2>/dev/null) || torch_now=""
@@ -162,8 +165,9 @@ assess_venv() {
   [[ -z $PYTHON ]] || same_python || return 0
   STATE=add
   [[ $(stamped base) == "$(base_fingerprint)" ]] || return 0
-  [[ $WITH_TESTS == no || $(stamped tests) == "$(fingerprint "$SETUP/requirements-test.txt")" ]] ||
-    return 0
+  for extra in $EXTRAS; do
+    [[ $(stamped "$extra") == "$(fingerprint "$(requirements_of "$extra")")" ]] || return 0
+  done
   STATE=complete
 }
 
@@ -271,9 +275,9 @@ write_constraints() {
 # On a site's own PyTorch we add what is missing and leave the rest as it is: its numpy was chosen
 # to go with its torch, and a compute node may have no network to fetch another one from.
 choose_requirements() {
-  local file line
+  local file line extra
   local -a files=("$SETUP/requirements.txt")
-  [[ $WITH_TESTS == no ]] || files+=("$SETUP/requirements-test.txt")
+  for extra in $EXTRAS; do files+=("$(requirements_of "$extra")"); done
   WANTED=()
   for file in "${files[@]}"; do
     if [[ $ORIGIN == existing ]]; then
@@ -348,8 +352,10 @@ verify() {
 }
 
 write_stamp() {
-  local tests=""
-  [[ $WITH_TESTS == no ]] || tests=$(fingerprint "$SETUP/requirements-test.txt")
+  local extra extras=""
+  for extra in $EXTRAS; do
+    extras+=$extra=$(fingerprint "$(requirements_of "$extra")")$'\n'
+  done
   write "$STAMP" <<EOF
 root=$ROOT
 python=$PY
@@ -362,7 +368,7 @@ torch_version=$(fact torch_version)
 torch_kind=$(fact torch_kind)
 triton_version=$(fact triton_version)
 base=$(base_fingerprint)
-tests=$tests
+$extras
 EOF
 }
 
@@ -405,8 +411,9 @@ summarise() {
   note "Next      make compare"
 }
 
-# Sets PY, FACTS, BUILD, ORIGIN, and WITH_TESTS and ASKED where the last set-up decides them.
+# Sets PY, FACTS, BUILD, ORIGIN, and EXTRAS and ASKED where the last set-up decides them.
 make_choices() {
+  local extra
   if [[ $STATE == fresh ]]; then
     choose_python
     PROBE_PY=$PY
@@ -422,7 +429,9 @@ make_choices() {
     choose_build
   else
     ASKED=$(stamped asked) BUILD=$(stamped build) ORIGIN=$(stamped origin)
-    [[ -z $(stamped tests) ]] || WITH_TESTS=yes
+    for extra in test notebook; do
+      [[ -z $(stamped "$extra") || " $EXTRAS " == *" $extra "* ]] || EXTRAS+=" $extra"
+    done
   fi
   case $ORIGIN in
     existing) note "chosen: the PyTorch that is there, left as it is" ;;

@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [ROOT, *(versions.get_version(key).path.parent for key in versions.available())]
 REPLACED = ("profiles", "roofline", "regression")
 """Folders of results/ that the documents' commands write into."""
-DOCUMENTS = [*(folder / "README.md" for folder in FOLDERS), *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [
+    *(folder / "README.md" for folder in FOLDERS),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("exercises/*.md")),
+]
 
 
 def commands(document: Path) -> list[str]:
@@ -51,7 +55,7 @@ def every_command() -> list[pytest.ParameterSet]:
     some of the main one's."""
     found: dict[str, tuple[str, Path]] = {}
     for document in DOCUMENTS:
-        folder = document.parent if document.name == "README.md" else ROOT
+        folder = document.parent if document.parent in FOLDERS else ROOT
         for command in commands(document):
             found.setdefault(command.splitlines()[-1], (command, folder))
     return [pytest.param(*values, id=last_line) for last_line, values in found.items()]
@@ -73,11 +77,12 @@ def test_the_documents_have_commands() -> None:
 def run(command: str, folder: Path, output: Path) -> None:
     # diff exits 1 where files differ, which is the point of it; make's options keep it short.
     script = f'set -e\ndiff() {{ command diff "$@" || [ $? = 1 ]; }}\n{command}'
+    inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
     short = f"--num-steps 2 --warmup-steps 1 --repeats 1 --output-dir {output}"
     answer = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env=os.environ | {"ARGS": short, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"},
+        env=inherited | {"ARGS": short, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=400,

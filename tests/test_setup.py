@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,13 @@ NO_NETWORK = {"https_proxy": "http://127.0.0.1:9", "no_proxy": "", "PIP_NO_INDEX
 Run = subprocess.CompletedProcess[str]
 
 
+# What the user, or the `make test` that runs the tests, has set for the programs under test.
+OF_THIS_SESSION = re.compile(r"(PIP_|PYTHON|ROCM_|MAKE|MFLAGS$|(ARGS|BUILD|VENV)$)")
+
+
 def run(command: list[str | Path], environment: dict[str, str] | None = None) -> Run:
     """Runs a command offline, with stderr in .stderr, and nothing of this session's settings."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON", "ROCM_"))}
+    kept = {name: value for name, value in os.environ.items() if not OF_THIS_SESSION.match(name)}
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,
@@ -100,7 +105,8 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_names_every_option() -> None:
     result = set_up("--help")
     assert result.returncode == 0
-    for option in ("--venv", "--python", "--build", "--with-tests", "--dry-run", "--help"):
+    more = ("--with-tests", "--with-notebook")
+    for option in ("--venv", "--python", "--build", *more, "--dry-run", "--help"):
         assert f"  {option} " in result.stdout
 
 
@@ -308,7 +314,9 @@ class Site:
         shutil.copytree(SETUP, self.root / "setup")
         (self.root / "workshop").mkdir()
         (self.root / "workshop" / "__init__.py").touch()
-        (self.root / "setup" / "requirements.txt").write_text("absent-one==1.0\n")
+        (self.root / "setup" / "requirements.txt").write_text(
+            'absent-one==1.0; python_version >= "3.2"\nof-old==1.0; python_version < "3.2"\n'
+        )
         (self.root / "setup" / "requirements-test.txt").write_text("absent-two==2.0\n")
         self.python = make_python(folder / "parent")
         self.packages = packages_of(self.python)
@@ -360,6 +368,7 @@ def test_summary_says_what_was_found(site: Site) -> None:
     assert "Triton    none: V3 is skipped" in site.done.stdout
     assert "no C++ compiler: torch.compile is off on the CPU" in site.done.stdout
     assert "make compare" in site.done.stdout
+    assert "the other packages are all there already" in site.done.stdout
 
 
 def test_second_run_does_nothing_and_is_quick(site: Site) -> None:
@@ -379,6 +388,20 @@ def test_changed_requirements_are_installed(site: Site) -> None:
     assert " absent-two==2.0" in more.stdout
     assert "absent-one" not in more.stdout  # there in another version: the site's choice
     assert "Creating" not in more.stdout  # added to the environment, which is kept
+
+
+def test_an_extra_is_added_once_and_then_belongs_to_the_environment(site: Site) -> None:
+    stamp, script = site.stamp.read_text(), site.root / "setup" / "environment_setup.sh"
+    pretend = 'source "$1" && shift; pip() { echo "pip $*"; }; main "$@"'
+    try:
+        added = run(["bash", "-c", pretend, "bash", script, "--with-notebook"])
+        assert (added.returncode, " jupyterlab==" in added.stdout) == (0, True), added.stderr
+        assert "-c " + str(site.venv / "workshop-constraints.txt") in added.stdout
+        assert "is ready" in site.set_up("--with-notebook").stdout
+        both = site.set_up("--with-tests", "--dry-run").stdout
+        assert " absent-two==2.0" in both and " jupyterlab==" in both
+    finally:
+        site.stamp.write_text(stamp)
 
 
 def test_an_environment_from_before_a_new_triton_is_looked_at_again(site: Site) -> None:
@@ -648,6 +671,18 @@ def test_requirements_are_exact_and_without_torch(path: Path) -> None:
         assert name != "torch"  # environment_setup.sh decides on it
 
 
+def test_files_that_pin_the_same_package_agree() -> None:
+    lines: dict[str, set[tuple[str, ...]]] = {}
+    for path in SETUP.glob("requirements*.txt"):
+        pins: dict[str, list[str]] = {}
+        for line in path.read_text().splitlines():
+            if line and line[0] != "#":
+                pins.setdefault(line.partition("==")[0], []).append(line)
+        for name, its in pins.items():
+            lines.setdefault(name, set()).add(tuple(its))
+    assert [name for name, different in lines.items() if len(different) > 1] == []
+
+
 def make(*arguments: str, environment: dict[str, str] | None = None) -> Run:
     return run(["make", "-C", ROOT, "--no-print-directory", *arguments], environment)
 
@@ -655,25 +690,47 @@ def make(*arguments: str, environment: dict[str, str] | None = None) -> Run:
 def test_make_alone_lists_the_targets() -> None:
     result = make()
     assert result.returncode == 0
-    for target in ("setup", "compare", "test", "lint", "help", "clean"):
+    for target in ("setup", "compare", "notebook", "test", "lint", "help", "clean"):
         assert f"make {target} " in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("target", "with_tests", "last"),
+    ("target", "extra", "last"),
     [
-        ("compare", False, "analysis_tools/compare_versions.py --preset tiny"),
-        ("dashboard", False, "analysis_tools/performance_dashboard.py --preset tiny"),
-        ("test", True, "--no-loadscope-reorder --preset tiny"),
-        ("lint", True, "-m mypy"),
+        ("compare", "", "analysis_tools/compare_versions.py --preset tiny"),
+        ("dashboard", "", "analysis_tools/performance_dashboard.py --preset tiny"),
+        ("notebook", "--with-notebook", "--preset tiny results/tour/workshop_tour.ipynb"),
+        ("test", "--with-tests", "--no-loadscope-reorder --preset tiny"),
+        ("lint", "--with-tests", "-m mypy"),
     ],
 )
-def test_make_prepares_the_environment_first(target: str, with_tests: bool, last: str) -> None:
+def test_make_prepares_the_environment_first(target: str, extra: str, last: str) -> None:
     first, *rest = make("-n", target, "ARGS=--preset tiny", "VENV=/x").stdout.splitlines()
     assert "environment_setup.sh" in first
-    text = "\n".join([first, *rest])
-    assert ("--with-tests" in text) == with_tests
+    assert re.findall(r"--with-\w+", "\n".join([first, *rest])) == ([extra] if extra else [])
     assert rest[-1].endswith(last)
+
+
+def test_the_notebook_is_a_copy_that_this_machine_alone_can_open(tmp_path: Path) -> None:
+    (tmp_path / "exercises" / "notebooks").mkdir(parents=True)
+    tour = tmp_path / "exercises" / "notebooks" / "workshop_tour.ipynb"
+    tour.write_text("the tour")
+    # The set-up does nothing, and Jupyter is a program that says how it was called.
+    (tmp_path / "setup").mkdir()
+    (tmp_path / "setup" / "environment_setup.sh").touch()
+    make_program(tmp_path / ".venv" / "bin", "python", 'echo "$@"')
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    command: list[str | Path] = ["make", "-C", tmp_path, "--no-print-directory", "notebook"]
+
+    called = run(command).stdout.split()
+    assert called[:4] == ["-m", "jupyterlab", "--ip", "127.0.0.1"]
+    assert ("--allow-root" in called) == (os.geteuid() == 0)
+    mine = tmp_path / called[-1]
+    assert mine.read_text() == "the tour"
+    assert mine.is_relative_to(tmp_path / "results")
+    mine.write_text("mine")
+    assert run(command).returncode == 0
+    assert (mine.read_text(), tour.read_text()) == ("mine", "the tour")
 
 
 @pytest.mark.parametrize(("lint", "tests", "expected"), [(0, 0, 0), (2, 0, 2), (0, 2, 2)])

@@ -1,0 +1,49 @@
+"""The instructor's guide: its figures are the result files', its minutes the sheets'."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from analysis_tools import update_docs
+from workshop.errors import WorkshopError
+from workshop.exercises import sheet
+from workshop.instructor import GUIDE
+from workshop.versions import ROOT
+
+TEXT = GUIDE.read_text(encoding="utf-8")
+SESSION = re.compile(r"^## Session (\d): [^\n]* \((\d+) minutes\)$(.*?)(?=^## )", re.M | re.S)
+EXERCISE = re.compile(r"^\| \[(\w+)\]\(\.\./(\S+)/\) \| (\d+) \|$", re.M)
+
+
+def test_each_session_has_its_figures() -> None:
+    assert TEXT.count("| v1 | medium, bf16, NVIDIA H200 |") >= 3
+
+
+def test_no_measured_figure_is_typed() -> None:
+    own = re.sub(r"<!-- (.+?): begin.*?<!-- \1: end -->", "", TEXT, flags=re.DOTALL)
+    assert re.findall(r"\d[\d.,]*(?:x| ?(?:ms|MB|GB/s|TFLOP/s|samples/s))\b", own) == []
+
+
+def test_a_missing_marker_is_named() -> None:
+    with pytest.raises(WorkshopError, match=r"instructor_guide\.md: expected one line '<!-- lunch"):
+        update_docs.with_parts(GUIDE, {"files": "", "lunch": ""})
+
+
+def test_the_sessions_have_the_exercises_of_the_sheets() -> None:
+    found = {int(number): (int(minutes), part) for number, minutes, part in SESSION.findall(TEXT)}
+    assert {number: minutes for number, (minutes, _) in found.items()} == sheet.SESSION_MINUTES
+    sheets, problems = sheet.read_all(ROOT)
+    assert problems == []
+    for number, (minutes, part) in found.items():
+        listed = {name: int(its) for name, _, its in EXERCISE.findall(part)}
+        assert listed == {s.name: s.minutes for s in sheets if s.session == number}
+        assert sum(listed.values()) == minutes
+
+
+@pytest.mark.parametrize("page", sorted(GUIDE.parent.glob("*.md")), ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    defined = re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)
+    for target in [*re.findall(r"\]\(([^)#:]+)\)", text), *defined]:
+        assert (page.parent / target).exists(), target

@@ -1,0 +1,222 @@
+"""The tour: it runs, is stored without outputs, and leaves all logic to the workshop's modules."""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+import pytest
+
+from workshop import notebook, parity
+from workshop.errors import WorkshopError
+from workshop.exercises.frame import Item
+from workshop.parity import Measure, ParityReport
+from workshop.report.pictures import Chart
+
+ROOT = Path(__file__).resolve().parents[1]
+TOUR = ROOT / "exercises" / "notebooks" / "workshop_tour.ipynb"
+CELLS: list[dict[str, Any]] = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
+SOURCES = ["".join(cell["source"]) for cell in CELLS]
+CODE = [source for cell, source in zip(CELLS, SOURCES, strict=True) if cell["cell_type"] == "code"]
+MOST_LINES = 32
+"""Of a cell; the one with the imports is the longest."""
+SMALLER = """
+from workshop import presets
+
+presets.PRESETS["tiny"] = presets.Preset(64, 1, 2, seq_len=64, batch_size=2)
+"""
+"""Each Python runs it at its start, the kernel's and those that the notebook starts: the same tour,
+with a model that costs seconds."""
+
+
+# --- as it is stored ------------------------------------------------------------------------------
+
+
+def test_it_is_a_valid_notebook_of_no_machine() -> None:
+    stored = nbformat.read(TOUR, as_version=4)
+    nbformat.validate(stored)
+    assert len({cell["id"] for cell in CELLS}) == len(CELLS)
+    assert stored.metadata.kernelspec.name == "python3"
+    assert set(stored.metadata) == {"kernelspec", "language_info"}
+    assert set(stored.metadata.language_info) == {"name"}
+
+
+def test_it_is_stored_without_outputs() -> None:
+    for cell in CELLS:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        assert cell["metadata"] in ({}, {"tags": ["parameters"]})
+    assert TOUR.stat().st_size < 40_000
+
+
+def test_it_names_no_path_of_a_machine_and_no_result() -> None:
+    for source in SOURCES:
+        assert not re.search(
+            r"(?<![\w.])/(?:home|root|tmp|opt|work|usr|Users|mnt)\b|[A-Z]:\\", source
+        )
+        assert not re.search(r"\d\s?(?:ms|x|MB|GB|GB/s|TFLOP/s|GFLOP/s|samples/s)(?!\w)", source)
+
+
+def test_its_logic_is_imported() -> None:
+    tree = ast.parse("\n".join(CODE))
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+    modules = [alias.name for node in imported for alias in node.names]
+    modules += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {name.split(".")[0] for name in modules} == {"sys", "rich", "analysis_tools", "workshop"}
+    # One calls the gate with this notebook's sizes, the other plants the fault.
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert functions == {"check", "severed"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.While))]
+    assert max(len(source.splitlines()) for source in CODE) <= MOST_LINES
+
+
+def test_a_prediction_is_asked_for_before_each_measurement() -> None:
+    guesses = [i for i, source in enumerate(SOURCES) if source.startswith("my_")]
+    assert len(guesses) >= 4
+    for i in guesses:
+        assert "**Predict" in SOURCES[i - 1]
+        name = SOURCES[i].split()[0]
+        assert any(name in source for source in SOURCES[i + 1 :])
+
+
+# --- as it runs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
+    """The notebook as a reader leaves it, but for its sizes, its folder, and V4's compilation."""
+    output, start = tmp_path_factory.mktemp("tour"), tmp_path_factory.mktemp("start")
+    (start / "sitecustomize.py").write_text(SMALLER)
+    tour = nbformat.read(TOUR, as_version=4)
+    [first] = [i for i, c in enumerate(tour.cells) if "parameters" in c.metadata.get("tags", [])]
+    parameters = f"import pathlib\nOUTPUT = pathlib.Path({str(output)!r})\nSTEPS, REPEATS = 3, 1"
+    tour.cells.insert(first + 1, nbformat.v4.new_code_cell(parameters))
+    where = {"metadata": {"path": str(TOUR.parent)}}
+    client = nbclient.NotebookClient(tour, timeout=600, kernel_name="python3", resources=where)
+    more = {"PYTHONPATH": f"{start}{os.pathsep}{ROOT}", "TORCH_COMPILE_DISABLE": "1"}
+    client.execute(env=os.environ | more)
+    return tour
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_runs_and_shows_what_it_promises(executed: nbformat.NotebookNode) -> None:
+    shown = [
+        str(output.get("data", {}).get("text/html", "")) + str(output.get("text", ""))
+        for cell in executed.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    ]
+    text = "\n".join(shown)
+    assert "v1: pass: gradients 11/11" in text
+    assert "v2: pass: gradients 11/11" in text
+    assert "loss: right" in text and "the backward pass does not reach it" in text
+    for what in ("tensors that learn", "v2, times faster", "v4, times faster", "v1, a step",
+                 "v2, a step", "V1's share of the peak"):  # fmt: skip
+        assert re.search(rf"<b>{html.escape(what)}</b>: predicted \S+, measured [\d.,%]+", text), (
+            what
+        )
+    for title in ("Distance from V1", "Speed-up over V1", "Where the time of a step goes",
+                  "What fills the memory", "The same loss in every version"):  # fmt: skip
+        assert f"<p><b>{title}" in text, title
+    assert text.count("<svg") == 6
+    assert text.count("data:image/png") == 3
+    assert re.search(r"\w+-bound", text)  # what the profile says of the step
+
+
+def test_all_that_it_measures_lies_in_its_folder(executed: nbformat.NotebookNode) -> None:
+    [cell] = [c for c in executed.cells if c.source.startswith("import pathlib")]
+    folder = Path(re.findall(r"Path\('(.+?)'\)", cell.source)[0])
+    assert {path.name for path in folder.iterdir()} >= {
+        *("runs", "profiles", "roofline", "ceilings"),
+        *("comparison.json", "v1_step.png", "h200_v4_step.png"),
+    }
+    assert len(list(folder.glob("runs/*/*.json"))) >= 3
+
+
+# --- what it calls --------------------------------------------------------------------------------
+
+
+def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:
+    shown = notebook.changes("RMSNorm", "v1", "v2").html
+    assert "RMSNorm, from v1 to v2" in shown
+    assert "+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)" in shown
+    assert "--- " not in shown
+    assert "rope_tables is the same" in notebook.changes("rope_tables", "v1", "v2").html
+    with pytest.raises(WorkshopError, match=r"tiny_llama_v1.py defines no Fusions"):
+        notebook.changes("Fusions", "v1", "v2")
+
+
+def test_what_is_told_is_escaped() -> None:
+    shown = notebook.told([Item(True, "a<b>", "predicted 1 & more\nwhy")])._repr_html_()
+    assert shown == "<ul><li><b>a&lt;b&gt;</b>: predicted 1 &amp; more<br>why</li></ul>"
+
+
+def test_an_image_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match=r"none\.png: can't be read"):
+        notebook.image(tmp_path / "none.png", "nothing")
+    (tmp_path / "a.png").write_bytes(b"png")
+    shown = notebook.image(tmp_path / "a.png", 'a "quoted" one').html
+    assert 'src="data:image/png;base64,cG5n"' in shown and "&quot;quoted&quot;" in shown
+
+
+def test_a_tool_that_fails_stops_the_notebook(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def tool(argv: list[str]) -> int:
+        asked.append(argv)
+        return len(argv) - 2
+
+    notebook.tool(tool, "--steps", 3)
+    assert asked == [["--steps", "3"]]
+    with pytest.raises(WorkshopError, match=r"test_notebook\.py: ended with status 1"):
+        notebook.tool(tool, "--a", tmp_path, "b")
+
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nprint(sys.argv[1])\nsys.exit('to stderr')\n")
+    with pytest.raises(WorkshopError, match=r"program\.py: ended with status 1"):
+        notebook.script(program, 7)
+    assert capsys.readouterr().out == "7\nto stderr\n"
+
+
+def test_the_gates_picture_has_a_dot_for_each_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    report = ParityReport("fp32", "cpu", 0, 1, 33, "V1", tensors_total=2, tensors_with_grad=1)
+    report.measures = {"logits": Measure(1e-7, 1e-6, 1e-7), "loss": Measure(1e-3, 1e-6, 1e-7)}
+    drawn: list[Chart] = []
+    monkeypatch.setattr(notebook, "picture", lambda chart: drawn.append(chart))
+    notebook.gate({"v2 severed": report})
+    figure = Figure()
+    drawn[0].draw(figure)
+    [dots] = figure.axes[0].collections
+    assert dots.get_offsets()[:, 0].tolist() == pytest.approx([0.1, 1000])
+    passed, failed = (to_hex(colour) for colour in dots.get_facecolors())
+    assert passed != failed
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "v2 severed\n1 of 2 gradients"
+    assert drawn[0].name == "gate-v2-severed"
+
+
+def test_pictures_of_a_folder_have_names_of_their_own() -> None:
+    shown = [one.html for one in notebook.pictures(ROOT / "results" / "reference" / "nvidia_h200")]
+    assert len(shown) == 1 + 3 * 4  # all speed-ups, and for each size time, memory and losses
+    identifiers = [name for one in shown for name in re.findall(r' id="([^"]+)"', one)]
+    assert len(identifiers) == len(set(identifiers)) > 0
+    assert all("--ink: var(--jp-" in one and "<svg" in one for one in shown)
+
+
+def test_a_gate_of_the_real_check_can_be_drawn() -> None:
+    v1 = parity.versions.load("v1")
+    config = v1.TinyLlamaConfig(64, 32, 48, num_layers=1, num_heads=2, num_kv_heads=1)
+    shown = notebook.gate({"v1": parity.check(v1.TinyLlama, config, batch_size=1, seq_len=9)}).html
+    assert "<svg" in shown and "11 of 11 gradients" in shown and "mathdefault" not in shown
