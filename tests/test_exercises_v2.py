@@ -3,9 +3,11 @@
 import csv
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -241,13 +243,18 @@ def test_on_a_gpu_without_chosen_counters_they_are_not_asked(
 
 
 def test_the_commands_of_the_sheet_run() -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as activated
     text = (EXERCISES / ROCM / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- runs on a CPU -->\n *```bash\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
         script = re.sub(r"(?m)^ *(source .*\n)?", "", block)
         done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True
+            ["bash", "-e", "-o", "pipefail", "-c", script],
+            cwd=ROOT,
+            env=os.environ | {"PATH": path},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout
