@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     interrupted = False
     writes = arguments.from_results is None or arguments.output_dir is not None
     arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
@@ -465,6 +465,8 @@ def notes(rows: list[Row]) -> list[str]:
         lines.append(f"peak: {sources.pop()}")
     elif sources:
         lines.append("peak: the highest a large matrix product reached in each version's runs")
+    if any(row.peak_share is not None and row.peak_share > 1 for row in rows):
+        lines.append("more than 100% of peak: other programs ran while the peak was measured")
     return lines
 
 

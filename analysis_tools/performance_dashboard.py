@@ -5,7 +5,6 @@ are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.
 """
 
 import argparse
-import importlib.util
 import os
 import sys
 import threading
@@ -17,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from workshop import errors  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
     from workshop.collection import Collection
@@ -80,12 +79,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise NotOnThisMachine(
-            f"{' and '.join(missing)} missing: run `make dashboard`, or pip install -r "
-            "setup/requirements.txt"
-        )
+    errors.require(*NEEDS)
     if not 0 <= arguments.port < 1 << 16:
         raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
     if arguments.export is not None and arguments.export.suffix.lower() not in (".html", ".htm"):
@@ -98,7 +92,7 @@ def _export(collection: "Collection", target: Path) -> int:
     from workshop import results
     from workshop.dashboard import export
 
-    errors.require_rich()
+    errors.require("rich")
     results.prepare_folder(target.parent)
     collection.refresh()
     results.write_text(target, export.page(collection))

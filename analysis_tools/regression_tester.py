@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def save_baseline(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     _check_target(arguments.baseline)
     if arguments.from_results:
         folders = [results.load_folder(folder) for folder in arguments.from_results]
@@ -182,7 +182,7 @@ def save_baseline(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     baseline = regression.load_baseline(arguments.baseline)
     for target in (arguments.junit, arguments.markdown):
         if target is not None:

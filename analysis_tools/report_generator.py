@@ -7,7 +7,6 @@ kernels, and leads from every figure to its result file. No GPU is needed for it
 
 import argparse
 import contextlib
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from workshop import errors  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,11 +95,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise NotOnThisMachine(
-            f"{' and '.join(missing)} missing: run `make setup`, or pip install {' '.join(missing)}"
-        )
+    errors.require(*NEEDS)
     if not 1 <= arguments.top <= MOST_SHOWN:
         raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
 

@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _analyse(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    errors.require_rich()
+    errors.require("rich")
     # They import torch, for which --help does not wait.
     from rich.console import Console
 

@@ -59,6 +59,16 @@ def test_what_is_new_changed_or_gone_is_noticed(folder: Path) -> None:
     assert found.refresh() and not found.runs and len(found.profiles) == 1
 
 
+def test_results_on_another_disk_are_found(folder: Path, tmp_path_factory) -> None:
+    elsewhere = tmp_path_factory.mktemp("disk")
+    (folder / "runs").rename(elsewhere / "runs")
+    (folder / "runs").symlink_to(elsewhere / "runs")
+    (elsewhere / "runs" / "back").symlink_to(folder)
+    found = Collection([folder])
+    found.refresh()
+    assert (len(found.runs), len(found.profiles)) == (1, 1)
+
+
 def test_folders_in_each_other_count_once(folder: Path) -> None:
     (folder / "link").symlink_to(folder)
     found = Collection([folder / "runs", folder, folder / "link"])

@@ -22,7 +22,7 @@ import stored_runs
 from analysis_tools import performance_dashboard
 from workshop import comparison, results
 from workshop.collection import Collection
-from workshop.dashboard import blocks, export
+from workshop.dashboard import blocks, data, export, server
 from workshop.dashboard.data import Choice, Live, Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -366,6 +366,42 @@ def snapshot_of(folder: Path) -> Snapshot:
     return Snapshot(collection)
 
 
+def test_a_page_opened_after_news_shows_them(tmp_path: Path) -> None:
+    live = Live(Collection([tmp_path]))
+    live.refresh()
+    app = server.make_app(live)
+    stored_runs.write(tmp_path, stored_runs.reference())
+    page = str(app.layout())
+    assert "NVIDIA H200" in page and f"data={live.refresh()}" in page.replace("'", "")
+
+
+def test_a_sweep_of_the_width_is_of_one_model(tmp_path: Path) -> None:
+    content = stored_runs.reference()
+    widths = ((256, 1024, "1"), (512, 2048, "1"), (256, 4096, "2"))  # the last: another model
+    for hidden, ffn, session in widths:
+        config = content["config"] | {"hidden_dim": hidden, "intermediate_dim": ffn}
+        written = {"config_name": "custom", "config": config, "session": session}
+        written["step_ms"] = [float(ffn)] * 9
+        stored_runs.write(tmp_path, content, f"{hidden}-{ffn}", **written)
+    snapshot = snapshot_of(tmp_path)
+    group = next(g for g, runs in snapshot.groups.items() if runs[0].run.step_ms[0] == 2048)
+    points = data.sweep(snapshot, group, "v1", "hidden_dim")
+    assert [(point.size, point.step_ms) for point in points] == [(256, 1024), (512, 2048)]
+
+
+def test_an_error_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
+    measures = {
+        "logits": {"error": None, "allowed": 1e-5},
+        "loss": {"error": 1e-8, "allowed": 1e-5},
+    }
+    content = stored_runs.reference()
+    red = content["parity"] | {"status": "fail", "failures": ["x"], "measures": measures}
+    stored_runs.write(tmp_path, content, parity=red, status="gate failed", step_ms=[])
+    snapshot = snapshot_of(tmp_path)
+    shown = str(blocks.view("Same model?", snapshot, snapshot.settle(Choice())))
+    assert "logits" in shown and "not finite" in shown and "1.0e-08" not in shown
+
+
 def test_runs_of_several_lengths_are_a_sweep(tmp_path: Path) -> None:
     content = stored_runs.reference()
     for length in (64, 128, 256):
@@ -455,4 +491,4 @@ def test_a_missing_package_is_no_failure(
 ) -> None:
     monkeypatch.setattr(performance_dashboard, "NEEDS", ("dash", "no_such_package"))
     assert performance_dashboard.main([]) == 77
-    assert "no_such_package missing" in capsys.readouterr().err
+    assert "no_such_package is missing" in capsys.readouterr().err

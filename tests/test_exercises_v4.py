@@ -469,6 +469,19 @@ def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
         assert judged.returncode == status, judged.stdout + judged.stderr
 
 
+def test_deploying_with_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deploy = frame.import_file(EXERCISES / DEPLOYMENT / "deploy.py")
+    solved = (SOLUTIONS / DEPLOYMENT / frame.MINE).read_text(encoding="utf-8")
+    wrong = "\n\ndef measure(model, tokens, wait):\n    return {'p50': 1.0}\n"
+    (tmp_path / frame.MINE).write_text(solved + wrong, encoding="utf-8")
+    monkeypatch.setattr(deploy, "HERE", tmp_path)
+    monkeypatch.setattr(deploy, "STEPS", 1)
+    assert deploy.main(["--output-dir", str(tmp_path)]) == 2
+    assert "measure() returns lacks p50_ms, p95_ms, max_ms" in capsys.readouterr().err
+
+
 def test_deploying_an_unfinished_model_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -477,7 +490,7 @@ def test_deploying_an_unfinished_model_is_one_line(
     monkeypatch.setattr(deploy, "HERE", tmp_path)
     monkeypatch.setattr(deploy, "STEPS", 1)
     assert deploy.main(["--output-dir", str(tmp_path)]) == 2
-    assert "error: mine.py is not finished (save the sizes and the weights)" in (
-        capsys.readouterr().err
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: not written yet: mine.py, line ")
+    assert line.endswith("save the sizes and the weights")
     assert not (tmp_path / "latency.json").exists()

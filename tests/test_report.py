@@ -277,6 +277,23 @@ def parts_of(markdown: str) -> Iterator[Any]:
         yield from token.children or [token]
 
 
+def test_an_error_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
+    run = reference("v2")
+    measures = {"logits": {"error": None, "allowed": 1.0}, "loss": {"error": 0.1, "allowed": 1.0}}
+    red = run["parity"] | {"status": "fail", "failures": ["x"], "measures": measures}
+    write(tmp_path, run, parity=red, step_ms=[], status="gate failed")
+    assert "not finite" in make(tmp_path, at=tmp_path)[1]
+
+
+def test_a_profile_of_an_unnamed_tool_is_shown(tmp_path: Path) -> None:
+    source = REFERENCE / "cpu_amd_epyc" / "profiles" / "v1" / "pytorch_profiler" / "kernels.json"
+    folder = tmp_path / "profiles" / "somewhere" / "else"
+    folder.mkdir(parents=True)
+    table = json.loads(source.read_text()) | {"tool": "", "kernel_table": ""}
+    (folder / "kernels.json").write_text(json.dumps(table))
+    assert "an unnamed tool" in make(tmp_path, at=tmp_path)[1]
+
+
 def test_a_red_gate_and_implausible_figures_come_first(tmp_path: Path) -> None:
     run = reference("v2")
     red = run["parity"] | {"status": "fail", "failures": ["gradient of norm.weight is missing"]}
@@ -341,6 +358,15 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
         assert "step_ms should be" in text.replace("\\", "") and "samples" in text
         assert text.count("kernels.json") >= 2 and "harness" in text
     assert "5 broken files" in html
+
+
+def test_a_broken_ceiling_of_another_machine_takes_no_roofline_away(tmp_path: Path) -> None:
+    write(tmp_path, reference("v1"))
+    (tmp_path / "ceilings").mkdir()
+    (tmp_path / "ceilings" / "other.json").write_text('{"schema_version": 1,')
+    html, markdown = make(tmp_path, at=tmp_path)
+    assert "Roofline" in html and "other.json" in html and "other.json" in markdown
+    assert read(html).tags.count("img") == 1
 
 
 def test_what_is_missing_is_left_out(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     interpreted = bool(kernels().INTERPRETED)
     setting = make_setting(arguments, interpreted)
     results.prepare_folder(arguments.output_dir)

@@ -798,9 +798,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     requests = make_requests(arguments)
-    for package in ("triton", "rich"):
-        if importlib.util.find_spec(package) is None:
-            raise NotOnThisMachine(f"{package} is missing: run `make setup`, or pip install it")
+    errors.require("triton", "rich")
     check_writable("--asm", arguments.asm)
     check_writable("--json", arguments.json and arguments.json.parent)
     answers = inspect_all(requests)

@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     steps = WAIT + WARMUP + arguments.steps + torch_profiler.SNAPSHOT_STEPS
     request = profile_run.make_request(arguments.version, arguments.model_flags, steps)
     if not arguments.dry_run:
-        errors.require_rich()  # which draws the tables
+        errors.require("rich")  # which draws the tables
     return profile_run.run(request, arguments, partial(profile_version, request, arguments))
 
 

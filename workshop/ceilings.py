@@ -23,6 +23,7 @@ from workshop.roofline import COMPUTE, DATA_SHEET, MAIN_MEMORY, MEASURED, MEMORY
 
 SCHEMA_VERSION = 1
 FOLDER = "ceilings"
+BENCHMARK = Path("kernels", "kernels.json")
 """Of a results folder, in which measurements are kept."""
 Say = Callable[[str], object]
 
@@ -140,20 +141,37 @@ def is_benchmark(content: dict[str, Any]) -> bool:
     return isinstance(content.get("rows"), list) and isinstance(content.get("ceilings"), dict)
 
 
-def find(device_name: str, threads: object = None, folder: Path | None = None) -> list[Ceiling]:
+def find(
+    device_name: str,
+    threads: object = None,
+    folder: Path | None = None,
+    *,
+    broken: list[str] | None = None,
+) -> list[Ceiling]:
     """What was measured of a device, the newest figure of each kind; none if nothing was.
 
     Args:
         threads: of a CPU, where they are known: with others it reaches other figures.
         folder: of results (default: the checkout's), whose measurements and benchmark of kernels
             are looked at, beside those of the checkout's reference results.
+        broken: takes a sentence for each file that is broken, which is left out. Without it the
+            first of them is an error.
 
     Raises:
         WorkshopError: a file there is broken.
     """
     newest: dict[tuple[str, str], Ceiling] = {}
-    found = [m for m in map(load, _files(folder or results.DEFAULT_FOLDER))
-             if _is_of(m, device_name, threads)]  # fmt: skip
+    found = []
+    for path in _files(folder or results.DEFAULT_FOLDER):
+        try:
+            measurement = _load_measured(path)
+        except WorkshopError as error:
+            if broken is None:
+                raise
+            broken.append(f"left out: {error}")
+            continue
+        if measurement is not None and _is_of(measurement, device_name, threads):
+            found.append(measurement)
     for measurement in sorted(found, key=lambda m: m.created):
         newest |= {(c.kind, c.name): c for c in measurement.ceilings()}
     return list(newest.values())
@@ -167,19 +185,22 @@ def attach(
     folder: Path | None = None,
 ) -> None:
     """Adds all ceilings that are known of a roofline's device: typed ones, its data sheet's, and
-    what was measured of it; with a note where its chip is not listed.
+    what was measured of it; with a note where its chip is not listed, and on a broken file with
+    measurements.
 
     Args:
         chip: the name of a listed chip, in the place of the device's own.
         folder: of results, as for `find`.
 
     Raises:
-        WorkshopError: `chip` is not listed, or a file with measurements is broken.
+        WorkshopError: `chip` is not listed.
     """
     listed = from_data_sheet(chip or roofline.device or "")
     if chip and not listed:
         raise WorkshopError(f"--chip {chip}: not listed; known are {', '.join(hardware.chips())}")
-    measured = find(roofline.device, roofline.threads, folder) if roofline.device else []
+    measured: list[Ceiling] = []
+    if roofline.device:
+        measured = find(roofline.device, roofline.threads, folder, broken=roofline.notes)
     roofline.ceilings = [*given, *listed, *roofline.ceilings, *measured]
     name = roofline.device or "an unknown chip"
     if not roofline.ceilings:
@@ -197,10 +218,15 @@ def attach(
 def _files(folder: Path) -> Iterator[Path]:
     for place in (folder, *sorted(results.DEFAULT_FOLDER.glob("reference/*"))):
         yield from sorted((place / FOLDER).glob("[!.]*.json"))
-        benchmark = place / "kernels" / "kernels.json"
-        # Without ceilings, if Triton's interpreter ran the kernels.
-        if benchmark.is_file() and results.read_json(benchmark).get("ceilings"):
-            yield benchmark
+        if (place / BENCHMARK).is_file():
+            yield place / BENCHMARK
+
+
+def _load_measured(path: Path) -> Measurement | None:
+    """None for a benchmark of kernels in Triton's interpreter, which measured no ceilings."""
+    if path.name == BENCHMARK.name and not results.read_json(path).get("ceilings"):
+        return None
+    return load(path)
 
 
 def _is_of(measurement: Measurement, device_name: str, threads: object) -> bool:

@@ -164,9 +164,15 @@ class Collection:
 
 def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
     """Those below a folder that may be results, with the time of their last change and size.
-    Names that begin with a dot are files in the making."""
-    for place, folders, names in os.walk(folder):
+    Names that begin with a dot are files in the making. Folders may be links, to a larger disk."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")
+        true_place = os.path.realpath(place)
+        if true_place in seen:  # a link back
+            folders.clear()
+            continue
+        seen.add(true_place)
         for name in names:
             if name.endswith(".json") and name[0] != ".":
                 path = Path(place, name)

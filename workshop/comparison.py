@@ -235,3 +235,15 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
 
 def _join(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
+
+
+def trained_differently(runs: Iterable[RunResult]) -> list[str]:
+    """In which of seed, learning rate and data some runs differ: none if all started from the same
+    weights and saw the same batches, so that their losses may be compared step by step."""
+    runs = list(runs)
+    courses = {
+        "seed": {str(run.options.get("seed")) for run in runs},
+        "learning rate": {str(run.options.get("learning_rate")) for run in runs},
+        "data": {str(run.data.get("sha256") or run.data.get("name")) for run in runs},
+    }
+    return [name for name, values in courses.items() if len(values) > 1]

@@ -66,7 +66,12 @@ def printable(text: str) -> str:
     return " ".join("".join(kept).split()) or "\ufffd"
 
 
-def require_rich() -> None:
-    """Raises NotOnThisMachine without the package that draws the tables."""
-    if importlib.util.find_spec("rich") is None:
-        raise NotOnThisMachine("rich is missing: run `make setup`, or pip install rich")
+def require(*packages: str) -> None:
+    """Raises NotOnThisMachine where a package is missing that the work can't do without."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise NotOnThisMachine(
+            f"{' and '.join(missing)} {verb} missing: run `make setup`, or pip install "
+            f"{' '.join(missing)}"
+        )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from workshop import versions
+from workshop import parity, versions
 from workshop.collection import Collection
 from workshop.errors import DONE, WorkshopError
 from workshop.exercises.frame import Item
@@ -33,6 +33,8 @@ _CODE = "font-family: var(--jp-code-font-family, monospace); white-space: pre; l
 _ADDED, _TAKEN, _PLACE = "#2e9e5b40", "#d1495b40", "#80808030"
 """Behind the lines of a diff: half transparent, so that letters stand out on light and dark."""
 _PASSED, _FAILED = "#2e9e5b", "#d1495b"
+_FARTHEST = 1e6
+"""A share of what the gate allows, for errors that are no numbers."""
 _WIDTH = "110"
 """Columns of what a script prints into a cell."""
 
@@ -166,7 +168,8 @@ def pictures(folder: Path) -> list[Shown]:
 
 
 def gate(reports: Mapping[str, ParityReport]) -> Shown:
-    """All that the gate measured: a dot for each quantity, left of the line if it passed.
+    """All that the gate measured: a dot for each quantity, left of the line if it passed. One whose
+    error is no number stands farthest to the right.
 
     Args:
         reports: by what was checked; no two of a notebook have the same names.
@@ -177,7 +180,7 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         axis = figure.subplots()
         for place, report in enumerate(reports.values()):
             measures = report.measures.values()
-            shares = [measure.error / measure.allowed for measure in measures]
+            shares = [min(parity.badness(measure), _FARTHEST) for measure in measures]
             colours = [_PASSED if measure.passed else _FAILED for measure in measures]
             axis.scatter(shares, [place] * len(shares), s=90, c=colours, alpha=0.5, linewidths=0)
         labels = [

@@ -82,7 +82,7 @@ class ParityReport:
     @property
     def worst(self) -> tuple[str, Measure]:
         """The quantity that comes closest to its limit, or is furthest beyond it."""
-        return max(self.measures.items(), key=lambda item: _badness(item[1]))
+        return max(self.measures.items(), key=lambda item: badness(item[1]))
 
     def summary(self) -> str:
         """One line: the verdict and the figures behind it."""
@@ -112,7 +112,8 @@ class ParityReport:
         )
 
 
-def _badness(measure: Measure) -> float:
+def badness(measure: Measure) -> float:
+    """The error as a share of what is allowed; infinite where it is no number."""
     return math.inf if math.isnan(measure.error) else measure.error / measure.allowed
 
 

@@ -60,6 +60,17 @@ class Parity:
     reference: str | None = None
     measures: dict[str, dict[str, float | str | None]] = field(default_factory=dict)
 
+    def closest(self) -> tuple[str, float, float] | None:
+        """The measure that uses most of what it is allowed, its error and its limit; infinite is
+        an error that was no number, of which a file has null. None where nothing was measured."""
+        told = []
+        for name, measure in self.measures.items():
+            error, allowed = measure.get("error"), measure.get("allowed")
+            if isinstance(allowed, (int, float)) and allowed > 0:
+                error = float(error) if isinstance(error, (int, float)) else math.inf
+                told.append((error / allowed, name, error, float(allowed)))
+        return max(told)[1:] if told else None
+
 
 @dataclass
 class RunResult:
@@ -161,8 +172,11 @@ def git_commit() -> str | None:
 # --- writing ------------------------------------------------------------------------------
 
 
-def prepare_folder(folder: Path) -> Path:
+def prepare_folder(folder: Path, flag: str = "--output-dir") -> Path:
     """Makes the folder and shows that a file can be written there, before any work is done.
+
+    Args:
+        flag: what the user would choose another folder with.
 
     Raises:
         WorkshopError: it can't be made or written.
@@ -173,8 +187,7 @@ def prepare_folder(folder: Path) -> Path:
             pass
     except OSError as error:
         raise WorkshopError(
-            f"output folder {folder} can't be written ({error.strerror}): "
-            "choose another --output-dir"
+            f"output folder {folder} can't be written ({error.strerror}): choose another {flag}"
         ) from None
     return folder
 

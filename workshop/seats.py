@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import typing
@@ -241,23 +242,32 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
     # Threads that wait for each other must not spin on a machine that others use too.
     environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=_SECONDS,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return None, "", f"no answer within {_SECONDS} s"
     except OSError as error:
         return None, "", f"can't be started: {error.strerror}"
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-    if done.returncode < 0:
-        last = f"ended by signal {-done.returncode}"
-    return done.returncode, done.stdout, printable(last) if last else ""
+    try:
+        output, complaints = process.communicate(timeout=_SECONDS)
+    except BaseException as ended:
+        # With those that it has started: a compiler at work would slow the next check.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(ended, subprocess.TimeoutExpired):
+            return None, "", f"no answer within {_SECONDS} s"
+        raise
+    last = next((line for line in reversed(complaints.splitlines()) if line.strip()), "")
+    if process.returncode < 0:
+        last = f"ended by signal {-process.returncode}"
+    return process.returncode, output, printable(last) if last else ""
 
 
 def gate(key: str) -> tuple[str, str]:
@@ -335,7 +345,7 @@ def _read(path: Path) -> Seat:
 
 def _show(seats: list[Seat], problems: list[str]) -> None:
     """Prints the table and the notes, in Markdown; a terminal folds the rows, a file does not."""
-    errors.require_rich()
+    errors.require("rich")
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,6 +1,7 @@
 """What each view holds, in blocks of sentences, a figure and a table: for the server and the file
 alike."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from workshop.errors import WorkshopError
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
+from workshop.results import Parity
 from workshop.roofline import Roofline, flags, sentences
 from workshop.versions import BASELINE, VERSIONS
 
@@ -181,7 +183,7 @@ _PROOF_HEADER = (
 def _proof_cells(snapshot: Snapshot, group: Group, row: Row) -> list[Cell | str]:
     stored = snapshot.stored(group, row)
     gated = next((s for s in stored if s.run.parity.status != "not run"), stored[0])
-    what, error, allowed = _closest(gated.run.parity.measures)
+    what, error, allowed = _closest(gated.run.parity)
     gradients = f"{row.tensors_with_grad}/{row.tensors_total}" if row.tensors_total else "-"
     severed = row.tensors_with_grad != row.tensors_total
     loss = f"{_number(row.loss_first, '.3f')} → {_number(row.loss_last, '.3f')}"
@@ -197,19 +199,13 @@ def _proof_cells(snapshot: Snapshot, group: Group, row: Row) -> list[Cell | str]
     ]
 
 
-def _closest(measures: dict[str, dict[str, float | str | None]]) -> tuple[str, str, str]:
+def _closest(parity: Parity) -> tuple[str, str, str]:
     """The measure of the gate that uses most of what it is allowed, its error and its limit."""
-    told = [
-        (error / allowed, name, error, allowed)
-        for name, measure in measures.items()
-        if isinstance(error := measure.get("error"), (int, float))
-        and isinstance(allowed := measure.get("allowed"), (int, float))
-        and allowed > 0
-    ]
-    if not told:
+    closest = parity.closest()
+    if closest is None:
         return "-", "-", "-"
-    _, name, error, allowed = max(told)
-    return name, f"{error:.1e}", f"{allowed:.1e}"
+    name, error, allowed = closest
+    return name, f"{error:.1e}" if math.isfinite(error) else "not finite", f"{allowed:.1e}"
 
 
 # --- the ladder, step by step --------------------------------------------------------------------

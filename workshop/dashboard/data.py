@@ -22,7 +22,7 @@ HALF = ("bf16", "fp16")
 _DAY = len("20261120")
 """Characters of a session's name that tell the day."""
 _FOLLOWS_HIDDEN = ("hidden_dim", "intermediate_dim")
-"""A sweep of the hidden dimension keeps the feed-forward layer four times as wide."""
+"""A sweep of the hidden dimension keeps the feed-forward layer as many times as wide."""
 
 
 class Group(NamedTuple):
@@ -308,7 +308,7 @@ def loss_difference(curves: Sequence[LossCurve]) -> str:
     is none to tell of."""
     if len(curves) < 2:
         return "With two or more versions their largest difference would stand here."
-    differing = _trained_differently([curve.run for curve in curves])
+    differing = " and ".join(comparison.trained_differently([curve.run for curve in curves]))
     if differing:
         return f"These runs differ in {differing}, so their losses may not be compared."
     steps = min(len(curve.run.losses) for curve in curves)
@@ -329,20 +329,6 @@ def loss_difference(curves: Sequence[LossCurve]) -> str:
 
 def _loss(curve: LossCurve, step: int) -> float:
     return curve.run.losses[step - 1] or 0.0
-
-
-def _trained_differently(runs: Sequence[RunResult]) -> str:
-    def differ(values: Iterable[object]) -> bool:
-        return len({str(value) for value in values}) > 1
-
-    names = [
-        name.replace("_", " ")
-        for name in ("seed", "learning_rate")
-        if differ(run.options.get(name) for run in runs)
-    ]
-    if differ(run.data.get("sha256") or run.data.get("name") for run in runs):
-        names.append("data")
-    return " and ".join(names)
 
 
 @dataclass(frozen=True)
@@ -375,7 +361,13 @@ def sweep(snapshot: Snapshot, group: Group, label: str, axis: str) -> list[Sweep
 def _differs_in(run: RunResult, other: RunResult, axis: str) -> bool:
     free = _FOLLOWS_HIDDEN if axis == "hidden_dim" else (axis,)
     one, two = _sizes(run), _sizes(other)
+    if axis == "hidden_dim" and _widening(one) != _widening(two):
+        return False
     return all(one[name] == two[name] for name in one if name not in free)
+
+
+def _widening(sizes: dict[str, float]) -> float:
+    return sizes["intermediate_dim"] / sizes["hidden_dim"]
 
 
 def _sizes(run: RunResult) -> dict[str, float]:

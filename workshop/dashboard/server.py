@@ -53,7 +53,12 @@ def make_app(live: Live) -> dash.Dash:
         enable_mcp=False,
     )
     app.server.config["TRUSTED_HOSTS"] = [HOST, "localhost"]
-    app.layout = lambda: layout.page(live.snapshot, live.refresh())
+
+    def page() -> Any:
+        generation = live.refresh()  # first: it replaces the snapshot
+        return layout.page(live.snapshot, generation)
+
+    app.layout = page
     _add_callbacks(app, live)
     return app
 

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     }
 
     def work() -> int:
-        errors.require_rich()
+        errors.require("rich")
         return commands[arguments.command](arguments, root)
 
     return errors.exit_status(work, interrupted="interrupted")
@@ -104,10 +104,10 @@ def _check(arguments: argparse.Namespace, root: Path) -> int:
         return errors.ANSWER_IS_NO
     with terminal.waiting(f"checking {one.name} ..."):
         outcome = runner.run(one.folder, results=arguments.results_dir, limit_s=arguments.limit)
+    terminal.show(terminal.verdict(one, outcome))
     if outcome.lacks is None:
         green = sum(item.ok for item in outcome.items)
         progress.checked(one.name, green, len(outcome.items))
-    terminal.show(terminal.verdict(one, outcome))
     if outcome.passed:
         terminal.show(terminal.what_comes_next(_sheets(root), progress))
     if outcome.lacks is not None:

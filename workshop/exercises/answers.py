@@ -34,7 +34,7 @@ class Answers:
         except UnicodeDecodeError:
             raise WorkshopError(f"{path.name}: it is not in UTF-8: save it as UTF-8") from None
         except tomllib.TOMLDecodeError as error:
-            hint = "text stands in quotes, a number has no comma"
+            hint = "text stands in quotes, closed on the same line; a number has no comma"
             raise WorkshopError(f"{path.name}: {error}; {hint}") from None
         except RecursionError:
             raise WorkshopError(f"{path.name}: brackets are nested too deeply") from None

@@ -67,7 +67,7 @@ class Progress:
         self._save()
 
     def _save(self) -> None:
-        results.prepare_folder(self.path.parent)
+        results.prepare_folder(self.path.parent, "--results-dir")
         states = {name: vars(state) for name, state in sorted(self._states.items())}
         results.write_json(self.path, {"schema_version": SCHEMA_VERSION, "exercises": states})
 

@@ -123,7 +123,8 @@ def _outcome(work: Work, place: Path, status: int | None, limit_s: float) -> Out
 
 def _broken_off(work: Work, place: Path, status: int | None, limit_s: float) -> Item:
     """The red Item of a process that did not come to its end."""
-    stack = (place / _STACK).read_text(encoding="utf-8", errors="replace")
+    written = (place / _STACK).is_file()
+    stack = (place / _STACK).read_text(encoding="utf-8", errors="replace") if written else ""
     name = re.escape(str(work.mine_path.resolve()))
     at = re.search(rf'File "{name}", line (\d+) in (\S+)', stack)
     where = ""

@@ -63,7 +63,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     from rich.console import Console
 
     from workshop import results
@@ -90,7 +90,7 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _advise(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     from rich.console import Console
 
     from workshop import results

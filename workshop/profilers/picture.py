@@ -1,6 +1,5 @@
 """Draws what timeline.py has made of a trace."""
 
-import importlib.util
 import math
 import re
 import sys
@@ -103,10 +102,7 @@ def draw(
             stretch, or the picture can't be written.
         NotOnThisMachine: there is no matplotlib.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise errors.NotOnThisMachine(
-            "matplotlib is missing: run `make setup`, or pip install matplotlib"
-        )
+    errors.require("matplotlib")
     if target.suffix.lower() != ".png":
         raise WorkshopError(f"{target}: the picture is a PNG: give a name that ends in .png")
     recorded = read(trace)

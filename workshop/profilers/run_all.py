@@ -6,7 +6,6 @@ the machine has no tool for is no end.
 """
 
 import argparse
-import importlib.util
 import os
 import re
 import signal
@@ -84,9 +83,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     outcomes = [_planned(arguments.folder, script) for script in arguments.scripts]
     if arguments.dry_run:
         return _dry_run(outcomes, arguments)
-    errors.require_rich()
-    if importlib.util.find_spec("jinja2") is None:
-        raise NotOnThisMachine("jinja2 is missing, which PyTorch brings: run `make setup`")
+    errors.require("rich", "jinja2")
     _check_model_flags(outcomes, arguments)
     folder = arguments.output_dir
     try:

@@ -31,7 +31,7 @@ def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
     """Prints the hot list of what a profiler wrote, and with `output_dir` writes it there
     as kernel_file.CSV_FILE and JSON_FILE; the exit status. A runner has it written to the folder
     that it is about to leave."""
-    errors.require_rich()
+    errors.require("rich")
     from rich.console import Console
 
     table = load(path)

@@ -149,13 +149,11 @@ def _table(
 
 def _worst(stored: Sequence[StoredRun]) -> Cell:
     """Of the gate's measures, the one that comes closest to what is allowed."""
-    shares = []
-    for one in stored:
-        for measure in one.run.parity.measures.values():
-            error, allowed = measure.get("error"), measure.get("allowed")
-            if isinstance(error, (int, float)) and isinstance(allowed, (int, float)) and allowed:
-                shares.append(error / allowed)
-    return Cell(f"{max(shares):.0%}" if shares else "-")
+    closest = [found for one in stored if (found := one.run.parity.closest())]
+    share = max((error / allowed for _, error, allowed in closest), default=None)
+    if share is None:
+        return Cell("-")
+    return Cell(f"{share:.0%}" if math.isfinite(share) else "not finite")
 
 
 def _saved(group: Group) -> list[Table]:
@@ -269,7 +267,7 @@ def _curves(group: Group) -> list[charts.Curve]:
     curves = []
     for version, run in first.items():
         differences: tuple[float, ...] = ()
-        if version != BASELINE and baseline is not None and _same_course(run, baseline):
+        if version != BASELINE and baseline and not comparison.trained_differently([run, baseline]):
             pairs = zip(_finite(run), _finite(baseline), strict=False)
             differences = tuple(own - its for own, its in pairs)
         curves.append(charts.Curve(version, _finite(run), differences))
@@ -279,13 +277,6 @@ def _curves(group: Group) -> list[charts.Curve]:
 def _finite(run: RunResult) -> tuple[float, ...]:
     return tuple(
         loss if loss is not None and abs(loss) <= results.MOST else math.nan for loss in run.losses
-    )
-
-
-def _same_course(run: RunResult, other: RunResult) -> bool:
-    """Whether both started from the same weights and saw the same batches in the same order."""
-    return run.data == other.data and all(
-        run.options.get(name) == other.options.get(name) for name in ("seed", "learning_rate")
     )
 
 

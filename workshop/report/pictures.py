@@ -1,6 +1,7 @@
 """Pictures of a report: charts as SVG that takes a page's colours, rooflines as PNG. Every one says
 in words what it shows."""
 
+import abc
 import base64
 import html
 import io
@@ -47,7 +48,7 @@ _STYLE = {
 
 
 @dataclass(frozen=True)
-class Picture:
+class Picture(abc.ABC):
     """A picture that is drawn when it is asked for."""
 
     name: str
@@ -63,9 +64,9 @@ class Picture:
     tells_more = False
     """Than the tables and sentences beside it."""
 
+    @abc.abstractmethod
     def markup(self) -> str:
         """An element that can stand in an HTML page: all text in it is escaped."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,9 @@ def read_roofline(paths: list[Path], *, title: str, results_folder: Path) -> Roo
     """
     try:
         roofline = roofline_inputs.load(paths)
-        ceilings.attach(roofline, folder=results_folder)
     except WorkshopError:  # what is broken, the report names anyway
         return None
+    ceilings.attach(roofline, folder=results_folder)
     roofline.title = title
     return roofline if roofline.ceilings else None
 

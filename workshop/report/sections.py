@@ -87,9 +87,12 @@ def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Se
 
 
 def _title(found: Profile) -> str:
-    what = f"{found.run.config_name}, {found.run.precision}" if found.run else ""
-    parts = [found.version or "another program", found.tool, what]
-    return printable(", ".join(filter(None, parts)))
+    return ", ".join([printable(found.version) or "another program", *_tool_and_size(found)])
+
+
+def _tool_and_size(found: Profile) -> list[str]:
+    size = f"{found.run.config_name}, {found.run.precision}" if found.run else ""
+    return [printable(part) for part in (found.tool or "an unnamed tool", size) if part]
 
 
 def hot_list(table: KernelTable, top: int) -> Table:
@@ -143,7 +146,7 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         files = tuple(found.folder / kernel_file.JSON_FILE for found in own)
         what = f"{own[0].table.what}s"
         unit = f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}"
-        title = f"What the {what}' time goes to: {_title(own[0]).split(', ', 1)[1]}"
+        title = f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}"
         pictures.append(charts.categories(name, title, unit, bars, kinds, files))
     return pictures
 

@@ -14,7 +14,7 @@ from workshop.results import RunResult
 RUNNER = "python version1_pytorch_baseline/run_pytorch_profiler.py --steps 2"
 SINGLE = "batch_1"
 """The folder, beside the runner's own, of the profile with a single sequence."""
-PRODUCTS, PASSES = ("GEMM",), ("elementwise", "copy", "norm")
+PRODUCTS, PASSES = ("GEMM",), ("elementwise", "copy")
 BOUNDS = {
     "products": ("GEMM-bound", "attention-bound"),
     "passes": ("elementwise-bound", "copy-bound"),
@@ -212,7 +212,7 @@ def measured(work: Work) -> Measured:
     single, of = work.profile("v1", tool=SINGLE) or (None, None)
     if single is None or of is None or not _is_single(of, run):
         folder = f"--output-dir results/profiles/v1/{SINGLE}"
-        size = f"--config {run.config_name} --batch-size 1"
+        size = f"--config {run.config_name} --batch-size 1 --precision {run.precision}"
         command = f"{RUNNER} {folder} -- {size}"
         raise Missing("no profile of the same model with a single sequence yet:", command)
     return Measured(table, run, single)
@@ -224,5 +224,6 @@ def _is_of_a_preset(run: RunResult) -> bool:
 
 
 def _is_single(run: RunResult, like: RunResult) -> bool:
-    same = run.config == like.config and run.device.get("name") == like.device.get("name")
-    return run.batch_size == 1 and same
+    names = ("config", "seq_len", "precision")
+    same = all(getattr(run, name) == getattr(like, name) for name in names)
+    return run.batch_size == 1 and same and run.device.get("name") == like.device.get("name")

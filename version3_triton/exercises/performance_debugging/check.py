@@ -91,11 +91,17 @@ def _diagnosis(work: Work, *, key: str) -> Iterator[Item]:
         why = f"has {sight.stage.stage}.py been changed? The hunt is for it as it came"
         yield Item(False, f"{key}: your result shows no fault", why)
         return
+    cause = _cause(work, sight, key)
+    yield cause
+    if cause.ok:
+        yield from work.each(*(partial(part, key=key, sight=sight) for part in (_evidence, _fix)))
+
+
+def _cause(work: Work, sight: Sight, key: str) -> Item:
+    """Whether the stage's figures show the cause that was named."""
     cause = CAUSES[work.answers().choice(f"{key}.cause", tuple(CAUSES))]
     right = cause.holds(sight)
-    yield Item(right, f"{key}: {cause.told}", "" if right else f"no: {cause.answer(sight)}")
-    if right:
-        yield from work.each(*(partial(part, key=key, sight=sight) for part in (_evidence, _fix)))
+    return Item(right, f"{key}: {cause.told}", "" if right else f"no: {cause.answer(sight)}")
 
 
 def _evidence(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
@@ -141,9 +147,7 @@ def _healthy(work: Work) -> Iterator[Item]:
         why = f"{CAUSES[found_in(sight)].told}: has {sight.stage.stage}.py been changed?"
         yield Item(False, f"{HEALTHY}: your result shows a fault", why)
         return
-    cause = CAUSES[work.answers().choice(f"{HEALTHY}.cause", tuple(CAUSES))]
-    right = cause.holds(sight)
-    yield Item(right, f"{HEALTHY}: {cause.told}", "" if right else f"no: {cause.answer(sight)}")
+    yield _cause(work, sight, HEALTHY)
     names = _names(work, f"{HEALTHY}.cleared_by")
     yield Item(
         len(names) <= _MOST_FIGURES,

@@ -89,8 +89,9 @@ def check_claims(work: Work) -> Iterator[Item]:
 def _rows(work: Work, *, claims: dict[str, Claim]) -> Iterator[Item]:
     named = work.answers()["false_claim.impossible_rows"]
     known = list(claims)
-    unknown = [name for name in named if name not in known] if isinstance(named, list) else named
-    if unknown:
+    is_list = isinstance(named, list)
+    unknown = [name for name in named if name not in known] if is_list else named
+    if not is_list or unknown:
         raise WorkshopError(
             f"false_claim.impossible_rows should be a list of {', '.join(known)}; "
             f"found {unknown!r:.40}"

@@ -29,7 +29,7 @@ from workshop.needed import import_torch  # noqa: E402
 import_torch()
 
 import torch  # noqa: E402
-from hunt_results import FOLDER, StageResult, save  # noqa: E402
+from hunt_results import StageResult, add_flags, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from workshop import (  # noqa: E402
@@ -129,18 +129,7 @@ def _parser(stage: str) -> argparse.ArgumentParser:
         "weights",
     )
     add("--num-steps", type=int, metavar="N", help="timed steps (default: 30; interpreted 2)")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default auto: the first GPU, if any",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        default=FOLDER,
-        help="where the result file goes (default: results/performance_debugging)",
-    )
+    add_flags(parser)
     return parser
 
 

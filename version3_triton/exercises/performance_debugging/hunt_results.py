@@ -1,5 +1,6 @@
 """The stages' result files, and the figures that they show."""
 
+import argparse
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -30,6 +31,22 @@ FIGURES = {
 }
 """What the tables show; no times, from `samples_per_s` on, where the kernels are interpreted."""
 COUNTS = ("tensors_with_grad", "launches", "programs")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of a stage and of all: where they run, and where their results go."""
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default auto: the first GPU, if any",
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        default=FOLDER,
+        help="where result files go (default: results/performance_debugging)",
+    )
 
 
 @dataclass

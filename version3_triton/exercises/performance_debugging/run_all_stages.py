@@ -23,7 +23,7 @@ from workshop.needed import import_torch  # noqa: E402
 
 import_torch()
 
-from hunt_results import FOLDER, StageResult, load_all, shown  # noqa: E402
+from hunt_results import StageResult, add_flags, load_all, shown  # noqa: E402
 
 from workshop import errors, results  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
@@ -66,30 +66,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="1 to 6 (default: all); the table also has those that were run before",
     )
     add("--show", action="store_true", help="run nothing: print the tables again")
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default auto: the first GPU, if any",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        default=FOLDER,
-        help="where the result files go (default: results/performance_debugging)",
-    )
+    add_flags(parser)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     return errors.exit_status(
-        lambda: _main(arguments), interrupted="interrupted: --show prints what was completed"
+        lambda: _main(arguments),
+        interrupted="interrupted: finished stages are kept; --show prints them",
     )
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     failed = [] if arguments.show else run(_chosen(arguments.stages), arguments)
     found = load_all(arguments.output_dir)
     if not found and not failed:

@@ -32,11 +32,13 @@ from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
 )
 from workshop import data, errors, hardware, presets, results, trainer, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import frame
+from workshop.exercises import faults, frame
 from workshop.exercises.compare import first_difference
 from workshop.presets import Preset
 
 HERE = Path(__file__).resolve().parent
+TIMES = ("p50_ms", "p95_ms", "max_ms")
+"""What `measure` returns."""
 STEPS = 20
 LEARNING_RATE = 3e-4
 ODD = (3, 63)
@@ -119,6 +121,9 @@ def measure(
     for batch_size in BATCH_SIZES:
         tokens = torch.randint(size.vocab_size, (batch_size, size.seq_len), device=device)
         row = mine.measure(model, tokens, wait)
+        lacking = [name for name in TIMES if name not in row]
+        if lacking:
+            raise WorkshopError(f"mine.py: what measure() returns lacks {', '.join(lacking)}")
         speed = batch_size * size.seq_len / row["p50_ms"] * 1e3
         yield {"form": form, "batch_size": batch_size} | row | {"tokens_per_s": speed}
 
@@ -131,13 +136,13 @@ def show(rows: list[dict[str, Any]]) -> None:
     for heading in ("form", "batch", "p50 ms", "p95 ms", "max ms", "tokens/s"):
         table.add_column(heading, justify="left" if heading == "form" else "right")
     for row in rows:
-        times = [f"{row[name]:.2f}" for name in ("p50_ms", "p95_ms", "max_ms")]
+        times = [f"{row[name]:.2f}" for name in TIMES]
         table.add_row(row["form"], str(row["batch_size"]), *times, f"{row['tokens_per_s']:,.0f}")
     Console().print(table)
 
 
 def deploy(arguments: argparse.Namespace) -> int:
-    errors.require_rich()
+    errors.require("rich")
     if not (HERE / frame.MINE).is_file():
         raise WorkshopError(
             f"mine.py is missing: `python -m workshop.exercises check {HERE.name}` makes it"
@@ -194,10 +199,11 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         try:
             return deploy(arguments)
-        except NotImplementedError as gap:
-            raise WorkshopError(
-                f"mine.py is not finished ({gap}): `python -m workshop.exercises check {HERE.name}`"
-            ) from None
+        except (WorkshopError, OSError):
+            raise
+        except Exception as error:  # of the participant's file: any
+            told = faults.as_item(error, frame.Work(HERE))
+            raise WorkshopError(f"{told.what}: {told.why}") from error
 
     return errors.exit_status(work, interrupted="interrupted: no table")
 
