@@ -416,7 +416,7 @@ def test_what_can_not_be_drawn_is_told_in_one_line(
         with pytest.raises(WorkshopError, match=complaint) as raised:
             picture.draw(trace, tmp_path / target)
         assert "\n" not in str(raised.value)
-    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.NotOnThisMachine, match="matplotlib is missing"):
         picture.draw(good, tmp_path / "a.png")
     assert not list(tmp_path.glob("*a.*"))  # nothing half-written
