@@ -35,7 +35,9 @@ def test_reference_results_are_all_found() -> None:
         results.load_folder(H200), key=lambda run: run.session
     )
     assert {(p.version, p.tool, p.run is not None) for p in found.profiles} == {
-        (version, "torch.profiler", True) for version in ("v1", "v2", "v3", "v4")
+        (version, tool, True)
+        for version in ("v1", "v2", "v3", "v4")
+        for tool in ("torch.profiler", "ncu", "proton")
     }
     assert [(b.path, b.device) for b in found.benchmarks] == [
         (H200 / "kernels" / "kernels.json", "NVIDIA H200")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from version3_triton import benchmark_kernels
-from workshop import ceilings, profile_run, results
+from workshop import ceilings, presets, profile_run, results
 from workshop.collection import Collection, Profile
 from workshop.errors import WorkshopError
 from workshop.profilers import advisor, kernel_file, show
@@ -91,8 +91,16 @@ def _title(found: Profile) -> str:
 
 
 def _tool_and_size(found: Profile) -> list[str]:
-    size = f"{found.run.config_name}, {found.run.precision}" if found.run else ""
+    size = f"{_size(found.run)}, {found.run.precision}" if found.run else ""
     return [printable(part) for part in (found.tool or "an unnamed tool", size) if part]
+
+
+def _size(run: results.RunResult) -> str:
+    """The preset, or what a model of one's own measures: several of those may lie side by side."""
+    layers, width = run.config.get("num_layers"), run.config.get("hidden_dim")
+    if run.config_name in presets.PRESETS or layers is None or width is None:
+        return run.config_name
+    return f"{run.config_name} ({layers} layers of {width})"
 
 
 def hot_list(table: KernelTable, top: int) -> Table:
