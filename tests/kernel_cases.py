@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import triton_attention
 import triton_cross_entropy
+import triton_embedding
 import triton_kernels
+import triton_linear
+import triton_qkv_attention
 import triton_rms_norm
 import triton_rope
 import triton_swiglu
@@ -28,7 +31,10 @@ MODULES = {
         triton_rope,
         triton_swiglu,
         triton_attention,
+        triton_qkv_attention,
         triton_cross_entropy,
+        triton_linear,
+        triton_embedding,
     )
 }
 
@@ -106,10 +112,33 @@ def rope_cases() -> Iterator[Case]:
         name = f"B{B} H{H} K{K} T{T} D{D}"
         make = partial(lambda *s: (heads(*s[0]), heads(*s[1])), (B, H, T, D), (B, K, T, D))
         yield Case(name, module, "apply_rope", make, tables(T, D))
-        make = partial(lambda *s: (normal(*s),), B, T, (H + 2 * K) * D)
-        yield Case(
-            name, module, "rope_qkv", make, {**tables(T, D), "num_heads": H, "num_kv_heads": K}
-        )
+
+
+def qkv_attention_cases() -> Iterator[Case]:
+    sizes = ((1, 2, 1, 2, 64, 40), (2, 6, 2, 63, 32, 72), (1, 4, 4, 129, 32, 64))
+    for B, H, K, T, D, C in sizes:
+        name = f"B{B} H{H} K{K} T{T} D{D} C{C}"
+        shapes = (B, T, C), ((H + 2 * K) * D, C)
+        make = partial(lambda x, w: (normal(*x), normal(*w) / w[1] ** 0.5), *shapes)
+        fixed = {**tables(T, D), "num_heads": H, "num_kv_heads": K}
+        yield Case(name, "triton_qkv_attention", "qkv_attention", make, fixed)
+
+
+def linear_cases() -> Iterator[Case]:
+    for shape, outputs in (((1, 1, 8), 5), ((3, 63, 72), 40), ((129, 24), 1)):
+        name = "x".join(map(str, (*shape, outputs)))
+        make = partial(lambda s, o: (normal(*s), normal(o, s[-1])), shape, outputs)
+        yield Case(name, "triton_linear", "linear", make, {})
+        make = partial(lambda s, o: (normal(*s[:-1], 2 * s[-1]), normal(o, s[-1])), shape, outputs)
+        yield Case(name, "triton_swiglu", "swiglu_linear", make, {})
+
+
+def embedding_cases() -> Iterator[Case]:
+    for N, V, C in ((1, 1, 8), (63, 11, 40), (129, 311, 1100)):
+        tokens = torch.randint(V, (N,), device=DEVICE)
+        make = partial(lambda v, c: (normal(v, c),), V, C)
+        name = f"{N}x{C} of {V}"
+        yield Case(name, "triton_embedding", "embedding", make, {"tokens": tokens})
 
 
 def attention_cases() -> Iterator[Case]:
@@ -157,7 +186,10 @@ def cross_entropy_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    groups = (norm_cases, swiglu_cases, rope_cases, attention_cases, cross_entropy_cases)
+    groups = (
+        *(norm_cases, swiglu_cases, rope_cases, attention_cases, qkv_attention_cases),
+        *(cross_entropy_cases, linear_cases, embedding_cases),
+    )
     torch.manual_seed(0)
     return [case for group in groups for case in group()]
 

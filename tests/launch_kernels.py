@@ -7,6 +7,7 @@ and without PyTorch's caching allocator, in whose large blocks a stray access wo
 import torch
 from kernel_cases import DEVICE, all_cases
 from triton_kernels import __dict__ as operators
+from triton_linear import rounded
 
 
 def main() -> None:
@@ -16,6 +17,11 @@ def main() -> None:
             outputs = operators[case.op](*arguments, **case.fixed)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    weights = [torch.ones(shape, device=DEVICE, requires_grad=True) for shape in ((5,), (17, 9))]
+    optimizer = operators["AdamW"](weights)
+    for weight in weights:
+        weight.grad = rounded(weight, torch.bfloat16).float()
+    optimizer.step()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     print("launched")

@@ -283,15 +283,10 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         lambda plain: lambda q, k, cos, sin: plain(q, k, cos, -sin),
         "q is off",
     ),
-    "v rotated": (
-        "rope_qkv",
-        lambda plain: (
-            lambda qkv, cos, sin, heads, kv_heads: (
-                *plain(qkv, cos, sin, heads, kv_heads)[:2],
-                plain(qkv, cos, sin, heads + kv_heads, kv_heads // 2)[1],
-            )
-        ),
-        "v is",
+    "turned the other way": (
+        "qkv_attention",
+        lambda plain: lambda x, weight, cos, sin, *heads: plain(x, weight, cos, -sin, *heads),
+        "out is off",
     ),
     "mask off by one": ("flash_attention", lambda _: late_mask, "out is off"),
     "no scale": (

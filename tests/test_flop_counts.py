@@ -175,11 +175,11 @@ def test_triton_attention_without_its_formula_is_missed(
     odd_config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = make_step("v3", odd_config)
-    for name in ("flash_attention", "flash_attention_backward"):
+    for name in ("qkv_attention", "qkv_attention_backward"):
         monkeypatch.delitem(flop_registry, getattr(torch.ops.tiny_llama, name))
     _, work, remarks = explain(step, odd_config)
     missed = the_one(remarks, "missed")
-    assert "no formula for tiny_llama.flash_attention, tiny_llama.flash_att" in missed.text
+    assert "no formula for tiny_llama.qkv_attention, tiny_llama.qkv_att" in missed.text
     assert (missed.forward, missed.backward) == (-work.attention, -2 * work.attention)
     assert str(missed).startswith(f"-{work.attention:,.0f} forward, -{2 * work.attention:,.0f} b")
 
@@ -203,7 +203,7 @@ def test_what_deepspeed_counts_and_misses(odd_config) -> None:
     assert the_one(remarks, "F.silu").forward == 77
     assert the_one(remarks, "no backward pass").backward == -work.step.backward
 
-    attention = "tiny_llama.flash_attention"
+    attention = "tiny_llama.qkv_attention"
     remarks = explain_deepspeed(work, work.weights, work.weights / 2, "aten.mm", attention)
     assert the_one(remarks, f"missed: {attention}").forward == -work.attention
     assert all(remark.explained for remark in remarks)
@@ -287,7 +287,7 @@ def test_the_true_deepspeed_is_explained_to_the_operation(
     remarks = list(flop_counts.explain_deepspeed(work, counted, operators))
     accounted_for(work, (counted.flops, 0), remarks)
     assert all(remark.explained for remark in remarks)
-    words = "missed: tiny_llama.flash_attention" if key == "v3" else WHOLE_SQUARE
+    words = "missed: tiny_llama.qkv_attention" if key == "v3" else WHOLE_SQUARE
     assert abs(the_one(remarks, words).forward) == work.attention
     assert "self_attn" in report.read_text()
     assert torch.Tensor.__matmul__ is matmul  # what it patched is as before

@@ -25,6 +25,7 @@ LDS_KIB = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
 LAUNCHED = {
     *("rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward", "swiglu_backward"),
     *("attention_forward", "attention_prepare", "attention_backward", "cross_entropy"),
+    *("embedding_backward", "adamw_step", "adamw"),
 }
 WITH_PRODUCTS = ("attention_forward", "attention_backward")
 

@@ -17,8 +17,10 @@ NORM, ADD, SWIGLU = "rms_norm-3x63x72", "add_rms_norm-3x63x72", "swiglu-3x63x152
 FUSED, ROPE, QKV = (
     "swiglu_fused-3x63x152",
     "apply_rope-B2 H6 K2 T63 D32",
-    "rope_qkv-B2 H6 K2 T63 D32",
+    "qkv_attention-B2 H6 K2 T63 D32 C72",
 )
+LINEAR, DOWN = "linear-3x63x72x40", "swiglu_linear-3x63x72x40"
+EMBEDDING = "embedding-63x40 of 11"
 CAUSAL, LONG = "flash_attention-B2 H4 K2 T63 D32 causal", "flash_attention-B1 H3 K1 T129 D64 causal"
 FULL, LOW = "flash_attention-B2 H6 K3 T129 D32 full", "flash_attention-low scores"
 LOSS, LONG_LOSS = "linear_cross_entropy-63x40x311", "linear_cross_entropy-129x24x5000"
@@ -85,8 +87,23 @@ FAULTS = {
     "rotated the wrong way": (ROPE, "y1 = x1 * cos1 - x2 * sin1", "y1 = x1 * cos1 + x2 * sin1"),
     "gradient not rotated back": (ROPE, "if BACKWARD:", "if not BACKWARD and BACKWARD:"),
     "wrong position": (ROPE, "cos = cos_ptr + t[:, None]", "cos = cos_ptr + (t // 2)[:, None]"),
-    "half of v copied": (
-        QKV, "tl.store(target + HALF, tl.load(source + HALF, mask=inside), mask=inside)", "pass",
+    # from the product on
+    "scale of dq forgotten": (QKV, "q_factor=scale", "q_factor=1.0"),
+    "dk not rotated back": (QKV, "(unscaled, dk), (dq, dk)", "(unscaled, dk), (dq, dk.clone())"),
+    "rotation thrown away": (QKV, "(q, k), (q, k), rows", "(q, k), (q.clone(), k), rows"),
+    "k and v exchanged": (QKV, "q, k, v, out, lse, True", "q, v, k, out, lse, True"),
+    # SwiGLU with its product
+    "SwiGLU again without up": (DOWN, "(silu * up).to(y_ptr", "silu.to(y_ptr"),
+    # the products
+    "gradient of the input from another weight": (LINEAR, "(dy @ weight)", "(dy @ weight.abs())"),
+    "weight's gradient over half of the tokens": (
+        LINEAR, "return (dy.t() @ x).to(dtype)", "return (dy[::2].t() @ x[::2]).to(dtype)",
+    ),
+    # embedding
+    "race on the embedding": (
+        EMBEDDING,
+        'tl.atomic_add(row + c, dy, mask=c < C, sem="relaxed")',
+        "tl.store(row + c, dy, mask=c < C)",
     ),
     # cross-entropy
     "one-hot forgotten": (LOSS, "tl.where(start + v == target, 1.0, 0.0)", "0.0"),

@@ -59,7 +59,9 @@ def test_forward_and_gradients_are_as_close_to_fp64_as_the_plain_version(label: 
         "rms_norm-3x63x72",
         "add_rms_norm-3x63x72",
         "swiglu-3x63x152",
-        "rope_qkv-B2 H6 K2 T63 D32",
+        "qkv_attention-B2 H6 K2 T63 D32 C72",
+        "linear-3x63x72x40",
+        "swiglu_linear-3x63x72x40",
         "flash_attention-B2 H4 K2 T63 D32 causal",
         "linear_cross_entropy-63x40x311",
     ],
@@ -140,7 +142,9 @@ SMALL = {
     "swiglu-1x1x2",
     "swiglu_fused-1x1x2",
     "apply_rope-B1 H2 K1 T1 D64",
-    "rope_qkv-B1 H2 K1 T1 D64",
+    "qkv_attention-B1 H2 K1 T2 D64 C40",
+    "swiglu_linear-1x1x8x5",
+    "embedding-63x40 of 11",
     "flash_attention-B1 H2 K1 T2 D32 causal",
     "linear_cross_entropy-1x8x5",
 }
@@ -165,7 +169,8 @@ def test_operators_are_registered_as_pytorch_wants_them(label: str) -> None:
         sum(output.sum() for output in outputs).backward()
     assert len(calls) == (1 if case.op == "linear_cross_entropy" else 2)
     for func, args in calls:
-        differentiable = "backward" not in func.name()
+        # The public function of qkv_attention has the gradient, which takes PyTorch's products too.
+        differentiable = "backward" not in func.name() and case.op != "qkv_attention"
         copies = tuple(
             x.detach().clone().requires_grad_(x.requires_grad and differentiable)
             if isinstance(x, Tensor)
@@ -223,8 +228,8 @@ def test_autocast_reaches_every_operator(model) -> None:
     with Record(), torch.autocast(DEVICE, torch.bfloat16):
         model(tokens, tokens).backward()
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
-        "rms_norm", "add_rms_norm", "rope_qkv", "rope_qkv_backward", "flash_attention",
-        "flash_attention_backward", "swiglu_fused", "swiglu_fused_backward",
+        "rms_norm", "add_rms_norm", "qkv_attention", "qkv_attention_backward", "swiglu_fused",
+        "swiglu_fused_backward_again",
     }  # fmt: skip
     # The residual stream and the loss stay in fp32, and so do the weights' gradients.
     assert dtypes["rms_norm_backward"] == dtypes["linear_cross_entropy"] == torch.float32
@@ -248,9 +253,9 @@ MISTAKES = {
     "empty": (lambda: ops.swiglu(q(0, 4), q(0, 4)), ValueError, r"gate is \(0, 4\), empty"),
     "scalar": (lambda: ops.rms_norm(q(), q(1), 1e-5), ValueError, "x is a scalar"),
     "no heads": (
-        lambda: ops.rope_qkv(q(1, 3, 8), q(3, 2), q(3, 2), 2, -1),
+        lambda: ops.qkv_attention(q(1, 3, 8), q(64, 8), q(3, 32), q(3, 32), 2, -1),
         ValueError,
-        "2 query and -1 key/value heads",
+        "2 query heads do not share -1 key/value heads",
     ),
     "no targets": (
         lambda: ops.linear_cross_entropy(q(3, 4), q(5, 4), [0, 1, 2]),
@@ -285,9 +290,9 @@ MISTAKES = {
         r"cos is \(2, 4\), expected \(3, 4\)",
     ),
     "qkv": (
-        lambda: ops.rope_qkv(q(1, 3, 10), q(3, 2), q(3, 2), 2, 1),
+        lambda: ops.qkv_attention(q(1, 3, 10), q(9, 10), q(3, 2), q(3, 2), 2, 1),
         ValueError,
-        r"expected \(B, T, 4 D\) for 2 query and 1 key/value heads",
+        r"weight is \(9, 10\), expected \(4 D, 10\)",
     ),
     "head size": (
         lambda: ops.flash_attention(q(1, 2, 3, 48), q(1, 1, 3, 48), q(1, 1, 3, 48)),
@@ -318,6 +323,21 @@ MISTAKES = {
         lambda: ops.linear_cross_entropy(q(3, 4), q(5, 4), q(3)),
         TypeError,
         "targets are torch.float32 .* expected int64",
+    ),
+    "linear": (
+        lambda: ops.linear(q(2, 4), q(4, 5)),
+        ValueError,
+        r"linear: weight is \(4, 5\), expected \(O, 4\)",
+    ),
+    "down": (
+        lambda: ops.swiglu_linear(q(2, 4), q(4, 4)),
+        ValueError,
+        r"weight is \(4, 4\), expected \(C, 2\)",
+    ),
+    "tokens": (
+        lambda: ops.embedding(q(4, 5), q(3)),
+        TypeError,
+        "tokens are torch.float32 .* expected int64",
     ),
     "head": (
         lambda: ops.linear_cross_entropy(q(3, 4), q(5, 6), q(3, dtype=torch.long)),

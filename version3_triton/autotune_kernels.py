@@ -221,10 +221,11 @@ def _rope_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
     B, T, H = preset.batch_size, preset.seq_len, preset.num_heads
     K = preset.model()["num_kv_heads"]
     D = preset.hidden_dim // H
-    qkv = torch.randn(B, T, (H + 2 * K) * D, device=device).to(dtype)
+    heads = torch.randn(B, T, H + K, D, device=device).to(dtype).transpose(1, 2)
+    pair = heads[:, :H], heads[:, H:]
     cos, sin = torch.randn(2, T, D, device=device)
     blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4)))
-    call = lambda: rope.rope_qkv_forward(qkv, cos, sin, H, K)  # noqa: E731
+    call = lambda: rope.apply_rope_forward(*pair, cos, sin, False)  # noqa: E731
     yield Job("triton_rope.BLOCKS", rope.BLOCKS, blocks, tuple, call)
 
 

@@ -297,48 +297,6 @@ def apply_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
     )
 
 
-def rope_qkv(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
-    """qkv (B, T, (H + 2 K) D) -> q, k rotated, and v, all (B, heads, T, D).
-
-    q and k read and written, either way, and the tables. v counts in the backward pass, where its
-    gradient must come to lie beside theirs; forward it may stay where it is, and who copies it all
-    the same, as V3 does, is not credited.
-    """
-    v3 = kernels()
-    rotated = batch * tokens * (heads + kv_heads) * head_dim
-    values = batch * tokens * kv_heads * head_dim
-    tables = 2 * 4 * tokens * head_dim
-
-    def by_liger(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
-        parts = qkv.view(batch, tokens, -1, head_dim).transpose(1, 2)
-        q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
-        q, k = liger("LigerRopeFunction").apply(q, k, cos[None], sin[None])
-        return q, k, v
-
-    return Case(
-        op="rope_qkv",
-        size=f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
-        arguments=("qkv", "cos", "sin"),
-        constants=("cos", "sin"),
-        results=("q", "k", "v"),
-        draw=lambda draw: (
-            draw.normal(batch, tokens, (heads + 2 * kv_heads) * head_dim),
-            *draw.rope_tables(tokens, head_dim),
-        ),
-        kernel=lambda *tensors: v3.rope_qkv(*tensors, heads, kv_heads),
-        plain=_in_dtype_of_first(
-            functools.partial(v3.rope_qkv_reference, num_heads=heads, num_kv_heads=kv_heads)
-        ),
-        rivals={LIGER: by_liger},
-        unit=GBS,
-        amounts=lambda itemsize: {
-            FORWARD: 2.0 * rotated * itemsize + tables,
-            BACKWARD: 2.0 * (rotated + values) * itemsize + tables,
-        },
-        axes=(None, None, None),
-    )
-
-
 def _in_dtype_of_first(rotate: Function) -> Function:
     """As in V1: fp32 tables make the products fp32, and the results are rounded."""
 
@@ -396,6 +354,48 @@ def flash_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim
         parts=kv_heads,
         axes=(1, 1, 1),
         result_axis=1,
+    )
+
+
+def qkv_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+    """The heads of x weight' for x (B, T, C = H D), rotated, and their causal attention.
+
+    Forward 2 B T C (H + 2 K) D FLOPs for the product and attention's; backward twice and 2.5 times
+    as many.
+    """
+    v3 = kernels()
+    width, rows = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    product = 2.0 * batch * tokens * width * rows
+    attention = 2.0 * batch * heads * tokens**2 * head_dim
+    rotate = _in_dtype_of_first(v3.apply_rope_reference)
+
+    def by_pytorch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = F.linear(x, weight).view(batch, tokens, -1, head_dim).transpose(1, 2)
+        q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+        q, k = rotate(q, k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    return Case(
+        op="qkv_attention",
+        size=f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
+        arguments=("x", "weight", "cos", "sin"),
+        constants=("cos", "sin"),
+        results=("out",),
+        draw=lambda draw: (
+            draw.normal(batch, tokens, width),
+            draw.normal(rows, width, std=width**-0.5),
+            *draw.rope_tables(tokens, head_dim),
+        ),
+        kernel=lambda *tensors: v3.qkv_attention(*tensors, heads, kv_heads),
+        plain=lambda *tensors: v3.qkv_attention_reference(*tensors, heads, kv_heads),
+        rivals={"F.linear, rotation, SDPA": by_pytorch},
+        unit=TFLOPS,
+        amounts=lambda _: {
+            FORWARD: product + attention,
+            BACKWARD: 2 * product + 2.5 * attention,
+        },
+        axes=(None, None, None, None),
     )
 
 
@@ -471,10 +471,10 @@ OPS = {
     "rms_norm": Sizes(rms_norm, _NORMS, _ODD_ROWS),
     "add_rms_norm": Sizes(add_rms_norm, _NORMS, _ODD_ROWS),
     "apply_rope": Sizes(apply_rope, _ROPE, _ODD_HEADS),
-    "rope_qkv": Sizes(rope_qkv, _ROPE, _ODD_HEADS),
     "swiglu": Sizes(swiglu, _SWIGLU, _ODD_ROWS),
     "swiglu_fused": Sizes(swiglu_fused, _SWIGLU, _ODD_ROWS),
     "flash_attention": Sizes(flash_attention, _ATTENTION, _ODD_HEADS),
+    "qkv_attention": Sizes(qkv_attention, _ATTENTION[:2], _ODD_HEADS),
     "linear_cross_entropy": Sizes(
         linear_cross_entropy,
         ((8192, 1024, 32000), (8192, 1024, 1000)),

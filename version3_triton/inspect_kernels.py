@@ -133,8 +133,9 @@ def get_chip(name: str) -> Chip:
 
 
 def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """What is run forward and backward: V3's own model, of which two layers launch all that more
-    would, and the operators that it does without. Products are computed in `dtype`."""
+    """What is run forward and, where it returns something, backward: V3's own training step, of
+    which two layers launch all that more would, and the operators that it does without. Products
+    are computed in `dtype`."""
     model, ops = importlib.import_module("tiny_llama_v3"), importlib.import_module("triton_kernels")
     config = model.TinyLlamaConfig(**size.model() | {"num_layers": 2})
     B, T, D = size.batch_size, size.seq_len, config.head_dim
@@ -145,11 +146,17 @@ def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     def half() -> Tensor:
         return torch.empty(B, T, config.intermediate_dim, dtype=dtype, requires_grad=True)
 
+    def training_step() -> tuple[()]:
+        network = model.TinyLlama(config)
+        network(tokens, targets).backward()
+        model.configure_optimizer(network, 1e-3).step()
+        return ()
+
     tokens, targets = torch.empty(2, B, T, dtype=torch.int64)
     cos, sin = torch.empty(2, T, D)
     q, k = product(config.num_heads), product(config.num_kv_heads)
     return {
-        "training step": lambda: model.TinyLlama(config)(tokens, targets),
+        "training step": training_step,
         "apply_rope": lambda: ops.apply_rope(q, k, cos, sin),
         "swiglu": lambda: ops.swiglu(half(), half()),
     }
@@ -159,7 +166,8 @@ def run_forward_and_backward(call: Callable[[], Any], arithmetic: Precision) -> 
     with arithmetic.autocast("cpu"):  # where tensors without memory claim to be
         outputs = call()
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    if outputs:
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
 # --- compiling instead of launching --------------------------------------------------------------

@@ -1,15 +1,19 @@
 """Tiny-LLaMA, version 3: hand-written Triton kernels.
 
-Changed since V2: no switches. Between the matrix products, which stay with the vendor's library,
-every operation is a kernel of ours, forward and backward (triton_kernels.py lists them).
+Changed since V2: between the matrix products, which stay with the vendor's library, every operation
+is a kernel of ours, forward and backward (triton_kernels.py lists them).
     RMSNorm              rms_norm; add_rms_norm adds what a sub-layer returned to the residual
                          stream in the same pass
-    apply_rope           gone: rope_qkv rotates q and k where the product left them
-    Attention            flash_attention, which reads the K key/value heads without repeating them
-    FeedForward          swiglu_fused takes the gate-up product as it is
+    apply_rope           gone: qkv_attention rotates q and k where the product left them
+    Attention            qkv_attention, which reads the K key/value heads without repeating them
+    FeedForward          swiglu_linear takes the gate-up product as it is, and keeps nothing else
     Block                hands the residual stream and the last branch on unadded
-    TinyLlama            linear_cross_entropy, which never holds all the logits
-    configure_optimizer  V2's fused form, unconditionally
+    TinyLlama            embedding, whose gradient PyTorch would sort the tokens for;
+                         linear_cross_entropy, which never holds all the logits
+    the other products   linear: the weight's gradient comes out of it in fp32
+    configure_optimizer  AdamW writes the weights that the products read, in 16 bits, as well
+`Fusions` names them; each can be switched off alone (`--no-fuse-norm`, ...), and plain PyTorch, the
+operator's `*_reference`, then runs instead. A module takes one or the other when it is made.
 Without a GPU the kernels run in Triton's interpreter: slowly, but the same kernels.
 
 Shapes in the comments:
@@ -32,12 +36,21 @@ if __name__ == "__main__":  # Triton is not everywhere
 
 from triton_kernels import (
     HEAD_SIZES,
+    AdamW,
     add_rms_norm,
-    flash_attention,
+    add_rms_norm_reference,
+    embedding,
+    embedding_reference,
+    linear,
     linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_reference,
+    qkv_attention,
+    qkv_attention_reference,
     rms_norm,
-    rope_qkv,
-    swiglu_fused,
+    rms_norm_reference,
+    swiglu_linear,
+    swiglu_linear_reference,
 )
 
 
@@ -78,19 +91,34 @@ class TinyLlamaConfig:
             )
 
 
+@dataclass(frozen=True)
+class Fusions:
+    """Which operators are kernels. Off means plain PyTorch for that part."""
+
+    fuse_norm: bool = True  # rms_norm, add_rms_norm
+    fuse_swiglu: bool = True  # swiglu_linear
+    fuse_attention: bool = True  # qkv_attention
+    fuse_embedding: bool = True  # embedding
+    fuse_loss: bool = True  # linear_cross_entropy
+    fuse_linear: bool = True  # linear
+    fuse_optimizer: bool = True  # AdamW
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, fusions: Fusions) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.norm = rms_norm if fusions.fuse_norm else rms_norm_reference
+        self.add_norm = add_rms_norm if fusions.fuse_norm else add_rms_norm_reference
 
     def forward(self, stream: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds the branch, if there is one, to the residual stream: the sum's norm, and the sum."""
         if branch is None:
-            return rms_norm(stream, self.weight, self.eps), stream
-        return add_rms_norm(branch, stream, self.weight, self.eps)
+            return self.norm(stream, self.weight, self.eps), stream
+        return self.add_norm(branch, stream, self.weight, self.eps)
 
 
 def rope_tables(config: TinyLlamaConfig) -> tuple[Tensor, Tensor]:
@@ -105,7 +133,7 @@ def rope_tables(config: TinyLlamaConfig) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     """Causal self-attention with grouped query heads; the (T, T) scores are never stored."""
 
-    def __init__(self, config: TinyLlamaConfig) -> None:
+    def __init__(self, config: TinyLlamaConfig, fusions: Fusions) -> None:
         super().__init__()
         if config.head_dim not in HEAD_SIZES:
             raise ValueError(
@@ -117,25 +145,29 @@ class Attention(nn.Module):
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = nn.Linear(config.hidden_dim, q_rows + 2 * kv_rows, bias=False)
         self.o_proj = nn.Linear(q_rows, config.hidden_dim, bias=False)
+        self.attend = qkv_attention if fusions.fuse_attention else qkv_attention_reference
+        self.linear = linear if fusions.fuse_linear else linear_reference
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv_proj(x)  # (B, T, (H + 2K) D)
-        q, k, v = rope_qkv(qkv, cos, sin, self.num_heads, self.num_kv_heads)
-        y = flash_attention(q, k, v)  # (B, H, T, D), in memory (B, T, H, D)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        heads = self.num_heads, self.num_kv_heads
+        y = self.attend(x, self.qkv_proj.weight, cos, sin, *heads)  # (B, T, H D)
+        return self.linear(y, self.o_proj.weight)
 
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: TinyLlamaConfig) -> None:
+    def __init__(self, config: TinyLlamaConfig, fusions: Fusions) -> None:
         super().__init__()
         rows = 2 * config.intermediate_dim
         self.gate_up_proj = nn.Linear(config.hidden_dim, rows, bias=False)
         self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
+        self.linear = linear if fusions.fuse_linear else linear_reference
+        self.swiglu_linear = swiglu_linear if fusions.fuse_swiglu else swiglu_linear_reference
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu_fused(self.gate_up_proj(x)))
+        gate_up = self.linear(x, self.gate_up_proj.weight)  # (B, T, 2F)
+        return self.swiglu_linear(gate_up, self.down_proj.weight)
 
 
 class Block(nn.Module):
@@ -145,12 +177,12 @@ class Block(nn.Module):
     it while it reads both.
     """
 
-    def __init__(self, config: TinyLlamaConfig) -> None:
+    def __init__(self, config: TinyLlamaConfig, fusions: Fusions) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.input_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.self_attn = Attention(config, fusions)
+        self.post_attention_layernorm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
+        self.mlp = FeedForward(config, fusions)
 
     def forward(
         self, stream: Tensor, branch: Tensor | None, cos: Tensor, sin: Tensor
@@ -175,14 +207,17 @@ class TinyLlama(nn.Module):
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     }
 
-    def __init__(self, config: TinyLlamaConfig) -> None:
+    def __init__(self, config: TinyLlamaConfig, fusions: Fusions = Fusions()) -> None:
         super().__init__()
         self.config = config
+        self.fusions = fusions
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps)
+        self.layers = nn.ModuleList(Block(config, fusions) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
         self.lm_head = nn.Linear(config.hidden_dim, config.vocab_size, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
+        self.embed = embedding if fusions.fuse_embedding else embedding_reference
+        self.loss = linear_cross_entropy if fusions.fuse_loss else linear_cross_entropy_reference
         cos, sin = rope_tables(config)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
@@ -200,18 +235,20 @@ class TinyLlama(nn.Module):
             limit = self.config.max_seq_len
             raise ValueError(f"sequence of {T} tokens is longer than the model's {limit}")
         cos, sin = self.rope_cos[:T], self.rope_sin[:T]
-        stream, branch = self.embed_tokens(tokens), None  # (B, T, C)
+        stream, branch = self.embed(self.embed_tokens.weight, tokens), None  # (B, T, C)
         for layer in self.layers:
             stream, branch = layer(stream, branch, cos, sin)
         x, _ = self.norm(stream, branch)
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
-        return linear_cross_entropy(x, self.lm_head.weight, targets)
+        return self.loss(x, self.lm_head.weight, targets)
 
 
 def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW in one kernel, which passes once over the parameters and both moments."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    """AdamW in one kernel, which also leaves the weights rounded for the next step's products."""
+    if model.fusions.fuse_optimizer:
+        return AdamW(model.parameters(), lr=learning_rate)
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
 
 if __name__ == "__main__":

@@ -393,13 +393,10 @@ def _grid(T: int, block: int, heads: int, tokens_at_once: int) -> tuple[int, int
     return side_by_side, triton.cdiv(T, block), heads // side_by_side
 
 
-# --- operators ----------------------------------------------------------------------------------
+# --- launches -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tiny_llama::flash_attention", mutates_args=())
-def flash_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
     B, H, T, D = q.shape
     out = new_heads(q)
@@ -419,6 +416,50 @@ def flash_attention_forward(
     return out, lse
 
 
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float, dk: Tensor, dv: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes the gradients of k and v into dk and dv, which have the same strides. Returns that of
+    q, not yet multiplied by `scale`: (B, H, T, D), fp32."""
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    T_padded = triton.cdiv(T, ROWS_PADDING) * ROWS_PADDING
+    rows_lse, rows_delta = lse.new_empty(2, B, H, T_padded)
+    dq = new_heads(q, torch.float32)
+    _attention_prepare_kernel[(B * H, T_padded // ROWS_PADDING)](
+        out, dout, lse, rows_lse, rows_delta, dq,
+        *out.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
+        T, T_padded, H, D=D, BLOCK_M=ROWS_PADDING,
+    )  # fmt: skip
+    tile = _tile(BACKWARD_TILES, q)
+    tma, (q_in, k_in, v_in, dout_in, dq_out) = describe_tiles(
+        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
+        (dout, tile.block_m), (dq, tile.block_m),
+    )  # fmt: skip
+    _attention_backward_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
+        q_in, k_in, v_in, dout_in, rows_lse, rows_delta, dq_out, dk, dv,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
+        *dq.stride()[:3], *dk.stride()[:3],
+        T, T_padded, H, H // K, scale, scale * LOG2_E,
+        CAUSAL=causal, D=D, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    return dq
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tiny_llama::flash_attention", mutates_args=())
+def flash_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
+    return attend(q, k, v, causal, scale)
+
+
 @flash_attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     return new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -436,31 +477,8 @@ def flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    B, H, T, D = q.shape
-    K = k.shape[1]
-    T_padded = triton.cdiv(T, ROWS_PADDING) * ROWS_PADDING
-    rows_lse, rows_delta = lse.new_empty(2, B, H, T_padded)
-    dq = new_heads(q, torch.float32)
-    _attention_prepare_kernel[(B * H, T_padded // ROWS_PADDING)](
-        out, dout, lse, rows_lse, rows_delta, dq,
-        *out.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-        T, T_padded, H, D=D, BLOCK_M=ROWS_PADDING,
-    )  # fmt: skip
     dk, dv = new_heads(k), new_heads(k)
-    tile = _tile(BACKWARD_TILES, q)
-    tma, (q_in, k_in, v_in, dout_in, dq_out) = describe_tiles(
-        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
-        (dout, tile.block_m), (dq, tile.block_m),
-    )  # fmt: skip
-    _attention_backward_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
-        q_in, k_in, v_in, dout_in, rows_lse, rows_delta, dq_out, dk, dv,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
-        *dq.stride()[:3], *dk.stride()[:3],
-        T, T_padded, H, H // K, scale, scale * LOG2_E,
-        CAUSAL=causal, D=D, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
-        num_warps=tile.num_warps,
-    )  # fmt: skip
+    dq = attend_backward(dout, q, k, v, out, lse, causal, scale, dk, dv)
     return torch.mul(dq, scale, out=new_heads(q)), dk, dv
 
 

@@ -7,10 +7,12 @@ Shapes in the comments:
 from triton_launch import autocast_dtype, check, check_shape, tuned
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+from triton_linear import has_wide_products
 
 MAX_CHUNK_ROWS = 2048  # tokens: large enough to fill the chip with a product
 
@@ -33,6 +35,9 @@ def _cross_entropy_kernel(
     existing = tl.minimum(r, R - 1)  # beyond the last token it is read again, and not written
     row = logits_ptr + existing.to(tl.int64) * stride
     target = tl.load(targets_ptr + existing)
+    valid = (target >= 0) & (target < V)
+    # Before the sums, whose barriers keep other warps from writing the gradient in its place.
+    of_target = tl.load(row + target, mask=valid, other=float("nan")).to(tl.float32)
     largest = tl.full((ROWS, BLOCK_V), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, BLOCK_V), tl.float32)
     for start in range(0, V, BLOCK_V):
@@ -44,8 +49,6 @@ def _cross_entropy_kernel(
         largest = new_largest
     row_max = tl.max(largest, 1)[:, None]
     log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 1))[:, None]
-    valid = (target >= 0) & (target < V)
-    of_target = tl.load(row + target, mask=valid, other=float("nan")).to(tl.float32)
     tl.store(losses_ptr + r, log_sum - of_target, mask=r < R)
     if GRADIENT:
         for start in range(0, V, BLOCK_V):
@@ -73,17 +76,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     beta = 0 if first else 1  # at 0 whatever total holds is not read
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
-    elif a.is_cuda and _has_wide_products():
+    elif a.is_cuda and has_wide_products():
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     elif first:
         total.copy_(a @ b)
     else:
         total.add_(a @ b)
-
-
-def _has_wide_products() -> bool:
-    """Whether PyTorch can leave a product of 16-bit matrices in fp32 (from 2.8 on)."""
-    return hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 @torch.library.custom_op("tiny_llama::linear_cross_entropy", mutates_args=())
@@ -138,7 +136,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, dloss, _, __):
     dhidden, dweight = ctx.saved_tensors
     hidden_dtype, weight_dtype = ctx.dtypes
-    scale = dloss / len(dhidden)
+    scale = (dloss / len(dhidden)).reshape(1)  # a scalar would be rounded to dhidden's precision
     return (
         torch.mul(dhidden, scale, out=torch.empty_like(dhidden, dtype=hidden_dtype)),
         torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=weight_dtype)),
@@ -207,5 +205,4 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """`linear_cross_entropy` with all logits in memory."""
     logits = hidden.flatten(0, -2) @ weight.t()  # (N, V)
-    of_targets = logits.gather(1, targets.reshape(-1, 1)).squeeze(1)
-    return (logits.logsumexp(dim=-1) - of_targets).mean()
+    return F.cross_entropy(logits, targets.flatten())

@@ -1,10 +1,14 @@
 """V3's operators. Each is a function with autograd; `NAME_reference` beside it is the same, plain.
 
     triton_rms_norm       rms_norm, add_rms_norm
-    triton_rope           apply_rope, rope_qkv
-    triton_swiglu         swiglu, swiglu_fused
+    triton_rope           apply_rope
+    triton_swiglu         swiglu, swiglu_fused, swiglu_linear
     triton_attention      flash_attention
+    triton_qkv_attention  qkv_attention: product, RoPE and attention around one tensor
     triton_cross_entropy  linear_cross_entropy
+    triton_embedding      embedding
+    triton_adamw          AdamW
+    triton_linear         linear: no kernel, but PyTorch's product without a cast
     triton_launch         where they run, how tiles are looked up, what is refused
 
 A kernel file reads top to bottom: the kernels, their tiles by device, the operators that launch
@@ -14,29 +18,47 @@ then the functions to call, whose docstrings say what they compute and which byt
 
 from triton_launch import INTERPRETED
 
+from triton_adamw import AdamW
 from triton_attention import HEAD_SIZES, flash_attention, flash_attention_reference
 from triton_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from triton_embedding import embedding, embedding_reference
+from triton_linear import linear, linear_reference
+from triton_qkv_attention import qkv_attention, qkv_attention_reference
 from triton_rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from triton_rope import apply_rope, apply_rope_reference, rope_qkv, rope_qkv_reference
-from triton_swiglu import swiglu, swiglu_fused, swiglu_fused_reference, swiglu_reference
+from triton_rope import apply_rope, apply_rope_reference
+from triton_swiglu import (
+    swiglu,
+    swiglu_fused,
+    swiglu_fused_reference,
+    swiglu_linear,
+    swiglu_linear_reference,
+    swiglu_reference,
+)
 
 __all__ = [
     "HEAD_SIZES",
     "INTERPRETED",
+    "AdamW",
     "add_rms_norm",
     "add_rms_norm_reference",
     "apply_rope",
     "apply_rope_reference",
+    "embedding",
+    "embedding_reference",
     "flash_attention",
     "flash_attention_reference",
+    "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_reference",
+    "qkv_attention",
+    "qkv_attention_reference",
     "rms_norm",
     "rms_norm_reference",
-    "rope_qkv",
-    "rope_qkv_reference",
     "swiglu",
     "swiglu_fused",
     "swiglu_fused_reference",
+    "swiglu_linear",
+    "swiglu_linear_reference",
     "swiglu_reference",
 ]

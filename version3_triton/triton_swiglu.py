@@ -1,15 +1,18 @@
-"""SwiGLU's element-wise half, silu(gate) * up, in one pass over memory, forward and backward.
+"""SwiGLU's element-wise half, silu(gate) * up, in one pass over memory, forward and backward; and
+with the product behind it, which then need not keep its input.
 
 Shapes in the comments:
-    R rows (tokens)   F width of a row
+    R rows (tokens)   F width of a row   C width of the product's output
 """
 
-from triton_launch import check, check_shape, tuned
+from triton_launch import autocast_dtype, check, check_shape, tuned
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton_linear import rounded, weight_gradient
 
 # --- kernels ------------------------------------------------------------------------------------
 
@@ -36,11 +39,12 @@ def _swiglu_forward_kernel(
 
 @triton.jit
 def _swiglu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With s = sigmoid(gate):  dup = dy gate s,  dgate = dy up s (1 + gate (1 - s))."""
+    """With s = sigmoid(gate):  dup = dy gate s,  dgate = dy up s (1 + gate (1 - s)); and y again,
+    for who needs it and has not kept it."""
     r, f, inside = _place(R, F, ROWS, BLOCK)
     dy = tl.load(dy_ptr + r * stride_dy + f, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + r * stride_gate + f, mask=inside, other=0.0).to(tl.float32)
@@ -51,6 +55,8 @@ def _swiglu_backward_kernel(
     dgate = dy * up * (s + silu * (1 - s))
     tl.store(dgate_ptr + r * stride_dgate + f, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + r * stride_dup + f, dup.to(dup_ptr.dtype.element_ty), mask=inside)
+    if AGAIN:
+        tl.store(y_ptr + r * F + f, (silu * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 # By architecture or vendor: rows and columns of a program, and its warps. sm: swept on an H200.
@@ -84,12 +90,15 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
     )
 
 
-def _backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def _backward(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
+) -> None:
     tensors = _as_rows(dy, gate, up, dgate, dup)
     programs, constants = _launch(tuned(BACKWARD_BLOCKS), *tensors[0].shape)
     _swiglu_backward_kernel[(programs,)](
-        *tensors, *(x.stride(0) for x in tensors), *tensors[0].shape, **constants
-    )
+        *tensors, dy if y is None else y, *(x.stride(0) for x in tensors), *tensors[0].shape,
+        AGAIN=y is not None, **constants,
+    )  # fmt: skip
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -144,6 +153,20 @@ def _(dy: Tensor, gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
 
+@torch.library.custom_op("tiny_llama::swiglu_fused_backward_again", mutates_args=())
+def swiglu_fused_backward_again(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient, and what the forward pass returned."""
+    dgate_up, y = gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
+    (gate, up), (dgate, dup) = (x.chunk(2, dim=-1) for x in (gate_up, dgate_up))
+    _backward(dy, gate, up, dgate, dup, y)
+    return dgate_up, y
+
+
+@swiglu_fused_backward_again.register_fake
+def _(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
+
+
 def _save_inputs(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -154,6 +177,23 @@ swiglu_forward.register_autograd(
 swiglu_fused_forward.register_autograd(
     lambda ctx, dy: swiglu_fused_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs
 )
+
+
+class _SwigluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = gate_up.dtype, weight.dtype
+        gate_up, weight = gate_up.to(dtype), rounded(weight, dtype)
+        ctx.save_for_backward(gate_up, weight)
+        return swiglu_fused_forward(gate_up) @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        gate_up, weight = ctx.saved_tensors
+        gate_up_dtype, weight_dtype = ctx.dtypes
+        dgate_up, y = swiglu_fused_backward_again(dout @ weight, gate_up)
+        return dgate_up.to(gate_up_dtype), weight_gradient(dout, y, weight_dtype), None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -207,3 +247,37 @@ def swiglu_fused(gate_up: Tensor) -> Tensor:
 def swiglu_fused_reference(gate_up: Tensor) -> Tensor:
     """`swiglu_fused`, operation by operation."""
     return swiglu_reference(*gate_up.chunk(2, dim=-1))
+
+
+def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """`linear(swiglu_fused(gate_up), weight)`, without keeping what lies between.
+
+    The product's backward pass needs its input, (..., F), again: the kernel of SwiGLU's backward
+    pass, which has gate and up at hand, writes it once more.
+
+    Args:
+        gate_up: (..., 2F), as for `swiglu_fused`. weight: (C, F). Under autocast the products are
+            computed in its dtype, else in gate_up's.
+
+    Returns:
+        (..., C), in the products' dtype.
+
+    Bytes: (..., F) less to hold from the forward to the backward pass, for one write more.
+
+    Raises:
+        TypeError, ValueError: see `swiglu_fused`; shapes that do not fit.
+    """
+    check("swiglu_linear", gate_up=gate_up, weight=weight)
+    if gate_up.shape[-1] % 2:
+        raise ValueError(
+            f"swiglu_linear: a row of {gate_up.shape[-1]} has no two halves: expected (..., 2F)"
+        )
+    half = gate_up.shape[-1] // 2
+    if weight.dim() != 2 or weight.shape[1] != half:
+        raise ValueError(f"swiglu_linear: weight is {tuple(weight.shape)}, expected (C, {half})")
+    return _SwigluLinear.apply(gate_up, weight, autocast_dtype(gate_up))
+
+
+def swiglu_linear_reference(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu_linear`, operation by operation."""
+    return swiglu_fused_reference(gate_up) @ weight.t()

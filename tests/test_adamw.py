@@ -1,0 +1,313 @@
+"""V3's optimizer against PyTorch's in fp64, and the rounded weights that it keeps."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import triton_adamw
+import triton_linear
+from kernel_cases import DEVICE, poisoned_memory
+from triton_kernels import INTERPRETED, AdamW
+
+from workshop import versions
+
+SHAPES = ((5,), (17, 9), (64,), (130, 3))
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(triton_adamw, "CHUNK", 64)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(shape, generator=generator) for shape in SHAPES)
+    return [x.to(DEVICE, dtype).requires_grad_() for x in drawn]
+
+
+def give_gradients(*models: list[Tensor], step: int, scale: float = 1.0) -> None:
+    """The same gradients to each model, from large to tiny; the first model's are scaled."""
+    generator = torch.Generator().manual_seed(step)
+    for same in zip(*models, strict=True):
+        gradient = torch.randn(same[0].shape, generator=generator).to(DEVICE) * 10.0**-step
+        for index, p in enumerate(same):
+            p.grad = (gradient * (scale if index == 0 else 1.0)).to(p.dtype)
+
+
+def worst(found: list[Tensor], true: list[Tensor]) -> float:
+    return max(
+        ((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, true, strict=True)
+    )
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_it_is_adamw(scaled: bool) -> None:
+    ours, plain, exact = parameters(), parameters(), parameters(torch.float64)
+    with poisoned_memory():
+        options = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+        mine, usual, true = (
+            AdamW(ours, **options), torch.optim.AdamW(plain, **options),
+            torch.optim.AdamW(exact, **options),
+        )  # fmt: skip
+        if scaled:  # as a captured step and a GradScaler have it
+            mine.param_groups[0]["lr"] = torch.tensor(1e-2, device=DEVICE)
+            mine.grad_scale = torch.tensor(8.0, device=DEVICE)
+            mine.found_inf = torch.tensor(0.0, device=DEVICE)
+        for step in range(STEPS):
+            give_gradients(ours, plain, exact, step=step, scale=8.0 if scaled else 1.0)
+            for optimizer in (mine, usual, true):
+                optimizer.step()
+    assert worst(ours, exact) <= 2 * worst(plain, exact) + 2.0**-24
+    for p in ours:
+        assert mine.state[p]["exp_avg"].isfinite().all()
+    assert [mine.state[p]["step"].item() for p in ours] == [STEPS] * len(SHAPES)
+
+
+def test_an_overflow_skips_the_step() -> None:
+    ours = parameters()
+    optimizer = AdamW(ours)
+    give_gradients(ours, step=0)
+    optimizer.step()
+    before = [p.detach().clone() for p in ours]
+    optimizer.found_inf = torch.tensor(1.0, device=DEVICE)
+    for p in ours:
+        p.grad.fill_(torch.inf)
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(ours, before, strict=True))
+    assert [optimizer.state[p]["step"].item() for p in ours] == [1] * len(SHAPES)
+
+
+@pytest.mark.parametrize("first", [AdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("then", [AdamW, torch.optim.AdamW])
+def test_a_saved_state_goes_on_where_it_was(first: type, then: type) -> None:
+    """Also PyTorch's in ours, and ours in PyTorch's."""
+    runs = []
+    for cut in (False, True):
+        ours = parameters()
+        optimizer = first(ours)
+        for step in range(STEPS):
+            if cut and step == 3:
+                state = optimizer.state_dict()
+                optimizer = then(ours)
+                optimizer.load_state_dict(copy.deepcopy(state))
+            give_gradients(ours, step=step)
+            optimizer.step()
+        runs.append(ours)
+    for p, q in zip(*runs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0 if first is then else 1e-6, atol=1e-8)
+
+
+def test_a_copy_of_the_optimizer_steps() -> None:
+    model = torch.nn.Linear(3, 2).to(DEVICE)
+    optimizer = AdamW(model.parameters())
+    for one in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        for p in one.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        one.step()
+
+
+def test_each_parameter_counts_its_own_steps() -> None:
+    ours, plain = parameters(), parameters()
+    mine, usual = AdamW(ours, lr=1e-2), torch.optim.AdamW(plain, lr=1e-2)
+    for step in range(STEPS):
+        give_gradients(ours, plain, step=0)
+        if step < STEPS - 1:
+            ours[2].grad = plain[2].grad = None
+        mine.step()
+        usual.step()
+    for p, q in zip(ours, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+def test_groups_have_their_own_settings() -> None:
+    ours, plain = parameters(), parameters()
+    optimizers = []
+    for make, its in ((AdamW, ours), (torch.optim.AdamW, plain)):
+        groups = [
+            {"params": its[:2], "lr": 1e-2, "betas": (0.0, 0.0)},
+            {"params": its[2:], "weight_decay": 0.0},
+            {"params": [torch.zeros(0, device=DEVICE, requires_grad=True)]},
+        ]
+        groups[2]["params"][0].grad = torch.zeros(0, device=DEVICE)
+        optimizers.append(make(groups))
+    for step in range(STEPS):
+        give_gradients(ours, plain, step=step)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(ours, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-8)
+
+
+def test_parameters_in_one_buffer_leave_their_neighbours_alone() -> None:
+    """Sizes and addresses that are no multiple of 16."""
+    buffer, plain = torch.zeros(64, device=DEVICE), torch.zeros(2, 13, device=DEVICE)
+    ours = [buffer[3:16].requires_grad_(), buffer[17:30].requires_grad_()]
+    usual = [row.clone().requires_grad_() for row in plain]
+    for p in (*ours, *usual):
+        p.grad = torch.ones_like(p)
+    AdamW(ours).step()
+    torch.optim.AdamW(usual).step()
+    for p, q in zip(ours, usual, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+    assert not buffer[:3].any() and buffer[16] == 0 and not buffer[30:].any()
+
+
+@pytest.mark.parametrize("how", ["transposed", "expanded"])
+def test_a_gradients_strides_are_heeded(how: str) -> None:
+    ours, plain = (torch.zeros(3, 3, device=DEVICE, requires_grad=True) for _ in range(2))
+    numbers = torch.arange(9.0, device=DEVICE).view(3, 3)
+    for p in (ours, plain):
+        p.grad = numbers.t() if how == "transposed" else numbers[:1].expand(3, 3)
+    AdamW([ours]).step()
+    torch.optim.AdamW([plain]).step()
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-8)
+
+
+def test_some_parameters_have_no_gradient() -> None:
+    ours = parameters()
+    optimizer = AdamW(ours)
+    give_gradients(ours, step=0)
+    still, ours[1].grad = ours[1].detach().clone(), None
+    optimizer.step()
+    assert torch.equal(ours[1], still) and ours[1] not in optimizer.state
+
+
+# --- the rounded weights ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_copies_are_the_weights_rounded(dtype: torch.dtype) -> None:
+    ours = parameters()
+    optimizer = AdamW(ours)
+    copies = [triton_linear.rounded(p, dtype) for p in ours[1::2]]
+    give_gradients(ours, step=0)
+    optimizer.step()
+    unit = torch.finfo(dtype).eps if INTERPRETED else 0.0  # the interpreter cuts
+    for p, low in zip(ours[1::2], copies, strict=True):
+        assert triton_linear.rounded(p, dtype) is low
+        torch.testing.assert_close(low, p.detach().to(dtype), rtol=unit, atol=0)
+    assert triton_linear.rounded_copy(ours[0]) is None
+
+
+def test_a_weight_that_changed_otherwise_is_rounded_anew() -> None:
+    weight = parameters()[1]
+    triton_linear.keep_rounded(weight)
+    old = triton_linear.rounded(weight, torch.bfloat16)
+    for change in (change_in_place, change_its_memory):
+        change(weight)
+        new = triton_linear.rounded(weight, torch.bfloat16)
+        assert new is not old
+        torch.testing.assert_close(new, weight.detach().to(torch.bfloat16), rtol=0, atol=0)
+        old = new
+    assert triton_linear.rounded(weight, torch.float16).dtype == torch.float16
+    assert triton_linear.rounded(weight, torch.float32) is weight
+
+
+def change_in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def change_its_memory(weight: Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+def test_a_step_does_not_pass_an_old_copy_for_a_new_one() -> None:
+    weight = parameters()[1]
+    optimizer = AdamW([weight])
+    triton_linear.rounded(weight, torch.bfloat16)
+    change_in_place(weight)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    found = triton_linear.rounded(weight, torch.bfloat16)
+    torch.testing.assert_close(found, weight.detach().to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_copies_of_two_dtypes() -> None:
+    ours = parameters()[1::2]
+    optimizer = AdamW(ours)
+    dtypes = (torch.float16, torch.bfloat16)
+    for p, dtype in zip(ours, dtypes, strict=True):
+        triton_linear.rounded(p, dtype)
+    give_gradients(ours, step=0)
+    optimizer.step()
+    for p, dtype in zip(ours, dtypes, strict=True):
+        unit = torch.finfo(dtype).eps
+        found = triton_linear.rounded(p, dtype)
+        torch.testing.assert_close(found, p.detach().to(dtype), rtol=unit, atol=0)
+
+
+def test_a_backward_pass_after_the_step_is_refused() -> None:
+    """As for any tensor that changed after it was saved: its numbers would be of another step."""
+    weight = parameters()[1]
+    optimizer = AdamW([weight])
+    x = torch.ones(2, weight.shape[1], device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        first, second = (triton_linear.linear(x, weight).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_a_model_that_was_tried_in_inference_mode_trains() -> None:
+    weight = parameters()[1]
+    optimizer = AdamW([weight])
+    x = torch.ones(2, weight.shape[1], device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.inference_mode():
+            triton_linear.linear(x, weight)
+        triton_linear.linear(x, weight).sum().backward()
+    optimizer.step()
+
+
+# PyTorch's fused form changes weights without counting their versions.
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_the_model_trains_on_fresh_copies(options: dict[str, bool]) -> None:
+    """Loaded weights, then trained ones: the products see each at once."""
+    module = versions.load("v3")
+    sizes = {"vocab_size": 97, "hidden_dim": 64, "intermediate_dim": 96, "num_layers": 1}
+    config = module.TinyLlamaConfig(**sizes, num_heads=2, num_kv_heads=1, max_seq_len=64)
+    torch.manual_seed(0)
+    models = [module.TinyLlama(config).to(DEVICE) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = (
+        module.configure_optimizer(models[0], 1e-2),
+        torch.optim.AdamW(models[1].parameters(), lr=1e-2, **options),
+    )
+    tokens = torch.arange(33, device=DEVICE)[None] % 97
+    for _ in range(3):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                losses.append(model(tokens, tokens.roll(-1, dims=1)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: parameters(torch.bfloat16), TypeError, "parameter is torch.bfloat16"),
+        (lambda: [torch.zeros(3, device="meta", requires_grad=True)], ValueError, "meta"),
+        (lambda: [torch.zeros(4, 4, device=DEVICE)[:, :2].requires_grad_()], ValueError, "(4, 2)"),
+    ],
+)
+def test_what_it_can_not_update_is_refused(make, error, message: str) -> None:
+    some = [*parameters()[:1], *make()]
+    for p in some:
+        p.grad = torch.zeros_like(p)
+    optimizer = AdamW(some)
+    with pytest.raises(error, match=re.escape(message)):
+        optimizer.step()
+    assert not optimizer.state
