@@ -5,9 +5,10 @@ library's (matrix products, scaled_dot_product_attention, fused AdamW); whatever
 them is written plainly again and left to torch.compile, and the whole training step is replayed
 as one CUDA/HIP graph. The harness compiles and captures (`--compile`, `--cuda-graph`); this
 version asks for both by default.
-    RMSNorm, FeedForward  V2's fused form, unconditionally
+    RMSNorm, Attention    V2's fused form, unconditionally
     apply_rope            V1's again, in fp32: inside a compiled kernel that costs nothing
-    Attention             V2's fused form, unconditionally
+    FeedForward           V1's again: two products suit the compiler better than one of both
+    Linear                its weight's gradient is left in fp32 at once
     Block, TinyLlama      no switches to hand down
 
 Shapes in the comments:
@@ -18,6 +19,7 @@ Shapes in the comments:
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,42 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + rotated * sin).to(x.dtype)
 
 
+HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype_out") and torch.version.hip is None
+"""Whether PyTorch leaves a product of 16-bit matrices in fp32: from 2.8 on; ROCm refused."""
+
+
+class _WideGradient(torch.autograd.Function):
+    """x weight'; the weight's gradient leaves its product in fp32, in which it is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.x_dtype = x.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        dweight = torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2), out_dtype=torch.float32)
+        return (dy @ weight).to(ctx.x_dtype), dweight, None
+
+
+class Linear(nn.Linear):
+    """Without a bias. Autocast's own backward pass would round the weight's gradient to 16 bits and
+    copy it to fp32: a pass over every weight, which the compiler can't join to a library's product.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_training = x.is_cuda and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
+        if HAS_WIDE_PRODUCTS and is_training:
+            return _WideGradient.apply(x, self.weight, torch.get_autocast_dtype("cuda"))
+        return super().forward(x)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped query heads; the (T, T) scores are never stored."""
 
@@ -97,8 +135,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_dim, q_rows + 2 * kv_rows, bias=False)
-        self.o_proj = nn.Linear(q_rows, config.hidden_dim, bias=False)
+        self.qkv_proj = Linear(config.hidden_dim, q_rows + 2 * kv_rows)
+        self.o_proj = Linear(q_rows, config.hidden_dim)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, K, T, D) of x (B, T, C); q and k rotated."""
@@ -118,17 +156,20 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)).
+
+    Two products, not one of both: the compiler would have to join the two gradients for that one,
+    and it computes either half of what it joins from all inputs, again for each.
+    """
 
     def __init__(self, config: TinyLlamaConfig) -> None:
         super().__init__()
-        rows = 2 * config.intermediate_dim
-        self.gate_up_proj = nn.Linear(config.hidden_dim, rows, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
+        self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim)
+        self.up_proj = Linear(config.hidden_dim, config.intermediate_dim)
+        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -158,7 +199,6 @@ class TinyLlama(nn.Module):
     # Which of V1's weights are stacked, row upon row, in which of ours: parity.py reads it.
     fused_weights = {
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     }
 
     def __init__(self, config: TinyLlamaConfig) -> None:

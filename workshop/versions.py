@@ -73,8 +73,8 @@ VERSIONS = {
             "version4_pytorch_sdpa",
             parent="v2",
             changes=frozenset(
-                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
-                " configure_optimizer".split()
+                "Fusions RMSNorm apply_rope _WideGradient Linear Attention FeedForward Block"
+                " TinyLlama configure_optimizer".split()
             ),
             compile="default",
             cuda_graph=True,
