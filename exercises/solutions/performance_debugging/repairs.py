@@ -109,7 +109,7 @@ class Stage5(v3.TinyLlama):
 
     def __init__(self, config: v3.TinyLlamaConfig) -> None:
         super().__init__(config)
-        self.norm = self.FinalNorm(config.hidden_dim, config.norm_eps)
+        self.norm = self.FinalNorm(config.hidden_dim, config.norm_eps, self.fusions)
 
 
 REPAIRED = {

@@ -51,7 +51,7 @@ class TinyLlama(v3.TinyLlama):
 
     def __init__(self, config: v3.TinyLlamaConfig) -> None:
         super().__init__(config)
-        self.norm = FinalNorm(config.hidden_dim, config.norm_eps)
+        self.norm = FinalNorm(config.hidden_dim, config.norm_eps, self.fusions)
 
 
 if __name__ == "__main__":
