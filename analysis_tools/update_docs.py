@@ -13,21 +13,35 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop import comparison, errors, instructor, results  # noqa: E402
+from workshop import (  # noqa: E402
+    comparison,
+    errors,
+    instructor,
+    results,
+    studies,
+    sweep,
+    sweep_tables,
+    waterfall,
+    waterfall_tables,
+)
 from workshop.collection import Collection  # noqa: E402
 from workshop.comparison import Row  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
+from workshop.profilers.table import KernelTable  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
 from workshop.report.pages import table_line  # noqa: E402
+from workshop.results import RunResult  # noqa: E402
 from workshop.versions import VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
+WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
 LADDER, PROFILES, EXERCISES = "ladder", "profiles", "exercises"
+WATERFALLS, SWEEPS, FIRST_USE = "waterfalls", "sweeps", "first use"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
 """What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
@@ -72,8 +86,11 @@ def render() -> dict[Path, str]:
     if problems:
         raise WorkshopError(problems[0])
     documents = {ROOT / "PERFORMANCE_RESULTS.md": _performance(collection)}
+    devices = _runs_of_devices()
+    ladders = [comparison.build_rows(studies.ordinary(runs)) for runs in devices]
     parts = {
-        ROOT / "README.md": {LADDER: _ladders()},
+        ROOT / "README.md": {LADDER: "\n\n".join(map(_ladder, filter(None, ladders)))},
+        WORTH: _worth([run for runs in devices for run in runs], ladders),
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection),
     }
@@ -115,11 +132,9 @@ def _read(path: Path) -> str:
 # --- the ladder ----------------------------------------------------------------------------------
 
 
-def _ladders() -> str:
-    """Those of all devices."""
+def _runs_of_devices() -> list[list[RunResult]]:
     folders = sorted(path for path in REFERENCE.iterdir() if (path / "runs").is_dir())
-    runs = map(results.load_folder, folders)
-    return "\n\n".join(_ladder(comparison.build_rows(its)) for its in runs)
+    return [results.load_folder(folder) for folder in folders]
 
 
 def _ladder(rows: list[Row]) -> str:
@@ -155,6 +170,46 @@ def _ladder_cells(row: Row | None) -> list[str]:
     return [f"{row.step_ms:.2f} ms", row.verdict(), memory]
 
 
+# --- what each idea is worth ---------------------------------------------------------------------
+
+
+def _worth(runs: list[RunResult], ladders: list[list[Row]]) -> dict[str, str]:
+    """The parts of WORTH; empty where nothing of their kind was measured."""
+    falls = waterfall.build(runs)
+    sweeps = [one for axis in sweep.AXES.values() for one in sweep.build(runs, axis)]
+    return {
+        WATERFALLS: "\n\n".join([_pictures("waterfall"), waterfall_tables.as_markdown(falls)])
+        if falls
+        else "",
+        SWEEPS: "\n\n".join([_pictures("sweep*"), sweep_tables.as_markdown(sweeps)])
+        if sweeps
+        else "",
+        FIRST_USE: _first_use([row for rows in ladders for row in rows if row.first_use_s]),
+    }
+
+
+def _pictures(pattern: str) -> str:
+    """Those that compare_versions.py wrote beside the runs."""
+    found = sorted(REFERENCE.rglob(f"{pattern}.png"))
+    return "\n\n".join(
+        f"![{path.parent.name}, {path.stem}](../{path.relative_to(ROOT).as_posix()})"
+        for path in found
+    )
+
+
+def _first_use(rows: list[Row]) -> str:
+    """A line for each version and size that is compiled or captured; without rows, nothing."""
+    if not rows:
+        return ""
+    header = ["version and size", "compile", "capture", "with full caches", "paid back"]
+    lines = [table_line(header), "| --- |" + " ---: |" * (len(header) - 1)]
+    for row in rows:
+        what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
+        times = (row.setup_s["compile"], row.setup_s["capture"], row.first_use_least_s or 0.0)
+        lines.append(table_line([what, *(f"{s:.1f} s" for s in times), row.pays_back or "-"]))
+    return "\n".join(lines)
+
+
 # --- the profiles --------------------------------------------------------------------------------
 
 
@@ -164,7 +219,7 @@ def _profile(folder: Path) -> str:
     if run is None or not table.steps:
         raise WorkshopError(f"{folder}: no run.json beside the profile, or no steps in it")
     lines = [
-        f"`{run.config_name}`, {run.precision}, {run.device['name']} ({table.tool}):",
+        f"`{run.config_name}`, {run.precision}, {run.device['name']} ({_source(table, run)}):",
         "",
         pages.References(folder).table(sections.hot_list(table, HOT_KERNELS)),
     ]
@@ -173,6 +228,11 @@ def _profile(folder: Path) -> str:
     if bound:
         lines.append(f"- `advise` says: {bound.sentence}")
     return "\n".join(lines)
+
+
+def _source(table: KernelTable, run: results.RunResult) -> str:
+    """The tool, and the commit that it looked at: later ones may launch other kernels."""
+    return f"{table.tool}, commit {run.git_commit[:7]}" if run.git_commit else str(table.tool)
 
 
 # --- PERFORMANCE_RESULTS.md ----------------------------------------------------------------------

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_compare import NO_TRITON, copy_repository, needs_triton
 from test_results import files
 
-from workshop import cli, precision, results, trainer, versions
+from workshop import cli, first_use, precision, results, trainer, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
@@ -231,10 +232,22 @@ def test_too_large_says_how_large_at_what_size_and_what_to_lower(
     assert not started.output(name).exists()
 
 
+def behind(error: Exception) -> Exception:
+    """The error that ends a graph's capture in which another one was raised."""
+    try:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error")
+    except RuntimeError as last:
+        return last
+
+
 @pytest.mark.parametrize(
     ("error", "asked"),
     [
         (RuntimeError("DefaultCPUAllocator: you tried to allocate 4000000000 bytes."), "4.00 GB"),
+        (behind(torch.OutOfMemoryError("Tried to allocate 2.50 GiB.")), "2.50 GiB"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB"),
         (MemoryError(), "block"),
     ],
@@ -262,6 +275,51 @@ def test_memory_that_runs_out_on_the_way_is_told_too(
     monkeypatch.setattr(trainer, "train", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # another error is no lack of memory
         in_process("v1", tmp_path, "--no-gate")
+
+
+def test_memory_that_runs_out_after_the_last_step_costs_the_parts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer.Runner, "phases", fail)
+    error = behind(torch.OutOfMemoryError("Tried to allocate 2.50 GiB."))
+    assert in_process("v1", tmp_path, "--no-gate") == 0
+    run = the_run(tmp_path)
+    assert (run.status, len(run.step_ms), run.forward_ms) == ("complete", 3, [])
+    assert run.memory_mb["peak"] > 0 and run.gradients is None and run.plausibility == []
+    assert "note: no memory is left to time the parts of a step\n" in capsys.readouterr().out
+    error = RuntimeError("another")
+    with pytest.raises(RuntimeError, match="another"):
+        in_process("v1", tmp_path, "--no-gate")
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [
+        ("2 16", {(2, "training", True), (2, "logits", False)}),
+        ("1 16", {(2, "training", True), (1, "training", False), (1, "logits", False)}),
+    ],
+)
+def test_what_the_gate_alone_compiles_is_no_cost_of_the_version(
+    gate: str,
+    expected: set[tuple[int, str, bool]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = set()
+    model = versions.load("v1").TinyLlama
+    forward = model.forward
+
+    def look(self: Any, tokens: torch.Tensor, *targets: torch.Tensor) -> Any:
+        kind = "training" if targets else "logits"
+        found.add((len(tokens), kind, first_use._of_use))
+        return forward(self, tokens, *targets)
+
+    monkeypatch.setattr(model, "forward", look)
+    assert in_process("v1", tmp_path, "--gate-shape", *gate.split()) == 0
+    assert found == expected
 
 
 def test_sizes_that_a_version_has_no_code_for_are_one_line(
@@ -413,7 +471,9 @@ def test_nothing_but_torch_is_needed(started: Started) -> None:
     finished = started["only torch"].result()
     assert finished.returncode == 0, finished.stderr
     assert "Traceback" not in finished.stderr
-    assert set(summary(finished)) == set(summary(started["good v1"].result()))
+    chance = {"IMPLAUSIBLE:"}  # of so few steps on a busy machine
+    usual = summary(started["good v1"].result())
+    assert set(summary(finished)) - chance == set(usual) - chance
 
 
 def test_the_loss_falls_on_text(started: Started) -> None:

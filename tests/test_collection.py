@@ -109,7 +109,7 @@ def test_a_broken_file_is_named_and_harms_no_other(folder: Path, place: str, tex
     "place",
     [
         "comparison.json",
-        "runs/s/comparison.json",
+        *(f"runs/s/{name}" for name in results.DERIVED),
         "settings.json",
         "harness/x.json",
         "runs/.a.json",

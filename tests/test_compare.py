@@ -15,12 +15,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_results import SESSION, files, make_result
+from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import comparison, results, versions
+from workshop import (
+    comparison,
+    comparison_figure,
+    comparison_tables,
+    results,
+    sessions,
+    versions,
+)
 from workshop.comparison import Row
 from workshop.results import RunResult
 
@@ -64,7 +72,7 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     assert (v2.peak_memory_mb, v2.memory_reduction) == (150.0, 0.25)
     assert v2.tflops and v2.peak_share == v2.tflops / 0.5
     for share, told in ((1.159, True), (0.9, False)):
-        notes = compare_versions.notes([dataclasses.replace(v2, peak_share=share)])
+        notes = comparison_tables.notes([dataclasses.replace(v2, peak_share=share)])
         assert ("more than 100% of peak" in "\n".join(notes)) == told
     assert not v2.failed and not v2.note
 
@@ -145,6 +153,10 @@ def test_a_failed_run_costs_its_own_row_only() -> None:
     # The second of two runs crashed: the first's figures would speak for a version that fails.
     rows = by_label([make_result(), make_result("v2", step_ms=FASTER), crash])
     assert rows["v2"].step_ms is None and rows["v2"].note == "out of memory on X"
+    # Nor is such a V1 one to compare with.
+    crash = dataclasses.replace(crash, version="v1")
+    v2 = by_label([make_result(), crash, make_result("v2", step_ms=FASTER)])["v2"]
+    assert (v2.speedup, v2.note) == (None, "V1 failed in this session: no speed-up")
 
 
 def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
@@ -231,13 +243,13 @@ def test_every_form_says_that_a_run_was_interpreted(
     words = "interpreted, not comparable"
     rows = comparison.build_rows([make_result(), interpreted()])
     for form in ("table", "markdown"):
-        compare_versions.show(rows, form)
+        comparison_tables.show(rows, form)
         *_, line = (line for line in capsys.readouterr().out.splitlines() if words in line)
         assert line.lstrip("- ").startswith(f"v3: {words}: ")  # the last: below the tables
-    table = compare_versions.as_markdown(rows)
+    table = comparison_tables.as_markdown(rows)
     assert f"| v3 | {'- | ' * 6}{words} |" in table
     assert "| v3 | pass | 38/38 | 6.900 → 3.000 | 150 | - | - | - |" in table
-    _, line = csv.DictReader(io.StringIO(compare_versions.as_csv(rows)))
+    _, line = csv.DictReader(io.StringIO(comparison_tables.as_csv(rows)))
     assert [line[name] for name in TIMES] == [""] * len(TIMES) and words in line["note"]
 
     drawn: list[list[str]] = []
@@ -247,7 +259,7 @@ def test_every_form_says_that_a_run_was_interpreted(
         drawn.extend([text.get_text() for text in axis.texts] for axis in figure.axes)
 
     monkeypatch.setattr(Figure, "savefig", read)
-    compare_versions.plot(rows, tmp_path / "x.png")
+    comparison_figure.plot(rows, tmp_path / "x.png")
     throughput, time_of_a_step, memory = drawn
     place = words.replace(", ", ",\n")
     assert throughput == ["baseline", "", place]
@@ -274,18 +286,124 @@ def test_what_a_machine_cannot_run_is_skipped_and_not_failed(
     assert "v3: version v3 needs Triton" in capsys.readouterr().out
 
 
+# --- what the first use costs -----------------------------------------------------------------
+
+
+def setup(compile_s: float, capture_s: float = 0.0) -> dict[str, dict[str, float]]:
+    told = {"gate": 9.0, "compile": compile_s, "capture": capture_s, "warm_up": 3.0}
+    return {"setup_s": told}
+
+
+def test_the_first_use_is_paid_back_by_what_each_step_saves() -> None:
+    runs = [
+        make_result(**setup(0.0)),
+        make_result("v2", step_ms=[150.0, 151.0, 149.0], **setup(0.0, 2.0)),
+        make_result("v4", step_ms=FASTER, **setup(20.0, 0.5)),
+        make_result("v4", step_ms=FASTER, gate="not run", **setup(4.0, 0.5)),
+    ]
+    rows = by_label(runs)
+    v4 = rows["v4"]
+    assert (v4.first_use_s, v4.first_use_least_s) == (20.5, 4.5)
+    assert v4.setup_s["compile"] == 20.0
+    # V1's 100 ms less V4's 50: 20.5 s are 410 such steps.
+    assert (v4.pays_back_steps, v4.pays_back) == (410, "after 410 steps")
+    v2 = rows["v2"]
+    assert (v2.first_use_s, v2.pays_back_steps, v2.pays_back) == (2.0, None, "never")
+    assert (rows["v1"].first_use_s, rows["v1"].pays_back) == (0.0, None)
+    text = comparison_tables.as_markdown(list(rows.values()))
+    assert (
+        "- v4: first use 20.5 s (compile 20.0, capture 0.5), 4.5 s where the caches were filled; "
+        "paid back against V1 after 410 steps" in text
+    )
+    assert "- v2: first use 2.0 s (compile 0.0, capture 2.0); never paid back" in text
+    assert "v1: first use" not in text
+
+
+def test_nothing_is_made_up_of_files_that_do_not_tell_the_first_use() -> None:
+    row = by_label([make_result(), make_result("v4", step_ms=FASTER)])["v4"]
+    assert (row.first_use_s, row.pays_back, row.pays_back_steps) == (None, None, None)
+    even = [90.0, 110.0, 95.0, 105.0, 99.0]
+    runs = [
+        make_result(step_ms=even, **setup(0.0)),
+        make_result("v2", step_ms=even[::-1], **setup(1.0)),
+    ]
+    assert by_label(runs)["v2"].pays_back == "no telling"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "pays_back", "steps"),
+    [(50.0, "at once", 0), (100.0, "no telling", None), (150.0, "never", None)],
+)
+def test_a_version_that_compiles_nothing_pays_back_only_if_it_is_faster(
+    milliseconds: float, pays_back: str, steps: int | None
+) -> None:
+    times = [milliseconds * factor for factor in (0.9, 1.1, 1.0, 1.05, 0.95)]
+    runs = [make_result(**setup(0.0)), make_result("v2", step_ms=times, **setup(0.0))]
+    v2 = by_label(runs)["v2"]
+    assert (v2.pays_back, v2.pays_back_steps) == (pays_back, steps)
+
+
 def test_implausible_figures_are_flagged_with_the_row() -> None:
     fast = make_result("v2", plausibility=["the backward pass takes 0.1 of the forward's"])
     rows = comparison.build_rows([make_result(), fast, fast])
     assert rows[1].plausibility == ["the backward pass takes 0.1 of the forward's"]
-    table = compare_versions.as_markdown(rows)
+    table = comparison_tables.as_markdown(rows)
     assert table.count("IMPLAUSIBLE: the backward pass takes 0.1 of the forward's") == 1
+
+
+def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for length in (64, 256):
+        name = {"config_name": "custom", "session": "20250101"}
+        results.save(make_result(seq_len=length, **name), tmp_path / "both")  # type: ignore[arg-type]
+        results.save(make_result(seq_len=length, **name), tmp_path / "sweep")  # type: ignore[arg-type]
+    results.save(make_result(), tmp_path / "both")
+    assert compare_versions.main(["--from-results", str(tmp_path / "both")]) == 0
+    captured = capsys.readouterr()
+    assert "tiny: 8 x 128" in captured.out and "custom" not in captured.out
+    assert captured.err == "2 runs left out: --waterfall or --sweep shows what they are of\n"
+    assert compare_versions.main(["--from-results", str(tmp_path / "sweep")]) == 0
+    captured = capsys.readouterr()
+    assert "custom: 8 x 64" in captured.out and captured.err == ""  # there is nothing else
+
+
+HOSTILE = "\ud800 $\\frac$ \x1b[31m"
+"""A name that can't be encoded, is no formula, and steers a terminal."""
+
+
+@pytest.mark.parametrize("form", comparison_tables.FORMATS)
+def test_a_device_may_have_any_name(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in ("v1", "v2"):
+        device = {"type": "cpu", "name": HOSTILE}
+        options = {"compile": HOSTILE}
+        results.save(make_result(version, device=device), tmp_path / "in")
+        results.save(make_result(version, device=device, options=options), tmp_path / "in")
+    words = ["--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
+    assert compare_versions.main([*words, "--format", form]) == 0
+    shown = capsys.readouterr().out.encode()  # as a terminal does
+    assert b"\x1b" not in shown
+    assert "$\\frac$ [31m" in (tmp_path / "out" / "comparison.md").read_text()
+
+
+def test_comparison_md_is_headed_by_the_sessions_it_tells_of(tmp_path: Path) -> None:
+    def session(name: str, torch: str, *keys: str) -> list[RunResult]:
+        return [make_result(key, session=name, software={"torch": torch}) for key in keys]
+
+    runs = [*session("1", "2.5", "v1"), *session("2", "2.6", "v1", "v2"), *session("3", "9", "v4")]
+    rows = comparison.build_rows(runs)[:2]
+    compare_versions.write_outputs(rows, runs, tmp_path)
+    text = (tmp_path / "comparison.md").read_text()
+    assert text.startswith("# Comparison 2\n\ntorch 2.6\n\n### ")
+    assert json.loads((tmp_path / "comparison.json").read_text())["session"] == "2"
 
 
 def test_comparison_json_keeps_the_contract(tmp_path: Path) -> None:
     red = make_result("v4", gate="fail", step_ms=[])
     rows = comparison.build_rows([make_result(), make_result("v2"), red])
-    names = compare_versions.write_outputs(rows, [red], SESSION, tmp_path)
+    names = compare_versions.write_outputs(rows, [red], tmp_path)
     assert [Path(name).name for name in names] == files(tmp_path)
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert content["schema_version"] == comparison.SCHEMA_VERSION
@@ -298,7 +416,7 @@ def test_comparison_json_keeps_the_contract(tmp_path: Path) -> None:
 def test_rows_of_different_sizes_stand_in_different_tables() -> None:
     small = {"config_name": "small", "batch_size": 16}
     runs = [make_result(**kind) for kind in ({}, small, {"precision": "bf16"})]  # type: ignore[arg-type]
-    text = compare_versions.as_markdown(comparison.build_rows(runs))
+    text = comparison_tables.as_markdown(comparison.build_rows(runs))
     assert [line for line in text.splitlines() if line.startswith("#")] == [
         "### tiny: 8 x 128 tokens, bf16, Some CPU",
         "### tiny: 8 x 128 tokens, fp32, Some CPU",
@@ -706,6 +824,31 @@ def test_ctrl_c_keeps_what_was_completed(small_copy: Path, tmp_path: Path) -> No
     (row,) = json.loads((folder / "comparison.json").read_text())["rows"]
     assert row["note"] == "1 of 1 runs interrupted" and row["step_ms"]
     assert not [name for name in files(folder) if Path(name).name.startswith(".")]
+
+
+def test_ctrl_c_while_a_process_starts_leaves_none_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def start(command: list[str], **words: Any) -> subprocess.Popen[str]:
+        process = popen([sys.executable, "-c", "import time; time.sleep(60)"], **words)
+        started.append(process)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(sessions.subprocess, "Popen", start)
+    words = ["--device", "cpu", "--output-dir", str(tmp_path)]
+    arguments = compare_versions.build_parser().parse_args(words)
+    plans = [sessions.Plan("v1", "tiny", "fp32", repeat=0)]
+    try:
+        assert sessions.run_plans(plans, arguments, "1") == ([], True)
+        assert [process.poll() is not None for process in started] == [True]
+    finally:
+        for process in started:
+            process.kill()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")

@@ -415,6 +415,22 @@ def test_runs_of_several_lengths_are_a_sweep(tmp_path: Path) -> None:
     assert found[0].figure is not None and list(found[0].figure.data[0].x) == [64, 128, 256]
 
 
+def test_a_sweep_is_of_one_session_and_has_no_point_where_that_failed(tmp_path: Path) -> None:
+    content = stored_runs.reference()
+    red = content["parity"] | {"status": "fail", "failures": ["logits differ"]}
+    for session, lengths in (("1", (64, 128, 256)), ("2", (128, 256, 512)), ("3", (128,))):
+        for length in lengths:
+            step_ms = [100.0 * int(session) + length] * 9
+            at = {"session": session, "seq_len": length, "step_ms": step_ms}
+            if (session, length) == ("2", 256):
+                at |= {"parity": red, "status": "gate failed", "step_ms": []}
+            stored_runs.write(tmp_path, content, f"{session}-{length}", **at)
+    snapshot = snapshot_of(tmp_path)
+    group = next(group for group in snapshot.groups if group.shape == "8 × 128")
+    points = data.sweep(snapshot, group, "v1", "seq_len")
+    assert [(point.size, point.step_ms) for point in points] == [(128, 328), (512, 712)]
+
+
 def test_parts_switched_off_are_told_of_their_version(tmp_path: Path) -> None:
     content = stored_runs.reference("v2")
     without = content["options"] | {"fuse_qkv": False}

@@ -269,6 +269,20 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
     assert sum("<script>alert(1)</script>" in text for text in told) >= 10
 
 
+def test_a_device_may_have_any_name(tmp_path: Path) -> None:
+    name = {"name": "\ud800 $\\frac$"}  # can't be encoded, and is no formula
+    for version, changes in (("v1", {}), ("v2", {"fuse_optimizer": False})):  # of a waterfall
+        run = reference(version, precision="fp32")
+        options = run["options"] | changes
+        write(tmp_path, run, device=run["device"] | name, options=options, session="1")
+        run = reference(version)
+        write(tmp_path, run, device=run["device"] | name)
+    html, markdown = make(tmp_path, at=tmp_path)
+    assert {"waterfall-1", "size-1"} <= set(read(html).ids)
+    for text in (html, markdown):
+        assert b"frac" in text.encode()  # as a file is written
+
+
 def parts_of(markdown: str) -> Iterator[Any]:
     """Tokens of a document, those inside of lines among them."""
     from markdown_it import MarkdownIt
@@ -412,10 +426,13 @@ def test_a_participants_page_has_their_runs_alone(
     assert answer.returncode == 2 and "no runs of yours" in answer.stderr
     own = reference("v1")
     write(results, own, "own", device=own["device"] | {"name": "My GPU"})
+    for length in (333, 444):  # a sweep, whose sizes nobody asks a participant for
+        write(results, own, f"{length}", seq_len=length, session="1", config_name="custom")
     assert type_command(*command).returncode == 0
     page = tmp_path / "my_results.md"
     text = page.read_text(encoding="utf-8")
     assert "| name | |" in text and "| machine | My GPU |" in text and "Theirs" not in text
+    assert "333" not in text and "444" not in text
     assert f"{median(own['step_ms']):,.2f} ±" in text and own["software"]["torch"] in text
     page.write_text("my notes")
     answer = type_command(*command)

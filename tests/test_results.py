@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from analysis_tools import compare_versions
-from workshop import comparison, results
+from workshop import comparison, comparison_tables, results
 from workshop.errors import WorkshopError
 from workshop.results import Gradients, Parity, RunResult
 from workshop.versions import VERSIONS
@@ -314,8 +313,8 @@ def show_or_refuse(content: object, folder: Path) -> None:
         return
     rows = comparison.build_rows([damaged, make_result("v2")])
     with contextlib.redirect_stdout(io.StringIO()):
-        for form in compare_versions.FORMATS:
-            compare_versions.show(rows, form)
+        for form in comparison_tables.FORMATS:
+            comparison_tables.show(rows, form)
 
 
 @pytest.mark.parametrize("value", NASTY, ids=lambda value: f"{value!r:.9}")
@@ -344,5 +343,5 @@ def test_brackets_are_no_markup_in_a_terminal_either(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FORCE_COLOR", "1")
     row = comparison.build_rows([make_result(device={"name": "[/red]"})])
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        compare_versions.show(row, "table")
+        comparison_tables.show(row, "table")
     assert "\x1b[" in shown.getvalue() and "[/red]" in shown.getvalue()

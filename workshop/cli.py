@@ -1,9 +1,10 @@
 """The command line of every `tiny_llama_vN.py`: check the arguments, gate, train, print, save."""
 
 import argparse
+import contextlib
 import dataclasses
-import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from workshop import (
     data,
     errors,
+    first_use,
     flops,
     hardware,
     interpreter,
@@ -127,7 +129,7 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
     _add_training_flags(parser.add_argument_group("training"), version)
     fields = dataclasses.fields(module.Fusions) if hasattr(module, "Fusions") else ()
     if fields:
-        group = parser.add_argument_group("ablation: run V1's code for one part")
+        group = parser.add_argument_group("ablation: run plain PyTorch for one part")
         for field in fields:
             flag = f"--no-{field.name.replace('_', '-')}"
             group.add_argument(flag, dest=field.name, action="store_false")
@@ -205,6 +207,14 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         "clock; what was profiled goes to OUTPUT_DIR/run.json (default there: "
         f"results/profiles/{version.key}/steps)",
     )
+    add(
+        "--gate-shape",
+        type=int,
+        nargs=2,
+        metavar=("BATCH", "SEQ"),
+        help="what the gate runs on, for a size at which V1 itself would not fit (default: the "
+        "run's own batch size and sequence length)",
+    )
     add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
     add(
         "--no-gate",
@@ -234,7 +244,7 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     if arguments.text_file is not None and arguments.data != "text":
         raise WorkshopError("--text-file goes with --data text")
-    for name in ("num_steps", "no_gate", "validate_setup"):
+    for name in ("num_steps", "no_gate", "validate_setup", "gate_shape"):
         if arguments.profile_steps and getattr(arguments, name):
             flag = name.replace("_", "-")
             raise WorkshopError(f"--{flag} has no effect under a profiler: leave it out")
@@ -254,6 +264,7 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(
             "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
         )
+    _check_gate_shape(arguments.gate_shape, config.max_seq_len)
     compile_mode, cuda_graph = _execution(version, arguments, device, interpreted)
     switches = {}
     if hasattr(module, "Fusions"):
@@ -278,6 +289,14 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     )
     trainer.check_options(device, precision, compile_mode, cuda_graph)
     return request
+
+
+def _check_gate_shape(shape: list[int] | None, max_seq_len: int) -> None:
+    if shape is not None and not (shape[0] >= 1 and 2 <= shape[1] <= max_seq_len):
+        raise WorkshopError(
+            f"--gate-shape {shape[0]} {shape[1]}: use at least 1 sequence, of 2 to {max_seq_len} "
+            "tokens"
+        )
 
 
 def _default_folder(version: Version, arguments: argparse.Namespace) -> Path:
@@ -370,7 +389,7 @@ def within_memory(request: Request, work: Callable[[], int]) -> int:
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
-        asked = _memory_asked_for(error)
+        asked = trainer.memory_asked_for(error)
         if asked is None:
             raise
         raise OutOfMemory(_out_of_memory(request, f"a further {asked} was asked for")) from None
@@ -383,9 +402,13 @@ def _gate_train_save(request: Request) -> int:
     result = new_result(request, data_record)
     result.peak_tflops, result.peak_source = peak(request)
     print_configuration(request, data_record)
+    first_use.watch_compilers(torch_compile=request.compile_mode != "none")
     model = request.build()
     if not arguments.no_gate:
+        start = time.perf_counter()
         report = _gate(request, model)
+        gate_s = time.perf_counter() - start - first_use.compile_seconds()
+        result.setup_s["gate"] = max(0.0, gate_s)
         result.parity = report.record()
         if not report.passed:
             result.status = "gate failed"
@@ -434,16 +457,19 @@ def load_data(request: Request) -> Data:
 
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     shape = of_the_run = (request.batch_size, request.seq_len)
-    if request.interpreted:
+    if request.arguments.gate_shape is not None:
+        shape = tuple(request.arguments.gate_shape)
+    elif request.interpreted:
         shape = interpreter.gate_shape(*shape)
     smaller = f", at {shape[0]} x {shape[1]} tokens only" if shape != of_the_run else ""
     print(f"gate: comparing logits, loss, gradients and training with V1{smaller} ...", flush=True)
     setting = parity.Setting(
         request.config, request.precision, request.device, request.arguments.seed, *shape
     )
-    report = parity.check_model(
-        model, setting, request.module.configure_optimizer, cuda_graph=request.cuda_graph
-    )
+    with first_use.graphs_of_no_use() if smaller else contextlib.nullcontext():
+        report = parity.check_model(
+            model, setting, request.module.configure_optimizer, cuda_graph=request.cuda_graph
+        )
     print(f"gate: {report.summary()}")
     for failure in report.failures:
         print(f"  {failure}")
@@ -513,16 +539,6 @@ def _check_memory(request: Request) -> None:
         if available is not None and total > available:
             needed = f"at least {total / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
             raise OutOfMemory(_out_of_memory(request, needed, max(parts, key=lambda k: parts[k])))
-
-
-def _memory_asked_for(error: Exception) -> str | None:
-    """How much the allocation that failed asked for; None for an error of another kind."""
-    match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
-    if match and match[2] == "bytes":
-        return f"{int(match[1]) / 1e9:,.2f} GB"
-    if match:
-        return f"{match[1]} {match[2]}"
-    return "block" if isinstance(error, (torch.OutOfMemoryError, MemoryError)) else None
 
 
 def _out_of_memory(request: Request, what: str, lower: str = "--batch-size or --seq-len") -> str:
@@ -597,8 +613,11 @@ def _record_training(
     result.optimizer_ms = training.optimizer_ms
     result.losses = results.finite(training.losses)
     result.memory_mb = training.memory_mb
-    result.setup_s = training.setup_s
-    if not training.interrupted:  # which may have cut a backward pass short
+    result.setup_s |= {"compile": first_use.compile_seconds(), **training.setup_s}
+    if training.no_memory_for_phases:
+        print("note: no memory is left to time the parts of a step")
+    # Either may have cut a backward pass short.
+    if not (training.interrupted or training.no_memory_for_phases):
         result.gradients = parity.count_gradients(model)
     if result.step_ms:
         result.plausibility = plausibility.check(_claim(request, result))
@@ -682,6 +701,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         rate = [("rate", _rate_line(request, result))]
     rows = [
         *speed,
+        *_first_use_lines(result),
         ("loss", f"{_loss(result.losses[0])} first, {_loss(result.losses[-1])} final"),
         ("memory", _memory_line(result)),
         *rate,
@@ -711,6 +731,15 @@ def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
         ),
         *((name, f"{timing.median(times):.2f} ms") for name, times in phases if times),
     ]
+
+
+def _first_use_lines(result: RunResult) -> list[tuple[str, str]]:
+    told = [
+        f"{result.setup_s[name]:.1f} s to {name}"
+        for name in ("compile", "capture")
+        if result.setup_s.get(name, 0.0) >= 0.05
+    ]
+    return [("first use", ", ".join(told))] if told else []
 
 
 def _loss(value: float | None) -> str:

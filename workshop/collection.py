@@ -21,7 +21,6 @@ from workshop.versions import VERSIONS
 RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
 """What lies below them is meant to be a result file; and, if it has their name, a kernel table or
 the record of its run."""
-_DERIVED = "comparison.json"
 _SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
 _OF_A_RUN, _OF_A_TABLE, _OF_A_BENCHMARK = "version", "kernel_table", "session"
 _START = 4096
@@ -144,7 +143,7 @@ class Collection:
         within = {top.name, *path.parent.relative_to(top).parts}
         if PROFILES_FOLDER in within:
             return {kernel_file.JSON_FILE: _OF_A_TABLE, RUN_FILE: _OF_A_RUN}.get(path.name)
-        return _OF_A_RUN if RUNS_FOLDER in within and path.name != _DERIVED else None
+        return _OF_A_RUN if RUNS_FOLDER in within and path.name not in results.DERIVED else None
 
     def _sort(self) -> None:
         found = {path: file.content for path, file in self._files.items() if file.content}

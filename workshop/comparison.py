@@ -1,6 +1,7 @@
 """From result files to the rows of a comparison: one a version, size, precision and device."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from workshop.results import RunResult
 from workshop.versions import BASELINE, VERSIONS
 
 SCHEMA_VERSION = 1
+FIRST_USE = {"compile", "capture"}
+"""What of a run's `setup_s` the version costs before its first fast step. The gate is the
+harness's, and the warm-up trains."""
 
 
 @dataclass
@@ -58,6 +62,15 @@ class Row:
     peak_tflops: float | None = None
     peak_share: float | None = None
     peak_source: str | None = None
+    setup_s: dict[str, float] = field(default_factory=dict)
+    first_use_s: float | None = None
+    """Seconds to compile and capture, of the process that took longest: a later one finds the
+    compilers' caches filled, and `first_use_least_s` is the shortest."""
+    first_use_least_s: float | None = None
+    pays_back: str | None = None
+    """When that is made up for against V1: `after N steps`, `at once`, `never`; or that there is no
+    telling, where the step is not significantly shorter or longer."""
+    pays_back_steps: int | None = None
 
     @property
     def label(self) -> str:
@@ -106,7 +119,7 @@ def build_rows(runs: Iterable[RunResult]) -> list[Row]:
     rows = []
     for (group, *_), sessions in by_row.items():
         newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
-        rows.append(_build_row(sessions[newest], baselines.get((group, newest), [])))
+        rows.append(build_row(sessions[newest], baselines.get((group, newest), [])))
     order = {key: index for index, key in enumerate(VERSIONS)}
     return sorted(rows, key=lambda row: (*_size_order(row), order[row.version], row.variant))
 
@@ -121,10 +134,16 @@ def _group(run: RunResult) -> tuple[object, ...]:
 
 
 def variant(run: RunResult) -> str:
-    """What of a run differs from its version's defaults, for example `no-fuse-qkv`."""
+    """What of a run differs from its version's defaults, for example `no-fuse-qkv`; where more of
+    its switches are off than on, what is left: `only fuse-qkv`, or `unfused`."""
     version, options = VERSIONS[run.version], run.options
-    switched_off = [name for name, on in options.items() if name.startswith("fuse_") and not on]
-    parts = [f"no-{name.replace('_', '-')}" for name in switched_off]
+    switches = {n.replace("_", "-"): on for n, on in options.items() if n.startswith("fuse_")}
+    left = [name for name, on in switches.items() if on]
+    parts = [f"no-{name}" for name, on in switches.items() if not on]
+    if len(parts) > len(left) > 0:
+        parts = [f"only {' '.join(left)}"]
+    elif len(parts) > 1 and not left:
+        parts = ["unfused"]
     if options.get("compile", version.compile) != version.compile:
         parts.append(f"compile={options['compile']}")
     on_gpu = run.device.get("type") == "cuda"
@@ -134,7 +153,13 @@ def variant(run: RunResult) -> str:
     return " ".join(parts)
 
 
-def _build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
+def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
+    """One row.
+
+    Args:
+        runs: at least one, all of one session and kind.
+        baseline: what its speed-up is over; none is given without any.
+    """
     first = runs[0]
     row = Row(
         version=first.version,
@@ -169,6 +194,7 @@ def _build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         return row
     _fill_times(row, timed)
     _fill_speedup(row, timed, baseline)
+    _fill_first_use(row, timed)
     return row
 
 
@@ -223,7 +249,8 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
         row.note = _join(row.note, "no V1 in the same session: no speed-up")
         return
     baseline_steps = [run.step_ms for run in baseline if run.step_ms]
-    if _parity(baseline) != "pass" or not baseline_steps:
+    broken = any(run.error for run in baseline)
+    if broken or _parity(baseline) != "pass" or not baseline_steps:
         row.note = _join(row.note, "V1 failed in this session: no speed-up")
         return
     ratio = timing.speedup(baseline_steps, [run.step_ms for run in timed])
@@ -231,6 +258,29 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
     peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
     if peaks and row.peak_memory_mb is not None:
         row.memory_reduction = 1 - row.peak_memory_mb / max(peaks)
+
+
+def _fill_first_use(row: Row, timed: list[RunResult]) -> None:
+    told = [run.setup_s for run in timed if FIRST_USE <= run.setup_s.keys()]
+    if not told:
+        return
+    row.setup_s = max(told, key=_first_use)
+    row.first_use_s, row.first_use_least_s = _first_use(row.setup_s), min(map(_first_use, told))
+    if row.speedup is None or row.speedup_ci is None or row.step_ms is None:
+        return
+    if row.verdict() == "baseline":
+        return
+    low, high = row.speedup_ci
+    if low <= 1:
+        row.pays_back = "never" if high < 1 else "no telling"
+        return
+    saved_s = row.step_ms * (row.speedup - 1) / 1e3
+    row.pays_back_steps = math.ceil(row.first_use_s / saved_s)
+    row.pays_back = f"after {row.pays_back_steps:,} steps" if row.pays_back_steps else "at once"
+
+
+def _first_use(setup_s: dict[str, float]) -> float:
+    return sum(setup_s[name] for name in FIRST_USE)
 
 
 def _join(*notes: str) -> str:

@@ -4,9 +4,10 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import torch
 
@@ -172,6 +173,67 @@ def memory_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+class _CgroupFiles(NamedTuple):
+    """Where a version of Linux's control groups keeps what it says of memory."""
+
+    controller: str
+    """As /proc/self/cgroup names it."""
+    tree: str
+    limit: str
+    usage: str
+    prefix: str
+    """In memory.stat, of sums over a group and all below it."""
+
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_CGROUP_VERSIONS = (
+    _CgroupFiles("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    _CgroupFiles("", "", "memory.max", "memory.current", ""),
+)
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """What a new process could have of the device's memory, on the CPU within the limits of its
+    container or batch job; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_PROC / "meminfo"), re.MULTILINE)
+    of_machine = int(match.group(1)) * 1024 if match else memory_bytes(device)
+    found = [of_machine, *(_left_bytes(*group) for group in _cgroups())]
+    return min((left for left in found if left is not None), default=None)
+
+
+def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
+    """The control groups around this process, each in those above it."""
+    for line in _read(_PROC / "self" / "cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        for files in _CGROUP_VERSIONS:
+            if files.controller in controllers.split(","):
+                own = PurePosixPath(place.lstrip("/"))
+                # A container may be told its host's place, but see the tree from its own on.
+                for folder in (own, *own.parents):
+                    yield _CGROUPS / files.tree / folder, files
+
+
+def _left_bytes(folder: Path, files: _CgroupFiles) -> int | None:
+    """What a control group has left; None where it has no limit or is not there."""
+    limit, used = (_read(folder / name).strip() for name in (files.limit, files.usage))
+    if not (limit.isdigit() and used.isdigit()):  # "max"
+        return None
+    # Its use includes cached files, which give way where memory is short.
+    cached = rf"^{files.prefix}(?:in)?active_file (\d+)$"
+    found = re.findall(cached, _read(folder / "memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - int(used) + sum(map(int, found)))
+
+
+def _read(path: Path) -> str:
+    """A file's text; nothing where there is none that can be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def describe(device: torch.device) -> dict[str, str | int | float | None]:

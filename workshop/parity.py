@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workshop import errors, hardware, interpreter, presets, results, trainer, versions
+from workshop import errors, first_use, hardware, interpreter, presets, results, trainer, versions
 from workshop.errors import WorkshopError
 from workshop.precision import Precision, get_precision
 
@@ -382,9 +382,10 @@ def _run(
     precision.set_matmul_mode()
     tokens, targets = batches[0]
     load_canonical(model, setting.random_weights)
-    with torch.no_grad(), precision.autocast(setting.device.type):
-        logits = model(tokens).clone()
+    # Compiled first, as training will need it: the first compilation pays what all others share.
     loss, gradients = _loss_and_gradients(model, precision, tokens, targets)
+    with first_use.graphs_of_no_use(), torch.no_grad(), precision.autocast(setting.device.type):
+        logits = model(tokens).clone()
 
     load_canonical(model, canonical_state(setting.config, setting.seed))
     before = {name: weight.clone() for name, weight in _canonical_weights(model).items()}

@@ -33,7 +33,7 @@ LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outsi
 STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped", "profiled")
 PARITY_STATUSES = ("not run", "pass", "fail")
 DEFAULT_FOLDER = ROOT / "results"
-DERIVED = ("comparison.json", "roofline.json")
+DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
 """What tools write beside runs, made from them."""
 
 T = TypeVar("T")
@@ -105,6 +105,9 @@ class RunResult:
     backward_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     setup_s: dict[str, float] = field(default_factory=dict)
+    """Seconds before the first timed step: `gate`; `compile`, in the gate and the warm-up;
+    `capture` of the graph; `warm_up`. The last is without the two before it, as is `gate` without
+    `compile`. Files from before they were told apart have `warm_up` alone."""
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
     """Of every step up to the last timed one, warm-up first (on the CPU with the step that told
@@ -289,6 +292,7 @@ def _bounded_figures(run: RunResult) -> Iterator[tuple[str, object, float]]:
     for size in dataclasses.fields(flops.Sizes):
         yield f"config.{size.name}", run.config.get(size.name), 1
     yield from ((f"step_ms[{i}]", time, LEAST) for i, time in enumerate(run.step_ms))
+    yield from ((f"setup_s.{part}", seconds, 0) for part, seconds in run.setup_s.items())
     if "peak" in run.memory_mb:
         yield "memory_mb.peak", run.memory_mb["peak"], LEAST
     if run.peak_tflops is not None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from workshop import markers, memory
+from workshop import first_use, markers, memory
 from workshop.errors import WorkshopError
 from workshop.precision import Precision
 from workshop.timing import StepClock
@@ -146,7 +147,8 @@ class GraphedPhases:
 
 @dataclass
 class Training:
-    """What a training run measured. Times in ms, memory in MB, set-up in seconds."""
+    """What a training run measured. Times in ms, memory in MB, set-up in seconds: `capture`, and
+    `warm_up` without it and without what compilers took meanwhile."""
 
     step_ms: list[float] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
@@ -156,6 +158,7 @@ class Training:
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     setup_s: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
+    no_memory_for_phases: bool = False
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
@@ -224,6 +227,8 @@ class Runner:
         self.device = parameter.device
         self.model, self.optimizer = model, optimizer
         self.done = 0
+        self.capture_s = 0.0
+        """Seconds that the capture of the whole step took."""
         self._cpu_peak = 0
         self._batches = batches
         self.inputs = torch.empty_like(batches[0], device=self.device)
@@ -269,7 +274,10 @@ class Runner:
         # The allocator sees a graph's memory only while it is captured: the peak counts from here.
         self._count_peak_anew()
         if self._stream is not None:
+            start = time.perf_counter()
             self._step = GraphedStep(self.eager, self._stream)
+            self.wait()
+            self.capture_s = time.perf_counter() - start
         for _ in range(left):
             self.advance()
 
@@ -413,13 +421,16 @@ def train(
             batch to the device, and that copy is in its time.
 
     A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
-    marked `interrupted`, without phases.
+    marked `interrupted`, without phases. These are left out, too, if there is no memory for the
+    graphs that they are captured in.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
-    start = time.perf_counter()
+    start, compiled = time.perf_counter(), first_use.compile_seconds()
     runner.warm_up(schedule.warmup)
     runner.wait()
-    training = Training(setup_s={"warm_up": time.perf_counter() - start})
+    apart = runner.capture_s + first_use.compile_seconds() - compiled
+    warm_up = max(0.0, time.perf_counter() - start - apart)
+    training = Training(setup_s={"capture": runner.capture_s, "warm_up": warm_up})
     if runner.device.type == "cpu":
         runner.profile_cpu_peak()
 
@@ -428,14 +439,38 @@ def train(
         _timed_steps(runner, clock, schedule.timed, progress)
         training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
         if schedule.phases:
-            phases = runner.phases(schedule.phases)
-            training.forward_ms, training.backward_ms, training.optimizer_ms = phases
+            _time_phases(runner, schedule.phases, training)
     except KeyboardInterrupt:
         training.interrupted = True
     training.step_ms = clock.durations_ms()
     training.losses = runner.losses()[: first + len(training.step_ms)].tolist()
     training.memory_mb = training.memory_mb or runner.memory_mb()
     return training
+
+
+def _time_phases(runner: Runner, steps: int, training: Training) -> None:
+    try:
+        phases = runner.phases(steps)
+    except (RuntimeError, MemoryError) as error:
+        if memory_asked_for(error) is None:
+            raise
+        training.no_memory_for_phases = True
+    else:
+        training.forward_ms, training.backward_ms, training.optimizer_ms = phases
+
+
+def memory_asked_for(error: BaseException) -> str | None:
+    """How much the allocation that failed asked for; None for an error of another kind. A capture
+    that it breaks off ends in an error of its own, behind which it is found."""
+    match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    if match and match[2] == "bytes":
+        return f"{int(match[1]) / 1e9:,.2f} GB"
+    if match:
+        return f"{match[1]} {match[2]}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "block"
+    behind = error.__cause__ or error.__context__
+    return None if behind is None else memory_asked_for(behind)
 
 
 def _timed_steps(

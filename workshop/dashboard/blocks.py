@@ -276,7 +276,7 @@ def _sweeps(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     return blocks or [
         _word("sweeps", "No sweep goes through this size", "A sweep is two or more runs of one "
               "version that differ in the batch size, the sequence length or the hidden dimension "
-              "alone, as with tiny_llama_v1.py --seq-len 256.")
+              "alone, as compare_versions.py --sweep makes them.")
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What the page can choose from, and what a choice shows."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +13,11 @@ from workshop.presets import PRESETS
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import Roofline
+from workshop.sweep import AXES, kept_by
 from workshop.versions import BASELINE, VERSIONS
 
-SWEPT = {"seq_len": "sequence length", "batch_size": "batch size", "hidden_dim": "hidden dimension"}
+_AXES = {axis.field: axis for axis in AXES.values()}
+SWEPT = {field: axis.words for field, axis in _AXES.items()}
 """Sizes along which runs of one version are drawn, and what they are called."""
 HALF = ("bf16", "fp16")
 """What one trains in where the device can."""
@@ -333,7 +335,7 @@ def _loss(curve: LossCurve, step: int) -> float:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One size of a sweep: medians over all runs of the newest session at that size."""
+    """One size of a sweep: medians over all runs of its session at that size."""
 
     size: float
     step_ms: float
@@ -344,18 +346,43 @@ class SweepPoint:
 
 
 def sweep(snapshot: Snapshot, group: Group, label: str, axis: str) -> list[SweepPoint]:
-    """The runs of a version that differ from those of a group in one size alone, by that size."""
+    """The runs of a version that differ from those of a group in one size alone, by that size: of
+    the newest session that has two sizes. A size where that session failed has no point.
+
+    Over the hidden dimension those whose heads keep their size, as in compare_versions.py --sweep;
+    or, if there are none, those that keep their number of heads.
+    """
+    points: list[SweepPoint] = []
+    for alike in (_of_one_sweep, _differs_in):
+        if len(points) < 2:
+            points = _sweep_points(snapshot, group, label, axis, alike)
+    return points
+
+
+def _sweep_points(
+    snapshot: Snapshot,
+    group: Group,
+    label: str,
+    axis: str,
+    alike: Callable[[RunResult, RunResult, str], bool],
+) -> list[SweepPoint]:
     sample = snapshot.groups[group][0].run
-    by_size: dict[float, list[RunResult]] = {}
+    by_session: dict[str, dict[float, list[RunResult]]] = {}
     for other, stored_runs in snapshot.groups.items():
         if other.device != group.device or other.precision != group.precision:
             continue
-        run = stored_runs[0].run
-        if _differs_in(run, sample, axis):
-            own = [s.run for s in stored_runs if label_of(s.run) == label]
-            by_size.setdefault(_sizes(run)[axis], []).extend(own)
+        size = _sizes(stored_runs[0].run)[axis]
+        if alike(stored_runs[0].run, sample, axis):
+            for run in (s.run for s in stored_runs if label_of(s.run) == label):
+                by_session.setdefault(run.session, {}).setdefault(size, []).append(run)
+    told = max((name for name, sizes in by_session.items() if len(sizes) > 1), default=None)
+    by_size = by_session[told] if told is not None else {}
     points = [_sweep_point(size, runs) for size, runs in sorted(by_size.items())]
     return [point for point in points if point]
+
+
+def _of_one_sweep(run: RunResult, other: RunResult, axis: str) -> bool:
+    return kept_by(run, _AXES[axis]) == kept_by(other, _AXES[axis])
 
 
 def _differs_in(run: RunResult, other: RunResult, axis: str) -> bool:
@@ -377,19 +404,17 @@ def _sizes(run: RunResult) -> dict[str, float]:
 
 
 def _sweep_point(size: float, runs: list[RunResult]) -> SweepPoint | None:
-    """None where nothing was timed that may be compared."""
-    bad = {run.session for run in runs if run.error or run.parity.status == "fail"}
-    fit = [run for run in runs if run.step_ms and not run.interpreted and run.session not in bad]
-    if not fit:
+    """Of one session's runs; None where nothing was timed that may be compared."""
+    bad = any(run.error or run.parity.status == "fail" for run in runs)
+    timed = [run for run in runs if run.step_ms and not run.interpreted]
+    if bad or not timed:
         return None
-    session = max(run.session for run in fit)
-    newest = [run for run in fit if run.session == session]
-    step = timing.median([ms for run in newest for ms in run.step_ms])
-    peaks = [float(run.memory_mb["peak"]) for run in newest if run.memory_mb]
+    step = timing.median([ms for run in timed for ms in run.step_ms])
+    peaks = [float(run.memory_mb["peak"]) for run in timed if run.memory_mb]
     return SweepPoint(
         size=size,
         step_ms=step,
-        tokens_per_s=newest[0].batch_size * newest[0].seq_len / step * 1e3,
+        tokens_per_s=timed[0].batch_size * timed[0].seq_len / step * 1e3,
         peak_mb=max(peaks, default=None),
-        proven=any(run.parity.status == "pass" for run in newest),
+        proven=any(run.parity.status == "pass" for run in timed),
     )

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis_tools import compare_versions
-from workshop import comparison, results
+from workshop import comparison, comparison_tables, results
 from workshop.collection import StoredRun
 from workshop.comparison import Row
+from workshop.comparison_figure import MEMORY_COLOURS
 from workshop.profilers.names import printable
 from workshop.report import charts
 from workshop.report.parts import (
@@ -111,15 +111,15 @@ def section(group: Group, folder: Path) -> Section:
 
 def tables(group: Group) -> Section:
     """What is told of a group in figures alone."""
-    told = Section(group.anchor, printable(compare_versions.title(group.rows)))
+    told = Section(group.anchor, printable(comparison_tables.title(group.rows)))
     told.tables = [
-        _table("How fast", group, compare_versions.SPEED_HEADER, compare_versions.speed_cells,
+        _table("How fast", group, comparison_tables.SPEED_HEADER, comparison_tables.speed_cells,
                "result files", lambda runs: Cell("", links(runs))),
-        _table("The same model? And at what cost", group, compare_versions.PROOF_HEADER,
-               compare_versions.proof_cells, "error, of allowed", _worst),
+        _table("The same model? And at what cost", group, comparison_tables.PROOF_HEADER,
+               comparison_tables.proof_cells, "error, of allowed", _worst),
         *_saved(group),
     ]  # fmt: skip
-    told.sentences = [printable(note) for note in compare_versions.notes(group.rows)]
+    told.sentences = [printable(note) for note in comparison_tables.notes(group.rows)]
     return told
 
 
@@ -138,7 +138,7 @@ def _table(
     last: str,
     last_cell: Callable[[list[StoredRun]], Cell],
 ) -> Table:
-    """One of compare_versions.py's, with a column more."""
+    """One of comparison_tables.py's, with a column more."""
     lines = [
         Line([*cells(*texts(row)), last_cell(runs)],
              BAD if row.plausibility else _TONES.get(row.status, ""))
@@ -247,7 +247,7 @@ def _phases(row: Row) -> tuple[float, ...]:
 
 
 def _memory(row: Row) -> tuple[float, ...]:
-    names = [name for name, _, _ in compare_versions.MEMORY_COLOURS]
+    names = [name for name, _, _ in MEMORY_COLOURS]
     return tuple(_drawable(float(row.memory_mb.get(name, 0.0))) for name in names)
 
 

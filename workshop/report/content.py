@@ -5,9 +5,10 @@ from pathlib import Path
 
 from workshop.collection import Collection
 from workshop.profilers.names import printable
-from workshop.report import comparisons, sections
+from workshop.report import comparisons, sections, studies
 from workshop.report.comparisons import Group
 from workshop.report.parts import Cell, Device, Line, Link, Report, Section, Table, cells, count
+from workshop.report.studies import Studies
 from workshop.results import RunResult
 
 REFERENCE = "reference"
@@ -30,8 +31,11 @@ def build(
         tell: told what is being worked on.
         top: kernels of each profile.
     """
-    groups = comparisons.groups(collection.runs)
+    of_studies, of_ladders = studies.split(collection.runs)
+    groups = comparisons.groups(of_ladders)
     others, broken = sections.others(collection)
+    found = Studies.of(of_studies)
+    others = [*found.sections(), *others]
     names = dict.fromkeys(group.device for group in groups)
     names |= dict.fromkeys(map(sections.device_of, collection.profiles))
     names |= dict.fromkeys(name for name, _ in others)
@@ -45,9 +49,9 @@ def build(
     return Report(
         title=title,
         devices=devices,
-        rows=[row for group in groups for row in group.rows],
+        rows=[*(row for group in groups for row in group.rows), *found.rows],
         broken=[(Link(printable(path.name), path), _reason(path, why)) for path, why in broken],
-        counts=_counts(collection, groups, len(others), len(broken)),
+        counts=_counts(collection, groups, len(of_studies), len(others), len(broken)),
         glance=comparisons.at_a_glance(groups),
     )
 
@@ -57,8 +61,10 @@ def _reason(path: Path, reason: str) -> str:
     return printable(reason.removeprefix(f"{path}: "))
 
 
-def _counts(collection: Collection, groups: list[Group], others: int, broken: int) -> list[str]:
-    older = len(collection.runs) - sum(len(group.files) for group in groups)
+def _counts(
+    collection: Collection, groups: list[Group], of_studies: int, others: int, broken: int
+) -> list[str]:
+    older = len(collection.runs) - of_studies - sum(len(group.files) for group in groups)
     told = [count(len(collection.runs), "result file")]
     told += [f"{older} of them older than another of their kind, and not shown"] if older else []
     kinds = ((len(collection.profiles), "profile"), (others, "other measurement"))
@@ -163,10 +169,12 @@ def own_ladders(
     collection: Collection,
 ) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
     """What was measured here, which is all but what lies in a folder `reference` of a results
-    folder: of each device its name, its facts, and its sizes without pictures."""
-    stored = [one for one in collection.runs if not _is_reference(one.path, collection)]
+    folder, and but waterfalls and sweeps: of each device its name, its facts, and its sizes without
+    pictures."""
+    own = [one for one in collection.runs if not _is_reference(one.path, collection)]
+    _, of_ladders = studies.split(own)
     by_device: dict[str, list[Group]] = {}
-    for group in comparisons.groups(stored):
+    for group in comparisons.groups(of_ladders):
         by_device.setdefault(group.device, []).append(group)
     return [
         (printable(name), facts(_runs(own)), [comparisons.tables(group) for group in own])

@@ -92,7 +92,7 @@ class Device:
     """Over all sizes."""
     sizes: list[Section]
     others: list[Section]
-    """V3's benchmark and the harness's cost."""
+    """Waterfalls, sweeps, V3's benchmark and the harness's cost."""
     profiles: list[Section]
     profile_pictures: list[Picture]
 
@@ -108,7 +108,7 @@ class Report:
     title: str
     devices: list[Device]
     rows: list[Row]
-    """Of all ladders."""
+    """Of all ladders, waterfalls and sweeps."""
     broken: list[tuple[Link, str]]
     counts: list[str]
     glance: Table | None

@@ -108,16 +108,34 @@ class RooflinePicture(Picture):
         return cls(name, "How far from the chip's limits", f"Roofline: {told}.", files, roofline)
 
     def markup(self) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            target = Path(folder) / "roofline.png"
-            roofline_figures.draw(self.roofline, target)
-            image = base64.b64encode(_with_a_palette(target)).decode()
-        words = html.escape(f"{self.title}. {self.alt}")
-        width, height = roofline_figures.WIDTH, roofline_figures.HEIGHT
-        return (
-            f'<img src="data:image/png;base64,{image}" alt="{words}" '
-            f'width="{width}" height="{height}">'
-        )
+        return _png(self, lambda target: roofline_figures.draw(self.roofline, target))
+
+
+@dataclass(frozen=True)
+class DrawnPicture(Picture):
+    """A picture that another tool writes to a file, as PNG."""
+
+    draw: Callable[[Path], None] = field(repr=False)
+    wide = True
+
+    def markup(self) -> str:
+        return _png(self, self.draw)
+
+
+def _png(picture: Picture, draw: Callable[[Path], None]) -> str:
+    """An image element with all of the picture in it."""
+    from PIL import Image  # which matplotlib brings along
+
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "picture.png"
+        draw(target)
+        with Image.open(target) as drawn:
+            width, height = drawn.size
+        image = base64.b64encode(_with_a_palette(target)).decode()
+    words = html.escape(f"{picture.title}. {picture.alt}")
+    return (
+        f'<img src="data:image/png;base64,{image}" alt="{words}" width="{width}" height="{height}">'
+    )
 
 
 def read_roofline(paths: list[Path], *, title: str, results_folder: Path) -> Roofline | None:

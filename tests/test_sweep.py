@@ -1,0 +1,651 @@
+"""The sweep: what grows is what was asked for, and the end of memory is found, not crashed into."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_compare import SHRINK_PRESET, Terminal, copy_repository, running
+from test_results import files, make_result
+
+from analysis_tools import compare_versions, update_docs
+from workshop import (
+    cli,
+    flops,
+    hardware,
+    memory,
+    parity,
+    precision,
+    presets,
+    results,
+    sessions,
+    sweep,
+    sweep_figure,
+    sweep_tables,
+    trainer,
+    versions,
+)
+from workshop.collection import Collection
+from workshop.comparison_tables import FORMATS
+from workshop.dashboard import blocks
+from workshop.dashboard.data import Choice, Snapshot, group_of
+from workshop.errors import WorkshopError
+from workshop.report import content
+from workshop.results import RunResult
+from workshop.sweep import AXES, Curve, Sweep
+
+TOOL = Path("analysis_tools") / "compare_versions.py"
+Finished = subprocess.CompletedProcess[str]
+SESSION = "20260102-030405-abcdef"
+OUT_OF_MEMORY = "out of memory on Some CPU: a further 2 GB was asked for at batch size 8; lower it"
+HERE = hardware.describe(torch.device("cpu"))
+SEQ, BATCH, HIDDEN = AXES["seq-len"], AXES["batch-size"], AXES["hidden-dim"]
+
+
+# --- what is asked for ------------------------------------------------------------------------
+
+
+def test_sizes_are_read_sorted_and_filled_in() -> None:
+    def sizes(*words: str) -> list[int]:
+        return sweep.parse(["seq-len", *words])[1]
+
+    assert sizes("512", "128", "128") == [128, 512]
+    assert sizes("128", "...", "1024") == [128, 256, 512, 1024]
+    assert sizes("100", "...", "500") == [100, 200, 400, 500]
+    assert sizes("2", "8", "...", "40", "64") == [2, 8, 16, 32, 40, 64]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["depth", "1"], "--sweep depth: choose from seq-len, batch-size, hidden-dim"),
+        (["seq-len", "1"], "--sweep seq-len 1: a size is a whole number from 2 on"),
+        (["batch-size", "0"], "from 1 on"),
+        (["batch-size", "two"], "--sweep batch-size two: a size is"),
+        (["batch-size", "-4"], "a size is a whole number"),
+        (["seq-len", "...", "8"], "... stands between two sizes"),
+        (["seq-len", "8", "..."], "... stands between two sizes"),
+        (["seq-len", "8", "...", "..."], "a size is a whole number"),
+        (["seq-len", "9" * 5000], "--sweep seq-len 99999999999999999999: a size is a whole number"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(words: list[str], message: str) -> None:
+    with pytest.raises(WorkshopError) as error:
+        sweep.parse(words)
+    assert message in str(error.value)
+
+
+def test_the_hidden_dimension_keeps_the_heads_size_and_the_ffn_four_times_as_wide() -> None:
+    small = presets.get_preset("small")
+    assert sweep.sizes_at(HIDDEN, 1024, small) == {
+        "hidden_dim": 1024,
+        "intermediate_dim": 4096,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+    }
+    with pytest.raises(WorkshopError, match="--sweep hidden-dim 192: it must be a multiple of 128"):
+        sweep.sizes_at(HIDDEN, 192, small)
+    assert sweep.sizes_at(SEQ, 8192, small) == {"seq_len": 8192, "max_seq_len": 8192}
+    assert sweep.sizes_at(BATCH, 32, small) == {"batch_size": 32}
+
+
+WRONG = {
+    "axis": (["--sweep", "width", "1", "2"], "--sweep width: choose from"),
+    "one size": (["--sweep", "seq-len", "128"], "--sweep seq-len: give two sizes or more"),
+    "heads": (["--sweep", "hidden-dim", "64", "100"], "must be a multiple of 64"),
+    "version": (["--sweep", "seq-len", "8", "16", "--versions", "v9"], "unknown version 'v9'"),
+    "no sweep": (["--sweep", "seq-len", "--from-results", "ONE"], "no sweep over seq-len"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.save(make_result(), tmp_path / "ONE")
+    given = [str(tmp_path / word) if word == "ONE" else word for word in words]
+    output = tmp_path / "out"
+    words = [*given, "--device", "cpu", "--output-dir", str(output)]
+    assert compare_versions.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert captured.err.count("\n") == 1 and not output.exists()
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_exact_for_what_grows_as_its_axis_does() -> None:
+    def square(x: float) -> float:
+        return 100 + 3 * x + 0.5 * x * x
+
+    peaks = {x: square(x) for x in (128.0, 256.0, 512.0, 1024.0)}
+    assert sweep.predict(peaks, 2048, degree=2) == pytest.approx(square(2048))
+    assert sweep.size_that_fills(peaks, square(5000), degree=2) == pytest.approx(5000, rel=1e-3)
+    line = {1.0: 110.0, 2.0: 120.0, 4.0: 140.0}
+    assert sweep.predict(line, 8, degree=1) == pytest.approx(180.0)
+
+
+def test_a_prediction_from_little_is_cautious_and_never_falls() -> None:
+    assert sweep.predict({}, 8, degree=2) is None
+    one, two = {4.0: 100.0}, {2.0: 60.0, 4.0: 100.0}
+    assert sweep.predict(one, 8, degree=2) == 200.0
+    assert sweep.predict(one, 8, degree=2, cautious=True) == pytest.approx(400.0)
+    assert sweep.predict(two, 8, degree=2) == pytest.approx(180.0)
+    assert sweep.predict(two, 8, degree=2, cautious=True) == pytest.approx(260.0)
+    assert sweep.predict(two, 8, degree=1, cautious=True) == pytest.approx(180.0)
+    # Three peaks whose parabola would fall: the last two's line is taken.
+    assert sweep.predict({1.0: 0.0, 2.0: 100.0, 3.0: 110.0}, 4, degree=2) == pytest.approx(120.0)
+    assert sweep.predict({1.0: 120.0, 2.0: 100.0}, 4, degree=1) == 100.0
+    assert sweep.size_that_fills({4.0: 100.0}, 1e6, degree=2) is None
+    assert sweep.size_that_fills({4.0: 100.0, 8.0: 100.0}, 1e6, degree=1) is None
+
+
+def test_what_does_not_grow_is_not_predicted_to() -> None:
+    runs = [at("v1", 128, 100.0), at("v1", 128, 90.0)]
+    state_mb = 16 * make_result().gradients.params_total / 1e6  # type: ignore[union-attr]
+    peaks = sweep.peaks_mb(runs, SEQ)
+    assert peaks == {0.0: pytest.approx(state_mb), 128.0: 100.0} and min(peaks) == next(iter(peaks))
+    assert sweep.predict(peaks, 256, degree=1) == pytest.approx(200 - state_mb)
+    assert sweep.predict(peaks, 256, degree=2, cautious=True) == pytest.approx(400 - 3 * state_mb)
+    two = {**peaks, 256.0: 110.0}
+    assert sweep.predict(two, 512, degree=2, cautious=True) == pytest.approx(150)
+    assert sweep.size_that_fills(peaks, 1e6, degree=1) is None
+    assert list(sweep.peaks_mb(runs, HIDDEN).values()) == [100.0]
+    assert sweep.peaks_mb([at("v1", 128, memory_mb={})], SEQ) == {}
+
+
+def test_the_gate_is_run_on_what_v1_has_the_memory_for() -> None:
+    model = flops.Sizes(1000, 1024, 4096, 12, 16, 8)
+    assert sweep.gate_shape(model, 16, 512, 126e9, 4) == (16, 512)
+    batch_size, seq_len = sweep.gate_shape(model, 16, 8192, 126e9, 4)
+    assert batch_size * seq_len < 16 * 8192 and seq_len >= 1024
+    state = 40 * flops.parameter_count(model)
+    assert sweep.gate_shape(model, 16, 8192, 1.1 * state, 4) == (3, 65)
+    # Where the model alone is too large, fewer tokens don't help.
+    assert sweep.gate_shape(model, 16, 8192, state, 4) == (16, 8192)
+    assert sweep.gate_shape(model, 1, 2, 0, 8) == (1, 2)
+
+
+def test_the_estimates_are_near_what_is_measured() -> None:
+    sizes = {"vocab_size": 1000, "hidden_dim": 64, "intermediate_dim": 256, "num_layers": 2,
+             "num_heads": 2, "num_kv_heads": 1}  # fmt: skip
+    model, shape, cpu = flops.Sizes(**sizes), (2, 128), torch.device("cpu")
+    for key in ("v1", "v2"):
+        version = versions.load(key)
+        config = version.TinyLlamaConfig(**sizes)
+        net = version.TinyLlama(config)
+        batches = torch.randint(1000, (2, 2, *shape))
+        optimizer = version.configure_optimizer(net, 1e-3)
+        fp32 = precision.get_precision("fp32", cpu)
+        runner = trainer.Runner(net, optimizer, batches, fp32, cuda_graph=False)
+        runner.advance()
+        runner.profile_cpu_peak()
+        assert sweep.estimate_mb(key, model, *shape) == pytest.approx(
+            runner.peak_bytes() / 1e6, rel=0.2
+        )
+    setting = parity.Setting(config, fp32, cpu, 0, *shape)
+    peak = memory.cpu_step_peak(lambda: parity.check_model(net, setting), lambda: 0)
+    margin = sweep._GATE_MARGIN
+    assert peak < sweep._gate_bytes(model, *shape, 8) < margin * peak
+
+
+@pytest.mark.parametrize(
+    ("places", "files_", "free"),
+    [
+        ("0::/job/step", {"job/step/memory.max": "max", "job/step/memory.current": "5"}, 8192),
+        ("0::/", {"memory.max": "5000", "memory.current": "1000"}, 4000),
+        (
+            "0::/job/step",  # the limit is the job's, and 500 bytes of its use are cached files
+            {"job/step/memory.max": "max", "job/step/memory.current": "5",
+             "job/memory.max": "5000", "job/memory.current": "1000",
+             "job/memory.stat": "anon 500\ninactive_file 200\nactive_file 300\n"},
+            4500,
+        ),
+        ("0::/", {"memory.max": "5000", "memory.current": "6000"}, 0),
+        (
+            "1:name=systemd:/\n4:hugetlb,memory:/docker/of-the-host\n0::/",
+            {"memory/memory.limit_in_bytes": "5000", "memory/memory.usage_in_bytes": "1000",
+             "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 100\n"},
+            4100,
+        ),
+        ("", {}, 8192),
+    ],
+    ids=["v2 unlimited", "v2", "v2 job", "v2 full", "v1 container", "none"],
+)  # fmt: skip
+def test_free_memory_is_what_the_container_or_the_job_leaves(
+    places: str,
+    files_: dict[str, str],
+    free: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = {f"sys/{name}": text for name, text in files_.items()}
+    written["proc/meminfo"] = "MemTotal: 9 kB\nMemAvailable:       8 kB\n"
+    written["proc/self/cgroup"] = places
+    for name, text in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(hardware, "_CGROUPS", tmp_path / "sys")
+    assert hardware.free_memory_bytes(torch.device("cpu")) == free
+
+
+# --- which processes are run ------------------------------------------------------------------
+
+
+def at(version: str, size: int, peak: float = 100.0, **changes: object) -> RunResult:
+    """A run of the tiny preset at a sequence length."""
+    memory = {"peak": peak, "source": "allocator"}
+    name = "tiny" if size == 128 else "custom"
+    times = [size * factor for factor in (0.99, 1.0, 1.0, 1.01, 1.0)]
+    given = {"seq_len": size, "memory_mb": memory, "config_name": name, "step_ms": times}
+    return make_result(version, **{**given, **changes})  # type: ignore[arg-type]
+
+
+def arguments(folder: Path, *words: str) -> Namespace:
+    flags = ["--device", "cpu", "--output-dir", str(folder), "--repeats", "1", *words]
+    return compare_versions.build_parser().parse_args(flags)
+
+
+def test_a_size_that_cannot_fit_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
+    given = arguments(tmp_path, "--sweep", "seq-len", "128", "...", "2048")
+    given.versions = ["v1", "v2"]
+    tried = []
+    for plan in sweep.plans(sweep.plan(given), given, SESSION):
+        size = plan.sizes["seq_len"]
+        tried.append((plan.version, size, bool(plan.left_out)))
+        if plan.left_out:
+            sessions.save_record(plan, given, SESSION, "skipped", plan.left_out)
+        else:  # V1's memory grows with the square, V2's with the length
+            peak = 50 + (size / 128) ** 2 * 20 if plan.version == "v1" else 50 + size / 16
+            results.save(at(plan.version, size, peak, device=HERE), tmp_path)
+    assert tried == [
+        *(("v1", 128, False), ("v2", 128, False), ("v1", 256, False), ("v2", 256, False)),
+        *(("v1", 512, False), ("v2", 512, False), ("v1", 1024, True), ("v2", 1024, False)),
+        ("v2", 2048, False),
+    ]
+    (one,) = sweep.build(results.load_folder(tmp_path), SEQ)
+    v1, v2 = one.curves
+    assert (v1.fits, v1.measured_limit, v1.predicted_limit) == (512, None, 1024)
+    assert v1.points[-1].predicted_mb == pytest.approx(50 + 64 * 20)
+    assert v1.predicted_end == pytest.approx(128 * (950 / 20) ** 0.5, rel=1e-3)
+    assert (v2.fits, v2.measured_limit, v2.predicted_limit) == (2048, None, None)
+    limits = sweep_tables.limits(one)
+    assert limits[0].startswith("v1: fits up to 512; 1,024 would take 1,330 MB of 1,000 (predicted")
+    assert not one.failed
+
+
+def test_on_a_cpu_the_first_size_is_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**9)
+    given = arguments(tmp_path, "--sweep", "seq-len", "1024", "2048", "--versions", "v1", "v2")
+    plans = list(sweep.plans(sweep.plan(given), given, SESSION))
+    first = [(plan.version, bool(plan.left_out)) for plan in plans if "1024" in plan.name]
+    assert first == [("v1", True), ("v2", True)]
+    assert plans[0].told["predicted_mb"] > plans[1].told["predicted_mb"] > 800
+    monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**11)
+    assert not any(plan.left_out for plan in sweep.plans(sweep.plan(given), given, SESSION))
+
+
+def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path: Path) -> None:
+    given = arguments(tmp_path, "--sweep", "batch-size", "8", "16", "32", "--versions", "v1", "v2")
+    tried = []
+    for plan in sweep.plans(sweep.plan(given), given, SESSION):
+        tried.append((plan.version, plan.sizes["batch_size"]))
+        if tried[-1] == ("v1", 16):
+            sessions.save_record(plan, given, SESSION, "failed", OUT_OF_MEMORY)
+        else:
+            run = at(plan.version, 128, batch_size=plan.sizes["batch_size"], device=HERE)
+            results.save(run, tmp_path)
+    assert tried == [("v1", 8), ("v2", 8), ("v1", 16), ("v2", 16), ("v2", 32)]
+    (one,) = sweep.build(results.load_folder(tmp_path), BATCH)
+    v1, v2 = one.curves
+    assert (v1.fits, v1.measured_limit) == (8, 16)
+    assert "out of memory at 16 (measured)" in sweep_tables.limits(one)[0]
+    assert v2.fits == 32 and not one.failed
+
+
+def test_what_can_only_be_interpreted_is_left_out(tmp_path: Path) -> None:
+    given = arguments(tmp_path, "--sweep", "seq-len", "8", "16")
+    asked = sweep.plan(given)
+    assert "v3" not in asked.keys and asked.left_out == [
+        "v3: left out: interpreted, it has no times to compare"
+    ]
+    given.versions = ["v3"]
+    with pytest.raises(WorkshopError, match="v3 can only be interpreted here") as error:
+        sweep.plan(given)
+    assert error.value.exit_code == 77
+
+
+@pytest.mark.parametrize(("shape", "message"), [("1 8", ""), ("0 8", "--gate-shape 0 8: "),
+                                                ("2 1", "--gate-shape 2 1: "),
+                                                ("2 4096", "--gate-shape 2 4096: ")])  # fmt: skip
+def test_a_run_may_pass_the_gate_on_fewer_tokens(
+    shape: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden-dim": 64, "intermediate-dim": 96, "num-layers": 1, "num-heads": 2,
+             "num-kv-heads": 1, "batch-size": 2, "seq-len": 16}  # fmt: skip
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    words += ["--device", "cpu", "--data", "synthetic", "--num-steps", "2", "--warmup-steps", "1"]
+    words += ["--output-dir", str(tmp_path), "--gate-shape", *shape.split()]
+    assert cli.main(versions.load("v2"), words) == (2 if message else 0)
+    captured = capsys.readouterr()
+    assert message in captured.err
+    if not message:
+        assert "at 1 x 8 tokens only" in captured.out
+        (run,) = results.load_folder(tmp_path)
+        assert (run.parity.status, run.parity.batch_size, run.parity.seq_len) == ("pass", 1, 8)
+
+
+# --- from result files ------------------------------------------------------------------------
+
+
+def build(*runs: RunResult) -> Sweep:
+    (one,) = sweep.build(runs, SEQ)
+    return one
+
+
+def curve(one: Sweep, version: str) -> Curve:
+    return next(curve for curve in one.curves if curve.version == version)
+
+
+def test_only_runs_that_differ_in_one_size_make_a_sweep() -> None:
+    others = [
+        at("v1", 512, session="20250101"),
+        at("v1", 512, batch_size=4),
+        at("v1", 512, precision="bf16"),
+        at("v1", 512, config={**make_result().config, "num_layers": 2}),
+        at("v1", 512, device={"type": "cpu", "name": "Another"}),
+    ]
+    longer = at("v1", 4096, config={**make_result().config, "max_seq_len": 4096})
+    one = build(at("v1", 128), at("v1", 256), longer, *others)
+    assert [point.size for point in one.curves[0].points] == [128, 256, 4096]
+    assert (one.config, one.precision) == ("tiny", "fp32")
+    assert sweep.build(others, SEQ) == []
+
+
+def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
+    one = build(*(at("v1", n) for n in (128, 256)), at("v2", 128, step_ms=[64.0] * 5),
+                at("v2", 256, step_ms=[64.0] * 5))  # fmt: skip
+    assert [point.row.speedup for point in curve(one, "v2").points] == [2.0, 4.0]
+
+
+def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
+    one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
+    assert one.failed
+    assert sweep_tables.in_place_of_time(curve(one, "v2").points[1]) == "GATE RED"
+    record = sweep_tables.as_json([one])["sweeps"][0]["curves"][1]["points"][1]
+    assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
+
+
+def test_every_form_tells_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = at("v1", 512, status="failed", error=OUT_OF_MEMORY, step_ms=[], losses=[], memory_mb={})
+    runs = [at(v, n, n * 2.0) for n in (128, 256) for v in ("v1", "v2")] + [at("v2", 512), lost]
+    for run in runs:
+        results.save(run, tmp_path / "in")
+    words = ["--sweep", "seq-len", "--from-results", str(tmp_path / "in")]
+    assert compare_versions.main([*words, "--format", "json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["sweeps"]
+    assert [c["measured_limit"] for c in told["curves"]] == [512, None]
+    assert compare_versions.main([*words, "--format", "csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(line["version"], line["size"]) for line in lines] == [
+        (version, size) for version in ("v1", "v2") for size in ("128", "256", "512")
+    ]
+    assert compare_versions.main([*words, "--format", "table"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "out of memory" in shown and "v1: fits up to 256; out of memory at 512" in shown
+    assert compare_versions.main([*words, "--output-dir", str(tmp_path / "out")]) == 0
+    assert files(tmp_path / "out") == [f"sweep.{kind}" for kind in ("csv", "json", "md", "png")]
+    capsys.readouterr()
+    only = ["--sweep", "seq-len", "128", "256", *words[2:], "--format", "json"]
+    assert compare_versions.main(only) == 0
+    (told,) = json.loads(capsys.readouterr().out)["sweeps"]
+    assert [len(c["points"]) for c in told["curves"]] == [2, 2]
+
+
+def lost(version: str, size: int, **changes: object) -> RunResult:
+    """A run that was out of memory."""
+    given = {"status": "failed", "error": OUT_OF_MEMORY, "step_ms": [], "losses": []}
+    return at(version, size, **{**given, "memory_mb": {}, **changes})  # type: ignore[arg-type]
+
+
+def skipped(version: str, size: int, why: str, **told: float) -> RunResult:
+    return lost(version, size, status="skipped", error=why, options=told)
+
+
+def test_what_is_no_matter_of_memory_is_not_told_as_one() -> None:
+    why = "Triton is missing: pip install triton"
+    one = build(
+        *(at("v1", n) for n in (128, 256)),
+        *(at("v2", 128), at("v2", 256, gate="fail")),
+        *(skipped("v3", n, why) for n in (128, 256)),
+        *(at("v4", 128), skipped("v4", 256, "not tried", predicted_mb=2e3)),
+    )
+    assert sweep_tables.limits(one) == [
+        "v1: all sizes fit, up to 256",
+        "v2: ran up to 128",
+        "v3: no size ran",
+        "v4: ran up to 128",
+    ]
+    assert f"v3 at 128, 256: {why}" in sweep_tables.notes(one)
+    assert f"- v3 at 128, 256: {why}" in sweep_tables.as_markdown([one])
+    assert any(line.startswith("v2 at 256: gate red") for line in sweep_tables.notes(one))
+
+
+def test_a_limit_that_was_told_is_not_predicted_anew() -> None:
+    gpu = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
+    runs = [at("v1", n, 70.0 + n, device=gpu) for n in (128, 256)]
+    told = {"predicted_mb": 810.0, "free_mb": 1000.0}
+    assert build(*runs).curves[0].predicted_end == pytest.approx(930, rel=0.1)
+    for limit in (lost("v1", 512, device=gpu), lost("v1", 512, status="skipped", device=gpu,
+                                                    options=told)):  # fmt: skip
+        (found,) = build(*runs, limit).curves
+        assert found.predicted_end is None
+        assert 512 in (found.measured_limit, found.predicted_limit)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_shows_every_column(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        at(v, n, 123_456.0, step_ms=[n * factor] * 5)
+        for v, factor in (("v1", 100.0), ("v2", 7.0))
+        for n in (2048, 4096)
+    ]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.delenv("TERM", raising=False)
+    one = build(*runs, lost("v2", 8192, config=runs[0].config))
+    sweep_tables.show([one], "table")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= width
+    for words in (*sweep_tables.header(one)[:4], "v1 ", "v2 ", "14.29x", "409,600.00", "123,456",
+                  "peak MB", "out of memory", "pass *"):  # fmt: skip
+        assert words in shown, shown
+
+
+def test_a_devices_name_may_hold_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {"type": "cuda", "name": "A \ud800$x^{$ GPU\n", "memory_gb": 1.0}
+    one = build(*(lost(v, n, device=device) for v in ("v1", "v2") for n in (128, 256)))
+    assert one.title.endswith("A $x^{$ GPU")
+    for form in FORMATS:
+        sweep_tables.show([one], form)
+        capsys.readouterr().out.encode()
+    # Nothing was timed, and no memory measured.
+    sweep_figure.plot([one], tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_a_picture_of_many_sizes_can_be_read() -> None:
+    sizes = [2**k for k in range(4, 14)]
+    device = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
+    runs = [at(v, n, 70.0 + n / 20, device=device) for v in ("v1", "v2") for n in sizes[:-1]]
+    one = build(*runs, *(lost(v, sizes[-1], device=device) for v in ("v1", "v2")))
+    figure = sweep_figure._draw([one])
+    figure.canvas.draw()
+    labels = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    assert labels[-1].get_text() == "8,192"
+    assert {label.get_rotation() for label in labels} == {45.0}
+    panel = figure.axes[2]
+    assert panel.get_ylabel() == "peak memory, MB" and panel.get_yscale() == "log"
+    crosses = [line for line in panel.lines if line.get_marker() == "x"]
+    places = [line.get_transform().transform(line.get_xydata()[0]) for line in crosses]
+    assert len(places) == 2 and abs(places[0][0] - places[1][0]) > 5
+
+
+# --- the dashboard ----------------------------------------------------------------------------
+
+
+def sweeps_view(folder: Path, run: RunResult) -> list[str]:
+    """Titles of what the dashboard's Sweeps view shows of a run's group."""
+    collection = Collection([folder])
+    collection.refresh()
+    snapshot = Snapshot(collection)
+    group = group_of(run)
+    choice = snapshot.settle(Choice(*group, versions=("v1", "v2")))
+    return [block.title for block in blocks.view("Sweeps", snapshot, choice)]
+
+
+def test_the_dashboard_finds_a_sweep_of_each_axis(tmp_path: Path) -> None:
+    preset = presets.get_preset("tiny")
+    for axis, sizes in ((SEQ, (128, 256)), (BATCH, (8, 16)), (HIDDEN, (256, 512))):
+        folder = tmp_path / axis.flag
+        runs = []
+        for size in sizes:
+            told = sweep.sizes_at(axis, size, preset)
+            shape = {k: told.pop(k) for k in ("batch_size", "seq_len") if k in told}
+            config = {**make_result().config, **told}
+            name = "tiny" if size == sizes[0] else "custom"
+            runs.append(make_result("v1", config=config, config_name=name, **shape))
+            results.save(runs[-1], folder)
+        titles = sweeps_view(folder, runs[0])
+        assert titles == [
+            f"{what} over {axis.words}" for what in ("Step time", "Throughput", "Memory")
+        ]
+        (one,) = sweep.build(results.load_folder(folder), axis)
+        assert one.config == "tiny"
+
+
+# --- the documents ----------------------------------------------------------------------------
+
+
+def test_the_report_and_the_documents_show_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in [at(v, n) for v in ("v1", "v2") for n in (64, 128, 256)]:
+        results.save(run, tmp_path / "some_cpu")
+    collection = Collection([tmp_path])
+    collection.refresh()
+    report = content.build(collection, title="x")
+    (device,) = report.devices
+    assert device.sizes == [] and [s.title for s in device.others] == [
+        "Sweep: Sequence length, tiny, fp32, Some CPU"
+    ]
+    assert len(report.rows) == 6 and len(device.others[0].tables[0].lines) == 6
+    assert device.others[0].pictures[0].markup().startswith("<img src=")
+    monkeypatch.setattr(update_docs, "REFERENCE", tmp_path)
+    parts = update_docs._worth([one.run for one in collection.runs], [])
+    assert "### Sequence length, tiny, fp32, Some CPU" in parts[update_docs.SWEEPS]
+    assert parts[update_docs.WATERFALLS] == parts[update_docs.FIRST_USE] == ""
+
+
+# --- the command ------------------------------------------------------------------------------
+
+FAILS_AT_32 = (
+    "        T = tokens.shape[1]\n",
+    "        T = tokens.shape[1]\n"
+    "        if T >= 32:\n"
+    "            raise torch.OutOfMemoryError('Tried to allocate 2.00 GiB.')\n",
+)
+
+
+@pytest.fixture(scope="module")
+def poor_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small repository whose V2 has no memory for 32 tokens."""
+    changes = {
+        "workshop/presets.py": SHRINK_PRESET,
+        "version2_pytorch_fused/tiny_llama_v2.py": FAILS_AT_32,
+    }
+    return copy_repository(tmp_path_factory.mktemp("poor") / "code", changes)
+
+
+@pytest.mark.slow
+def test_a_real_sweep_ends_where_memory_does(
+    poor_copy: Path, tmp_path: Path, type_command: Callable[..., Finished]
+) -> None:
+    folder = tmp_path / "out"
+    finished = type_command(
+        *("python", TOOL, "--device", "cpu", "--sweep", "seq-len", "8", "...", "64"),
+        *("--versions", "v1", "v2", "--repeats", "1", "--num-steps", "3", "--warmup-steps", "1"),
+        *("--output-dir", folder),
+        folder=poor_copy,
+        OMP_NUM_THREADS="1",
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "Traceback" not in finished.stdout + finished.stderr
+    assert "v2 tiny fp32, seq-len 32, run 1 of 1: out of memory on " in finished.stderr
+    (one,) = json.loads((folder / "sweep.json").read_text())["sweeps"]
+    v1, v2 = one["curves"]
+    assert [(p["size"], p["parity"]) for p in v1["points"]] == [
+        (n, "pass") for n in (8, 16, 32, 64)
+    ]
+    assert [p["size"] for p in v2["points"]] == [8, 16, 32]
+    assert (v1["fits"], v2["fits"], v2["measured_limit"]) == (64, 16, 32)
+    assert all(p["step_ms"] and p["peak_memory_mb"] for p in v1["points"])
+    assert re_lines(finished.stdout, "v2: fits up to 16; out of memory at 32 (measured)")
+    statuses = {(r.version, r.seq_len): r.status for r in results.load_folder(folder)}
+    assert statuses["v2", 32] == "failed" and ("v2", 64) not in statuses
+    again = type_command(
+        *("python", TOOL, "--sweep", "seq-len", "--from-results", folder, "--format", "json"),
+        folder=poor_copy,
+    )
+    assert again.returncode == 0
+    assert json.loads(again.stdout)["sweeps"] == [one]
+
+
+def re_lines(text: str, line: str) -> bool:
+    return any(found.startswith(line) for found in text.splitlines())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_ctrl_c_keeps_the_sizes_that_were_run(poor_copy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    terminal = Terminal(
+        *("python", TOOL, "--device", "cpu", "--sweep", "batch-size", "2", "...", "64"),
+        *("--versions", "v1", "--repeats", "1", "--num-steps", "3", "--warmup-steps", "1"),
+        *("--output-dir", folder),
+        folder=poor_copy,
+    )
+    try:
+        terminal.wait_for("v1 tiny fp32, batch-size 4, run 1 of 1: ")
+        time.sleep(0.2)
+        terminal.type("\x03")
+        status = terminal.end()
+    finally:
+        terminal.kill()
+    assert status == 130, terminal.shown
+    assert "interrupted: the table holds what was completed" in terminal.shown
+    assert "Traceback" not in terminal.shown
+    assert running(folder) == []
+    (one,) = json.loads((folder / "sweep.json").read_text())["sweeps"]
+    assert [p["size"] for p in one["curves"][0]["points"]][:2] == [2, 4]
+    words = ["--sweep", "batch-size", "--from-results", str(folder)]
+    assert compare_versions.main(words) == 0

@@ -1,0 +1,99 @@
+"""The embedding's gradient in one kernel; PyTorch sorts the tokens first, in more than ten.
+
+Shapes in the comments:
+    N tokens   V vocabulary   C width
+"""
+
+from triton_launch import check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_C = 1024
+
+
+@triton.jit
+def _embedding_backward_kernel(
+    dy_ptr, tokens_ptr, dweight_ptr, stride_dy, C, BLOCK_C: tl.constexpr
+):
+    """Adds a piece of a token's row to the token's own; others may add theirs at the same time."""
+    n = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    dy = tl.load(dy_ptr + n * stride_dy + c, mask=c < C).to(tl.float32)
+    row = dweight_ptr + tl.load(tokens_ptr + n) * C
+    tl.atomic_add(row + c, dy, mask=c < C, sem="relaxed")
+
+
+@torch.library.custom_op("tiny_llama::embedding", mutates_args=())
+def embedding_forward(tokens: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(tokens, weight)
+
+
+@embedding_forward.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(*tokens.shape, weight.shape[1])
+
+
+@torch.library.custom_op("tiny_llama::embedding_backward", mutates_args=())
+def embedding_backward(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    """The gradient of the weight, (rows, C), fp32."""
+    C = dy.shape[-1]
+    dy, tokens = dy.reshape(-1, C), tokens.reshape(-1).contiguous()
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    dweight = dy.new_zeros(rows, C, dtype=torch.float32)
+    block = min(BLOCK_C, triton.next_power_of_2(C))
+    _embedding_backward_kernel[(len(tokens), triton.cdiv(C, block))](
+        dy, tokens, dweight, dy.stride(0), C, BLOCK_C=block, num_warps=4
+    )
+    return dweight
+
+
+@embedding_backward.register_fake
+def _(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
+    return dy.new_empty(rows, dy.shape[-1], dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    tokens, weight = inputs
+    ctx.save_for_backward(tokens)
+    ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+
+
+def _backward(ctx, dy):
+    return None, embedding_backward(dy, *ctx.saved_tensors, ctx.rows).to(ctx.dtype)
+
+
+embedding_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
+    """weight[tokens], as `F.embedding`.
+
+    Args:
+        weight: (V, C). tokens: (...), int64, each below V.
+
+    Returns:
+        (..., C), in weight's dtype.
+
+    Bytes: forward one read and one write of the rows; backward one read of dy, and as much added in
+    fp32 to rows that the cache holds. The order of the additions is not fixed, so the gradient's
+    last bits vary from run to run.
+
+    Raises:
+        TypeError, ValueError: see `triton_launch.check`; tokens that are not int64.
+        IndexError: a token outside of 0..V-1; on a GPU the device's own assertion.
+    """
+    check("embedding", weight=weight)
+    if tokens.dtype != torch.int64 or tokens.device != weight.device:
+        raise TypeError(
+            f"embedding: tokens are {tokens.dtype} on {tokens.device}, expected int64 on "
+            f"{weight.device}"
+        )
+    return embedding_forward(tokens, weight)
+
+
+def embedding_reference(weight: Tensor, tokens: Tensor) -> Tensor:
+    """`embedding`, with PyTorch's own gradient."""
+    return torch.nn.functional.embedding(tokens, weight)

@@ -1,0 +1,167 @@
+"""Attention from the QKV product on: product, RoPE and flash attention around one tensor.
+
+Between separate operators q, k and v would be copied on the way: rotated into tensors of their own,
+and their gradients joined again. Here the product's own output is rotated in its place, attention
+reads the heads where they lie, and the gradients are written where the product's backward pass
+reads them.
+
+Shapes in the comments:
+    B batch   T tokens   C width   H query heads   K key/value heads   D head size
+"""
+
+from triton_launch import autocast_dtype, check
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+from triton_attention import (
+    HEAD_SIZES,
+    MAX_OFFSET,
+    attend,
+    attend_backward,
+    attention_flops,
+    flash_attention_reference,
+)
+from triton_linear import rounded, weight_gradient
+from triton_rope import apply_rope_reference, check_tables, rotate, rows
+
+
+def _heads(qkv: Tensor, H: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The views q (B, H, T, D), k and v (B, K, T, D) of (B, T, (H + 2K) D)."""
+    B, T, width = qkv.shape
+    q, k, v = (
+        qkv.view(B, T, H + 2 * K, width // (H + 2 * K)).transpose(1, 2).split((H, K, K), dim=1)
+    )
+    return q, k, v
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tiny_llama::qkv_attention", mutates_args=("qkv",))
+def qkv_attention_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
+) -> tuple[Tensor, Tensor]:
+    """The heads' outputs (B, T, H D), and each query's log-sum-exp; q and k of the product
+    (B, T, (H + 2K) D) are rotated in their place."""
+    q, k, v = _heads(qkv, H, K)
+    rotate((q, k), (q, k), rows(cos), rows(sin), backward=False)
+    out, lse = attend(q, k, v, True, q.shape[-1] ** -0.5)
+    return out.transpose(1, 2).flatten(2), lse
+
+
+@qkv_attention_forward.register_fake
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, K: int) -> tuple[Tensor, Tensor]:
+    B, T, width = qkv.shape
+    out = qkv.new_empty(B, T, width // (H + 2 * K) * H)
+    return out, qkv.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("tiny_llama::qkv_attention_backward", mutates_args=())
+def qkv_attention_backward(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
+) -> Tensor:
+    """The gradient of the product, (B, T, (H + 2K) D)."""
+    q, k, v = _heads(qkv, H, K)
+    scale = q.shape[-1] ** -0.5
+    dqkv = qkv.new_empty(qkv.shape)
+    dq, dk, dv = _heads(dqkv, H, K)
+    dout, out = (x.view(*x.shape[:2], H, -1).transpose(1, 2) for x in (dout.contiguous(), out))
+    unscaled = attend_backward(dout, q, k, v, out, lse, True, scale, dk, dv)
+    rotate((unscaled, dk), (dq, dk), rows(cos), rows(sin), backward=True, q_factor=scale)
+    return dqkv
+
+
+@qkv_attention_backward.register_fake
+def _(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
+) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _forward_flops_of(qkv_shape: tuple[int, ...], H: int, K: int) -> int:
+    B, T, width = qkv_shape
+    return attention_flops((B, H, T, width // (H + 2 * K)), causal=True)
+
+
+@register_flop_formula(torch.ops.tiny_llama.qkv_attention)
+def _forward_flops(qkv_shape, cos_shape, sin_shape, H, K, *, out_shape=None, **_) -> int:
+    return _forward_flops_of(qkv_shape, H, K)
+
+
+@register_flop_formula(torch.ops.tiny_llama.qkv_attention_backward)
+def _backward_flops(dout_shape, qkv_shape, o_shape, lse_shape, cos_shape, sin_shape, H, K, **_):
+    return _forward_flops_of(qkv_shape, H, K) * 5 // 2
+
+
+class _QkvAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin, H, K, dtype):
+        ctx.dtypes, ctx.heads = (x.dtype, weight.dtype), (H, K)
+        x, weight = x.to(dtype), rounded(weight, dtype)
+        qkv = x @ weight.t()  # (B, T, (H + 2K) D)
+        out, lse = qkv_attention_forward(qkv, cos, sin, H, K)
+        ctx.save_for_backward(x, weight, cos, sin, out, qkv, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, weight, cos, sin, out, qkv, lse = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        dqkv = qkv_attention_backward(dout, qkv, out, lse, cos, sin, *ctx.heads)
+        dx = (dqkv @ weight).to(x_dtype)
+        return dx, weight_gradient(dqkv, x, weight_dtype), None, None, None, None, None
+
+
+def qkv_attention(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> Tensor:
+    """flash_attention(*apply_rope(q, k), v), causal, where q, k, v are the heads of x weight'.
+
+    Args:
+        x: (B, T, C). weight: ((H + 2K) D, C): the rows of q's heads, then k's, then v's. Under
+            autocast everything is computed in its dtype, else in x's.
+        cos, sin: (T, D). They get no gradient.
+
+    Returns:
+        (B, T, H D), the heads of a token side by side, for the product behind it.
+
+    Bytes: as for its parts, without the writing and reading of v, and of dq once, that joining
+    and splitting would take.
+
+    Raises:
+        TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that
+            the kernels do not have.
+    """
+    op = "qkv_attention"
+    check(op, x=x, weight=weight, cos=cos, sin=sin)
+    if x.dim() != 3:
+        raise ValueError(f"{op}: x is {tuple(x.shape)}, expected (B, T, C)")
+    if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
+        raise ValueError(
+            f"{op}: {num_heads} query heads do not share {num_kv_heads} key/value heads"
+        )
+    heads = num_heads + 2 * num_kv_heads
+    if weight.dim() != 2 or weight.shape[0] % heads or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: weight is {tuple(weight.shape)}, expected ({heads} D, {x.shape[-1]})"
+        )
+    D = weight.shape[0] // heads
+    if D not in HEAD_SIZES:
+        raise ValueError(f"{op}: head size {D} is not one of {HEAD_SIZES}")
+    check_tables(op, cos, sin, x.shape[1], D)
+    if x.shape[1] * weight.shape[0] > MAX_OFFSET:
+        raise ValueError(f"{op}: {x.shape[1]} tokens lie more than {MAX_OFFSET} numbers apart")
+    return _QkvAttention.apply(x, weight, cos, sin, num_heads, num_kv_heads, autocast_dtype(x))
+
+
+def qkv_attention_reference(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
+) -> Tensor:
+    """`qkv_attention`, operation by operation."""
+    q, k, v = _heads(x @ weight.t(), num_heads, num_kv_heads)
+    q, k = apply_rope_reference(q, k, cos, sin)
+    out = flash_attention_reference(q.to(v.dtype), k.to(v.dtype), v)
+    return out.transpose(1, 2).flatten(2)
