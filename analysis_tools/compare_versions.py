@@ -99,7 +99,8 @@ def add_run_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
         "--versions",
         nargs="+",
         metavar="V",
-        help=f"of {', '.join(versions.available())} (default: all)",
+        help=f"of {', '.join(versions.available())} (default: all), and of the peers "
+        f"{', '.join(versions.PEERS)}",
     )
     add(
         "--config",

@@ -721,7 +721,7 @@ def test_a_version_that_is_not_in_this_checkout_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     gone = dataclasses.replace(versions.VERSIONS["v2"], folder="version2_elsewhere")
-    monkeypatch.setitem(versions.VERSIONS, "v2", gone)
+    monkeypatch.setitem(versions.ALL, "v2", gone)
     output = tmp_path / "out"
     status = compare_versions.main(["--versions", "v1", "v2", "--output-dir", str(output)])
     assert status == 2

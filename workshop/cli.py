@@ -32,7 +32,7 @@ from workshop.errors import OutOfMemory, WorkshopError
 from workshop.precision import Precision, get_precision
 from workshop.presets import PRESETS, default_preset, get_preset
 from workshop.results import RunResult
-from workshop.versions import VERSIONS, Version
+from workshop.versions import Version
 
 _SIZES = (
     "vocab_size",
@@ -97,7 +97,7 @@ class Request:
 
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
     """Runs a version's module from the command line; returns the exit status."""
-    version = VERSIONS[Path(str(module.__file__)).stem.removeprefix("tiny_llama_")]
+    version = versions.of_file(Path(str(module.__file__)))
     arguments = build_parser(version, module).parse_args(argv)
     return errors.exit_status(
         lambda: _run(check_arguments(version, module, arguments)),
@@ -108,7 +108,7 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
 def leave_if_missing(key: str) -> None:
     """Ends the process, in one line and with the status for it, if the version needs what this
     machine lacks. For a version's file to call before it imports that."""
-    lack = versions.missing(versions.VERSIONS[key])
+    lack = versions.missing(versions.ALL[key])
     if lack:
         print(f"error: {lack}", file=sys.stderr)
         sys.exit(errors.NOT_ON_THIS_MACHINE)

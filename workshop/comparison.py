@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from workshop import flops, timing
 from workshop.interpreter import NOT_COMPARABLE
 from workshop.results import RunResult
-from workshop.versions import BASELINE, VERSIONS
+from workshop.versions import ALL, BASELINE
 
 SCHEMA_VERSION = 1
 FIRST_USE = {"compile", "capture"}
@@ -120,7 +120,7 @@ def build_rows(runs: Iterable[RunResult]) -> list[Row]:
     for (group, *_), sessions in by_row.items():
         newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
         rows.append(build_row(sessions[newest], baselines.get((group, newest), [])))
-    order = {key: index for index, key in enumerate(VERSIONS)}
+    order = {key: index for index, key in enumerate(ALL)}
     return sorted(rows, key=lambda row: (*_size_order(row), order[row.version], row.variant))
 
 
@@ -136,7 +136,7 @@ def _group(run: RunResult) -> tuple[object, ...]:
 def variant(run: RunResult) -> str:
     """What of a run differs from its version's defaults, for example `no-fuse-qkv`; where more of
     its switches are off than on, what is left: `only fuse-qkv`, or `unfused`."""
-    version, options = VERSIONS[run.version], run.options
+    version, options = ALL[run.version], run.options
     switches = {n.replace("_", "-"): on for n, on in options.items() if n.startswith("fuse_")}
     left = [name for name, on in switches.items() if on]
     parts = [f"no-{name}" for name, on in switches.items() if not on]

@@ -41,7 +41,7 @@ from pathlib import Path
 from workshop import comparison, errors, results, timing
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
-from workshop.versions import VERSIONS
+from workshop.versions import ALL
 
 SCHEMA_VERSION = 1
 FALSE_ALARMS = 0.005
@@ -509,7 +509,7 @@ def _key(run: RunResult) -> Key:
 def _order(key: Key) -> tuple[object, ...]:
     """Small sizes first, and of one size the ladder's order."""
     version, variant, config, precision, batch_size, seq_len, sizes = key
-    ladder = list(VERSIONS).index(version)
+    ladder = list(ALL).index(version)
     return (batch_size * seq_len, config, precision, ladder, variant, sizes)
 
 

@@ -26,7 +26,7 @@ import torch
 
 from workshop import flops
 from workshop.errors import WorkshopError
-from workshop.versions import ROOT, VERSIONS
+from workshop.versions import ALL, ROOT
 
 SCHEMA_VERSION = 1
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
@@ -122,7 +122,7 @@ class RunResult:
     def interpreted(self) -> bool:
         """Whether Triton's interpreter ran its kernels, so that its times may not be compared.
         On a CPU nothing else can have run them, whatever the file says."""
-        on_cpu = VERSIONS[self.version].triton and self.device.get("type") == "cpu"
+        on_cpu = ALL[self.version].triton and self.device.get("type") == "cpu"
         return on_cpu or bool(self.options.get("interpreted"))
 
 
@@ -260,7 +260,7 @@ def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
     """Fields of the right type whose values no run gives, and what is wrong with them. Whoever
     reads a result looks its values up, divides by them and takes medians without asking again."""
     choices: tuple[tuple[str, str, Collection[str]], ...] = (
-        ("version", run.version, VERSIONS),
+        ("version", run.version, ALL),
         ("status", run.status, STATUSES),
         ("parity.status", run.parity.status, PARITY_STATUSES),
     )

@@ -504,7 +504,7 @@ def _build(axis: Axis, runs: list[RunResult]) -> Sweep:
     baseline = by_curve.get((versions.BASELINE, ""), [])
     memory = first.device.get("memory_gb")
     memory_mb = float(memory) * 1e3 if isinstance(memory, (int, float)) else None
-    keys = sorted(by_curve, key=lambda key: (list(versions.VERSIONS).index(key[0]), key[1]))
+    keys = sorted(by_curve, key=lambda key: (list(versions.ALL).index(key[0]), key[1]))
     return Sweep(
         axis=axis.flag,
         config=preset_name(axis, first),

@@ -1,4 +1,5 @@
-"""The registry of versions: where each lives, what it is measured against, what it may change."""
+"""The registry of versions: where each lives, what it is measured against, what it may change; and
+of peers, other people's training code, which is measured like a version."""
 
 import importlib.util
 import sys
@@ -13,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Version:
-    """One rung of the ladder."""
+    """One rung of the ladder, or a peer."""
 
     key: str
     title: str
@@ -28,10 +29,14 @@ class Version:
     """Its default of `--cuda-graph`, on a GPU."""
     triton: bool = False
     """Whether it has kernels written in Triton, which must be installed then."""
+    packages: tuple[str, ...] = ()
+    """What else it imports, besides PyTorch."""
+    file: str = ""
+    """Its name, if that is not tiny_llama_KEY.py."""
 
     @property
     def path(self) -> Path:
-        return ROOT / self.folder / f"tiny_llama_{self.key}.py"
+        return ROOT / self.folder / (self.file or f"tiny_llama_{self.key}.py")
 
     @property
     def exists(self) -> bool:
@@ -82,6 +87,36 @@ VERSIONS = {
     )
 }
 
+PEERS = {
+    peer.key: peer
+    for peer in (
+        Version(
+            "hf",
+            "Hugging Face, compiled",
+            "peers",
+            parent=None,
+            compile="default",
+            packages=("transformers",),
+            file="hugging_face_llama.py",
+        ),
+        Version(
+            "hf-liger",
+            "Hugging Face, Liger-Kernel",
+            "peers",
+            parent=None,
+            packages=("transformers", "liger_kernel"),
+            file="hugging_face_liger.py",
+        ),
+    )
+}
+ALL = VERSIONS | PEERS
+"""Whatever a result file may be of."""
+
+
+def of_file(path: Path) -> Version:
+    """The version or peer whose code a file is."""
+    return next(version for version in ALL.values() if version.path.name == path.name)
+
 
 def available() -> list[str]:
     """Keys of the versions whose file is in this checkout, in the ladder's order."""
@@ -90,9 +125,10 @@ def available() -> list[str]:
 
 def get_version(key: str) -> Version:
     """Raises WorkshopError for an unknown key and for a version that is not in this checkout."""
-    if key not in VERSIONS:
-        raise WorkshopError(f"unknown version {key!r}: choose from {', '.join(available())}")
-    version = VERSIONS[key]
+    if key not in ALL:
+        choice = f"{', '.join(available())}, and of the peers {', '.join(PEERS)}"
+        raise WorkshopError(f"unknown version {key!r}: choose from {choice}")
+    version = ALL[key]
     if not version.exists:
         raise WorkshopError(
             f"version {key} ({version.title}) is not in this checkout: "
@@ -103,6 +139,10 @@ def get_version(key: str) -> Version:
 
 def missing(version: Version) -> str | None:
     """What a version needs and this Python lacks, with how to get it, in one line; or None."""
+    for package in version.packages:
+        if not importlib.util.find_spec(package):
+            name = package.replace("_", "-")
+            return f"{version.key} needs {name}, which is not installed: `pip install {name}`"
     if not version.triton or importlib.util.find_spec("triton"):
         return None
     needs = f"version {version.key} needs Triton, which is not installed"

@@ -19,7 +19,7 @@ from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
 from workshop.results import Parity
 from workshop.roofline import Roofline, flags, sentences
-from workshop.versions import BASELINE, VERSIONS
+from workshop.versions import ALL, BASELINE
 
 ROOFLINE, KERNELS = "Roofline", "Kernels"
 """The views that show a profile."""
@@ -129,7 +129,7 @@ def _speed_cells(row: Row) -> list[Cell | str]:
 
 
 def _version(row: Row) -> Cell:
-    return Cell(printable(row.label), f"version {row.version}", VERSIONS[row.version].title)
+    return Cell(printable(row.label), f"version {row.version}", ALL[row.version].title)
 
 
 def _verdict(row: Row) -> Cell:

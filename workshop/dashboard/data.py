@@ -14,7 +14,7 @@ from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import Roofline
 from workshop.sweep import AXES, kept_by
-from workshop.versions import BASELINE, VERSIONS
+from workshop.versions import ALL, BASELINE
 
 _AXES = {axis.field: axis for axis in AXES.values()}
 SWEPT = {field: axis.words for field, axis in _AXES.items()}
@@ -117,7 +117,7 @@ class Snapshot:
         group = max(self.groups, key=lambda group: self._nearness(group, choice.group))
         labels = [row.label for row in self.rows(group)]
         offered = set(seen)
-        kept = [x for x in labels if x in choice.versions or (x not in offered and x in VERSIONS)]
+        kept = [x for x in labels if x in choice.versions or (x not in offered and x in ALL)]
         ours = self.profiles_of(group.device)
         profiles = ours if of_its_device else ours | self.profiles
         profile = choice.profile if choice.profile in profiles else next(iter(profiles), "")

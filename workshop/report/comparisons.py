@@ -29,7 +29,7 @@ from workshop.report.pictures import Picture, RooflinePicture, read_roofline
 from workshop.results import RunResult
 from workshop.roofline import flags, sentences
 from workshop.roofline_inputs import STEP
-from workshop.versions import BASELINE, VERSIONS
+from workshop.versions import ALL, BASELINE
 
 _TONES = {"failed": BAD, "skipped": DIM, "interpreted": DIM}
 _PHASES = ("forward_ms", "backward_ms", "optimizer_ms", "step_ms")
@@ -186,7 +186,7 @@ def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
     if not all_groups:
         return None
     rows = [row for group in all_groups for row in group.rows]
-    keys = [key for key in VERSIONS if any(row.version == key for row in rows)]
+    keys = [key for key in ALL if any(row.version == key for row in rows)]
     several = len({row.device for row in rows}) > 1
     lines = []
     for group in all_groups:
@@ -196,7 +196,7 @@ def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
         first = Cell(f"{group.size}{device}", anchor=group.anchor)
         figures = cells(*(_in_a_word(plain.get(key)) for key in keys))
         lines.append(Line([first, *figures], BAD if bad else ""))
-    header = ["size", *(f"{key}: {VERSIONS[key].title}" for key in keys)]
+    header = ["size", *(f"{key}: {ALL[key].title}" for key in keys)]
     return Table("Step time of V1, and each version's speed-up over it", header, lines)
 
 

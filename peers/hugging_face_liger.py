@@ -1,0 +1,28 @@
+"""A peer: Hugging Face's Llama with Liger-Kernel's Triton operators, not compiled.
+
+As hugging_face_llama.py, with the `liger_kernel` package's RMSNorm, RoPE, SwiGLU and linear cross
+entropy in the place of theirs. They run on a GPU alone.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "peers")]
+
+from workshop.cli import leave_if_missing  # noqa: E402
+
+if __name__ == "__main__":
+    leave_if_missing("hf-liger")
+
+from hugging_face_llama import TinyLlama, TinyLlamaConfig, configure_optimizer  # noqa: E402
+from liger_kernel.transformers import apply_liger_kernel_to_llama  # noqa: E402
+
+apply_liger_kernel_to_llama()
+
+__all__ = ["TinyLlama", "TinyLlamaConfig", "configure_optimizer"]
+
+if __name__ == "__main__":
+    from workshop.cli import main
+
+    sys.exit(main(sys.modules[__name__]))

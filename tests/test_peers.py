@@ -1,0 +1,60 @@
+"""Peers: other people's code is V1's model too, and is measured like a version."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from workshop import errors, parity, results, versions
+
+pytest.importorskip("transformers")
+
+
+def test_hugging_faces_llama_passes_the_gate(odd_config) -> None:
+    module = versions.load("hf")
+    report = parity.check(
+        module.TinyLlama,
+        dataclasses.replace(odd_config, rope_theta=500.0, norm_eps=1e-3),
+        precision="fp32",
+        device="cpu",
+        configure_optimizer=module.configure_optimizer,
+    )
+    assert report.passed, report.failures
+
+
+def test_it_is_one_graph_to_the_compiler(odd_config) -> None:
+    model = versions.load("hf").TinyLlama(odd_config)
+    tokens = torch.randint(odd_config.vocab_size, (2, 9))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item())
+
+
+def test_it_is_measured_like_a_version(tmp_path, type_command) -> None:
+    flags = ("--config", "tiny", "--device", "cpu", "--compile", "none", "--num-layers", 1)
+    small = ("--batch-size", 2, "--seq-len", 17, "--num-steps", 2, "--warmup-steps", 1)
+    finished = type_command(
+        *("python", "peers/hugging_face_llama.py", *flags, *small, "--output-dir", tmp_path)
+    )
+    assert finished.returncode == 0, finished.stderr
+    (run,) = results.load_folder(tmp_path)
+    assert (run.version, run.parity.status) == ("hf", "pass")
+    again = type_command(
+        *("python", "analysis_tools/compare_versions.py", "--from-results", tmp_path),
+        *("--format", "json"),
+    )
+    (row,) = json.loads(again.stdout)["rows"]
+    assert (row["version"], row["variant"]) == ("hf", "compile=none")
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_a_peer_that_is_not_installed_is_told() -> None:
+    command = [sys.executable, "peers/hugging_face_liger.py"]
+    finished = subprocess.run(command, cwd=versions.ROOT, capture_output=True, text=True)
+    assert finished.returncode == errors.NOT_ON_THIS_MACHINE
+    assert finished.stderr == (
+        "error: hf-liger needs liger-kernel, which is not installed: `pip install liger-kernel`\n"
+    )
