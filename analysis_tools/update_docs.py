@@ -89,7 +89,11 @@ def render() -> dict[Path, str]:
     devices = _runs_of_devices()
     ladders = [comparison.build_rows(studies.ordinary(runs)) for runs in devices]
     parts = {
-        ROOT / "README.md": {LADDER: "\n\n".join(map(_ladder, filter(None, ladders)))},
+        ROOT / "README.md": {
+            LADDER: "\n\n".join(
+                _ladder(rows, runs) for rows, runs in zip(ladders, devices, strict=True) if rows
+            )
+        },
         WORTH: _worth([run for runs in devices for run in runs], ladders),
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection),
@@ -137,7 +141,7 @@ def _runs_of_devices() -> list[list[RunResult]]:
     return [results.load_folder(folder) for folder in folders]
 
 
-def _ladder(rows: list[Row]) -> str:
+def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     """One device's ladder: a line a version, step time and speed-up at two sizes."""
     chosen = {
         (row.version, row.config): row
@@ -159,7 +163,10 @@ def _ladder(rows: list[Row]) -> str:
         lines.append(table_line(cells))
     sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in configs]
     shapes = ", ".join(f"{r.config} is {r.batch_size} x {r.seq_len} tokens a step" for r in sizes)
-    caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text; {shapes}."
+    sessions = {row.session for row in chosen.values()}
+    commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
+    source = f"commit {', '.join(sorted(commits))}"
+    caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
     return caption + "\n\n" + "\n".join(lines)
 
 

@@ -107,11 +107,14 @@ def test_a_saved_state_goes_on_where_it_was(first: type, then: type) -> None:
 
 def test_a_copy_of_the_optimizer_steps() -> None:
     model = torch.nn.Linear(3, 2).to(DEVICE)
-    optimizer = AdamW(model.parameters())
+    optimizer = AdamW(model.parameters(), lr=0.5, weight_decay=0.0)
     for one in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        for p in one.param_groups[0]["params"]:
+        its = one.param_groups[0]["params"]
+        for p in its:
             p.grad = torch.ones_like(p)
         one.step()
+        for p, before in zip(its, model.parameters(), strict=True):  # the first step's size is lr
+            torch.testing.assert_close(p.detach(), before.detach() - 0.5)
 
 
 def test_each_parameter_counts_its_own_steps() -> None:
@@ -266,7 +269,9 @@ def test_a_model_that_was_tried_in_inference_mode_trains() -> None:
         with torch.inference_mode():
             triton_linear.linear(x, weight)
         triton_linear.linear(x, weight).sum().backward()
+    before = weight.detach().clone()
     optimizer.step()
+    assert (weight < before).all()  # every number's gradient is 2
 
 
 # PyTorch's fused form changes weights without counting their versions.

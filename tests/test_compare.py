@@ -785,6 +785,19 @@ class Terminal:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
 
+    def interrupted_after(self, text: str, seconds: float) -> None:
+        """Ctrl-C some time after a text is shown; it ends as an interrupted tool should."""
+        try:
+            self.wait_for(text)
+            time.sleep(seconds)
+            self.type("\x03")
+            status = self.end()
+        finally:
+            self.kill()
+        assert status == 130, self.shown
+        assert "interrupted: the table holds what was completed" in self.shown
+        assert "Traceback" not in self.shown
+
     def _add(self, block: bytes) -> None:
         text = block.decode(errors="replace")
         self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
