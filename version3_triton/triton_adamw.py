@@ -133,6 +133,12 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_tables", [])  # of a copy; a captured step still reads its own
+        for group in self.param_groups:
+            group["fused"] = group["capturable"] = True
+            for p in group["params"]:
+                if self.state.get(p):  # PyTorch's plain optimizer counts its steps on the host
+                    count = torch.as_tensor(self.state[p]["step"], dtype=torch.float32)
+                    self.state[p]["step"] = count.to(p.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
