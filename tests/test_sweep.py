@@ -19,6 +19,7 @@ from analysis_tools import compare_versions, update_docs
 from workshop import (
     cli,
     flops,
+    gate_size,
     hardware,
     memory,
     parity,
@@ -164,14 +165,14 @@ def test_what_does_not_grow_is_not_predicted_to() -> None:
 
 def test_the_gate_is_run_on_what_v1_has_the_memory_for() -> None:
     model = flops.Sizes(1000, 1024, 4096, 12, 16, 8)
-    assert sweep.gate_shape(model, 16, 512, 126e9, 4) == (16, 512)
-    batch_size, seq_len = sweep.gate_shape(model, 16, 8192, 126e9, 4)
+    assert gate_size.fitting(model, 16, 512, 126e9, 4) == (16, 512)
+    batch_size, seq_len = gate_size.fitting(model, 16, 8192, 126e9, 4)
     assert batch_size * seq_len < 16 * 8192 and seq_len >= 1024
     state = 40 * flops.parameter_count(model)
-    assert sweep.gate_shape(model, 16, 8192, 1.1 * state, 4) == (3, 65)
+    assert gate_size.fitting(model, 16, 8192, 1.1 * state, 4) == (3, 65)
     # Where the model alone is too large, fewer tokens don't help.
-    assert sweep.gate_shape(model, 16, 8192, state, 4) == (16, 8192)
-    assert sweep.gate_shape(model, 1, 2, 0, 8) == (1, 2)
+    assert gate_size.fitting(model, 16, 8192, state, 4) == (16, 8192)
+    assert gate_size.fitting(model, 1, 2, 0, 8) == (1, 2)
 
 
 def test_the_estimates_are_near_what_is_measured() -> None:
@@ -193,8 +194,8 @@ def test_the_estimates_are_near_what_is_measured() -> None:
         )
     setting = parity.Setting(config, fp32, cpu, 0, *shape)
     peak = memory.cpu_step_peak(lambda: parity.check_model(net, setting), lambda: 0)
-    margin = sweep._GATE_MARGIN
-    assert peak < sweep._gate_bytes(model, *shape, 8) < margin * peak
+    margin = gate_size._MARGIN
+    assert peak < gate_size.bytes_needed(model, *shape, 8) < margin * peak
 
 
 @pytest.mark.parametrize(
@@ -329,17 +330,32 @@ def test_what_can_only_be_interpreted_is_left_out(tmp_path: Path) -> None:
     assert error.value.exit_code == 77
 
 
-@pytest.mark.parametrize(("shape", "message"), [("1 8", ""), ("0 8", "--gate-shape 0 8: "),
+@pytest.mark.parametrize(("shape", "message"), [("", ""), ("1 8", ""),
+                                                ("0 8", "--gate-shape 0 8: "),
                                                 ("2 1", "--gate-shape 2 1: "),
                                                 ("2 4096", "--gate-shape 2 4096: ")])  # fmt: skip
 def test_a_run_may_pass_the_gate_on_fewer_tokens(
-    shape: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shape: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Asked to, or for want of memory."""
     sizes = {"hidden-dim": 64, "intermediate-dim": 96, "num-layers": 1, "num-heads": 2,
              "num-kv-heads": 1, "batch-size": 2, "seq-len": 16}  # fmt: skip
     words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     words += ["--device", "cpu", "--data", "synthetic", "--num-steps", "2", "--warmup-steps", "1"]
-    words += ["--output-dir", str(tmp_path), "--gate-shape", *shape.split()]
+    words += ["--output-dir", str(tmp_path)]
+    if shape:
+        words += ["--gate-shape", *shape.split()]
+    else:
+        config = versions.load("v2").TinyLlamaConfig(hidden_dim=64, intermediate_dim=96,
+                                                     num_layers=1, num_heads=2,
+                                                     num_kv_heads=1)  # fmt: skip
+        free = int(1.01 * gate_size.bytes_needed(config, 1, 8, 8) / gate_size.SHARE)
+        monkeypatch.setattr(gate_size, "LEAST", (1, 2))
+        monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: free)
     assert cli.main(versions.load("v2"), words) == (2 if message else 0)
     captured = capsys.readouterr()
     assert message in captured.err

@@ -19,6 +19,7 @@ from workshop import (
     errors,
     first_use,
     flops,
+    gate_size,
     hardware,
     interpreter,
     parity,
@@ -212,8 +213,8 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         type=int,
         nargs=2,
         metavar=("BATCH", "SEQ"),
-        help="what the gate runs on, for a size at which V1 itself would not fit (default: the "
-        "run's own batch size and sequence length)",
+        help="what the gate runs on (default: the run's own batch size and sequence length, or as "
+        "much as V1 in high precision has the memory for)",
     )
     add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
     add(
@@ -457,15 +458,18 @@ def load_data(request: Request) -> Data:
 
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     shape = of_the_run = (request.batch_size, request.seq_len)
+    setting = parity.Setting(
+        request.config, request.precision, request.device, request.arguments.seed, *shape
+    )
     if request.arguments.gate_shape is not None:
         shape = tuple(request.arguments.gate_shape)
     elif request.interpreted:
         shape = interpreter.gate_shape(*shape)
+    else:
+        shape = gate_size.of_setting(setting)
     smaller = f", at {shape[0]} x {shape[1]} tokens only" if shape != of_the_run else ""
     print(f"gate: comparing logits, loss, gradients and training with V1{smaller} ...", flush=True)
-    setting = parity.Setting(
-        request.config, request.precision, request.device, request.arguments.seed, *shape
-    )
+    setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
     with first_use.graphs_of_no_use() if smaller else contextlib.nullcontext():
         report = parity.check_model(
             model, setting, request.module.configure_optimizer, cuda_graph=request.cuda_graph

@@ -37,6 +37,8 @@ class Row:
     session: str
     runs: int
     parity: str
+    gate_shape: tuple[int, int] | None = None
+    """Batch size and sequence length that the gate was run on."""
     status: str = "timed"
     plausibility: list[str] = field(default_factory=list)
     note: str = ""
@@ -84,6 +86,16 @@ class Row:
     @property
     def failed(self) -> bool:
         return self.status == "failed"
+
+    @property
+    def gate_is_smaller(self) -> bool:
+        """Than the run: V1 in high precision would not fit, or an interpreter runs the version."""
+        return self.gate_shape not in (None, (self.batch_size, self.seq_len))
+
+    def gate(self, red: str) -> str:
+        """In a word, which is `red` for one that failed; with a star if it was smaller."""
+        told = red if self.parity == "fail" else self.parity
+        return f"{told} *" if self.gate_is_smaller else told
 
     def verdict(self) -> str:
         """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference`, or a dash; or
@@ -172,6 +184,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         session=first.session,
         runs=len(runs),
         parity=_parity(runs),
+        gate_shape=_gate_shape(runs),
     )
     if row.parity == "fail":
         failures = next(run.parity.failures for run in runs if run.parity.status == "fail")
@@ -201,6 +214,20 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
 def _parity(runs: list[RunResult]) -> str:
     statuses = {run.parity.status for run in runs}
     return next((status for status in ("fail", "pass") if status in statuses), "not run")
+
+
+def _gate_shape(runs: list[RunResult]) -> tuple[int, int] | None:
+    shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
+    return next(((b, t) for b, t in shapes if b is not None and t is not None), None)
+
+
+def smaller_gates(rows: Iterable[Row]) -> list[str]:
+    """Where the gate was smaller than a run, in a sentence; empty if nowhere."""
+    shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
+    if not shapes:
+        return []
+    told = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
+    return [f"*: the gate ran on fewer tokens than the run: {told}"]
 
 
 def _fill_proof(row: Row, timed: list[RunResult]) -> None:

@@ -63,7 +63,7 @@ def proof_cells(row: Row) -> list[str]:
     reduction = f"{-row.memory_reduction:+.0%}" if compared and row.memory_reduction else "-"
     return [
         printable(row.label),
-        {"pass": "pass", "fail": "FAIL"}.get(row.parity, row.parity),
+        row.gate(red="FAIL"),
         gradients,
         loss,
         _number(row.peak_memory_mb, ",.0f"),
@@ -97,6 +97,7 @@ def notes(rows: list[Row]) -> list[str]:
         lines.append(f"peak: {sources.pop()}")
     elif sources:
         lines.append("peak: the highest a large matrix product reached in each version's runs")
+    lines += comparison.smaller_gates(rows)
     if any(row.peak_share is not None and row.peak_share > 1 for row in rows):
         lines.append("more than 100% of peak: other programs ran while the peak was measured")
     return list(map(printable, lines))
@@ -178,7 +179,7 @@ def as_csv(rows: list[Row]) -> str:
     import csv
     import io
 
-    skipped = ("plausibility", "memory_mb", "setup_s")
+    skipped = ("gate_shape", "plausibility", "memory_mb", "setup_s")
     fields = [f.name for f in dataclasses.fields(Row) if f.name not in skipped]
     text = io.StringIO()
     writer = csv.DictWriter(text, fields)

@@ -333,14 +333,14 @@ def check_model(
 ) -> ParityReport:
     """`check` for a model that stands already; it is left with other weights."""
     baseline_optimizer = versions.load(versions.BASELINE).configure_optimizer
-    truth_dtype = _truth_dtype(setting)
+    exact_dtype = truth_dtype(setting)
     report = ParityReport(
         precision=setting.precision.name,
         device=str(setting.device),
         seed=setting.seed,
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
-        reference=f"V1 in {str(truth_dtype).removeprefix('torch.')}",
+        reference=f"V1 in {str(exact_dtype).removeprefix('torch.')}",
     )
     try:
         load_canonical(model, setting.random_weights)
@@ -349,7 +349,7 @@ def check_model(
         return report
 
     exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
-    truth = _run(_baseline(setting, truth_dtype), setting, exact, baseline_optimizer)
+    truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
     precision = setting.precision
     baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
     optimizer = configure_optimizer or baseline_optimizer
@@ -358,7 +358,7 @@ def check_model(
     return report
 
 
-def _truth_dtype(setting: Setting) -> torch.dtype:
+def truth_dtype(setting: Setting) -> torch.dtype:
     """fp64; but fp32 on a GPU that is asked for less than fp32, where many have no fp64 units."""
     coarse = setting.precision.name != "fp32"
     return torch.float32 if setting.device.type == "cuda" and coarse else torch.float64

@@ -49,8 +49,6 @@ class Plan:
     result file records them."""
     name: str = ""
     """Tells it from others of its version, size and precision."""
-    gate_shape: tuple[int, int] | None = None
-    """Batch size and sequence length of the gate, if not the run's."""
     left_out: str = ""
     """Why it is not to be run, but recorded as skipped."""
     told: Mapping[str, float] = field(default_factory=dict)
@@ -73,8 +71,6 @@ class Plan:
                 words.append(_flag(f"no_{name}"))
             elif not name.startswith("fuse_"):  # a switch is on unless it is switched off
                 words.append(_flag(name))
-        if self.gate_shape is not None:
-            words += ["--gate-shape", *map(str, self.gate_shape)]
         return words
 
 

@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 
-from workshop import comparison, flops, hardware, interpreter, presets, results, sessions, versions
+from workshop import (
+    comparison,
+    flops,
+    gate_size,
+    hardware,
+    interpreter,
+    presets,
+    results,
+    sessions,
+    versions,
+)
 from workshop.comparison import Row
 from workshop.errors import NotOnThisMachine, WorkshopError, printable
 from workshop.memory import MB
@@ -57,12 +67,6 @@ ELLIPSIS = "..."
 LEEWAY = {"cuda": 1.1, "cpu": 0.8}
 """A size is tried if its predicted peak is no more than this share of the free memory, by device: a
 fit is off by some."""
-GATE_SHARE = 0.9
-"""Of the free memory, what the gate may fill."""
-LEAST_GATE = (3, 65)
-"""Batch size and sequence length that the gate is not run below, unless the run is: its default."""
-_GATE_MARGIN = 2
-"""Times the activations: autocast keeps a second copy of some, and allocators leave gaps."""
 _MOST_SIZE = 2**31
 _OUT_OF_MEMORY = ("out of memory", "SIGKILL")
 _ROPE_TABLE = 2048
@@ -224,9 +228,7 @@ def _plan(asked: Range, plan: Plan, size: int, runs: list[RunResult], device: to
         why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
         told = {"predicted_mb": predicted_mb, "free_mb": free_mb}
         return dataclasses.replace(plan, left_out=why, told=told)
-    truth_bytes = 4 if device.type == "cuda" and plan.precision != "fp32" else 8
-    fitting = gate_shape(model, *shape, GATE_SHARE * asked.free_bytes, truth_bytes)
-    return dataclasses.replace(plan, gate_shape=None if fitting == shape else fitting)
+    return plan
 
 
 def _model_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -234,59 +236,10 @@ def _model_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name in names}
 
 
-def gate_shape(
-    model: flops.ModelSizes, batch_size: int, seq_len: int, free_bytes: float, truth_bytes: int
-) -> tuple[int, int]:
-    """The largest of the run's shape, halved again and again, whose gate fits: V1 in high
-    precision, which it runs beside the version, needs more memory than the version itself. The
-    run's own where none from LEAST_GATE on fits: fewer tokens don't help against the model's size.
-
-    Args:
-        truth_bytes: of a number of the gate's truth: 8, or 4 for less than fp32 on a GPU.
-    """
-    least_batch, least_seq = min(batch_size, LEAST_GATE[0]), min(seq_len, LEAST_GATE[1])
-    batches, length = batch_size, seq_len
-    while _gate_bytes(model, batches, length, truth_bytes) > free_bytes:
-        if batches > least_batch:
-            batches = max(batches // 2, least_batch)
-        elif length > least_seq:
-            length = max(length // 2, least_seq)
-        else:
-            return batch_size, seq_len
-    return batches, length
-
-
-def _gate_bytes(model: flops.ModelSizes, batch_size: int, seq_len: int, width: int) -> float:
-    """About the most that `parity.check_model` holds at once.
-
-    V1 in high precision, V1 and the version train one after the other: each holds weights, their
-    copy, gradients, two moments, and the gradients to compare. Those and the logits outlive it.
-    """
-    in_truth = 4 + 6 * width  # the version's weights wait
-    in_version = width + 4 + 6 * 4  # the two others' gradients stay
-    state = 4 + 4 + max(in_truth, in_version)  # beside the two sets of weights that all load
-    logits = batch_size * seq_len * model.vocab_size
-    numbers = _activations(model, batch_size, seq_len, scores=True) + logits
-    return state * flops.parameter_count(model) + _GATE_MARGIN * width * numbers
-
-
 def estimate_mb(version: str, model: flops.ModelSizes, batch_size: int, seq_len: int) -> float:
     """About a version's peak in fp32 where none has been measured, in MB."""
-    numbers = _activations(model, batch_size, seq_len, scores=version == versions.BASELINE)
+    numbers = gate_size.activations(model, batch_size, seq_len, scores=version == versions.BASELINE)
     return _state_mb(model) + 4 * numbers / MB
-
-
-def _activations(model: flops.ModelSizes, batch_size: int, seq_len: int, *, scores: bool) -> float:
-    """Numbers that a step keeps for its backward pass, as measured in fp32 on a CPU.
-
-    Args:
-        scores: whether the (T, T) scores are among them.
-    """
-    tokens = batch_size * seq_len
-    of_layer = tokens * (12 * model.hidden_dim + 3 * model.intermediate_dim)
-    if scores:
-        of_layer += batch_size * model.num_heads * seq_len**2
-    return float(model.num_layers * of_layer + 3 * tokens * model.vocab_size)
 
 
 def _state_mb(model: flops.ModelSizes) -> float:
@@ -407,7 +360,6 @@ class Point:
     size: int
     row: Row
     out_of_memory: bool
-    gate_shape: tuple[int | None, int | None]
     predicted_mb: float | None = None
     free_mb: float | None = None
 
@@ -554,7 +506,6 @@ def _curve(
 
 def _point(size: int, runs: list[RunResult], baseline: list[RunResult]) -> Point:
     told = runs[0].options
-    gated = next((run.parity for run in runs if run.parity.batch_size), results.Parity())
     figures = [told.get(name) for name in ("predicted_mb", "free_mb")]
     known = [
         float(figure)
@@ -566,7 +517,6 @@ def _point(size: int, runs: list[RunResult], baseline: list[RunResult]) -> Point
         size=size,
         row=comparison.build_row(runs, baseline),
         out_of_memory=any(out_of_memory(run) for run in runs),
-        gate_shape=(gated.batch_size, gated.seq_len),
         predicted_mb=predicted_mb,
         free_mb=free_mb,
     )

@@ -6,7 +6,7 @@ import io
 import json
 from typing import Any, Literal
 
-from workshop import results
+from workshop import comparison, results
 from workshop.errors import printable
 from workshop.sweep import Curve, Point, Sweep
 
@@ -40,11 +40,19 @@ def cells(label: str, point: Point) -> list[str]:
     """A line of the table."""
     row = point.row
     if row.step_ms is None:
-        return [f"{point.size:,}", label, in_place_of_time(point), "-", "-", "-", _gate(point)]
+        return [
+            f"{point.size:,}",
+            label,
+            in_place_of_time(point),
+            "-",
+            "-",
+            "-",
+            row.gate(red="RED"),
+        ]
     verdict = row.verdict().replace("no significant difference", SAME)
     memory = "-" if row.peak_memory_mb is None else f"{row.peak_memory_mb:,.0f}"
     figures = [f"{row.step_ms:,.2f}", f"{row.tokens_per_s:,.0f}", verdict, memory]
-    return [f"{point.size:,}", label, *figures, _gate(point)]
+    return [f"{point.size:,}", label, *figures, row.gate(red="RED")]
 
 
 def in_place_of_time(point: Point) -> str:
@@ -54,17 +62,6 @@ def in_place_of_time(point: Point) -> str:
     if point.predicted_mb is not None:
         return "not tried"
     return "GATE RED" if point.row.parity == "fail" else point.row.status
-
-
-def _gate(point: Point) -> str:
-    told = {"fail": "RED"}.get(point.row.parity, point.row.parity)
-    return f"{told} *" if _is_gate_smaller(point) else told
-
-
-def _is_gate_smaller(point: Point) -> bool:
-    """Than the run."""
-    own = (point.row.batch_size, point.row.seq_len)
-    return None not in point.gate_shape and point.gate_shape != own
 
 
 def limits(sweep: Sweep) -> list[str]:
@@ -103,11 +100,7 @@ def _rounded(size: float) -> int:
 def notes(sweep: Sweep) -> list[str]:
     """Why a version failed or was skipped, if not for want of memory, where the gate was a smaller
     one, and implausible figures. That there is no speed-up where V1 did not run is seen."""
-    told = []
-    smaller = {p.gate_shape: None for _, p in lines(sweep) if _is_gate_smaller(p)}
-    if smaller:
-        shapes = ", ".join(f"{batch_size} x {seq_len}" for batch_size, seq_len in smaller)
-        told.append(f"*: V1 beside it would not fit, so the gate ran on fewer tokens: {shapes}")
+    told = comparison.smaller_gates(point.row for _, point in lines(sweep))
     for (label, note), sizes in _reasons(sweep).items():
         told.append(f"{label} at {', '.join(sizes)}: {note}")
     for label, point in lines(sweep):
@@ -201,7 +194,7 @@ def _point(point: Point) -> dict[str, Any]:
         "status", "parity", "note", "runs", "step_ms", "step_spread", "tokens_per_s", "speedup",
         "speedup_ci", "peak_memory_mb",
     )  # fmt: skip
-    batch_size, seq_len = point.gate_shape
+    batch_size, seq_len = row.gate_shape or (None, None)
     return {
         "size": point.size,
         **{name: getattr(row, name) for name in figures},

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from workshop import results
+from workshop import comparison, results
 from workshop.errors import printable
 from workshop.interpreter import NOT_COMPARABLE
 from workshop.waterfall import Step, Waterfall
@@ -44,7 +44,7 @@ def cells(step: Step) -> list[str]:
         f"{step.step_ms:,.2f}" if step.step_ms is not None else "-",
         ratio(step.gain, step.gain_ci),
         over_v1 if step.timed else "-",
-        {"fail": "RED"}.get(row.parity, row.parity),
+        row.gate(red="RED"),
         memory,
     ]
 
@@ -56,6 +56,7 @@ def notes(waterfall: Waterfall) -> list[str]:
         titles.setdefault(step.note, []).append(step.rung.title)
     lines = [f"{', '.join(own)}: {note}" for note, own in titles.items() if note]
     lines += _gaps(waterfall)
+    lines += comparison.smaller_gates(step.row for step in waterfall.steps if step.row)
     for step in waterfall.steps:
         lines += [f"IMPLAUSIBLE: {said}" for said in (step.row.plausibility if step.row else ())]
     return list(map(printable, lines))
