@@ -22,18 +22,23 @@ from analysis_tools import compare_versions
 from workshop import (
     cli,
     comparison,
+    instructor,
     interpreter,
     parity,
     results,
+    roofline_inputs,
     sessions,
     versions,
     waterfall,
     waterfall_figure,
     waterfall_tables,
 )
+from workshop.collection import Collection
 from workshop.comparison_tables import FORMATS
+from workshop.dashboard.data import Snapshot
 from workshop.precision import PRECISIONS
 from workshop.results import RunResult
+from workshop.roofline_inputs import STEP
 from workshop.versions import VERSIONS
 from workshop.waterfall import NEEDS_GPU, Rung
 
@@ -309,6 +314,26 @@ def test_an_ordinary_comparison_is_no_waterfall(v4: str) -> None:
     ablation = [make_result("v2", options={"fuse_qkv": True, "fuse_optimizer": False})]
     assert waterfall.build(ladder) == []
     assert waterfall.build(ablation) == []  # without V1
+
+
+def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path: Path) -> None:
+    """Its V1 and its last rung are whole versions, too."""
+    ladder = [run_of(rungs(key, "bf16")[-1], 50.0, on_gpu=True) for key in ("v3", "v4")]
+    ladder.append(run_of(rungs("v4", "bf16")[1], 80.0, on_gpu=True))
+    runs = [dataclasses.replace(run, session="20250101") for run in ladder]
+    runs += [dataclasses.replace(run, session="20270101") for run in whole("v4")]
+    for run in runs:
+        results.save(dataclasses.replace(run, config_name="small"), tmp_path)
+    collection = Collection([tmp_path])
+    collection.refresh()
+    snapshot = Snapshot(collection)
+    (half,) = [group for group in snapshot.groups if group.precision == "bf16"]
+    assert {row.session for row in snapshot.rows(half)} == {"20250101"}
+    assert [row.label for row in snapshot.rows(half)] == ["v1", "v3", "v4"]
+    points = roofline_inputs.load([tmp_path], precision="bf16").points
+    assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
+    figures = instructor.parts(collection)["figures of session 4"]
+    assert figures.count("| 50.00 |") == 2 and "| 1.60x [" in figures
 
 
 def test_the_newest_session_counts() -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from workshop import flops, timing
+from workshop import flops, presets, timing
 from workshop.interpreter import NOT_COMPARABLE
 from workshop.results import RunResult
 from workshop.versions import ALL, BASELINE
@@ -137,7 +137,8 @@ def build_rows(runs: Iterable[RunResult]) -> list[Row]:
 
 
 def _size_order(row: Row) -> tuple[object, ...]:
-    return (row.device, row.batch_size * row.seq_len, row.config, row.precision)
+    tokens = row.batch_size * row.seq_len
+    return (row.device, presets.rank(row.config), tokens, row.config, row.precision)
 
 
 def _group(run: RunResult) -> tuple[object, ...]:

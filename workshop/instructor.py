@@ -9,7 +9,7 @@ from workshop import plausibility
 from workshop.collection import Collection, Profile
 from workshop.comparison import Row
 from workshop.profilers import kernel_file
-from workshop.report import comparisons
+from workshop.report import comparisons, studies
 from workshop.report.comparisons import Group
 from workshop.report.pages import References
 from workshop.report.parts import Cell, Line, Link, Table, cells
@@ -27,7 +27,8 @@ _CATEGORIES = 3
 
 def parts(recorded: Collection) -> dict[str, str]:
     """What stands between each pair of the guide's markers, Markdown by the markers' name."""
-    groups = comparisons.groups(recorded.runs)
+    _, of_ladders = studies.split(recorded.runs)
+    groups = comparisons.groups(of_ladders)
     references = References(GUIDE.parent)
     written = {}
     for session, keys in SESSIONS.items():

@@ -38,6 +38,12 @@ PRESETS = {
 }
 
 
+def rank(name: str) -> int:
+    """Its place among PRESETS, the smallest first; other names come last."""
+    names = list(PRESETS)
+    return names.index(name) if name in names else len(names)
+
+
 def get_preset(name: str) -> Preset:
     """Raises WorkshopError for a name that is not in PRESETS."""
     if name not in PRESETS:

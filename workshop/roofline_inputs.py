@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from workshop import ceilings, comparison, flops, plausibility, profile_run, results, timing
+from workshop import (
+    ceilings,
+    comparison,
+    flops,
+    plausibility,
+    profile_run,
+    results,
+    studies,
+    timing,
+)
 from workshop.errors import WorkshopError
 from workshop.precision import PRECISIONS
 from workshop.profilers import figures, reading, rocprof_compute
@@ -246,7 +255,9 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
         raise WorkshopError(
             f"no run is {config or 'of any size'} {precision or ''}: there is {have}"
         )
-    rows = [row for row in comparison.build_rows(wanted) if row.step_ms]
+    ordinary = {id(run) for run in studies.ordinary(runs)}
+    chosen = [run for run in wanted if id(run) in ordinary] or wanted
+    rows = [row for row in comparison.build_rows(chosen) if row.step_ms]
     if not rows:
         return
     _set_device(roofline, next(run for run in wanted if _is_of(run, rows[0])).device)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop import ceilings, comparison, roofline_inputs, timing
+from workshop import ceilings, comparison, presets, roofline_inputs, studies, timing
 from workshop.collection import Benchmark, Broken, Collection, Profile, StoredRun
 from workshop.comparison import Row
-from workshop.presets import PRESETS
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import Roofline
@@ -64,6 +63,8 @@ class Snapshot:
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
+        ordinary = studies.ordinary([stored.run for stored in collection.runs])
+        self._ordinary = {id(run) for run in ordinary}
         # A group without news keeps its rows: their intervals take a while to compute.
         self._rows: dict[Group, list[Row]] = {}
         if older:
@@ -76,7 +77,9 @@ class Snapshot:
         if group not in self.groups:
             return []
         if group not in self._rows:
-            self._rows[group] = comparison.build_rows([s.run for s in self.groups[group]])
+            runs = [stored.run for stored in self.groups[group]]
+            ordinary = [run for run in runs if id(run) in self._ordinary]
+            self._rows[group] = comparison.build_rows(ordinary or runs)
         return self._rows[group]
 
     def roofline(self, paths: Sequence[Path]) -> Roofline:
@@ -141,9 +144,8 @@ class Snapshot:
         return sorted({group.device for group in self.groups})
 
     def presets(self, device: str) -> list[str]:
-        order = {name: index for index, name in enumerate(PRESETS)}
         found = {group.preset for group in self.groups if group.device == device}
-        return sorted(found, key=lambda name: (order.get(name, len(order)), name))
+        return sorted(found, key=lambda name: (presets.rank(name), name))
 
     def precisions(self, device: str, preset: str) -> list[str]:
         wanted = (device, preset)
@@ -205,7 +207,7 @@ def group_of(run: RunResult) -> Group:
 def _shape(run: RunResult) -> str:
     """As in "8 × 128"; of a model that is no preset, with its sizes."""
     shape = f"{run.batch_size} × {run.seq_len}"
-    if run.config_name in PRESETS:
+    if run.config_name in presets.PRESETS:
         return shape
     c = run.config
     heads = f"{c['num_heads']}/{c['num_kv_heads']} heads"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import comparison, comparison_tables, results
+from workshop import comparison, comparison_tables, presets, results
 from workshop.collection import StoredRun
 from workshop.comparison import Row
 from workshop.comparison_figure import MEMORY_COLOURS
@@ -81,7 +81,8 @@ def _key(run: RunResult) -> tuple[object, ...]:
     sizes = tuple(sorted(run.config.items()))
     tokens = run.batch_size * run.seq_len
     name = str(run.device.get("name"))
-    return name, tokens, run.config_name, run.precision, run.batch_size, sizes
+    rank = presets.rank(run.config_name)
+    return name, rank, tokens, run.config_name, run.precision, run.batch_size, sizes
 
 
 def _group(anchor: str, stored: list[StoredRun]) -> Group:
