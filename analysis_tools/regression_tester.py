@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from analysis_tools import compare_versions  # noqa: E402
-from workshop import errors, hardware, regression, results, versions  # noqa: E402
+from workshop import errors, hardware, regression, results, studies, versions  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.presets import PRESETS  # noqa: E402
 from workshop.profilers.names import printable  # noqa: E402
@@ -161,7 +161,7 @@ def save_baseline(arguments: argparse.Namespace) -> int:
     errors.require("rich")
     _check_target(arguments.baseline)
     if arguments.from_results:
-        folders = [results.load_folder(folder) for folder in arguments.from_results]
+        folders = [_load(folder) for folder in arguments.from_results]
         if arguments.versions:
             folders = [_of_versions(runs, arguments.versions) for runs in folders]
     else:
@@ -194,7 +194,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.from_results is None:
         runs = _run_again(baseline, arguments)
     else:
-        runs = results.load_folder(arguments.from_results)
+        runs = _load(arguments.from_results)
         if arguments.versions:
             runs = _of_versions(runs, arguments.versions)
     findings = regression.check(
@@ -216,6 +216,12 @@ def check(arguments: argparse.Namespace) -> int:
         stream = sys.stdout if arguments.format == "table" else sys.stderr
         print(f"Written: {', '.join(map(str, written))}", file=stream)
     return regression.exit_status(findings)
+
+
+def _load(folder: Path) -> list[RunResult]:
+    """The folder's runs, but for those of waterfalls and sweeps beside comparisons of versions."""
+    runs = results.load_folder(folder)
+    return studies.ordinary(runs) or runs
 
 
 def _of_versions(runs: list[RunResult], keys: list[str]) -> list[RunResult]:

@@ -34,7 +34,7 @@ from workshop.profilers.table import KernelTable  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
 from workshop.report.pages import table_line  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
-from workshop.versions import VERSIONS  # noqa: E402
+from workshop.versions import ALL, PEERS, VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
 WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
@@ -142,7 +142,7 @@ def _runs_of_devices() -> list[list[RunResult]]:
 
 
 def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
-    """One device's ladder: a line a version, step time and speed-up at two sizes."""
+    """One device's ladder: a line a version or peer, step time and speed-up at two sizes."""
     chosen = {
         (row.version, row.config): row
         for row in rows
@@ -153,11 +153,12 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     for config in configs:
         header += [f"{config}: step", "speed-up", "peak memory"]
     lines = [table_line(header), "|" + " --- |" * 2 + " ---: |" * (3 * len(configs))]
-    for key, version in VERSIONS.items():
+    for key, version in ALL.items():
         found = [chosen.get((key, config)) for config in configs]
         if not any(found):
             continue
-        cells = [f"[{key.upper()}]({version.folder}/)", version.title]
+        name = key if key in PEERS else key.upper()
+        cells = [f"[{name}]({version.folder}/)", version.title]
         for row in found:
             cells += _ladder_cells(row)
         lines.append(table_line(cells))

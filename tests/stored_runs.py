@@ -16,7 +16,8 @@ def reference(
     version: str = "v1", preset: str = "small", precision: str = "bf16"
 ) -> dict[str, Any]:
     """What a result file of the H200 holds, of a run that passed the gate."""
-    for path in sorted(REFERENCE.glob(f"nvidia_h200/runs/*/{version}_{preset}_{precision}_*.json")):
+    folder = REFERENCE / "nvidia_h200"
+    for path in sorted(folder.glob(f"**/runs/*/{version}_{preset}_{precision}_*.json")):
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if content["parity"]["status"] == "pass":
             return content

@@ -19,10 +19,12 @@ import pytest
 from browser import complaints, open_browser, requested, resize, wear
 from stored_runs import REFERENCE, ROOT, reference, write
 
+from workshop import versions
 from workshop.collection import Collection
 from workshop.report import content, pages
 
 H200 = REFERENCE / "nvidia_h200"
+LADDERS = H200 / "runs", H200 / "once" / "runs"
 TOOL = "analysis_tools/report_generator.py"
 EVIL = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m`| [x](javascript:alert(3))"
@@ -103,7 +105,8 @@ def from_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, 
 
 
 def runs_of(preset: str, precision: str, version: str) -> list[dict[str, Any]]:
-    paths = sorted(H200.glob(f"runs/*/{version}_{preset}_{precision}_*.json"))
+    name = f"{version}_{preset}_{precision}_*.json"
+    paths = [path for folder in LADDERS for path in sorted(folder.glob(f"*/{name}"))]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
@@ -119,7 +122,8 @@ def figure(text: str) -> float:
 
 
 @pytest.mark.parametrize("number, size", [
-    (1, ("small", "bf16")), (2, ("small", "fp32")), (3, ("medium", "bf16")), (4, ("medium", "fp32"))
+    (1, ("small", "bf16")), (3, ("small", "fp32")), (5, ("medium", "bf16")),
+    (8, ("medium", "tf32")), (9, ("large", "bf16")),
 ])  # fmt: skip
 def test_a_ladders_figures_are_its_result_files(
     from_reference: tuple[str, str, Path], number: int, size: tuple[str, str]
@@ -128,7 +132,8 @@ def test_a_ladders_figures_are_its_result_files(
     fast = page.tables[f"size-{number}", "How fast"][1:]
     proof = page.tables[f"size-{number}", "The same model? And at what cost"][1:]
     saved = {row[0]: row[1:] for row in page.tables[f"size-{number}", "Saved of V1's step, in ms"]}
-    assert [row[0] for row in fast] == [row[0] for row in proof] == ["v1", "v2", "v3", "v4"]
+    ran = [key for key in versions.ALL if runs_of(*size, key)]
+    assert [row[0] for row in fast] == [row[0] for row in proof] == ran and len(ran) >= 4
     baseline = runs_of(*size, "v1")
     for shown, checked in zip(fast, proof, strict=True):
         runs = runs_of(*size, shown[0])
@@ -138,16 +143,19 @@ def test_a_ladders_figures_are_its_result_files(
         assert shown[2] == f"{tokens:,.0f}"
         assert [figure(text) for text in shown[3:7]] == pytest.approx(times, abs=0.0051)
         ratio = middle(baseline, "step_ms") / times[0]
-        assert shown[7] == "baseline" or shown[7].startswith(f"{ratio:.2f}x [")
+        same = shown[7].startswith("no significant difference [")
+        assert same or shown[7] == "baseline" or shown[7].startswith(f"{ratio:.2f}x [")
         first = next(run for run in runs if run["parity"]["status"] == "pass")
         tensors = first["gradients"]["tensors_total"]
         losses = f"{runs[0]['losses'][0]:.3f} → {runs[0]['losses'][-1]:.3f}"
-        assert checked[1:4] == ["pass", f"{tensors}/{tensors}", losses]
+        gate = "pass *" if size[0] == "large" else "pass"
+        assert checked[1:4] == [gate, f"{tensors}/{tensors}", losses]
         peak = max(run["memory_mb"]["peak"] for run in runs)
         assert checked[4] == f"{peak:,.0f}"
         worst = max(m["error"] / m["allowed"] for m in first["parity"]["measures"].values())
         assert checked[8] == f"{worst:.0%}"
-        if shown[0] != "v1":
+        assert (shown[0] in saved) == (shown[0] != "v1" and not same)
+        if shown[0] in saved:
             less = [middle(baseline, name) - middle(runs, name) for name in (*names[1:], names[0])]
             assert [figure(text) for text in saved[shown[0]]] == pytest.approx(less, abs=0.0051)
 
@@ -170,15 +178,17 @@ def test_what_bounds_it_what_was_run_and_by_what(from_reference: tuple[str, str,
     html, markdown, _ = from_reference
     page = read(html)
     sessions = page.tables["device-1", "What was run"][1:]
-    assert sum(int(row[-1]) for row in sessions) == len(list(H200.glob("runs/*/*.json")))
+    stored = [path for folder in LADDERS for path in folder.glob("*/*.json")]
+    assert sum(int(row[-1]) for row in sessions) == len(stored)
     run = runs_of("medium", "bf16", "v3")[0]
     for text in (html, markdown):
         assert f"torch {run['software']['torch']}" in text and run["git_commit"] in text
         assert "GEMM-bound: matrix products take" in text  # the advisor
-        assert "v3: compute-bound: 449 of 989 TFLOP/s (bf16), 45% of its roof" in text
+        assert "v3: compute-bound: 475 of 989 TFLOP/s (bf16), 48% of its roof" in text
         assert "Largest difference from V1 at any step" in text  # the loss curves, in words
     commands = page.tables["device-1", "Command lines"][1:]
-    assert len(commands) == 16 and all("tiny_llama_v" in row[1] for row in commands)
+    assert len(commands) == 3 * 6 + 6 * 4
+    assert all(re.search(r"tiny_llama_v|hugging_face_l", row[1]) for row in commands)
     assert page.tags.count("svg") >= 13 and page.tags.count("img") >= 5
 
 
@@ -490,7 +500,7 @@ def test_a_browser_shows_it(from_reference: tuple[str, str, Path], tmp_path: Pat
             browser.get(page.as_uri())
             wider = "return document.documentElement.scrollWidth - innerWidth"
             assert browser.execute_script(wider) <= 0
-            drawn = "return [...document.images].every(i => i.naturalWidth == 1600)"
+            drawn = "return [...document.images].every(i => i.naturalWidth >= 1600)"
             assert browser.execute_script(drawn)
             assert complaints(browser) == []
             ink = browser.execute_script(

@@ -9,9 +9,16 @@ from workshop import results
 from workshop.sweep import AXES, Curve, Point, Sweep
 from workshop.sweep_tables import limits
 
-COLOURS = {"v1": "#808080", "v2": "#D55E00", "v3": "#0072B2", "v4": "#009E73"}
+COLOURS = {
+    "v1": "#808080",
+    "v2": "#D55E00",
+    "v3": "#0072B2",
+    "v4": "#009E73",
+    "hf": "#C06C9B",
+    "hf-liger": "#9A7B2B",
+}
 """Of Okabe and Ito's palette, told apart by all eyes."""
-MARKS = {"v1": "o", "v2": "s", "v3": "D", "v4": "^"}
+MARKS = {"v1": "o", "v2": "s", "v3": "D", "v4": "^", "hf": "P", "hf-liger": "X"}
 Value = Callable[[Point], float | None]
 _INCHES_A_LINE = 0.3
 _MOST_LEVEL = 5
@@ -91,7 +98,7 @@ def _panel(axis: Any, sweep: Sweep, label: str, value: Value) -> None:
     elif not label.startswith("tokens"):
         axis.set_yscale("log")
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_major_formatter("{x:,.12g}")
     axis.minorticks_off()
     axis.grid(axis="y", color="#D9DDE2")
     axis.set_axisbelow(True)

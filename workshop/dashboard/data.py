@@ -127,15 +127,19 @@ class Snapshot:
         return Choice(*group, tuple(kept), profile)
 
     def _nearness(self, group: Group, wanted: Group) -> tuple[object, ...]:
-        """The more of the wanted group's parts it has, the first ones first; then those of the
-        newest day, and there the one with most versions, in half precision, with most tokens."""
-        newest = max(stored.run.session for stored in self.groups[group])
-        own = [s.run for s in self.groups[group] if s.run.session == newest]
+        """The more of the wanted group's parts it has, the first ones first; then those of whole
+        versions, of the newest day, and there the one with most versions, in half precision, with
+        most processes and tokens."""
+        runs = [stored.run for stored in self.groups[group]]
+        ordinary = [run for run in runs if id(run) in self._ordinary]
+        newest = max(run.session for run in ordinary or runs)
+        own = [run for run in ordinary or runs if run.session == newest]
         versions = len({run.version for run in own if run.step_ms})
         parts = tuple(a == b for a, b in zip(group, wanted, strict=True))
         half = group.precision in HALF
         tokens = own[0].batch_size * own[0].seq_len
-        return (*parts, newest[:_DAY], versions, half, tokens, newest)
+        day, processes = newest[:_DAY], len(own)
+        return (*parts, bool(ordinary), day, versions, half, processes, tokens, newest)
 
     def profiles_of(self, device: str) -> dict[str, Profile]:
         return {key: p for key, p in self.profiles.items() if device_of(p) == device}

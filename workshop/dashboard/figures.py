@@ -18,9 +18,23 @@ from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.table import KernelTable
 
-VERSION_COLOURS = {"v1": "#808080", "v2": "#D55E00", "v3": "#0072B2", "v4": "#009E73"}
-"""Of Okabe and Ito's palette, told apart by all eyes; each 3:1 or better on white and on dark."""
-SYMBOLS = {"v1": "circle", "v2": "square", "v3": "diamond", "v4": "triangle-up"}
+VERSION_COLOURS = {
+    "v1": "#808080",
+    "v2": "#D55E00",
+    "v3": "#0072B2",
+    "v4": "#009E73",
+    "hf": "#C06C9B",
+    "hf-liger": "#9A7B2B",
+}
+"""Near Okabe and Ito's palette, told apart by all eyes; each 3:1 or better on white and on dark."""
+SYMBOLS = {
+    "v1": "circle",
+    "v2": "square",
+    "v3": "diamond",
+    "v4": "triangle-up",
+    "hf": "cross",
+    "hf-liger": "x",
+}
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
 """Of a version's variants."""
 PHASES = {"forward": "#3B7DD8", "backward": "#E07B39", "optimizer": "#5AA469"}

@@ -208,7 +208,7 @@ def _in_a_word(row: Row | None) -> str:
         return "gate red" if row.parity == "fail" else "failed"
     if row.verdict() in ("baseline", "-") and row.step_ms is not None:
         return f"{row.step_ms:,.2f} ms"
-    return row.verdict()
+    return row.verdict().replace("no significant difference", "no difference")
 
 
 # --- pictures ------------------------------------------------------------------------------------
