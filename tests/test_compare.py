@@ -50,6 +50,19 @@ def by_label(runs: list[RunResult]) -> dict[str, Row]:
 # --- rows -------------------------------------------------------------------------------------
 
 
+def test_a_gate_on_fewer_tokens_is_marked() -> None:
+    gates = ((2, 16), (8, 128), (None, None))
+    runs = [
+        make_result(key, parity=results.Parity("pass", batch_size=gate[0], seq_len=gate[1]))
+        for key, gate in zip(("v1", "v2", "v4"), gates, strict=True)
+    ]
+    rows = comparison.build_rows(runs)
+    assert [row.gate(red="RED") for row in rows] == ["pass *", "pass", "pass"]
+    told = comparison_tables.as_markdown(rows)
+    assert told.count("pass *") == 1
+    assert "- *: the gate ran on fewer tokens than the run: 2 x 16" in told
+
+
 def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     rows = by_label(
         [
