@@ -456,7 +456,8 @@ def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
 ) -> None:
     plant, tool = EXERCISES / DEPLOYMENT / "plant_change.py", "analysis_tools/regression_tester.py"
     medium = tmp_path / "h200"
-    for number, path in enumerate(sorted(stored_runs.REFERENCE.rglob("runs/*/v4_medium_bf16_*"))):
+    ladder = stored_runs.REFERENCE / "nvidia_h200" / "runs"
+    for number, path in enumerate(sorted(ladder.glob("*/v4_medium_bf16_*"))):
         stored_runs.write(medium, json.loads(path.read_text(encoding="utf-8")), str(number))
     baseline = ("--baseline", tmp_path / "baseline.json")
     saved = type_command("python", tool, "baseline", "save", *baseline, "--from-results", medium)

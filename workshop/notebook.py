@@ -21,7 +21,7 @@ from workshop.collection import Collection
 from workshop.errors import DONE, WorkshopError
 from workshop.exercises.frame import Item
 from workshop.parity import ParityReport
-from workshop.report import comparisons
+from workshop.report import comparisons, studies
 from workshop.report.pictures import INK, LINE, Chart, Picture
 
 _THEME = (
@@ -158,7 +158,8 @@ def pictures(folder: Path) -> list[Shown]:
     """
     collection = Collection([folder])
     collection.refresh()
-    groups = comparisons.groups(collection.runs)
+    _, of_ladders = studies.split(collection.runs)
+    groups = comparisons.groups(of_ladders or collection.runs)
     drawn = comparisons.speedup_pictures("all", groups)
     for group in groups:
         drawn += comparisons.section(group, folder).pictures
