@@ -96,7 +96,8 @@ def text(window: Any, place: str = "body") -> str:
 
 
 def open_page(window: Any, address: str) -> None:
-    chromium.complaints(window), chromium.requested(window)  # those of the page before
+    window.get("about:blank")  # the page before may still ask a server that has ended
+    chromium.complaints(window), chromium.requested(window)
     window.get(address)
     until(lambda: text(window, "#view") and drawn(window), "the page")
 
@@ -469,6 +470,17 @@ def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path: Path) -> No
     own = reference["device"] | {"name": "my laptop"}
     stored_runs.write(tmp_path, reference, device=own, session="20991231-000000-abcdef")
     assert snapshot_of(tmp_path).settle(Choice()).device == "my laptop"
+
+
+def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
+    run = stored_runs.reference("v1", "large")
+    stored_runs.write(tmp_path, run)
+    snapshot = snapshot_of(tmp_path)
+    choice = snapshot.settle(Choice())
+    for view in ("Speed and memory", "Same model?"):
+        tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
+        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "gate"}
+        assert (gate.text, gate.title) == ("green *", "on fewer tokens than the run: 4 x 1024")
 
 
 # --- the command line ----------------------------------------------------------------------------

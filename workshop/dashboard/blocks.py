@@ -142,7 +142,11 @@ def _verdict(row: Row) -> Cell:
 
 def _gate(row: Row) -> Cell:
     look = {"pass": GOOD, "fail": BAD}.get(row.parity, WARN)
-    return Cell({"fail": "RED", "pass": "green"}.get(row.parity, row.parity), look)
+    told = {"fail": "RED", "pass": "green"}.get(row.parity, row.parity)
+    if not row.gate_is_smaller or row.gate_shape is None:
+        return Cell(told, look)
+    batch_size, seq_len = row.gate_shape
+    return Cell(f"{told} *", look, f"on fewer tokens than the run: {batch_size} x {seq_len}")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -187,9 +191,11 @@ def _proof_cells(snapshot: Snapshot, group: Group, row: Row) -> list[Cell | str]
     gradients = f"{row.tensors_with_grad}/{row.tensors_total}" if row.tensors_total else "-"
     severed = row.tensors_with_grad != row.tensors_total
     loss = f"{_number(row.loss_first, '.3f')} → {_number(row.loss_last, '.3f')}"
+    gate = _gate(row)
+    failures = printable("; ".join(gated.run.parity.failures))
     return [
         _version(row),
-        Cell(_gate(row).text, _gate(row).look, printable("; ".join(gated.run.parity.failures))),
+        Cell(gate.text, gate.look, failures or gate.title),
         Cell(display_name(what, 34), DIM, printable(what)),
         error,
         allowed,
