@@ -89,14 +89,14 @@ def test_a_solution_answers_the_sheets_questions(name: str) -> None:
 # --- ultra_fusion --------------------------------------------------------------------------------
 
 CALLS = {
-    "eager": {"aten::mm": 51, "aten::matmul": 17, "aten::mul": 136, "aten::view": 2319},
+    "eager": {"aten::mm": 63, "aten::matmul": 21, "aten::mul": 136, "aten::view": 2467},
     "pytorch_profiler": {
-        "aten::mm": 50,
+        "aten::mm": 62,
         "aten::addmm": 1,
-        "graph_0_cpp_fused__unsafe_view_mul_silu_split_3": 4,
-        "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_split_view_2": 4,
+        "graph_0_cpp_fused__unsafe_view_mul_silu_3": 4,
+        "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_view_2": 4,
         "graph_0_cpp_fused_add_embedding_mean_mul_pow_rsqrt_0": 35,
-        "aten::as_strided": 664,
+        "aten::as_strided": 740,
     },
 }
 """In a step: as many as were counted on a CPU with PyTorch 2.13, under fewer names."""
@@ -143,20 +143,20 @@ def test_unanswered_questions_of_fusion_are_red(measured: Path) -> None:
 def test_the_solution_of_fusion_passes(measured: Path) -> None:
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
     assert told(items, ok=False) == ""
-    assert "predicted 70%, measured 70%: a good prediction" in told(items, ok=True)
+    assert "predicted 70%, measured 68.5%: a good prediction" in told(items, ok=True)
 
 
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        ({"compiled_calls": 1516}, "you wrote 1,516, which is of all 2 steps"),
-        ({"eager_products": 68}, "you wrote 68, which is too high: a linear layer has one"),
-        ({"compiled_products": 50}, "you wrote 50, which is too low: aten::addmm is one"),
+        ({"compiled_calls": 1692}, "you wrote 1,692, which is of all 2 steps"),
+        ({"eager_products": 84}, "you wrote 84, which is too high: a linear layer has one"),
+        ({"compiled_products": 62}, "you wrote 62, which is too low: aten::addmm is one"),
         ({"swiglu_kernel": "aten::silu"}, "no kernel is called 'aten::silu'; look among"),
         ({"swiglu_kernel": "silu"}, "no kernel is called 'silu'; look among"),
         (
-            {"swiglu_kernel": "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_split_view_2"},
-            "is another one: the forward kernel's name has mul, silu and split",
+            {"swiglu_kernel": "graph_0_cpp_fused__unsafe_view_mul_silu_silu_backward_view_2"},
+            "is another one: the forward kernel's name has mul and silu, and no",
         ),
         ({"addmm_adds": "residual"}, "added by the next norm's kernel"),
         ({"addmm_adds": "bias"}, "addmm_adds should be one of residual, gradient, mask"),

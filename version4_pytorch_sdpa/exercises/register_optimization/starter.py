@@ -1,7 +1,7 @@
 """SwiGLU's two matrix products and what follows them, in one kernel: silu(x gate') * (x up').
 
-torch.compile leaves this as a product of the library's, which writes (M, 2 N) numbers, and a kernel
-that reads them again. Here both products stay in registers until y is ready. That is the
+torch.compile leaves this as two products of the library's, which write (M, N) numbers each, and a
+kernel that reads them again. Here both products stay in registers until y is ready. That is the
 difficulty: two accumulators, and operands for both on their way through shared memory.
 
 Shapes in the comments:

@@ -34,7 +34,7 @@ FUSED = (
     "A product needs its whole input, and its whole result is there before the next kernel starts: "
     "so one kernel, at least, for each gap between products (or attention) that has work in it."
 )
-SWIGLU = "the forward kernel's name has mul, silu and split, and no silu_backward"
+SWIGLU = "the forward kernel's name has mul and silu, and no silu_backward"
 
 
 def check(work: Work) -> Iterator[Item]:
