@@ -514,6 +514,16 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
         "baseline_analysis", tmp_path / "answers.toml", **found | {"one_version_shows_1_05": "no"}
     )
     assert "differ by a factor of 1.100" in red(checked("baseline_analysis", answers, tmp_path))
+    # Of a machine that was busier in one of two runs no lesson is drawn, and either answer stands.
+    slow = {"config_name": "custom", "batch_size": 16, "peak_tflops": 0.7 * run["peak_tflops"]}
+    stored_runs.write(tmp_path, run, "d", session="zz", created="zz", **slow)
+    for answer in ("fixed", "tokens"):
+        answers = with_answers(
+            "baseline_analysis", tmp_path / "answers.toml", **found | {"larger_part": answer}
+        )
+        items = checked("baseline_analysis", answers, tmp_path)
+        (judged,) = [item for item in items if item.what == "the larger part of a step's time"]
+        assert judged.ok and "busier in one of the two runs" in judged.why
 
 
 def test_the_bottleneck_of_a_gpu(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ RUN = "python version1_pytorch_baseline/tiny_llama_v1.py"
 CLAIM = 1.05
 UNDECIDED = (1.4, 1.6)
 """Ratios at which twice the batch says neither clearly."""
+QUIET = 1.25
+"""Times that the peaks measured before two runs may differ by on a machine as busy in both."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,19 @@ class Measured:
     def growth(self) -> float:
         """The time of a step with twice the batch over that with the batch."""
         return step_ms(self.doubled) / step_ms(self.later)
+
+    @property
+    def busy(self) -> str | None:
+        """Why `growth` says nothing, if what the machine reached in a large matrix product shows
+        that it was busier in one of these runs."""
+        peaks = [run.peak_tflops for run in (self.later, self.doubled) if run.peak_tflops]
+        if not peaks or max(peaks) <= QUIET * min(peaks):
+            return None
+        told = " and ".join(f"{peak:.3g}" for peak in peaks)
+        return (
+            f"the machine was busier in one of the two runs (a large matrix product reached {told} "
+            "TFLOP/s); run both again, with nothing else beside them"
+        )
 
 
 def check(work: Work) -> Iterator[Item]:
@@ -203,15 +218,19 @@ def _believe(work: Work) -> Iterator[Item]:
 
 
 def _larger_part(work: Work) -> Iterator[Item]:
-    growth = measured(work).growth
+    growth, busy = measured(work).growth, measured(work).busy
     answer = work.answers().choice("found.larger_part", ("tokens", "fixed"))
     least, most = UNDECIDED
     right = {"tokens"} if growth > most else {"fixed"} if growth < least else {"tokens", "fixed"}
+    what = "the larger part of a step's time"
+    if busy is not None:
+        yield Item(True, what, f"{growth:.2f} times as long says nothing: {busy}")
+        return
     # t = fixed + tokens, growth x t = fixed + 2 tokens
     of_tokens = min(max(growth - 1, 0.0), 1.0)
     yield Item(
         answer in right,
-        "the larger part of a step's time",
+        what,
         f"about {of_tokens:.0%} grows with the tokens"
         if answer in right
         else f"twice the tokens took {growth:.2f} times as long",
