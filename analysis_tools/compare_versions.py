@@ -207,7 +207,7 @@ def _ladder(arguments: argparse.Namespace) -> Study:
         return run_plans(plans, arguments, session)
 
     def find(runs: list[RunResult]) -> list[Row]:
-        shown = studies.ordinary(runs) or runs
+        shown = studies.preferred(runs, among=runs)
         if len(shown) < len(runs):
             left_out = len(runs) - len(shown)
             _tell([f"{left_out} runs left out: --waterfall or --sweep shows what they are of"])

@@ -221,7 +221,7 @@ def check(arguments: argparse.Namespace) -> int:
 def _load(folder: Path) -> list[RunResult]:
     """The folder's runs, but for those of waterfalls and sweeps beside comparisons of versions."""
     runs = results.load_folder(folder)
-    return studies.ordinary(runs) or runs
+    return studies.preferred(runs, among=runs)
 
 
 def _of_versions(runs: list[RunResult], keys: list[str]) -> list[RunResult]:

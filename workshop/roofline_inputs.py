@@ -255,8 +255,7 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
         raise WorkshopError(
             f"no run is {config or 'of any size'} {precision or ''}: there is {have}"
         )
-    ordinary = {id(run) for run in studies.ordinary(runs)}
-    chosen = [run for run in wanted if id(run) in ordinary] or wanted
+    chosen = studies.preferred(wanted, among=runs)
     rows = [row for row in comparison.build_rows(chosen) if row.step_ms]
     if not rows:
         return

@@ -20,6 +20,13 @@ def ordinary(runs: Sequence[RunResult]) -> list[RunResult]:
     return [run for run in runs if id(run) not in own]
 
 
+def preferred(wanted: Sequence[RunResult], among: Sequence[RunResult]) -> list[RunResult]:
+    """Those of the wanted runs that are ordinary among all; all of them if none is, so that who
+    has only ever run a waterfall or a sweep sees something."""
+    kept = {id(run) for run in ordinary(among)}
+    return [run for run in wanted if id(run) in kept] or list(wanted)
+
+
 def _of_studies(runs: list[RunResult]) -> list[RunResult]:
     """Those of one session that a waterfall or a sweep is made of."""
     found = [one.runs for one in waterfall.find(runs)]

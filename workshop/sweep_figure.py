@@ -5,19 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from workshop import results
+from workshop import colours, results
 from workshop.sweep import AXES, Curve, Point, Sweep
 from workshop.sweep_tables import limits
 
-COLOURS = {
-    "v1": "#808080",
-    "v2": "#D55E00",
-    "v3": "#0072B2",
-    "v4": "#009E73",
-    "hf": "#C06C9B",
-    "hf-liger": "#9A7B2B",
-}
-"""Of Okabe and Ito's palette, told apart by all eyes."""
 MARKS = {"v1": "o", "v2": "s", "v3": "D", "v4": "^", "hf": "P", "hf-liger": "X"}
 Value = Callable[[Point], float | None]
 _INCHES_A_LINE = 0.3
@@ -80,7 +71,7 @@ def _panel(axis: Any, sweep: Sweep, label: str, value: Value) -> None:
         axis.plot(
             [size for size, _ in told],
             [amount for _, amount in told],
-            color=COLOURS.get(curve.version, "#808080"),
+            color=colours.OF_VERSION.get(curve.version, colours.OTHER),
             marker=MARKS.get(curve.version, "o"),
             markersize=9,
             linewidth=2.5,
@@ -128,7 +119,7 @@ def _mark_ends(axis: Any, sweep: Sweep) -> None:
             # Side by side, about their size: in points, since the sizes are logarithmic.
             shift = (index - (len(own) - 1) / 2) * 0.7 * _MARK_POINTS
             look = {"marker": "x"} if point.out_of_memory else {"marker": "o", "fillstyle": "none"}
-            axis.plot(point.size, memory_mb, color=COLOURS.get(version, "#808080"),
+            axis.plot(point.size, memory_mb, color=colours.OF_VERSION.get(version, colours.OTHER),
                       markersize=_MARK_POINTS, markeredgewidth=3, linestyle="none", clip_on=False,
                       transform=offset_copy(axis.transData, axis.figure, x=shift, units="points"),
                       **look)  # fmt: skip

@@ -68,7 +68,12 @@ class Snapshot:
         # A group without news keeps its rows: their intervals take a while to compute.
         self._rows: dict[Group, list[Row]] = {}
         if older:
-            same = {g for g, own in self.groups.items() if _same(older.groups.get(g), own)}
+            same = {
+                group
+                for group, own in self.groups.items()
+                if _same(older.groups.get(group), own)
+                and len(self._ordinary_of(group)) == len(older._ordinary_of(group))
+            }
             self._rows = {g: rows for g, rows in list(older._rows.items()) if g in same}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
 
@@ -78,9 +83,12 @@ class Snapshot:
             return []
         if group not in self._rows:
             runs = [stored.run for stored in self.groups[group]]
-            ordinary = [run for run in runs if id(run) in self._ordinary]
-            self._rows[group] = comparison.build_rows(ordinary or runs)
+            self._rows[group] = comparison.build_rows(self._ordinary_of(group) or runs)
         return self._rows[group]
+
+    def _ordinary_of(self, group: Group) -> list[RunResult]:
+        """The group's runs that are of no waterfall or sweep."""
+        return [s.run for s in self.groups[group] if id(s.run) in self._ordinary]
 
     def roofline(self, paths: Sequence[Path]) -> Roofline:
         """Of result files, a profile's folder or a benchmark, with all known ceilings.
@@ -130,8 +138,8 @@ class Snapshot:
         """The more of the wanted group's parts it has, the first ones first; then those of whole
         versions, of the newest day, and there the one with most versions, in half precision, with
         most processes and tokens."""
+        ordinary = self._ordinary_of(group)
         runs = [stored.run for stored in self.groups[group]]
-        ordinary = [run for run in runs if id(run) in self._ordinary]
         newest = max(run.session for run in ordinary or runs)
         own = [run for run in ordinary or runs if run.session == newest]
         versions = len({run.version for run in own if run.step_ms})

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import plotly.graph_objects as go
 
+from workshop import colours
 from workshop.comparison import Row
 from workshop.dashboard.data import SWEPT, LossCurve, SweepPoint
 from workshop.interpreter import NOT_COMPARABLE
@@ -18,15 +19,6 @@ from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.table import KernelTable
 
-VERSION_COLOURS = {
-    "v1": "#808080",
-    "v2": "#D55E00",
-    "v3": "#0072B2",
-    "v4": "#009E73",
-    "hf": "#C06C9B",
-    "hf-liger": "#9A7B2B",
-}
-"""Near Okabe and Ito's palette, told apart by all eyes; each 3:1 or better on white and on dark."""
 SYMBOLS = {
     "v1": "circle",
     "v2": "square",
@@ -59,7 +51,7 @@ def text(name: str) -> str:
 
 
 def colour(row: Row) -> str:
-    return VERSION_COLOURS.get(row.version, "#808080")
+    return colours.OF_VERSION.get(row.version, colours.OTHER)
 
 
 def _figure(
@@ -277,7 +269,7 @@ def waterfall(rows: Sequence[Row]) -> go.Figure:
         cliponaxis=False,
         decreasing={"marker": {"color": SAVED}},
         increasing={"marker": {"color": LOST}},
-        totals={"marker": {"color": VERSION_COLOURS["v1"]}},
+        totals={"marker": {"color": colours.OF_VERSION["v1"]}},
         connector={"line": {"color": "#808080", "width": 1}},
         hovertemplate="%{x}: %{delta:,.2f} ms<extra></extra>",
     )
