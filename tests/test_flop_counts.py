@@ -84,7 +84,7 @@ def test_every_difference_is_explained_to_the_operation(key: str, odd_config) ->
     assert all(remark.explained for remark in remarks)
     half = flops.attention_flops(odd_config, B, T)
     if key == "v3":
-        assert the_one(remarks, "computes them again").backward == half / 2
+        assert the_one(remarks, "computes them again").backward == half * 3 / 2
         moved = the_one(remarks, "moved from one column to the other")
         assert "tiny_llama.linear_cross_entropy" in moved.text
         assert moved.forward == -moved.backward == 2 * 2 * B * T * 192 * 311
@@ -100,20 +100,22 @@ def test_every_difference_is_explained_to_the_operation(key: str, odd_config) ->
         )
 
 
-def test_flash_attention_of_a_gpu_has_a_fifth_product(odd_config) -> None:
+@pytest.mark.parametrize(("products", "word"), [(5, "five"), (7, "seven")])
+def test_flash_attention_of_a_gpu_computes_its_scores_again(odd_config, products, word) -> None:
     work = Work.of(odd_config, B, T)
     square = int(2 * work.attention)
     counted = TorchCount(
         {"aten.mm": int(work.weights), "aten._scaled_dot_product_flash_attention": square},
         {
             "aten.mm": int(2 * work.weights),
-            "aten._scaled_dot_product_flash_attention_backward": square * 5 // 2,
+            "aten._scaled_dot_product_flash_attention_backward": square * products // 2,
         },
         without_formula={"aten.mul": 7},
     )
     remarks = list(flop_counts.explain_torch(work, counted, results.Gradients(2, 2, 9, 9)))
     accounted_for(work, counted.step_flops, remarks)
-    assert [remark.backward / work.attention for remark in remarks] == [2, 1]
+    assert [remark.backward / work.attention for remark in remarks] == [2, products - 4]
+    assert f"{word} products where the gradients need four" in remarks[1].text
     assert all(remark.explained for remark in remarks)
 
 

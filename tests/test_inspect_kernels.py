@@ -23,11 +23,11 @@ TOOL = "version3_triton/inspect_kernels.py"
 AMD = ("gfx90a", "gfx942", "gfx950")
 LDS_KIB = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
 LAUNCHED = {
-    *("rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward", "swiglu_backward"),
-    *("attention_forward", "attention_prepare", "attention_backward", "cross_entropy"),
-    *("embedding_backward", "adamw_step", "adamw"),
+    *("rms_norm_forward", "rms_norm_backward", "rms_norm_sum", "rope"),
+    *("swiglu_forward", "swiglu_backward", "cross_entropy", "embedding_backward"),
+    *("attention_forward", "attention_dq", "attention_dk_dv", "adamw_step", "adamw"),
 }
-WITH_PRODUCTS = ("attention_forward", "attention_backward")
+WITH_PRODUCTS = ("attention_forward", "attention_dq", "attention_dk_dv")
 
 Finished = subprocess.CompletedProcess[str]
 TypeCommand = Callable[..., Finished]

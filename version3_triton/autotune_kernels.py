@@ -184,6 +184,9 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
     def entry(block: norm.Block) -> Any:
         return ((norm.MAX_WIDTH, block),)
 
+    def backward() -> Any:
+        return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype)
+
     yield Job(
         "triton_rms_norm.FORWARD_BLOCKS",
         norm.FORWARD_BLOCKS,
@@ -196,7 +199,14 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
         norm.BACKWARD_BLOCKS,
         [norm.Block(*shape, programs) for shape in shapes for programs in (1, 2, 4, 8)],
         entry,
-        lambda: norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype),
+        backward,
+    )
+    yield Job(
+        "triton_rms_norm.SUM_BLOCKS",
+        norm.SUM_BLOCKS,
+        list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8))),
+        tuple,
+        backward,
     )
 
 
@@ -253,11 +263,13 @@ def _attention_jobs(
         present = dict(_launch().tuned(table))
         return lambda tile: present | {key: ((attention.ANY, tile),)}
 
+    def backward() -> tuple[torch.Tensor, ...]:
+        return attention.flash_attention_backward(dout, q, k, v, out, lse, True, scale)
+
     calls = {
         "FORWARD_TILES": lambda: attention.flash_attention_forward(q, k, v, True, scale)[0],
-        "BACKWARD_TILES": lambda: attention.flash_attention_backward(
-            dout, q, k, v, out, lse, True, scale
-        ),
+        "DQ_TILES": backward,
+        "DK_DV_TILES": backward,
     }
     for name, call in calls.items():
         table = getattr(attention, name)

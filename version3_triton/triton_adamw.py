@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton_linear import keep_rounded, renew_rounded, rounded_copy
 
-CHUNK = 2**16 if INTERPRETED else 4096
-"""Numbers of one parameter that a program takes."""
+CHUNK = 2**16 if INTERPRETED else 1024
+"""Numbers of one parameter that a program takes. Many small programs, swept on an H200: while some
+wait for their loads, the others keep the memory busy."""
 _CAPTURES = 4  # of a step, without one in eager mode between them
 _POINTERS = tl.constexpr(6)  # of a parameter: itself, gradient, both moments, step, rounded copy
 _FACTORS = tl.constexpr(4)
@@ -188,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
             addresses, sizes, owners, starts, factors,
             beta1, 1 - beta1, beta2, 1 - beta2, group["eps"],
             LOW=tl.float16 if is_half else tl.bfloat16, ALIGNMENT=_alignment(rows), CHUNK=CHUNK,
-            num_warps=8,
+            num_warps=4,
         )  # fmt: skip
         for p, copy in zip(parameters, copies, strict=True):
             torch.autograd.graph.increment_version(p)

@@ -2,7 +2,8 @@
 
 The forward pass carries a running softmax over tiles of keys, so that a tile of scores lives and
 dies in registers; it leaves one number a query behind, the log-sum-exp of its scores. The backward
-pass computes each tile of scores again from q, k and that number.
+pass computes each tile of scores again from q, k and that number, and does so twice: by queries for
+dq, by keys for dk and dv. So every gradient gathers in the registers of one program.
 
 Shapes in the comments:
     B batch   H query heads   K key/value heads   G = H / K   T tokens   D head size
@@ -32,7 +33,6 @@ from torch.utils.flop_counter import register_flop_formula
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
 MAX_OFFSET = 2**31 - 1  # from the first token of a head to the last: the kernels add 32-bit offsets
-ROWS_PADDING = 128  # a multiple of every BLOCK_M
 
 
 # --- tiles of x[b, h], a (T, D) matrix ----------------------------------------------------------
@@ -69,18 +69,32 @@ def _store_tile(
 
 
 @triton.jit
-def _add_tile(
-    x, stride_b, stride_h, stride_t, b, h, first, T, tile,
-    ROWS: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
+def _store_gradient(
+    x, stride_b, stride_h, stride_t, cos_ptr, sin_ptr, stride_cos, stride_sin,
+    b, h, first, T, tile, ROTATED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile to rows of x[b, h] that other programs add theirs to at the same time."""
-    if TMA:
-        x.atomic_add([b, h, first, 0], tile.reshape(1, 1, ROWS, D))
-    else:
+    """`_store_tile`; of heads that RoPE has turned, turned back: pair (tile[i], tile[i + D/2]) by
+    pair, by the transposed matrix."""
+    if ROTATED:
+        HALF: tl.constexpr = D // 2
         t = first + tl.arange(0, ROWS)
+        d = tl.arange(0, HALF)
+        inside = t[:, None] < T
+        cos = cos_ptr + t[:, None] * stride_cos + d[None, :]
+        sin = sin_ptr + t[:, None] * stride_sin + d[None, :]
+        cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
+        cos2 = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
+        sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
+        sin2 = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
+        y1 = x1 * cos1 + x2 * sin2
+        y2 = x2 * cos2 - x1 * sin1
         base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
-        tl.atomic_add(base + offsets, tile, mask=t[:, None] < T, sem="relaxed")
+        target = base + t[:, None] * stride_t + d[None, :]
+        tl.store(target, y1.to(x.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, y2.to(x.dtype.element_ty), mask=inside)
+    else:
+        _store_tile(x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS, D)
 
 
 @triton.jit
@@ -174,89 +188,129 @@ def _attention_forward_kernel(
 
 
 @triton.jit
-def _attention_prepare_kernel(
-    out, dout, lse_ptr, rows_lse_ptr, rows_delta_ptr, dq,
-    stride_ob, stride_oh, stride_ot, stride_db, stride_dh, stride_dt,
-    stride_dqb, stride_dqh, stride_dqt,
-    T, T_padded, H, D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """What the backward pass needs of each query: its log-sum-exp, and delta = sum over D of
-    out * dout, which the softmax's backward subtracts; and zeros in dq.
-
-    Both are padded such that a query beyond T has weight exp2(-inf) = 0.
-    """
-    b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    first = tl.program_id(1) * BLOCK_M
-    m = first + tl.arange(0, BLOCK_M)
-    out_tile = _load_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, BLOCK_M, D, False)
-    dout_tile = _load_tile(dout, stride_db, stride_dh, stride_dt, b, h, first, T, BLOCK_M, D, False)
-    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    bh = tl.program_id(0).to(tl.int64)
-    lse = tl.load(lse_ptr + bh * T + m, mask=m < T, other=float("inf"))
-    tl.store(rows_lse_ptr + bh * T_padded + m, lse)
-    tl.store(rows_delta_ptr + bh * T_padded + m, delta)
-    zeros = tl.zeros((BLOCK_M, D), tl.float32)
-    _store_tile(dq, stride_dqb, stride_dqh, stride_dqt, b, h, first, T, zeros, BLOCK_M, D)
-
-
-@triton.jit
-def _accumulate(
-    dk, dv, k_tile, v_tile, q, dout, dq, rows_lse, rows_delta, b, h,
-    stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
-    stride_dqb, stride_dqh, stride_dqt,
-    n, first, last, T, scale,
+def _gather_dq(
+    dq, q_tile, dout_tile, lse, delta, k, v, b, kv,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    m, first, last, T, scale,
     MASK: tl.constexpr, CAUSAL: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries first..last of head h give to dk and dv of keys n, and to their own dq.
+    """Adds to dq of queries m what the keys first..last give."""
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        k_tile = _load_tile(k, stride_kb, stride_kh, stride_kt, b, kv, start, T, BLOCK_N, D, TMA)
+        v_tile = _load_tile(v, stride_vb, stride_vh, stride_vt, b, kv, start, T, BLOCK_N, D, TMA)
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        scores = _dot(q_tile, tl.trans(k_tile), zeros, PRECISION)
+        dweights = _dot(dout_tile, tl.trans(v_tile), zeros, PRECISION)
+        weights = tl.exp2(scores * scale - lse[:, None])
+        if MASK:
+            n = start + tl.arange(0, BLOCK_N)
+            visible = n[None, :] < T
+            if CAUSAL:
+                visible = visible & (n[None, :] <= m[:, None])
+            weights = tl.where(visible, weights, 0.0)
+        dscores = weights * (dweights - delta[:, None])
+        dq = _dot(dscores.to(k_tile.dtype), k_tile, dq, PRECISION)
+    return dq
+
+
+@triton.jit
+def _attention_dq_kernel(
+    q, k, v, out, dout, lse_ptr, delta_ptr, dq, cos_ptr, sin_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_ot,
+    stride_db, stride_dh, stride_dt, stride_dqb, stride_dqh, stride_dqt,
+    stride_cos, stride_sin, T, H, G, scale, scale_log2,
+    CAUSAL: tl.constexpr, ROTATED: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head against all the keys that it sees, for dq; and for the other
+    kernel delta = sum over D of out * dout, which the softmax's backward subtracts."""
+    bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    b, h = bh // H, bh % H
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # as in the forward pass
+    m = first + tl.arange(0, BLOCK_M)
+    q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, first, T, BLOCK_M, D, TMA)
+    out_tile = _load_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, BLOCK_M, D, TMA)
+    dout_tile = _load_tile(dout, stride_db, stride_dh, stride_dt, b, h, first, T, BLOCK_M, D, TMA)
+    rows = bh.to(tl.int64) * T
+    lse = tl.load(lse_ptr + rows + m, mask=m < T, other=float("inf"))
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    tl.store(delta_ptr + rows + m, delta, mask=m < T)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
+    if CAUSAL:
+        unmasked = first // BLOCK_N * BLOCK_N
+        last = tl.minimum(first + BLOCK_M, T)
+    else:
+        unmasked = T // BLOCK_N * BLOCK_N
+        last = T
+    acc = _gather_dq(
+        acc, q_tile, dout_tile, lse, delta, k, v, b, h // G,
+        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+        m, 0, unmasked, T, scale_log2,
+        False, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+    )  # fmt: skip
+    acc = _gather_dq(
+        acc, q_tile, dout_tile, lse, delta, k, v, b, h // G,
+        stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+        m, unmasked, last, T, scale_log2,
+        True, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+    )  # fmt: skip
+    _store_gradient(
+        dq, stride_dqb, stride_dqh, stride_dqt, cos_ptr, sin_ptr, stride_cos, stride_sin,
+        b, h, first, T, acc * scale, ROTATED, BLOCK_M, D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather_dk_dv(
+    dk, dv, k_tile, v_tile, q, dout, lse_ptr, delta_ptr, b, h,
+    stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
+    n, first, last, T, scale,
+    DIAGONAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds to dk and dv of keys n what the queries first..last of head h give.
 
     The scores stand transposed, (N, M): as the left factors of dk's and dv's products they then
-    stay in registers, and dq, transposed too, finds its right factor as it was written.
+    stay in registers. Keys beyond T need no mask: what they gather is not written.
     """
     for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
         m = start + tl.arange(0, BLOCK_M)
         q_tile = _load_tile(q, stride_qb, stride_qh, stride_qt, b, h, start, T, BLOCK_M, D, TMA)
-        scores = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        scores = _dot(k_tile, tl.trans(q_tile), scores, PRECISION)
-        weights = tl.exp2(scores * scale - tl.load(rows_lse + m)[None, :])
-        if MASK:
-            if CAUSAL:
-                weights = tl.where(n[:, None] <= m[None, :], weights, 0.0)
-            else:
-                weights = tl.where(n[:, None] < T, weights, 0.0)
         dout_tile = _load_tile(
             dout, stride_db, stride_dh, stride_dt, b, h, start, T, BLOCK_M, D, TMA
         )
+        zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        scores = _dot(k_tile, tl.trans(q_tile), zeros, PRECISION)
+        dweights = _dot(v_tile, tl.trans(dout_tile), zeros, PRECISION)
+        # A query beyond T has weight exp2(-inf) = 0.
+        lse = tl.load(lse_ptr + m, mask=m < T, other=float("inf"))
+        weights = tl.exp2(scores * scale - lse[None, :])
+        if DIAGONAL:
+            weights = tl.where(n[:, None] <= m[None, :], weights, 0.0)
         dv = _dot(weights.to(dout_tile.dtype), dout_tile, dv, PRECISION)
-        dweights = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        dweights = _dot(v_tile, tl.trans(dout_tile), dweights, PRECISION)
-        dscores = weights * (dweights - tl.load(rows_delta + m)[None, :])
-        dscores = dscores.to(q_tile.dtype)
-        dk = _dot(dscores, q_tile, dk, PRECISION)
-        dq_tile = tl.zeros((D, BLOCK_M), tl.float32)
-        dq_tile = _dot(tl.trans(k_tile), dscores, dq_tile, PRECISION)
-        _add_tile(
-            dq, stride_dqb, stride_dqh, stride_dqt, b, h, start, T, tl.trans(dq_tile),
-            BLOCK_M, D, TMA,
-        )  # fmt: skip
+        delta = tl.load(delta_ptr + m, mask=m < T, other=0.0)
+        dscores = weights * (dweights - delta[None, :])
+        dk = _dot(dscores.to(q_tile.dtype), q_tile, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit
-def _attention_backward_kernel(
-    q, k, v, dout, rows_lse_ptr, rows_delta_ptr, dq, dk, dv,
+def _attention_dk_dv_kernel(
+    q, k, v, dout, lse_ptr, delta_ptr, dk, dv, cos_ptr, sin_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt, stride_db, stride_dh, stride_dt,
-    stride_dqb, stride_dqh, stride_dqt, stride_dkb, stride_dkh, stride_dkt,
-    T, T_padded, H, G, scale, scale_log2,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    stride_dkb, stride_dkh, stride_dkt,
+    stride_cos, stride_sin, T, H, G, scale, scale_log2,
+    CAUSAL: tl.constexpr, ROTATED: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values against all the queries that see it, of all heads in its group.
-
-    dk and dv gather in registers. dq is gathered in memory, in fp32: each program adds its share.
-    """
+    """One tile of keys and values against all the queries that see it, of all heads in its
+    group."""
     K = H // G
     bkv = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, kv = bkv // K, bkv % K
@@ -268,27 +322,27 @@ def _attention_backward_kernel(
     dv_acc = tl.zeros((BLOCK_N, D), tl.float32)
     for g in range(G):
         h = kv * G + g
-        rows = (b * H + h).to(tl.int64) * T_padded
+        rows = (b * H + h).to(tl.int64) * T
         first = 0
         if CAUSAL:  # queries before the diagonal see none of the keys; those on it, some
             diagonal = n_first // BLOCK_M * BLOCK_M
             first = tl.cdiv(n_first + BLOCK_N, BLOCK_M) * BLOCK_M
-            dk_acc, dv_acc = _accumulate(
-                dk_acc, dv_acc, k_tile, v_tile, q, dout, dq,
-                rows_lse_ptr + rows, rows_delta_ptr + rows, b, h,
+            dk_acc, dv_acc = _gather_dk_dv(
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_ptr + rows, delta_ptr + rows, b, h,
                 stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
-                stride_dqb, stride_dqh, stride_dqt, n, diagonal, tl.minimum(first, T), T,
-                scale_log2, True, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+                n, diagonal, tl.minimum(first, T), T, scale_log2,
+                True, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
             )  # fmt: skip
-        dk_acc, dv_acc = _accumulate(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, dq,
-            rows_lse_ptr + rows, rows_delta_ptr + rows, b, h,
+        dk_acc, dv_acc = _gather_dk_dv(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_ptr + rows, delta_ptr + rows, b, h,
             stride_qb, stride_qh, stride_qt, stride_db, stride_dh, stride_dt,
-            stride_dqb, stride_dqh, stride_dqt, n, first, T, T,
-            scale_log2, not CAUSAL, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
+            n, first, T, T, scale_log2,
+            False, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
         )  # fmt: skip
-    dk_acc = dk_acc * scale
-    _store_tile(dk, stride_dkb, stride_dkh, stride_dkt, b, kv, n_first, T, dk_acc, BLOCK_N, D)
+    _store_gradient(
+        dk, stride_dkb, stride_dkh, stride_dkt, cos_ptr, sin_ptr, stride_cos, stride_sin,
+        b, kv, n_first, T, dk_acc * scale, ROTATED, BLOCK_N, D,
+    )  # fmt: skip
     _store_tile(dv, stride_dkb, stride_dkh, stride_dkt, b, kv, n_first, T, dv_acc, BLOCK_N, D)
 
 
@@ -337,19 +391,50 @@ FORWARD_TILES: Tiles = {
     },
     "interpreter": {},
 }
-BACKWARD_TILES: Tiles = {
+DQ_TILES: Tiles = {
     "sm_90": {
-        (2, 32): ((ANY, Tile(64, 64, 4, 3)),),
-        (2, 64): ((ANY, Tile(64, 64, 4, 3)),),
-        (2, 128): ((ANY, Tile(32, 64, 4, 3)),),
+        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
+        (2, 64): (
+            (512, Tile(64, 64, 4, 2)),
+            (2048, Tile(64, 32, 4, 3)),
+            (ANY, Tile(128, 64, 4, 3)),
+        ),
+        (2, 128): ((ANY, Tile(64, 64, 4, 2)),),
         (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
         (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
         (4, 128): ((ANY, Tile(32, 32, 8, 1)),),
     },
     "sm": {
+        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
+        (2, 64): ((ANY, Tile(64, 32, 4, 2)),),
+        (2, 128): ((ANY, Tile(64, 32, 4, 2)),),
+        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(32, 16, 4, 1)),),
+        (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
+    },
+    "gfx": {
+        (2, 32): ((ANY, Tile(64, 32, 4, 1)),),
+        (2, 64): ((ANY, Tile(64, 32, 4, 1)),),
+        (2, 128): ((ANY, Tile(64, 32, 4, 1)),),
+        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 128): ((ANY, Tile(32, 16, 4, 1)),),
+    },
+    "interpreter": {},
+}
+DK_DV_TILES: Tiles = {
+    "sm_90": {
+        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
+        (2, 64): ((ANY, Tile(128, 64, 4, 2)),),
+        (2, 128): ((ANY, Tile(64, 64, 4, 2)),),
+        (4, 32): ((ANY, Tile(16, 32, 4, 1)),),
+        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
+        (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
+    },
+    "sm": {
         (2, 32): ((ANY, Tile(32, 64, 4, 2)),),
         (2, 64): ((ANY, Tile(32, 64, 4, 2)),),
-        (2, 128): ((ANY, Tile(32, 64, 4, 2)),),
+        (2, 128): ((ANY, Tile(32, 32, 4, 2)),),
         (4, 32): ((ANY, Tile(16, 32, 4, 1)),),
         (4, 64): ((ANY, Tile(16, 32, 4, 1)),),
         (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
@@ -376,7 +461,7 @@ def _tile(table: Tiles, q: Tensor) -> Tile:
 
 
 # Tokens of all heads that are in work at once: about what the L2 cache of a large GPU (50 MB) holds
-# of q, k, v, out, and in the backward pass of dout and the fp32 dq too.
+# of q, k, v, out, and in the backward pass of dout and the gradients too.
 FORWARD_TOKENS_AT_ONCE = 2**17
 BACKWARD_TOKENS_AT_ONCE = 2**15
 
@@ -418,35 +503,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, scale: float, dk: Tensor, dv: Tensor,
-) -> Tensor:  # fmt: skip
-    """Writes the gradients of k and v into dk and dv, which have the same strides. Returns that of
-    q, not yet multiplied by `scale`: (B, H, T, D), fp32."""
+    causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
+    tables: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Writes the gradients into dq, and into dk and dv, which have the same strides. With RoPE's
+    tables, cos and sin (T, D): of q and k as they were before they were turned."""
     B, H, T, D = q.shape
     K = k.shape[1]
-    T_padded = triton.cdiv(T, ROWS_PADDING) * ROWS_PADDING
-    rows_lse, rows_delta = lse.new_empty(2, B, H, T_padded)
-    dq = new_heads(q, torch.float32)
-    _attention_prepare_kernel[(B * H, T_padded // ROWS_PADDING)](
-        out, dout, lse, rows_lse, rows_delta, dq,
-        *out.stride()[:3], *dout.stride()[:3], *dq.stride()[:3],
-        T, T_padded, H, D=D, BLOCK_M=ROWS_PADDING,
-    )  # fmt: skip
-    tile = _tile(BACKWARD_TILES, q)
-    tma, (q_in, k_in, v_in, dout_in, dq_out) = describe_tiles(
+    delta = torch.empty_like(lse)
+    cos, sin = tables or (delta[0], delta[0])  # not read
+    constants = {"CAUSAL": causal, "ROTATED": tables is not None, "D": D}
+    numbers = cos.stride(0), sin.stride(0), T, H, H // K, scale, scale * LOG2_E
+
+    tile = _tile(DQ_TILES, q)
+    tma, (q_in, k_in, v_in, out_in, dout_in) = describe_tiles(
         tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
-        (dout, tile.block_m), (dq, tile.block_m),
+        (out, tile.block_m), (dout, tile.block_m),
     )  # fmt: skip
-    _attention_backward_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
-        q_in, k_in, v_in, dout_in, rows_lse, rows_delta, dq_out, dk, dv,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3],
-        *dq.stride()[:3], *dk.stride()[:3],
-        T, T_padded, H, H // K, scale, scale * LOG2_E,
-        CAUSAL=causal, D=D, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+    _attention_dq_kernel[_grid(T, tile.block_m, B * H, BACKWARD_TOKENS_AT_ONCE)](
+        q_in, k_in, v_in, out_in, dout_in, lse, delta, dq, cos, sin,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
+        *dq.stride()[:3], *numbers, **constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
         num_warps=tile.num_warps,
     )  # fmt: skip
-    return dq
+
+    tile = _tile(DK_DV_TILES, q)
+    tma, (q_in, k_in, v_in, dout_in) = describe_tiles(
+        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
+        (dout, tile.block_m),
+    )  # fmt: skip
+    _attention_dk_dv_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
+        q_in, k_in, v_in, dout_in, lse, delta, dk, dv, cos, sin,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
+        *numbers, **constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -477,9 +570,9 @@ def flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    dk, dv = new_heads(k), new_heads(k)
-    dq = attend_backward(dout, q, k, v, out, lse, causal, scale, dk, dv)
-    return torch.mul(dq, scale, out=new_heads(q)), dk, dv
+    dq, dk, dv = new_heads(q), new_heads(k), new_heads(k)
+    attend_backward(dout, q, k, v, out, lse, causal, scale, dq, dk, dv)
+    return dq, dk, dv
 
 
 @flash_attention_backward.register_fake
@@ -519,6 +612,11 @@ def attention_flops(q_shape: tuple[int, ...], causal: bool) -> int:
     return square // 2 if causal else square
 
 
+def backward_attention_flops(q_shape: tuple[int, ...], causal: bool) -> int:
+    """Seven products where the forward pass has two: scores and dweights, twice; dq, dk, dv."""
+    return attention_flops(q_shape, causal) * 7 // 2
+
+
 @register_flop_formula(torch.ops.tiny_llama.flash_attention)
 def _forward_flops(q_shape, k_shape, v_shape, causal, scale, *, out_shape=None, **_) -> int:
     return attention_flops(q_shape, causal)
@@ -526,8 +624,7 @@ def _forward_flops(q_shape, k_shape, v_shape, causal, scale, *, out_shape=None, 
 
 @register_flop_formula(torch.ops.tiny_llama.flash_attention_backward)
 def _backward_flops(dout_shape, q_shape, k_shape, v_shape, o_shape, lse_shape, causal, scale, **_):
-    # Five products where the forward pass has two: the scores again, dv, dweights, dk, dq.
-    return attention_flops(q_shape, causal) * 5 // 2
+    return backward_attention_flops(q_shape, causal)
 
 
 def flash_attention(
@@ -547,12 +644,11 @@ def flash_attention(
     Returns:
         (B, H, T, D) in q's dtype; in memory (B, T, H, D), so that joining the heads is free.
 
-    Forward 4 B H T^2 D operations, backward 10 B H T^2 D, causal half of each. Bytes: q, k, v and
+    Forward 4 B H T^2 D operations, backward 14 B H T^2 D, causal half of each. Bytes: q, k, v and
     out once, and 4 B H T of log-sum-exp; k and v come from the L2 cache for all tiles of queries
-    but the first. Backward: as many again for each of q, k, v, dout and the gradients, and dq in
-    fp32, of which every tile of keys adds its part: 4 B H T D (T / N) bytes of traffic in L2,
-    causal half of it, which is what bounds it. The order of those additions is not fixed, so dq's
-    last bits vary from run to run.
+    but the first. Backward: twice q, k, v and dout, once out and each gradient. One pass for all
+    three gradients would save 4 of the 14, and would have to add dq up in memory, in fp32, tile of
+    keys by tile of keys: that took longer on an H200 at any length (README.md, "tried").
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that

@@ -21,6 +21,7 @@ from triton_attention import (
     attend,
     attend_backward,
     attention_flops,
+    backward_attention_flops,
     flash_attention_reference,
 )
 from triton_linear import rounded, weight_gradient
@@ -46,7 +47,7 @@ def qkv_attention_forward(
     """The heads' outputs (B, T, H D), and each query's log-sum-exp; q and k of the product
     (B, T, (H + 2K) D) are rotated in their place."""
     q, k, v = _heads(qkv, H, K)
-    rotate((q, k), (q, k), rows(cos), rows(sin), backward=False)
+    rotate((q, k), (q, k), rows(cos), rows(sin))
     out, lse = attend(q, k, v, True, q.shape[-1] ** -0.5)
     return out.transpose(1, 2).flatten(2), lse
 
@@ -68,8 +69,8 @@ def qkv_attention_backward(
     dqkv = qkv.new_empty(qkv.shape)
     dq, dk, dv = _heads(dqkv, H, K)
     dout, out = (x.view(*x.shape[:2], H, -1).transpose(1, 2) for x in (dout.contiguous(), out))
-    unscaled = attend_backward(dout, q, k, v, out, lse, True, scale, dk, dv)
-    rotate((unscaled, dk), (dq, dk), rows(cos), rows(sin), backward=True, q_factor=scale)
+    tables = rows(cos), rows(sin)
+    attend_backward(dout, q, k, v, out, lse, True, scale, dq, dk, dv, tables)
     return dqkv
 
 
@@ -80,19 +81,19 @@ def _(
     return qkv.new_empty(qkv.shape)
 
 
-def _forward_flops_of(qkv_shape: tuple[int, ...], H: int, K: int) -> int:
+def _q_shape(qkv_shape: tuple[int, ...], H: int, K: int) -> tuple[int, ...]:
     B, T, width = qkv_shape
-    return attention_flops((B, H, T, width // (H + 2 * K)), causal=True)
+    return B, H, T, width // (H + 2 * K)
 
 
 @register_flop_formula(torch.ops.tiny_llama.qkv_attention)
 def _forward_flops(qkv_shape, cos_shape, sin_shape, H, K, *, out_shape=None, **_) -> int:
-    return _forward_flops_of(qkv_shape, H, K)
+    return attention_flops(_q_shape(qkv_shape, H, K), causal=True)
 
 
 @register_flop_formula(torch.ops.tiny_llama.qkv_attention_backward)
 def _backward_flops(dout_shape, qkv_shape, o_shape, lse_shape, cos_shape, sin_shape, H, K, **_):
-    return _forward_flops_of(qkv_shape, H, K) * 5 // 2
+    return backward_attention_flops(_q_shape(qkv_shape, H, K), causal=True)
 
 
 class _QkvAttention(torch.autograd.Function):
@@ -129,7 +130,8 @@ def qkv_attention(
         (B, T, H D), the heads of a token side by side, for the product behind it.
 
     Bytes: as for its parts, without the writing and reading of v, and of dq once, that joining
-    and splitting would take.
+    and splitting would take; and without a pass of RoPE over dq and dk, which attention turns back
+    before it writes them.
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that

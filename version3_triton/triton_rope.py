@@ -16,14 +16,14 @@ from torch import Tensor
 
 @triton.jit
 def _rotate(
-    x, y, cos1, cos2, sin1, sin2, stride_xt, stride_yt, t, d, inside, factor,
+    x, y, cos1, cos2, sin1, sin2, stride_xt, stride_yt, t, d, inside,
     HALF: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the rows t of one head, pair (x[d], x[d + D/2]) by pair, and multiplies them by a
-    factor. The backward pass multiplies by the transposed matrix: the gradient is rotated back."""
+    """Rotates the rows t of one head, pair (x[d], x[d + D/2]) by pair. The backward pass multiplies
+    by the transposed matrix: the gradient is rotated back."""
     source = x + t[:, None] * stride_xt + d[None, :]
-    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32) * factor
-    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32) * factor
+    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     if BACKWARD:
         y1 = x1 * cos1 + x2 * sin2
         y2 = x2 * cos2 - x1 * sin1
@@ -40,7 +40,7 @@ def _rope_kernel(
     q, k, q_out, k_out, cos_ptr, sin_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     stride_qob, stride_qoh, stride_qot, stride_kob, stride_koh, stride_kot,
-    stride_cos, stride_sin, T, H, heads, q_factor,
+    stride_cos, stride_sin, T, H, heads,
     BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -61,14 +61,14 @@ def _rope_kernel(
         if head < H:
             _rotate(
                 q + b * stride_qb + head * stride_qh, q_out + b * stride_qob + head * stride_qoh,
-                cos1, cos2, sin1, sin2, stride_qt, stride_qot, t, d, inside, q_factor,
+                cos1, cos2, sin1, sin2, stride_qt, stride_qot, t, d, inside,
                 HALF, BACKWARD,
             )  # fmt: skip
         else:
             h = head - H
             _rotate(
                 k + b * stride_kb + h * stride_kh, k_out + b * stride_kob + h * stride_koh,
-                cos1, cos2, sin1, sin2, stride_kt, stride_kot, t, d, inside, 1.0, HALF, BACKWARD,
+                cos1, cos2, sin1, sin2, stride_kt, stride_kot, t, d, inside, HALF, BACKWARD,
             )  # fmt: skip
 
 
@@ -80,10 +80,10 @@ Pair = tuple[Tensor, Tensor]  # of q and k
 
 
 def rotate(
-    inputs: Pair, outputs: Pair, cos: Tensor, sin: Tensor, *, backward: bool, q_factor: float = 1.0
+    inputs: Pair, outputs: Pair, cos: Tensor, sin: Tensor, *, backward: bool = False
 ) -> None:
-    """Writes q and k rotated, or rotated back, into the outputs, which may be the inputs; q times
-    a factor as well. The last dimensions must be contiguous; dtypes may differ."""
+    """Writes q and k rotated, or rotated back, into the outputs, which may be the inputs. The last
+    dimensions must be contiguous."""
     B, H, T, D = inputs[0].shape
     heads = H + inputs[1].shape[1]
     block_t, block_h, warps = tuned(BLOCKS)
@@ -91,7 +91,7 @@ def rotate(
     _rope_kernel[(triton.cdiv(T, block_t), triton.cdiv(heads, block_h), B)](
         *inputs, *outputs, cos, sin,
         *(stride for x in (*inputs, *outputs) for stride in x.stride()[:3]),
-        cos.stride(0), sin.stride(0), T, H, heads, q_factor,
+        cos.stride(0), sin.stride(0), T, H, heads,
         BACKWARD=backward, HALF=D // 2, BLOCK_D=triton.next_power_of_2(D // 2),
         BLOCK_T=block_t, BLOCK_H=block_h, num_warps=warps,
     )  # fmt: skip

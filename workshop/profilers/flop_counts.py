@@ -252,16 +252,17 @@ def _attention(work: Work, counted: TorchCount) -> Iterator[Remark]:
             backward=backward - 2 * work.attention,
         )
         return
-    # Five products to the forward pass's two, of which the gradients need four.
-    recomputed = forward / 2 if backward == 2.5 * forward else 0.0
+    # To the forward pass's two products. The gradients need four of them.
+    products = {2.5: "five", 3.5: "seven"}.get(backward / forward if forward else 0.0)
+    recomputed = backward - 2 * forward if products else 0.0
     if forward == 2 * work.attention:
         half = (backward - recomputed) / 2
         yield Remark(TORCH, _WHOLE_SQUARE, forward=work.attention, backward=half)
     if recomputed:
         yield Remark(
             TORCH,
-            "flash attention stores no scores: its backward pass computes them again, a fifth "
-            "product where the gradients need four",
+            "flash attention stores no scores: its backward pass computes them again, "
+            f"{products} products where the gradients need four",
             backward=recomputed,
         )
 
