@@ -228,8 +228,8 @@ def inspected(tmp_path: Path) -> Path:
         compiled(*norm, "bf16 medium", constants={"ADD": True}, waves_by={"registers": 7.0}),
         compiled(*norm, "bf16 medium", constants=plain, waves_by={"registers": 9.0}),
         compiled(*norm, "bf16 large", constants=plain, waves_by={"registers": 4.0}),
-        compiled("sm_90", "attention_backward", "fp32 medium", spilled=24),
-        compiled("gfx942", "attention_backward", "bf16 medium", waves_by={"registers": 2.0}),
+        compiled("sm_90", "attention_backward_dk_dv", "bf16 medium", spilled=52),
+        compiled("gfx942", "attention_backward_dk_dv", "bf16 medium", waves_by={"registers": 2.0}),
     ]
     (tmp_path / "kernels").mkdir()
     text = json.dumps(inspection.as_json(kernels))
@@ -291,7 +291,7 @@ def test_a_prediction_that_is_off_is_green_and_explained(inspected: Path) -> Non
     assert not red(items)
     why = {item.what: item.why for item in items}
     assert "1.78 times too high" in why["predicted_waves_56"]
-    assert "predicted none, found attention_backward" in why["predicted_spiller"]
+    assert "predicted none, found attention_backward_dk_dv" in why["predicted_spiller"]
     assert "predicted fewer, found fewer" in why["predicted_closer"]
 
 

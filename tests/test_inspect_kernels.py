@@ -25,9 +25,15 @@ LDS_KIB = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
 LAUNCHED = {
     *("rms_norm_forward", "rms_norm_backward", "rms_norm_sum", "rope"),
     *("swiglu_forward", "swiglu_backward", "cross_entropy", "embedding_backward"),
-    *("attention_forward", "attention_dq", "attention_dk_dv", "adamw_step", "adamw"),
+    *(
+        "attention_forward",
+        "attention_backward_dq",
+        "attention_backward_dk_dv",
+        "adamw_step",
+        "adamw",
+    ),
 }
-WITH_PRODUCTS = ("attention_forward", "attention_dq", "attention_dk_dv")
+WITH_PRODUCTS = ("attention_forward", "attention_backward_dq", "attention_backward_dk_dv")
 
 Finished = subprocess.CompletedProcess[str]
 TypeCommand = Callable[..., Finished]

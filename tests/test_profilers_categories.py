@@ -198,8 +198,8 @@ def test_every_kernel_of_version_3_has_a_category() -> None:
     """So that a new kernel's name is thought of here too."""
     expected = {
         "_attention_forward_kernel": "attention",
-        "_attention_dq_kernel": "attention",
-        "_attention_dk_dv_kernel": "attention",
+        "_attention_backward_dq_kernel": "attention",
+        "_attention_backward_dk_dv_kernel": "attention",
         "_rms_norm_forward_kernel": "norm",
         "_rms_norm_backward_kernel": "norm",
         "_rms_norm_sum_kernel": "norm",

@@ -135,17 +135,17 @@ def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible(
     for cell, noise in recorded_noise().items():
         rng = random.Random(cell)
         loud = cell in HOST_BOUND
-        assert (noise.scatter["step_ms"] > 0.1) == loud
+        assert (noise.scatter["step_ms"] > 0.05) == loud
         size = {"processes": regression_tester.REPEATS, "steps": 20}
         checks = 250 if loud else 20
         counts = simulate(noise, rng, checks=checks, slow_down=0.05, **size)
         (noisy if loud else quiet).update(counts)
     # A machine as quiet as a GPU that is kept busy: every 5% is found, and nothing else.
     assert quiet["alarm"] == 0 and quiet[SLOWER] == 7 * 20
-    # Times that scatter by 10 to 30% between processes: 5% drowns, which is said each time, and
-    # no more than 1% of the checks cry wolf.
+    # Times that scatter by 5 to 20% between processes: 5% drowns, which is said, or is found after
+    # all; and no more than 1% of the checks cry wolf.
     assert noisy["alarm"] <= 12
-    assert noisy[SAME] == 0 and noisy[TOO_NOISY] >= 0.99 * 1250
+    assert noisy[TOO_NOISY] + noisy[SLOWER] == 5 * 250 and noisy[TOO_NOISY] >= 0.95 * 1250
 
 
 @pytest.mark.parametrize(
@@ -566,7 +566,8 @@ def test_the_reference_ladder_holds_against_itself(
     }
     assert set(steps) == set(recorded_noise())
     told = {cell for cell, verdict in steps.items() if verdict == TOO_NOISY}
-    assert set(HOST_BOUND) <= told and not any(f"v{n} medium bf16" in told for n in range(1, 5))
+    # Three processes show 3% of most of those that the GPU bounds.
+    assert set(HOST_BOUND) <= told and len(told) <= len(HOST_BOUND) + 1
     assert not {f["verdict"] for f in found} & {SLOWER, FASTER, FAILED}
 
 

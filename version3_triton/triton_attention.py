@@ -216,7 +216,7 @@ def _gather_dq(
 
 
 @triton.jit
-def _attention_dq_kernel(
+def _attention_backward_dq_kernel(
     q, k, v, out, dout, lse_ptr, delta_ptr, dq, cos_ptr, sin_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_ot,
@@ -299,7 +299,7 @@ def _gather_dk_dv(
 
 
 @triton.jit
-def _attention_dk_dv_kernel(
+def _attention_backward_dk_dv_kernel(
     q, k, v, dout, lse_ptr, delta_ptr, dk, dv, cos_ptr, sin_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt, stride_db, stride_dh, stride_dt,
@@ -521,7 +521,7 @@ def attend_backward(
         tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
         (out, tile.block_m), (dout, tile.block_m),
     )  # fmt: skip
-    _attention_dq_kernel[_grid(T, tile.block_m, B * H, BACKWARD_TOKENS_AT_ONCE)](
+    _attention_backward_dq_kernel[_grid(T, tile.block_m, B * H, BACKWARD_TOKENS_AT_ONCE)](
         q_in, k_in, v_in, out_in, dout_in, lse, delta, dq, cos, sin,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
         *dq.stride()[:3], *numbers, **constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -534,7 +534,7 @@ def attend_backward(
         tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
         (dout, tile.block_m),
     )  # fmt: skip
-    _attention_dk_dv_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
+    _attention_backward_dk_dv_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
         q_in, k_in, v_in, dout_in, lse, delta, dk, dv, cos, sin,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
         *numbers, **constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,

@@ -29,6 +29,7 @@ COMPILE = (
 WIDTHS = {1024: "bf16 medium", 2048: "bf16 large"}
 """Of a row, in the training steps that are inspected."""
 KERNELS = ("rms_norm_backward", "swiglu_backward", "attention_backward")
+ATTENTION = "attention_backward_dk_dv"
 Kernels = list[dict[str, Any]]
 
 
@@ -244,8 +245,8 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
     return [
         partial(
             _guessed, "predicted_spiller", (*KERNELS, "none"), "; ".join(sorted(spilling)),
-            "A norm holds a row or a few; attention's backward pass holds tiles of q, k, v and of "
-            "three gradients at a time.",
+            "A norm holds a row or a few; attention's backward pass tiles of q, k, v and dout, "
+            "of scores, and of what they give, all at a time.",
         ),
         partial(
             _guessed, "predicted_closer", ("more", "fewer"), "fewer" if closer == fewer else "more",
@@ -260,8 +261,8 @@ def _readings(kernels: Kernels) -> list[Part]:
     """What is read off the inspection, and off V3's table of blocks."""
     blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
     holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}
-    spilled = _kernel(kernels, "sm_90", "attention_backward", "fp32 medium")["spills"]["bytes"]
-    limited_by = _kernel(kernels, "gfx942", "attention_backward", "bf16 medium")["limited_by"]
+    spilled = _kernel(kernels, "sm_90", ATTENTION, "bf16 medium")["spills"]["bytes"]
+    limited_by = _kernel(kernels, "gfx942", ATTENTION, "bf16 medium")["limited_by"]
     row = "the row without `add` and `branch`, column `waves`"
     table = "BACKWARD_BLOCKS, architecture sm: elements x programs of the row for that width"
     return [
@@ -270,7 +271,7 @@ def _readings(kernels: Kernels) -> list[Part]:
         partial(_found, "spilled_bytes", spilled, "bytes a lane", "the line FAULT says how many"),
         partial(
             _chosen, "gfx942_limit", ("registers", "LDS", "slots"), [*limited_by, "slots"][0],
-            "the column `limited by` of attention_backward; none there means slots",
+            f"the column `limited by` of {ATTENTION}; none there means slots",
         ),
     ]  # fmt: skip
 
