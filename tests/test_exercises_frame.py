@@ -346,6 +346,18 @@ def test_progress_is_kept_and_a_broken_file_is_named(tmp_path: Path) -> None:
             Progress(tmp_path)
 
 
+def test_next_is_the_open_exercise_behind_the_one_that_passed(tmp_path: Path) -> None:
+    (sheets, _), progress = sheet.read_all(), Progress(tmp_path)
+    first, second, third, *_, last = (one.name for one in sheets)
+
+    def follows(behind: str = "") -> str:
+        return terminal.what_comes_next(sheets, progress, behind).plain.split()[1].rstrip(",")
+
+    assert follows() == first and follows(second) == third and follows(last) == first
+    progress.checked(third, 1, 1)
+    assert follows(second) not in (first, second, third)
+
+
 def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path: Path) -> None:
     content = stored_runs.reference()
     for name, created in (("old", "2030-01-01"), ("new", "2030-01-02")):

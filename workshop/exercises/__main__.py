@@ -109,7 +109,7 @@ def _check(arguments: argparse.Namespace, root: Path) -> int:
         green = sum(item.ok for item in outcome.items)
         progress.checked(one.name, green, len(outcome.items))
     if outcome.passed:
-        terminal.show(terminal.what_comes_next(_sheets(root), progress))
+        terminal.show(terminal.what_comes_next(_sheets(root), progress, behind=one.name))
     if outcome.lacks is not None:
         return errors.NOT_ON_THIS_MACHINE
     return errors.DONE if outcome.passed else errors.ANSWER_IS_NO

@@ -80,8 +80,12 @@ def _bar(done: int, of: int) -> Text:
     return Text("#" * done, style="green") + Text("-" * (of - done), style="dim")
 
 
-def what_comes_next(sheets: Sequence[Sheet], progress: Progress) -> Text:
-    left = next((sheet for sheet in sheets if not progress[sheet.name].passed), None)
+def what_comes_next(sheets: Sequence[Sheet], progress: Progress, behind: str = "") -> Text:
+    """The first open exercise; behind a name, the first one behind it, if any is open there."""
+    names = [sheet.name for sheet in sheets]
+    start = names.index(behind) + 1 if behind else 0
+    in_turn = (*sheets[start:], *sheets[:start])
+    left = next((sheet for sheet in in_turn if not progress[sheet.name].passed), None)
     if left is None:
         return Text("All exercises are passed.", style="green")
     return Text.assemble(
