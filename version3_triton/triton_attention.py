@@ -649,7 +649,7 @@ def flash_attention(
     out once, and 4 B H T of log-sum-exp; k and v come from the L2 cache for all tiles of queries
     but the first. Backward: twice q, k, v and dout, once out and each gradient. One pass for all
     three gradients would save 4 of the 14, and would have to add dq up in memory, in fp32, tile of
-    keys by tile of keys: that took longer on an H200 at any length (README.md, "tried").
+    keys by tile of keys: on an H200 that took longer at 128 to 4,096 tokens (README.md, "tried").
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that
