@@ -89,7 +89,7 @@ FAULTS = {
     "wrong position": (ROPE, "cos = cos_ptr + t[:, None]", "cos = cos_ptr + (t // 2)[:, None]"),
     # from the product on
     "gradients not turned back": (QKV, "dq, dk, dv, tables)", "dq, dk, dv)"),
-    "gradients turned on": (QKV, "y1 = x1 * cos1 + x2 * sin2", "y1 = x1 * cos1 - x2 * sin2"),
+    "gradients turned on": (QKV, "cos1, cos2, sin1, sin2, True)", "cos1, cos2, sin1, sin2, False)"),
     "gradients turned by half an angle": (QKV, "y2 = x2 * cos2 - x1 * sin1", "y2 = x2 * cos2"),
     "rotation thrown away": (QKV, "(q, k), (q, k), rows", "(q, k), (q.clone(), k), rows"),
     "k and v exchanged": (QKV, "q, k, v, out, lse, True", "q, v, k, out, lse, True"),
@@ -116,19 +116,19 @@ FAULTS = {
 }  # fmt: skip
 
 
-LAUNCHED_BY = {"triton_qkv_attention": "triton_attention"}
+KERNELS_OF = {"triton_qkv_attention": "triton_attention", "triton_attention": "triton_rope"}
 
 
 def with_fault(module: str, old: str, new: str, folder: Path) -> ModuleType:
     """The module with one line changed, its operators in a namespace of their own. A line that it
-    does not have is that of the module whose kernels it launches."""
+    does not have is that of the module whose kernels it takes."""
     text = Path(MODULES[module].__file__).read_text(encoding="utf-8")
-    name = f"fault_{abs(hash((old, new)))}"
+    name = f"fault_{module}_{abs(hash((old, new)))}"
     if old not in text:
-        kernels = LAUNCHED_BY[module]
+        kernels = KERNELS_OF[module]
         faulty = with_fault(kernels, old, new, folder)
         text = text.replace(f"from {kernels} import", f"from {faulty.__name__} import")
-        old, new, name = '"""', '"""', f"{name}_launched"
+        old = new = '"""'
     assert text.count(old) >= 1, f"{module}.py has no line with {old!r}"
     changed = text.replace(old, new).replace("tiny_llama::", f"{name}::")
     changed = changed.replace("torch.ops.tiny_llama.", f"torch.ops.{name}.")

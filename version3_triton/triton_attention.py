@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+from triton_rope import load_angles, turn
 
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
@@ -73,22 +74,18 @@ def _store_gradient(
     x, stride_b, stride_h, stride_t, cos_ptr, sin_ptr, stride_cos, stride_sin,
     b, h, first, T, tile, ROTATED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """`_store_tile`; of heads that RoPE has turned, turned back: pair (tile[i], tile[i + D/2]) by
-    pair, by the transposed matrix."""
+    """`_store_tile`; of heads that RoPE has turned, turned back, pair (tile[i], tile[i + D/2]) by
+    pair."""
     if ROTATED:
         HALF: tl.constexpr = D // 2
         t = first + tl.arange(0, ROWS)
         d = tl.arange(0, HALF)
         inside = t[:, None] < T
-        cos = cos_ptr + t[:, None] * stride_cos + d[None, :]
-        sin = sin_ptr + t[:, None] * stride_sin + d[None, :]
-        cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
-        cos2 = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
-        sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
-        sin2 = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
+        cos1, cos2, sin1, sin2 = load_angles(
+            cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF
+        )
         x1, x2 = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
-        y1 = x1 * cos1 + x2 * sin2
-        y2 = x2 * cos2 - x1 * sin1
+        y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, True)
         base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
         target = base + t[:, None] * stride_t + d[None, :]
         tl.store(target, y1.to(x.dtype.element_ty), mask=inside)

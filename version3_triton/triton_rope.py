@@ -15,21 +15,40 @@ from torch import Tensor
 
 
 @triton.jit
-def _rotate(
-    x, y, cos1, cos2, sin1, sin2, stride_xt, stride_yt, t, d, inside,
-    HALF: tl.constexpr, BACKWARD: tl.constexpr,
-):  # fmt: skip
-    """Rotates the rows t of one head, pair (x[d], x[d + D/2]) by pair. The backward pass multiplies
-    by the transposed matrix: the gradient is rotated back."""
-    source = x + t[:, None] * stride_xt + d[None, :]
-    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+def load_angles(cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF: tl.constexpr):
+    """The tables' rows t at d and at d + D/2, in fp32: cos, cos, sin, sin."""
+    cos = cos_ptr + t[:, None] * stride_cos + d[None, :]
+    sin = sin_ptr + t[:, None] * stride_sin + d[None, :]
+    cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit
+def turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
+    """The pairs (x1, x2) rotated. The backward pass multiplies by the transposed matrix: the
+    gradient is rotated back."""
     if BACKWARD:
         y1 = x1 * cos1 + x2 * sin2
         y2 = x2 * cos2 - x1 * sin1
     else:
         y1 = x1 * cos1 - x2 * sin1
         y2 = x2 * cos2 + x1 * sin2
+    return y1, y2
+
+
+@triton.jit
+def _rotate(
+    x, y, cos1, cos2, sin1, sin2, stride_xt, stride_yt, t, d, inside,
+    HALF: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Rotates the rows t of one head, pair (x[d], x[d + D/2]) by pair."""
+    source = x + t[:, None] * stride_xt + d[None, :]
+    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
     target = y + t[:, None] * stride_yt + d[None, :]
     tl.store(target, y1.to(y.dtype.element_ty), mask=inside)
     tl.store(target + HALF, y2.to(y.dtype.element_ty), mask=inside)
@@ -50,12 +69,9 @@ def _rope_kernel(
     d = tl.arange(0, BLOCK_D)
     b = tl.program_id(2).to(tl.int64)
     inside = (t[:, None] < T) & (d[None, :] < HALF)
-    cos = cos_ptr + t[:, None] * stride_cos + d[None, :]
-    sin = sin_ptr + t[:, None] * stride_sin + d[None, :]
-    cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
+    cos1, cos2, sin1, sin2 = load_angles(
+        cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF
+    )
     first = tl.program_id(1) * BLOCK_H
     for head in range(first, tl.minimum(first + BLOCK_H, heads)):
         if head < H:
