@@ -114,6 +114,9 @@ WRONG = {
 if Path("/proc/self/mem").exists():  # opens, and fails when it is read, even for root
     WRONG["text unreadable"] = ("--text-file /proc/self/mem", "/proc/self/mem can't be read: ")
 
+TYPED = ("heads do not divide", "no number", "text missing")
+"""Of the wrong ones, those that a process of its own answers: sizes that do not fit, a word that is
+no number, a file that is not there. The others are refused by the same code, called here."""
 # As WRONG; the last is what the message must say to lower.
 TOO_LARGE = {
     "width": ("--hidden-dim 200000", "hidden dimension 200000", "--hidden-dim"),
@@ -175,7 +178,7 @@ def started(
             **script("v1"),
             **ONE_CORE,
         )
-        for name, (words, *_) in (WRONG | TOO_LARGE).items():
+        for name, (words, *_) in ({n: WRONG[n] for n in TYPED} | TOO_LARGE).items():
             started.start(name, "v1", *words.replace("FOLDER", str(folder)).split())
         started.start("good v1", "v1")
         started.start("good v2", "v2")
@@ -198,9 +201,33 @@ def started(
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.fixture
+def answer(
+    started: Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], Finished]:
+    """What V1's command line says to one of the wrong inputs."""
+
+    def typed_or_called(name: str) -> Finished:
+        if name in TYPED:
+            return started[name].result()
+        monkeypatch.setattr(sys, "argv", ["tiny_llama_v1.py"])
+        words = WRONG[name][0].replace("FOLDER", str(started.top)).split()
+        argv = [str(word) for word in command("v1", started.output(name), *words)[2:]]
+        try:
+            status = cli.main(versions.load("v1"), argv)
+        except SystemExit as refused:
+            status = int(refused.code or 0)
+        said = capsys.readouterr()
+        return Finished(argv, status, said.out, said.err)
+
+    return typed_or_called
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_one_line_and_leaves_nothing(name: str, started: Started) -> None:
-    finished = started[name].result()
+def test_wrong_input_is_one_line_and_leaves_nothing(
+    name: str, answer: Callable[[str], Finished], started: Started
+) -> None:
+    finished = answer(name)
     *usage, line = finished.stderr.splitlines()
     message = line.replace(str(started.top), "FOLDER")
     assert finished.returncode == 2, finished.stderr

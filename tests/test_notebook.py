@@ -18,6 +18,8 @@ from workshop import notebook, parity
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item
 from workshop.parity import Measure, ParityReport
+from workshop.profilers.advisor import advise, headline
+from workshop.profilers.load import load, recorded_run
 from workshop.report.pictures import Chart
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,12 +130,20 @@ def test_it_runs_and_shows_what_it_promises(executed: nbformat.NotebookNode) -> 
         assert f"<p><b>{title}" in text, title
     assert text.count("<svg") == 6
     assert text.count("data:image/png") == 3
-    assert re.search(r"\w+-bound", text)  # what the profile says of the step
+    words = " ".join(re.sub(r"\x1b\[[\d;]*m", "", text).split())  # the terminal's colours
+    for version in ("v1", "v2"):
+        profile = output_folder(executed) / "profiles" / version / "pytorch_profiler"
+        bound = headline(advise(load(profile), recorded_run(profile)))
+        assert bound is not None and bound.sentence in words
+
+
+def output_folder(executed: nbformat.NotebookNode) -> Path:
+    [cell] = [c for c in executed.cells if c.source.startswith("import pathlib")]
+    return Path(re.findall(r"Path\('(.+?)'\)", cell.source)[0])
 
 
 def test_all_that_it_measures_lies_in_its_folder(executed: nbformat.NotebookNode) -> None:
-    [cell] = [c for c in executed.cells if c.source.startswith("import pathlib")]
-    folder = Path(re.findall(r"Path\('(.+?)'\)", cell.source)[0])
+    folder = output_folder(executed)
     assert {path.name for path in folder.iterdir()} >= {
         *("runs", "profiles", "roofline", "ceilings"),
         *("comparison.json", "v1_step.png", "h200_v4_step.png"),
