@@ -61,8 +61,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest file first: its commands follow one another, and a last one would run alone.
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    # Files whose commands follow one another first: the last to start would run alone.
+    first = ("test_sweep.py", "test_waterfall.py", "test_readme.py")
+    items.sort(key=lambda item: -first.index(item.path.name) if item.path.name in first else 1)
     if torch.cuda.is_available():
         return
     for item in items:
