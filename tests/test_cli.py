@@ -117,6 +117,7 @@ if Path("/proc/self/mem").exists():  # opens, and fails when it is read, even fo
 TYPED = ("heads do not divide", "no number", "text missing")
 """Of the wrong ones, those that a process of its own answers: sizes that do not fit, a word that is
 no number, a file that is not there. The others are refused by the same code, called here."""
+
 # As WRONG; the last is what the message must say to lower.
 TOO_LARGE = {
     "width": ("--hidden-dim 200000", "hidden dimension 200000", "--hidden-dim"),
