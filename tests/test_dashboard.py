@@ -316,8 +316,12 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_thousand_files_start_and_change_at_once(
     window: Any, thousand: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On an idle core 3 s to start and 200 ms for a change: told. Others may hold this machine, so
-    that the limits are for CPU time, and several times those for the clock's."""
+    """On an idle core 3 s to start and 200 ms for a change: told. Others may hold this machine, and
+    it may be slow: the limits are for CPU time, in units of what the files cost to read here, of
+    which all of it takes 4 to 5, and several times those for the clock's."""
+    reading = time.process_time()
+    Live(Collection([thousand])).warm_up()
+    reading = time.process_time() - reading
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     with served(thousand) as address:
@@ -334,14 +338,14 @@ def test_a_thousand_files_start_and_change_at_once(
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     told = (
-        f"start {start:.2f} s; CPU time of all {spent:.2f} s; "
+        f"start {start:.2f} s; CPU time of all {spent:.2f} s, of reading {reading:.2f} s; "
         + "changes "
         + ", ".join(f"{ms:.0f}" for ms in changes)
     )
     with capsys.disabled():
         print(f"\n1,000 files: {told}")
     assert all(ms > 0 for ms in changes), told
-    assert spent < 6, told
+    assert spent < 7 * reading, told
     assert min(changes) < 600, told
 
 
