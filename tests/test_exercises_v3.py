@@ -268,7 +268,7 @@ FINDINGS = {
     "bound_by": ("compute", "more operations a byte than the balance"),
     "small_backward_share": (78, "1.68 times too large: the column `of ceiling`"),
     "fixed_backward_us": (26.2, "times too large: µs = bytes"),
-    "sum_us": (672.0 / 3, "25 times too large: its total by its calls"),
+    "sum_us": (216.0 / 3, "25 times too large: its total by its calls"),
     "waves_1024": (16, "1.78 times too large: the row without `add` and `branch`"),
     "held_2048": (8192, "2 times too small: BACKWARD_BLOCKS"),
     "spilled_bytes": (0, "yours is 0: the line FAULT"),

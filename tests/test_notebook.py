@@ -219,7 +219,7 @@ def test_the_gates_picture_has_a_dot_for_each_measure(monkeypatch: pytest.Monkey
 
 def test_pictures_of_a_folder_have_names_of_their_own() -> None:
     shown = [one.html for one in notebook.pictures(ROOT / "results" / "reference" / "nvidia_h200")]
-    assert len(shown) == 1 + 3 * 9  # all speed-ups, and for each size time, memory and losses
+    assert len(shown) == 1 + 3 * 12  # all speed-ups, and for each size time, memory and losses
     identifiers = [name for one in shown for name in re.findall(r' id="([^"]+)"', one)]
     assert len(identifiers) == len(set(identifiers)) > 0
     assert all("--ink: var(--jp-" in one and "<svg" in one for one in shown)

@@ -126,26 +126,28 @@ def simulate(
     return counts
 
 
-HOST_BOUND = ("v1 small bf16", "v2 small bf16", "hf small bf16", "hf-liger small bf16",
-              "hf-liger medium bf16")  # fmt: skip
+QUIET, LOUD = 0.02, 0.05
+"""Scatter of processes that keep the GPU busy stays below the one; that of those that wait for the
+host lies beyond the other, mostly."""
 
 
 def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible() -> None:
     quiet, noisy = Counter[str](), Counter[str]()
     for cell, noise in recorded_noise().items():
         rng = random.Random(cell)
-        loud = cell in HOST_BOUND
-        assert (noise.scatter["step_ms"] > 0.05) == loud
+        loud = noise.scatter["step_ms"] > QUIET
         size = {"processes": regression_tester.REPEATS, "steps": 20}
         checks = 250 if loud else 20
         counts = simulate(noise, rng, checks=checks, slow_down=0.05, **size)
-        (noisy if loud else quiet).update(counts)
-    # A machine as quiet as a GPU that is kept busy: every 5% is found, and nothing else.
-    assert quiet["alarm"] == 0 and quiet[SLOWER] == 7 * 20
-    # Times that scatter by 5 to 20% between processes: 5% drowns, which is said, or is found after
-    # all; and no more than 1% of the checks cry wolf.
-    assert noisy["alarm"] <= 12
-    assert noisy[TOO_NOISY] + noisy[SLOWER] == 5 * 250 and noisy[TOO_NOISY] >= 0.95 * 1250
+        (noisy if loud else quiet).update(counts | {"checks": checks})
+    # A machine as quiet as a GPU that is kept busy: every 5% is found.
+    assert quiet["checks"] >= 6 * 20 and quiet[SLOWER] == quiet["checks"]
+    # Times that scatter by more between processes: 5% drowns, which is said, or is found after all.
+    assert noisy["checks"] >= 4 * 250
+    assert noisy[TOO_NOISY] + noisy[SLOWER] == noisy["checks"]
+    assert noisy[TOO_NOISY] >= 0.95 * noisy["checks"]
+    for counts in (quiet, noisy):  # no more than 1% of the checks cry wolf
+        assert counts["alarm"] <= 0.01 * counts["checks"]
 
 
 @pytest.mark.parametrize(
@@ -564,10 +566,12 @@ def test_the_reference_ladder_holds_against_itself(
         for f in found
         if f["metric"] == "step_ms"
     }
-    assert set(steps) == set(recorded_noise())
+    scatter = {cell: noise.scatter["step_ms"] for cell, noise in recorded_noise().items()}
+    assert set(steps) == set(scatter)
     told = {cell for cell, verdict in steps.items() if verdict == TOO_NOISY}
-    # Three processes show 3% of most of those that the GPU bounds.
-    assert set(HOST_BOUND) <= told and len(told) <= len(HOST_BOUND) + 1
+    # Three processes show 3% where they scatter by a tenth of that.
+    assert {cell for cell in scatter if scatter[cell] > LOUD} <= told
+    assert not {cell for cell in scatter if scatter[cell] < THRESHOLD / 10} & told
     assert not {f["verdict"] for f in found} & {SLOWER, FASTER, FAILED}
 
 

@@ -185,7 +185,7 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert "measured 786" in told and "IMPLAUSIBLE" not in told
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
-    assert len(everything["points"]) == 3 * 6 + 6 * 4
+    assert len(everything["points"]) == 3 * 6 + 9 * 4
 
 
 def test_a_figure_above_the_chip_is_flagged_and_drawn(
