@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Measures what the documents show of a device: comparisons, waterfalls, sweeps, profiles, kernels,
+# into a folder like those beside this script.
+#
+# Usage: results/reference/measure.sh FOLDER [STUDY ...]
+#
+# Without a STUDY all of them, one after the other, on one GPU; on an H200 they take an hour and a
+# half. Where there are several GPUs, give each its own studies:
+# CUDA_VISIBLE_DEVICES=1 results/reference/measure.sh FOLDER waterfall waterfall_v3
+#
+# PYTHON names the Python to run (default: python). Exit status: 0 done, 1 something failed (the
+# rest was measured), 2 wrong usage, 130 interrupted.
+set -euo pipefail
+unset CDPATH
+
+STUDIES=(ladder once waterfall waterfall_v3 sweep_seq_len sweep_batch_size sweep_hidden_dim
+  profiles kernels ceilings harness)
+VERSIONS=(v1 v2 v3 v4)
+PEERS=(hf hf-liger)
+PYTHON=${PYTHON:-python}
+STATUS=0
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+# try COMMAND...: 77 says that this machine lacks what it needs.
+try() {
+  local status=0
+  "$@" || status=$?
+  case $status in
+    0 | 77) ;;
+    130) exit 130 ;;
+    *)
+      echo "failed with status $status: $*" >&2
+      STATUS=1
+      ;;
+  esac
+}
+
+compare() {
+  try "$PYTHON" analysis_tools/compare_versions.py --output-dir "$@"
+}
+
+# In one process each.
+once() {
+  compare "$FOLDER/once" --repeats 1 --num-steps 10 "$@"
+}
+
+waterfall() {
+  compare "$FOLDER/$1" --waterfall "$2" --config medium --precision bf16 --num-steps 15
+}
+
+sweep() {
+  compare "$FOLDER/$1" --sweep "${@:2}" --config small --precision bf16 \
+    --versions "${VERSIONS[@]}" --repeats 1 --num-steps 10
+}
+
+# Of a profile the hot list is kept. Tools that read counters run each kernel many times, so that
+# they get two layers.
+profile() {
+  local version=$1 folder tool raw
+  folder=$(echo version"${version#v}"_*)
+  raw=$(mktemp -d)
+  run_profiler "$PYTHON" run_pytorch_profiler.py
+  for tool in ncu rocprofv3 proton; do
+    run_profiler bash "run_$tool.sh" --num-layers 2
+  done
+  rm -rf "$raw"
+}
+
+run_profiler() {
+  local tool=${2#run_} kept
+  tool=${tool%.*}
+  PYTHON=$PYTHON try "$1" "$folder/$2" --output-dir "$raw/$tool" -- \
+    --config medium --precision bf16 "${@:3}"
+  if [[ -f $raw/$tool/kernels.json ]]; then
+    kept=$FOLDER/profiles/$version/$tool
+    mkdir -p "$kept"
+    cp "$raw/$tool/kernels.json" "$raw/$tool/run.json" "$kept/"
+  fi
+}
+
+measure() {
+  local version
+  case $1 in
+    ladder)
+      compare "$FOLDER" --config small medium --precision bf16 \
+        --versions "${VERSIONS[@]}" "${PEERS[@]}"
+      ;;
+    once)
+      once --config small medium large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
+      once --config large --precision bf16 --versions "${VERSIONS[@]}" "${PEERS[@]}"
+      ;;
+    waterfall) waterfall waterfall v4 ;;
+    waterfall_v3) waterfall waterfall_v3 v3 ;;
+    sweep_seq_len) sweep sweep_seq_len seq-len 128 ... 8192 ;;
+    sweep_batch_size) sweep sweep_batch_size batch-size 16 64 256 1024 4096 16384 ;;
+    sweep_hidden_dim) sweep sweep_hidden_dim hidden-dim 256 ... 4096 ;;
+    profiles) for version in "${VERSIONS[@]}"; do profile "$version"; done ;;
+    kernels) try "$PYTHON" version3_triton/benchmark_kernels.py --output-dir "$FOLDER/kernels" ;;
+    ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
+    harness)
+      try "$PYTHON" -m pytest tests/test_gpu.py -k harness --keep-figures "$FOLDER/harness"
+      ;;
+  esac
+}
+
+if [[ ${1:-} == --help ]]; then
+  sed -n '2,/^set/ s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" # the first comment
+  echo "Studies: ${STUDIES[*]}"
+  exit
+fi
+[[ $# -ge 1 && $1 != -* ]] || fail "usage: $0 FOLDER [STUDY ...], of ${STUDIES[*]}"
+for study in "${@:2}"; do
+  [[ " ${STUDIES[*]} " == *" $study "* ]] ||
+    fail "unknown study '$study': choose from ${STUDIES[*]}"
+done
+mkdir -p "$1" 2>/dev/null && FOLDER=$(cd "$1" && pwd) || fail "$1: no folder can be made there"
+shift
+[[ $# -gt 0 ]] || set -- "${STUDIES[@]}"
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+for study in "$@"; do
+  measure "$study"
+done
+exit "$STATUS"

@@ -1,0 +1,103 @@
+"""The script that measures reference results: what it types, with a stand-in for Python."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from analysis_tools import compare_versions, roofline_analysis
+from version3_triton import benchmark_kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "results" / "reference" / "measure.sh"
+PARSERS = {
+    "compare_versions.py": compare_versions.build_parser,
+    "roofline_analysis.py": roofline_analysis.build_parser,
+    "benchmark_kernels.py": benchmark_kernels.build_parser,
+}
+STAND_IN = """#!/usr/bin/env bash
+printf '%q ' "$@" >>"$TYPED" && echo >>"$TYPED"
+if [[ $1 == *run_pytorch_profiler.py ]]; then
+  mkdir -p "$3" && echo "$1" | tee "$3/kernels.json" >"$3/run.json"
+fi
+[[ "$*" != *--sweep* ]] || exit "$END"
+"""
+
+
+@pytest.fixture
+def measure(tmp_path: Path):
+    """Runs the script from another folder; its end, and the commands that it typed."""
+    python, typed = tmp_path / "python", tmp_path / "typed"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    typed.touch()
+
+    def run(*words: str, status: int = 0) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        environment = {"PYTHON": str(python), "TYPED": str(typed), "END": str(status)}
+        done = subprocess.run(
+            ["bash", SCRIPT, *words],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        return done, typed.read_text().splitlines()
+
+    return run
+
+
+def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> None:
+    done, typed = measure("new folder")
+    assert done.returncode == 0, done.stderr
+    parsed = []
+    for line in typed:
+        tool, *flags = shlex.split(line)
+        name = Path(tool).name
+        if name in PARSERS:
+            arguments = PARSERS[name]().parse_args(flags)
+            parsed.append(name)
+            folder = arguments.results if name == "roofline_analysis.py" else arguments.output_dir
+            assert (tmp_path / "new folder") in (folder, folder.parent)
+    assert {name: parsed.count(name) for name in PARSERS} == dict(
+        zip(PARSERS, (8, 1, 1), strict=True)
+    )
+    kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
+    assert len(kept) == 2 * 4
+    assert "version3_triton" in kept[4].read_text()
+
+
+def test_a_study_that_fails_is_told_and_the_next_is_measured(measure) -> None:
+    done, typed = measure("out", "sweep_seq_len", "waterfall", status=1)
+    assert done.returncode == 1
+    assert ["--sweep" in line for line in typed] == [True, False]
+    assert "failed with status 1: " in done.stderr and "seq-len 128 ... 8192" in done.stderr
+
+
+def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure) -> None:
+    assert measure("out", "sweep_seq_len", status=77)[0].returncode == 0
+    done, typed = measure("out", "sweep_seq_len", "waterfall", status=130)
+    assert done.returncode == 130 and len(typed) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "usage: "),
+        (("--all",), "usage: "),
+        (("out", "ladders"), "unknown study 'ladders': choose from ladder once"),
+        (("python/in",), "python/in: no folder can be made there"),
+    ],
+)
+def test_wrong_usage(words: tuple[str, ...], message: str, measure) -> None:
+    done, typed = measure(*words)
+    assert done.returncode == 2 and not typed
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_help(measure) -> None:
+    done, typed = measure("--help")
+    assert done.returncode == 0 and not typed
+    assert "Usage: results/reference/measure.sh FOLDER [STUDY ...]" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Studies: ladder once waterfall ")
