@@ -117,7 +117,8 @@ for study in "${@:2}"; do
   [[ " ${STUDIES[*]} " == *" $study "* ]] ||
     fail "unknown study '$study': choose from ${STUDIES[*]}"
 done
-mkdir -p "$1" 2>/dev/null && FOLDER=$(cd "$1" && pwd) || fail "$1: no folder can be made there"
+mkdir -p "$1" 2>/dev/null || fail "$1: no folder can be made there"
+FOLDER=$(cd "$1" && pwd)
 shift
 [[ $# -gt 0 ]] || set -- "${STUDIES[@]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
