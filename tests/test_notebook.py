@@ -126,7 +126,7 @@ def test_it_runs_and_shows_what_it_promises(executed: nbformat.NotebookNode) -> 
             what
         )
     for title in ("Distance from V1", "Speed-up over V1", "Where the time of a step goes",
-                  "What fills the memory", "The same loss in every version"):  # fmt: skip
+                  "What fills the memory", "The loss of every version"):  # fmt: skip
         assert f"<p><b>{title}" in text, title
     assert text.count("<svg") == 6
     assert text.count("data:image/png") == 3

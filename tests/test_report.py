@@ -186,10 +186,12 @@ def test_what_bounds_it_what_was_run_and_by_what(from_reference: tuple[str, str,
         assert "GEMM-bound: matrix products take" in text  # the advisor
         assert "v3: compute-bound: 480 of 989 TFLOP/s (bf16), 49% of its roof" in text
         assert "Largest difference from V1 at any step" in text  # the loss curves, in words
+        assert "fp16 scales the loss, by 65,536 at first" in text
     commands = page.tables["device-1", "Command lines"][1:]
     assert len(commands) == 3 * 6 + 9 * 4
     assert all(re.search(r"tiny_llama_v|hugging_face_l", row[1]) for row in commands)
     assert page.tags.count("svg") >= 13 and page.tags.count("img") >= 5
+    assert markdown.count("scales the loss") == 3  # of three sizes, and of no other precision
 
 
 def test_a_version_that_makes_no_difference_saves_nothing(tmp_path: Path) -> None:

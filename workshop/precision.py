@@ -41,6 +41,18 @@ PRECISIONS = {
 }
 
 
+def of_losses(name: str) -> str:
+    """What has to be known of losses at a precision before they are compared step by step."""
+    precision = PRECISIONS.get(name)
+    if precision is None or not precision.loss_scaling:
+        return ""
+    return (
+        f"{name} scales the loss, by 65,536 at first, and leaves out a step whose gradients "
+        "overflow at that. A version in which other steps overflow than in V1 trains the same "
+        "model a step earlier or later."
+    )
+
+
 def get_precision(name: str, device: torch.device) -> Precision:
     """The named precision; `auto` is bf16 on a GPU that has it, else fp32.
 

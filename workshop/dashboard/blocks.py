@@ -8,7 +8,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop import roofline_figures
+from workshop import precision, roofline_figures
 from workshop.collection import Profile
 from workshop.comparison import Row
 from workshop.dashboard import data, figures
@@ -160,10 +160,10 @@ def _proof(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     curves = data.loss_curves(snapshot, choice.group, rows)
     blocks = []
     if curves:
-        statement = data.loss_difference(curves)
+        statements = [data.loss_difference(curves), precision.of_losses(choice.group.precision)]
         blocks.append(
             Block("losses", "Loss curves, one upon another", figures.losses(curves),
-                  before=[(statement, "")], wide=True)
+                  before=[(text, "") for text in statements if text], wide=True)
         )  # fmt: skip
     cells = [_proof_cells(snapshot, choice.group, row) for row in rows]
     table = Table(_PROOF_HEADER, cells, texts=3)

@@ -125,13 +125,14 @@ def categories(
     return _stack(name, title, unit, bars, parts, files)
 
 
-def losses(name: str, curves: Sequence[Curve], files: tuple[Path, ...]) -> Chart:
-    """All versions' losses over each other, and below what they differ from V1's by."""
+def losses(name: str, curves: Sequence[Curve], files: tuple[Path, ...], caution: str) -> Chart:
+    """All versions' losses over each other, and below what they differ from V1's by; `caution` is
+    said of them."""
     told = [f"{c.label} {_loss(c.losses[0])} to {_loss(c.losses[-1])}" for c in curves]
     largest = [f"{c.label} {c.largest:.2g}" for c in curves if c.differences]
     alt = f"Loss of the first and the last of {len(curves[0].losses)} steps: {', '.join(told)}."
     if largest:
-        alt += f" Largest difference from V1 at any step: {', '.join(largest)}."
+        alt += f" Largest difference from V1 at any step: {', '.join(largest)}. {caution}".rstrip()
 
     def draw(figure: Any) -> None:
         below = 1.55 if largest else 0.0
@@ -154,9 +155,8 @@ def losses(name: str, curves: Sequence[Curve], files: tuple[Path, ...]) -> Chart
             axis.xaxis.get_major_locator().set_params(integer=True)
             _grid(axis, "y")
 
-    return Chart(
-        name, "The same loss in every version", alt, files, draw, (7.5, 4.9), tells_more=True
-    )
+    title = "The loss of every version, and its distance from V1's"
+    return Chart(name, title, alt, files, draw, (7.5, 4.9), tells_more=True)
 
 
 def _share_steps(lower: Any, upper: Any) -> None:

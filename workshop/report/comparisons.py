@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import comparison, comparison_tables, presets, results
+from workshop import comparison, comparison_tables, precision, presets, results
 from workshop.collection import StoredRun
 from workshop.comparison import Row
 from workshop.comparison_figure import MEMORY_COLOURS
@@ -240,7 +240,8 @@ def _pictures(group: Group) -> Iterator[Picture]:
         yield charts.memory(f"{group.anchor}-memory", bars, files)
     curves = _curves(group)
     if curves:
-        yield charts.losses(f"{group.anchor}-losses", curves, files)
+        caution = precision.of_losses(group.rows[0].precision)
+        yield charts.losses(f"{group.anchor}-losses", curves, files, caution)
 
 
 def _phases(row: Row) -> tuple[float, ...]:
