@@ -43,6 +43,27 @@ def text(preset: str, steps: int) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("width", [2048, 4096])
+@pytest.mark.parametrize("key", versions.available())
+def test_the_gate_raises_no_false_alarm_across_wide_models(key: str, width: int) -> None:
+    module = versions.load(key)
+    sizes = presets.get_preset("small").model()
+    sizes |= {"hidden_dim": width, "intermediate_dim": 4 * width, "num_layers": 4}
+    sizes |= {"num_heads": width // 64, "num_kv_heads": width // 128}
+    for seed in range(3):
+        report = parity.check(
+            module.TinyLlama,
+            module.TinyLlamaConfig(**sizes),
+            precision="bf16",
+            device="cuda",
+            seed=seed,
+            batch_size=8,
+            seq_len=128,
+            configure_optimizer=module.configure_optimizer,
+        )
+        assert report.passed, (seed, report.failures)
+
+
 @pytest.mark.parametrize(
     ("precision", "seeds"), [("bf16", 20), ("fp32", 5), ("tf32", 5), ("fp16", 5)]
 )

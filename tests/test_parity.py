@@ -309,23 +309,21 @@ def test_a_fault_in_the_optimizer_turns_the_gate_red(odd_config) -> None:
     assert any("layers.1.mlp.gate_proj.weight moved by 0.0e+00" in f for f in report.failures)
 
 
-@pytest.mark.slow
 def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() -> None:
-    """At the narrow models' learning rate this one's training is off by 9e-6 in V1 itself, and by
-    twice as much in V2; three layers across 1024 are off by 1.4e-6."""
+    """At the narrow models' learning rate V1's own loss curve is 2e-6 to 3e-6 from the truth."""
     module = versions.load("v1")
     config = module.TinyLlamaConfig(
-        vocab_size=211, hidden_dim=2048, intermediate_dim=2048, num_layers=3, num_heads=32,
-        num_kv_heads=16, max_seq_len=256,
+        vocab_size=211, hidden_dim=2048, intermediate_dim=128, num_layers=2, num_heads=32,
+        num_kv_heads=2, max_seq_len=256,
     )  # fmt: skip
 
     def hurries(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
         return module.configure_optimizer(model, 1.05 * learning_rate)
 
     report = parity.check(
-        module.TinyLlama, config, batch_size=2, seq_len=9, configure_optimizer=hurries
+        module.TinyLlama, config, batch_size=1, seq_len=5, configure_optimizer=hurries
     )
-    assert report.measures["loss curve"].baseline < 3e-6
+    assert report.measures["loss curve"].baseline < 1.5e-6
     assert [failure.split(":")[0] for failure in report.failures] == ["loss curve"]
 
 
