@@ -18,6 +18,7 @@ PARSERS = {
     "benchmark_kernels.py": benchmark_kernels.build_parser,
 }
 STAND_IN = """#!/usr/bin/env bash
+[[ $1 != -c || $2 != *is_available* ]] || exit "$NO_GPU"
 printf '%q ' "$@" >>"$TYPED" && echo >>"$TYPED"
 if [[ $1 == *run_pytorch_profiler.py ]]; then
   mkdir -p "$3" && echo "$1" | tee "$3/kernels.json" >"$3/run.json"
@@ -33,9 +34,13 @@ def measure(tmp_path: Path):
     python.write_text(STAND_IN)
     python.chmod(0o755)
     typed.touch()
+    (tmp_path / "temporary").mkdir()
 
-    def run(*words: str, status: int = 0) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    def run(
+        *words: str, status: int = 0, **changes: str
+    ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         environment = {"PYTHON": str(python), "TYPED": str(typed), "END": str(status)}
+        environment |= {"NO_GPU": "0", "TMPDIR": str(tmp_path / "temporary")} | changes
         done = subprocess.run(
             ["bash", SCRIPT, *words],
             cwd=tmp_path,
@@ -75,10 +80,26 @@ def test_a_study_that_fails_is_told_and_the_next_is_measured(measure) -> None:
     assert "failed with status 1: " in done.stderr and "seq-len 128 ... 8192" in done.stderr
 
 
-def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure) -> None:
+def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure, tmp_path: Path) -> None:
     assert measure("out", "sweep_seq_len", status=77)[0].returncode == 0
     done, typed = measure("out", "sweep_seq_len", "waterfall", status=130)
     assert done.returncode == 130 and len(typed) == 2
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"PYTHON": "no_python"}, 2, "no no_python here: set PYTHON to one that has PyTorch"),
+        ({"NO_GPU": "1"}, 77, "no GPU that "),
+    ],
+)
+def test_a_missing_python_or_gpu_is_told_once(
+    changes: dict[str, str], status: int, message: str, measure, tmp_path: Path
+) -> None:
+    done, typed = measure("out", **changes)
+    assert done.returncode == status and not typed and not (tmp_path / "out").exists()
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

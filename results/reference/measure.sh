@@ -9,7 +9,7 @@
 # CUDA_VISIBLE_DEVICES=1 results/reference/measure.sh FOLDER waterfall waterfall_v3
 #
 # PYTHON names the Python to run (default: python). Exit status: 0 done, 1 something failed (the
-# rest was measured), 2 wrong usage, 130 interrupted.
+# rest was measured), 2 wrong usage, 77 no GPU that this Python's PyTorch can use, 130 interrupted.
 set -euo pipefail
 unset CDPATH
 
@@ -20,9 +20,9 @@ PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
 STATUS=0
 
-fail() {
-  echo "error: $1" >&2
-  exit 2
+fail() { # fail STATUS MESSAGE
+  echo "error: $2" >&2
+  exit "$1"
 }
 
 # try COMMAND...: 77 says that this machine lacks what it needs.
@@ -60,14 +60,12 @@ sweep() {
 # Of a profile the hot list is kept. Tools that read counters run each kernel many times, so that
 # they get two layers.
 profile() {
-  local version=$1 folder tool raw
+  local version=$1 folder tool raw=$RAW/$1
   folder=$(echo version"${version#v}"_*)
-  raw=$(mktemp -d)
   run_profiler "$PYTHON" run_pytorch_profiler.py
   for tool in ncu rocprofv3 proton; do
     run_profiler bash "run_$tool.sh" --num-layers 2
   done
-  rm -rf "$raw"
 }
 
 run_profiler() {
@@ -112,15 +110,20 @@ if [[ ${1:-} == --help ]]; then
   echo "Studies: ${STUDIES[*]}"
   exit
 fi
-[[ $# -ge 1 && $1 != -* ]] || fail "usage: $0 FOLDER [STUDY ...], of ${STUDIES[*]}"
+[[ $# -ge 1 && $1 != -* ]] || fail 2 "usage: $0 FOLDER [STUDY ...], of ${STUDIES[*]}"
 for study in "${@:2}"; do
   [[ " ${STUDIES[*]} " == *" $study "* ]] ||
-    fail "unknown study '$study': choose from ${STUDIES[*]}"
+    fail 2 "unknown study '$study': choose from ${STUDIES[*]}"
 done
-mkdir -p "$1" 2>/dev/null || fail "$1: no folder can be made there"
+command -v "$PYTHON" >/dev/null || fail 2 "no $PYTHON here: set PYTHON to one that has PyTorch"
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+  fail 77 "no GPU that $PYTHON's PyTorch can use: the reference is measured on one"
+mkdir -p "$1" 2>/dev/null || fail 2 "$1: no folder can be made there"
 FOLDER=$(cd "$1" && pwd)
 shift
 [[ $# -gt 0 ]] || set -- "${STUDIES[@]}"
+RAW=$(mktemp -d)
+trap 'rm -rf "$RAW"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 for study in "$@"; do
   measure "$study"
