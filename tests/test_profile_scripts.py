@@ -277,7 +277,7 @@ NEEDED = {
     "rocprofv3 --stats": "--kernel-trace --hip-runtime-trace --memory-copy-trace --marker-trace",
     "rocprof-sys-sample": "ROCPROFSYS_TIME_OUTPUT=OFF",
     "rocprof-sys-run": "ROCPROFSYS_TIME_OUTPUT=OFF",
-    "ncu": "--profile-from-start=off --no-cuda-graph",
+    "ncu": "--profile-from-start=off --no-cuda-graph TORCHINDUCTOR_COMPILE_THREADS=1",
     "nsys profile": "--capture-range=cudaProfilerApi --capture-range-end=stop "
     "--cuda-graph-trace=node",
     "nsys stats": "--report=cuda_gpu_kern_sum --report=cuda_gpu_mem_time_sum "

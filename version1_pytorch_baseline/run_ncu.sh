@@ -37,9 +37,11 @@ for metric in $tensor; do metrics+=,$metric.sum; done
 # Only the steps between cudaProfilerStart and cudaProfilerStop, which the program calls, are
 # profiled. A filter by NVTX range loses the backward pass of most programs: such ranges belong to
 # a thread, and autograd has its own (ours keeps to the main one under a profiler). Without a CUDA
-# graph the kernels are launched one by one, as ncu measures them anyway. ncu takes no -- before the
-# program.
-run ncu --profile-from-start off --target-processes all --clock-control none \
+# graph the kernels are launched one by one, as ncu measures them anyway. The compiler is to have no
+# processes of its own: ncu goes along into them, where they have crashed, with the program waiting
+# for them for ever. ncu takes no -- before the program.
+run env TORCHINDUCTOR_COMPILE_THREADS=1 \
+  ncu --profile-from-start off --target-processes all --clock-control none \
   --metrics "$metrics" --export "$OUT/ncu.ncu-rep" --force-overwrite "${TRAIN[@]}" --no-cuda-graph
 attempt_to "$OUT/ncu.csv" ncu --import "$OUT/ncu.ncu-rep" --csv --page raw --print-units base
 
