@@ -43,25 +43,42 @@ def text(preset: str, steps: int) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("width", [2048, 4096])
-@pytest.mark.parametrize("key", versions.available())
-def test_the_gate_raises_no_false_alarm_across_wide_models(key: str, width: int) -> None:
-    module = versions.load(key)
+def _wide(width: int) -> dict[str, int]:
     sizes = presets.get_preset("small").model()
     sizes |= {"hidden_dim": width, "intermediate_dim": 4 * width, "num_layers": 4}
-    sizes |= {"num_heads": width // 64, "num_kv_heads": width // 128}
+    return sizes | {"num_heads": width // 64, "num_kv_heads": width // 128}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "precision", "seq_len"),
+    [
+        (_wide(2048), "bf16", 128),
+        (_wide(4096), "bf16", 128),
+        (presets.get_preset("medium").model(), "tf32", 512),
+        (presets.get_preset("large").model(), "tf32", 512),
+    ],
+    ids=["2048-bf16", "4096-bf16", "medium-tf32", "large-tf32"],
+)
+@pytest.mark.parametrize("key", versions.available())
+def test_the_gate_raises_no_false_alarm_across_wide_models(
+    key: str, sizes: dict[str, int], precision: str, seq_len: int
+) -> None:
+    """Where training amplified roundings, if the learning rate did not fall with the width."""
+    module = versions.load(key)
     for seed in range(3):
         report = parity.check(
             module.TinyLlama,
             module.TinyLlamaConfig(**sizes),
-            precision="bf16",
+            precision=precision,
             device="cuda",
             seed=seed,
             batch_size=8,
-            seq_len=128,
+            seq_len=seq_len,
             configure_optimizer=module.configure_optimizer,
         )
         assert report.passed, (seed, report.failures)
+        curve = report.measures["loss curve"]
+        assert curve.error < 0.75 * curve.allowed, (seed, curve)
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_a_fault_in_the_optimizer_turns_the_gate_red(odd_config) -> None:
 
 
 def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() -> None:
-    """At the narrow models' learning rate V1's own loss curve is 2e-6 to 3e-6 from the truth."""
+    """V1's loss curve is 4e-7 from the truth; 7e-7 at twice, 3e-6 at four times the rate."""
     module = versions.load("v1")
     config = module.TinyLlamaConfig(
         vocab_size=211, hidden_dim=2048, intermediate_dim=128, num_layers=2, num_heads=32,
@@ -323,7 +323,7 @@ def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() ->
     report = parity.check(
         module.TinyLlama, config, batch_size=1, seq_len=5, configure_optimizer=hurries
     )
-    assert report.measures["loss curve"].baseline < 1.5e-6
+    assert report.measures["loss curve"].baseline < 5.5e-7
     assert [failure.split(":")[0] for failure in report.failures] == ["loss curve"]
 
 
