@@ -182,7 +182,7 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert len({round(point["flop_per_byte"]) for point in steps}) == 1
     rates = {point["label"]: point["gflops"] for point in steps}
     assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
-    assert "measured 786" in told and "IMPLAUSIBLE" not in told
+    assert "measured 776" in told and "IMPLAUSIBLE" not in told
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
     assert len(everything["points"]) == 3 * 6 + 9 * 4
