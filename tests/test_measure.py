@@ -17,9 +17,14 @@ PARSERS = {
     "roofline_analysis.py": roofline_analysis.build_parser,
     "benchmark_kernels.py": benchmark_kernels.build_parser,
 }
+STUDIES = (
+    "large ladder profiles waterfall waterfall_v3 sweep_seq_len once sweep_hidden_dim "
+    "sweep_batch_size kernels harness ceilings"
+).split()
 STAND_IN = """#!/usr/bin/env bash
-[[ $1 != -c || $2 != *is_available* ]] || exit "$NO_GPU"
-printf '%q ' "$@" >>"$TYPED" && echo >>"$TYPED"
+[[ $1 != -c ]] || { echo "$COUNT" && exit; }
+echo "$(printf '%q ' "$@")" >>"$TYPED"
+echo "on ${CUDA_VISIBLE_DEVICES-all}, $TRITON_CACHE_DIR"
 if [[ $1 == *run_pytorch_profiler.py ]]; then
   mkdir -p "$3" && echo "$1" | tee "$3/kernels.json" >"$3/run.json"
 fi
@@ -40,7 +45,7 @@ def measure(tmp_path: Path):
         *words: str, status: int = 0, **changes: str
     ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         environment = {"PYTHON": str(python), "TYPED": str(typed), "END": str(status)}
-        environment |= {"NO_GPU": "0", "TMPDIR": str(tmp_path / "temporary")} | changes
+        environment |= {"COUNT": "1", "TMPDIR": str(tmp_path / "temporary")} | changes
         done = subprocess.run(
             ["bash", SCRIPT, *words],
             cwd=tmp_path,
@@ -66,8 +71,10 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
             folder = arguments.results if name == "roofline_analysis.py" else arguments.output_dir
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (8, 1, 1), strict=True)
+        zip(PARSERS, (9, 1, 1), strict=True)
     )
+    caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
+    assert len(caches) == len(STUDIES)
     kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
     assert len(kept) == 2 * 4
     assert "version3_triton" in kept[4].read_text()
@@ -78,6 +85,24 @@ def test_a_study_that_fails_is_told_and_the_next_is_measured(measure) -> None:
     assert done.returncode == 1
     assert ["--sweep" in line for line in typed] == [True, False]
     assert "failed with status 1: " in done.stderr and "seq-len 128 ... 8192" in done.stderr
+
+
+def test_several_gpus_share_the_studies(measure, tmp_path: Path) -> None:
+    done, typed = measure("out", COUNT="2", CUDA_VISIBLE_DEVICES="4,7")
+    assert done.returncode == 0, done.stderr
+    alone = measure("out", COUNT="1")[1][len(typed) :]
+    assert sorted(line.split()[0] for line in typed) == sorted(line.split()[0] for line in alone)
+    lines = [line.split(", ")[0] for line in done.stdout.splitlines() if ": on " in line]
+    said = [line.split(": on ") for line in lines]
+    assert {study for study, _ in said} == set(STUDIES) and {gpu for _, gpu in said} == {"4", "7"}
+    assert all(len({gpu for name, gpu in said if name == study}) == 1 for study in STUDIES)
+
+
+def test_a_failure_on_one_of_several_gpus_is_told(measure) -> None:
+    done, typed = measure("out", "sweep_seq_len", "waterfall", "kernels", COUNT="2", status=1)
+    assert done.returncode == 1 and len(typed) == 3
+    assert "sweep_seq_len: failed with status 1: " in done.stdout
+    assert measure("out", "sweep_seq_len", "waterfall", COUNT="2", status=130)[0].returncode == 130
 
 
 def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure, tmp_path: Path) -> None:
@@ -91,7 +116,7 @@ def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure, tmp_pa
     ("changes", "status", "message"),
     [
         ({"PYTHON": "no_python"}, 2, "no no_python here: set PYTHON to one that has PyTorch"),
-        ({"NO_GPU": "1"}, 77, "no GPU that "),
+        ({"COUNT": "0"}, 77, "no GPU that "),
     ],
 )
 def test_a_missing_python_or_gpu_is_told_once(
@@ -107,7 +132,7 @@ def test_a_missing_python_or_gpu_is_told_once(
     [
         ((), "usage: "),
         (("--all",), "usage: "),
-        (("out", "ladders"), "unknown study 'ladders': choose from ladder once"),
+        (("out", "ladders"), "unknown study 'ladders': choose from large ladder"),
         (("python/in",), "python/in: no folder can be made there"),
     ],
 )
@@ -121,4 +146,4 @@ def test_help(measure) -> None:
     done, typed = measure("--help")
     assert done.returncode == 0 and not typed
     assert "Usage: results/reference/measure.sh FOLDER [STUDY ...]" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("Studies: ladder once waterfall ")
+    assert done.stdout.splitlines()[-1] == "Studies: " + " ".join(STUDIES)

@@ -4,17 +4,18 @@
 #
 # Usage: results/reference/measure.sh FOLDER [STUDY ...]
 #
-# Without a STUDY all of them, one after the other, on one GPU; on an H200 they take an hour and a
-# half. Where there are several GPUs, give each its own studies:
-# CUDA_VISIBLE_DEVICES=1 results/reference/measure.sh FOLDER waterfall waterfall_v3
+# Without a STUDY all of them, which takes an H200 two hours. Several GPUs share the work, a study at
+# a time each; CUDA_VISIBLE_DEVICES says which to use. A study begins with the compilers' caches
+# empty, since what the first use of a version costs is measured too.
 #
 # PYTHON names the Python to run (default: python). Exit status: 0 done, 1 something failed (the
 # rest was measured), 2 wrong usage, 77 no GPU that this Python's PyTorch can use, 130 interrupted.
 set -euo pipefail
 unset CDPATH
 
-STUDIES=(ladder once waterfall waterfall_v3 sweep_seq_len sweep_batch_size sweep_hidden_dim
-  profiles kernels ceilings harness)
+# Those that take long are first, so that several GPUs end together.
+STUDIES=(large ladder profiles waterfall waterfall_v3 sweep_seq_len once sweep_hidden_dim
+  sweep_batch_size kernels harness ceilings)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
@@ -43,7 +44,7 @@ compare() {
   try "$PYTHON" analysis_tools/compare_versions.py --output-dir "$@"
 }
 
-# In one process each.
+# One process a version.
 once() {
   compare "$FOLDER/once" --repeats 1 --num-steps 10 "$@"
 }
@@ -82,13 +83,17 @@ run_profiler() {
 
 measure() {
   local version
+  export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
       compare "$FOLDER" --config small medium --precision bf16 \
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     once)
-      once --config small medium large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
+      once --config small medium --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
+      ;;
+    large)
+      once --config large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
       once --config large --precision bf16 --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     waterfall) waterfall waterfall v4 ;;
@@ -105,6 +110,24 @@ measure() {
   esac
 }
 
+# share STUDY...: each GPU takes the next study as soon as it is free, and says whose line it prints.
+share() {
+  local status=0
+  # shellcheck disable=SC2016 # the inner shell is to expand them
+  printf '%s\n' "$@" | xargs -n 1 -P "$(wc -w <<<"$GPUS")" --process-slot-var=SLOT \
+    bash -o pipefail -c '
+      gpus=($GPUS)
+      CUDA_VISIBLE_DEVICES=${gpus[SLOT]} bash "$0" "$1" "$2" 2>&1 | sed -u "s/^/$2: /"
+      status=$?
+      [[ $status != 130 ]] || exit 255 # xargs begins no other then
+      exit "$status"' "$SCRIPT" "$FOLDER" || status=$?
+  case $status in
+    0) ;;
+    124 | 130) exit 130 ;;
+    *) STATUS=1 ;;
+  esac
+}
+
 if [[ ${1:-} == --help ]]; then
   sed -n '2,/^set/ s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" # the first comment
   echo "Studies: ${STUDIES[*]}"
@@ -116,16 +139,23 @@ for study in "${@:2}"; do
     fail 2 "unknown study '$study': choose from ${STUDIES[*]}"
 done
 command -v "$PYTHON" >/dev/null || fail 2 "no $PYTHON here: set PYTHON to one that has PyTorch"
-"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
-  fail 77 "no GPU that $PYTHON's PyTorch can use: the reference is measured on one"
+COUNT=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) || COUNT=0
+[[ $COUNT != 0 ]] || fail 77 "no GPU that $PYTHON's PyTorch can use: the reference is measured on one"
+GPUS=${CUDA_VISIBLE_DEVICES:-$(seq -s ' ' 0 $((COUNT - 1)))}
+export GPUS=${GPUS//,/ }
 mkdir -p "$1" 2>/dev/null || fail 2 "$1: no folder can be made there"
 FOLDER=$(cd "$1" && pwd)
+SCRIPT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/measure.sh
 shift
 [[ $# -gt 0 ]] || set -- "${STUDIES[@]}"
 RAW=$(mktemp -d)
 trap 'rm -rf "$RAW"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-for study in "$@"; do
-  measure "$study"
-done
+if [[ $COUNT -gt 1 && $# -gt 1 ]]; then
+  share "$@"
+else
+  for study in "$@"; do
+    measure "$study"
+  done
+fi
 exit "$STATUS"
