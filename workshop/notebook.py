@@ -33,8 +33,8 @@ _CODE = "font-family: var(--jp-code-font-family, monospace); white-space: pre; l
 _ADDED, _TAKEN, _PLACE = "#2e9e5b40", "#d1495b40", "#80808030"
 """Behind the lines of a diff: half transparent, so that letters stand out on light and dark."""
 _PASSED, _FAILED = "#2e9e5b", "#d1495b"
-_FARTHEST = 1e6
-"""A share of what the gate allows, for errors that are no numbers."""
+_NEAREST, _FARTHEST = 1e-3, 1e6
+"""Shares of what the gate allows: for errors that hardly are any, and for those without number."""
 _WIDTH = "110"
 """Columns of what a script prints into a cell."""
 
@@ -170,7 +170,7 @@ def pictures(folder: Path) -> list[Shown]:
 
 def gate(reports: Mapping[str, ParityReport]) -> Shown:
     """All that the gate measured: a dot for each quantity, left of the line if it passed. One whose
-    error is no number stands farthest to the right.
+    error is no number stands farthest to the right, those without any farthest to the left.
 
     Args:
         reports: by what was checked; no two of a notebook have the same names.
@@ -181,7 +181,7 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         axis = figure.subplots()
         for place, report in enumerate(reports.values()):
             measures = report.measures.values()
-            shares = [min(parity.badness(measure), _FARTHEST) for measure in measures]
+            shares = [min(max(parity.badness(m), _NEAREST), _FARTHEST) for m in measures]
             colours = [_PASSED if measure.passed else _FAILED for measure in measures]
             axis.scatter(shares, [place] * len(shares), s=90, c=colours, alpha=0.5, linewidths=0)
         labels = [
@@ -199,6 +199,6 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         figure.tight_layout()
 
     name = f"gate-{'-'.join(reports)}"
-    title = "Distance from V1, of logits, loss, loss curve and each gradient"
+    title = "Distance from V1, of logits, loss, loss curve, gradients and movements"
     height = 1.2 + 0.7 * len(reports)
     return picture(Chart(name.replace(" ", "-"), title, alt, (), draw, (7.5, height)))

@@ -1,10 +1,10 @@
 """The gate: does a version train the same model as V1?
 
-Same weights in, same tokens in: the logits, the loss, every parameter's gradient and the loss
-curve of a short training run must be V1's. The truth is V1 in higher precision. The tolerance
-calibrates itself: a version may be no further from the truth than a small multiple of what V1 is
-at the same precision, since that is what the precision costs and anything beyond it is the
-version's own doing.
+Same weights in, same tokens in: the logits, the loss, every parameter's gradient, the loss curve
+of a short training run and how far it moves each weight must be V1's. The truth is V1 in higher
+precision. The tolerance calibrates itself: a version may be no further from the truth than a small
+multiple of what V1 is at the same precision, since that is what the precision costs and anything
+beyond it is the version's own doing.
 
     python -m workshop.parity --version v2 --config tiny --precision fp32
 """
@@ -41,6 +41,10 @@ ROUNDING_UNITS = 4.0
 
 LOSS_FLOOR = 16 * 2.0**-24
 """The same for the loss, which is always summed and averaged in fp32: 16 roundings."""
+
+MOVEMENT_FLOOR = 0.01
+"""The same for how far training moves a weight, which roundings hardly change: in bf16 true
+versions are up to 0.7% off, and an optimizer that is 5% too fast by 4.2% to 6.2%."""
 
 CURVE_STEPS = 8
 CURVE_LEARNING_RATE = 1e-3
@@ -448,13 +452,7 @@ def _compare(
     _compare_gradients(report, setting, truth, baseline, candidate)
     for name in sorted(candidate.gradients.keys() - truth.gradients.keys()):
         report.failures.append(f"{name} is a parameter of its own, which V1 does not have")
-    for name, distance in truth.moved.items():
-        found = candidate.moved.get(name, 0.0)
-        if not 0.5 * distance <= found <= 2.0 * distance:
-            report.failures.append(
-                f"{name} moved by {found:.1e} of its size in {CURVE_STEPS} training steps, "
-                f"V1's by {distance:.1e}"
-            )
+    _compare_movements(report, truth, baseline, candidate)
 
 
 def _compare_outputs(
@@ -508,6 +506,23 @@ def _compare_gradients(
             continue
         error = _relative_rms(found, true)
         _judge(report, f"gradient of {name}", error, max(own_errors[name], typical), floor)
+
+
+def _compare_movements(
+    report: ParityReport, truth: _Outcome, baseline: _Outcome, candidate: _Outcome
+) -> None:
+    """The optimizer's own work, in any precision: the loss curve shows it through few numbers."""
+    own_errors = {name: abs(baseline.moved[name] / far - 1) for name, far in truth.moved.items()}
+    typical = torch.tensor(list(own_errors.values())).median().item()
+    for name, far in truth.moved.items():
+        found, own = candidate.moved.get(name, 0.0), max(own_errors[name], typical)
+        measure = Measure(abs(found / far - 1), MULTIPLE * own + MOVEMENT_FLOOR, own)
+        report.measures[f"movement of {name}"] = measure
+        if not measure.passed:
+            report.failures.append(
+                f"{name} moved by {found:.3g} of its size in {CURVE_STEPS} training steps, "
+                f"V1's by {far:.3g}"
+            )
 
 
 def _is_gradient(gradient: Tensor | None) -> bool:
