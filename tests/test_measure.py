@@ -80,6 +80,11 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     assert "version3_triton" in kept[4].read_text()
 
 
+def test_python_may_be_given_from_where_one_stands(measure) -> None:
+    done, typed = measure("out", "kernels", PYTHON="./python")
+    assert done.returncode == 0 and len(typed) == 1, done.stderr
+
+
 def test_a_study_that_fails_is_told_and_the_next_is_measured(measure) -> None:
     done, typed = measure("out", "sweep_seq_len", "waterfall", status=1)
     assert done.returncode == 1

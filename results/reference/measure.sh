@@ -139,6 +139,7 @@ for study in "${@:2}"; do
     fail 2 "unknown study '$study': choose from ${STUDIES[*]}"
 done
 command -v "$PYTHON" >/dev/null || fail 2 "no $PYTHON here: set PYTHON to one that has PyTorch"
+if [[ $PYTHON == */* ]]; then PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/${PYTHON##*/}; fi
 COUNT=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) || COUNT=0
 [[ $COUNT != 0 ]] || fail 77 "no GPU that $PYTHON's PyTorch can use: the reference is measured on one"
 GPUS=${CUDA_VISIBLE_DEVICES:-$(seq -s ' ' 0 $((COUNT - 1)))}
