@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -69,6 +69,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(autouse=True)
+def same_products_for_every_test() -> Iterator[None]:
+    """tf32 is a switch of the process, which a test that turns it on would leave to the next."""
+    mode = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(mode)
 
 
 @pytest.fixture

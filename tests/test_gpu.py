@@ -277,7 +277,6 @@ def test_the_harness_costs_under_1_percent_of_a_medium_step(
     key: str, compiled: bool, tmp_path, request: pytest.FixtureRequest
 ) -> None:
     batches = text("medium", 20)
-    torch.set_float32_matmul_precision("highest")
     times: dict[str, list[float]] = {"bare": [], "harness": []}
     loops = {}
     for name, loop in (("bare", bare_loop), ("harness", harness_loop)):
