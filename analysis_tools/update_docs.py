@@ -6,6 +6,7 @@ figure there is typed by hand. `--check` changes nothing and exits 1 if they are
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,7 @@ from workshop.profilers.table import KernelTable  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
 from workshop.report.pages import table_line  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
-from workshop.versions import ALL, PEERS, VERSIONS  # noqa: E402
+from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
 WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
@@ -168,7 +169,7 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
     source = f"commit {', '.join(sorted(commits))}"
     caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
-    return caption + "\n\n" + "\n".join(lines)
+    return "\n\n".join([caption, "\n".join(lines), *_spreads(runs, configs)])
 
 
 def _ladder_cells(row: Row | None) -> list[str]:
@@ -176,6 +177,37 @@ def _ladder_cells(row: Row | None) -> list[str]:
         return ["-", "-", "-"]
     memory = f"{row.peak_memory_mb:,.0f} MB"
     return [f"{row.step_ms:.2f} ms", row.verdict(), memory]
+
+
+def _spreads(runs: list[RunResult], configs: list[str]) -> list[str]:
+    """How far the sessions that measured the ladder lie apart, if there are several of a size."""
+    sessions: dict[str, list[RunResult]] = {}
+    for run in studies.ordinary(runs):
+        if run.precision == LADDER_PRECISION:
+            sessions.setdefault(run.session, []).append(run)
+    rows = [row for session in sessions.values() for row in comparison.build_rows(session)]
+    spreads = [_spread([row for row in rows if row.config == config]) for config in configs]
+    return [" ".join(filter(None, spreads))] if any(spreads) else []
+
+
+def _spread(rows: list[Row]) -> str:
+    """V1's step and the fastest version's, at one size, over all sessions."""
+    timed = [row for row in rows if row.step_ms and row.speedup and not row.variant]
+    first = [row.step_ms for row in rows if row.version == BASELINE and row.step_ms]
+    if len(first) < 2 or not timed:
+        return ""
+    fastest = min(timed, key=lambda row: row.step_ms or math.inf).version
+    steps = [row.step_ms for row in timed if row.version == fastest and row.step_ms]
+    ratios = [row.speedup for row in timed if row.version == fastest and row.speedup]
+    return (
+        f"In {len(first)} sessions, {rows[0].config}: {BASELINE.upper()} {_range(first, ' ms')}, "
+        f"{fastest.upper()} {_range(steps, ' ms')}, speed-up {_range(ratios, 'x')}."
+    )
+
+
+def _range(values: list[float], unit: str) -> str:
+    low, high = f"{min(values):.2f}{unit}", f"{max(values):.2f}{unit}"
+    return low if low == high else f"{low} to {high}"
 
 
 # --- what each idea is worth ---------------------------------------------------------------------

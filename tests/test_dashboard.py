@@ -279,10 +279,10 @@ def test_the_exported_file_needs_nothing_else(
     open_page(window, file.as_uri())
     for view, word in WORDS.items():
         show(window, view, word)
-    show(window, SPEED, "408,235")
+    show(window, SPEED, "406,775")
     group = window.find_element("id", "group")
     group.send_keys("NVIDIA H200 · small · fp32")
-    until(lambda: "408,235" not in text(window, "main:not([hidden])"), "another size")
+    until(lambda: "406,775" not in text(window, "main:not([hidden])"), "another size")
     until(lambda: drawn(window), "its figures")
     assert chromium.complaints(window) == []
     assert {url for url in chromium.requested(window) if not url.startswith("file:")} == set()

@@ -20,8 +20,8 @@ that scatter as recorded ones do, 10 a side, 20 steps each, 500 checks of one ve
 phases and memory; a version is slowed by 5%, or not at all, and the threshold is 3%:
 
     recorded on                                    false alarms   5% found   told: too noisy
-    H200, 6 versions and sizes that keep it busy      1 of 3000      100%       0%
-    H200, 6 that wait for the host (4 to 34%)         8 of 3000        3%      97%
+    H200, 6 versions and sizes that keep it busy      0 of 3000      100%       0%
+    H200, 6 that wait for the host (9 to 24%)        16 of 3000        1%      99%
     a shared CPU whose processes differ by 18%        3 of  500       18%      82%
     the same, 40 processes a side                     2 of  500       97%       2%
     a shared CPU whose processes differ by 28%        2 of  500      0.4%      99%
