@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from workshop import versions
+from workshop.precision import kept_matmul_mode
 
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -74,9 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def same_products_for_every_test() -> Iterator[None]:
     """tf32 is a switch of the process, which a test that turns it on would leave to the next."""
-    mode = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(mode)
+    with kept_matmul_mode():
+        yield
 
 
 @pytest.fixture

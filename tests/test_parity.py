@@ -295,6 +295,12 @@ def test_a_planted_fault_turns_the_gate_red(name, copy_of, odd_config, monkeypat
     assert sentence, f"none of {report.failures} says {pattern!r}"
 
 
+def test_the_gate_leaves_the_process_its_arithmetic(odd_config) -> None:
+    torch.set_float32_matmul_precision("high")
+    assert parity.check(versions.load("v1").TinyLlama, odd_config).passed
+    assert torch.get_float32_matmul_precision() == "high"
+
+
 def test_a_fault_in_the_optimizer_turns_the_gate_red(odd_config) -> None:
     """A parameter that has a gradient but is never updated."""
     module = versions.load("v1")

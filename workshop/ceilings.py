@@ -17,7 +17,7 @@ import torch
 
 from workshop import hardware, results
 from workshop.errors import WorkshopError
-from workshop.precision import PRECISIONS, supported
+from workshop.precision import PRECISIONS, kept_matmul_mode, supported
 from workshop.profilers.names import printable
 from workshop.roofline import COMPUTE, DATA_SHEET, MAIN_MEMORY, MEASURED, MEMORY, Ceiling, Roofline
 
@@ -83,14 +83,11 @@ def measure(device: torch.device, say: Say = lambda what: None) -> Measurement:
     say("copy")
     copy_gbs = hardware.measure_copy_gbs(device)
     tflops = {}
-    mode = torch.get_float32_matmul_precision()
-    try:
+    with kept_matmul_mode():
         for name in supported(device):
             say(f"{name} product")
             PRECISIONS[name].set_matmul_mode()
             tflops[name] = hardware.measure_matmul_tflops(device, PRECISIONS[name].autocast_dtype)
-    finally:
-        torch.set_float32_matmul_precision(mode)
     return Measurement(
         device=hardware.describe(device),
         software=results.describe_software(),

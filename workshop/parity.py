@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from workshop import errors, first_use, hardware, interpreter, presets, results, trainer, versions
 from workshop.errors import WorkshopError
-from workshop.precision import Precision, get_precision
+from workshop.precision import Precision, get_precision, kept_matmul_mode
 
 Build = Callable[[Any], nn.Module]
 ConfigureOptimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
@@ -369,11 +369,12 @@ def check_model(
         return report
 
     exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
-    truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
     precision = setting.precision
-    baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
     optimizer = configure_optimizer or baseline_optimizer
-    candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph)
+    with kept_matmul_mode():
+        truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
+        baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
+        candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph)
     _compare(report, setting, truth, baseline, candidate)
     return report
 

@@ -1,6 +1,7 @@
 """What `--precision` means: the arithmetic of a training step. Weights and AdamW stay fp32."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,16 @@ class Precision:
     def set_matmul_mode(self) -> None:
         """fp32 products run as real fp32 unless this is tf32: a process-wide switch of PyTorch."""
         torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
+
+
+@contextmanager
+def kept_matmul_mode() -> Iterator[None]:
+    """What is inside may call `set_matmul_mode`; the process then gets back the mode it had."""
+    mode = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(mode)
 
 
 PRECISIONS = {
