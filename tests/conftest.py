@@ -19,6 +19,8 @@ os.environ.update(
     if (workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) != "1"
     else {}
 )
+# Some machines set it; it would hide that what a program printed is lost when it dies.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
 import torch

@@ -77,7 +77,9 @@ def run(
 def _run_process(work: Work, place: Path, limit_s: float) -> int | None:
     """The exit status of the process; None if it had to be killed."""
     paths = (work.folder, work.mine_path, work.answers_path, work.results, place)
-    command = [sys.executable, "-m", __spec__.name, *(str(path.resolve()) for path in paths)]
+    # -u: what it printed is there however it ends.
+    command = [sys.executable, "-u", "-m", __spec__.name]
+    command += [str(path.resolve()) for path in paths]
     # Threads that wait for each other must not spin on a machine that others use too.
     environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     with (place / _PRINTED).open("wb") as printed:
