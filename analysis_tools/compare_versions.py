@@ -314,7 +314,7 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     sessions.check_counts(arguments)
     device = hardware.get_device(arguments.device)
     asked = arguments.versions or versions.available()
-    keys = [versions.get_version(key).key for key in dict.fromkeys(asked)]
+    keys = versions.baseline_first(asked)
     configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
     for config in configs:
         presets.get_preset(config)

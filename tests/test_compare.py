@@ -57,7 +57,7 @@ def test_a_gate_on_fewer_tokens_is_marked() -> None:
         for key, gate in zip(("v1", "v2", "v4"), gates, strict=True)
     ]
     rows = comparison.build_rows(runs)
-    assert [row.gate(red="RED") for row in rows] == ["pass *", "pass", "pass"]
+    assert [row.proof(red="RED") for row in rows] == ["pass *", "pass", "pass"]
     told = comparison_tables.as_markdown(rows)
     assert told.count("pass *") == 1
     assert "- *: the gate ran on fewer tokens than the run: 2 x 16" in told
@@ -154,7 +154,7 @@ def test_a_red_gate_shows_no_figures_whatever_the_file_holds() -> None:
     assert figures == (None,) * 5
     assert row.parity == "fail" and row.failed
     reason = "gradient of norm.weight is missing"
-    assert row.note == f"gate red, not timed: {reason} (and 1 more)"
+    assert row.note == f"gate red: {reason} (and 1 more)"
 
 
 def test_a_failed_run_costs_its_own_row_only() -> None:
@@ -493,8 +493,8 @@ def started(
     type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Finished]]]:
     """The slow commands, two at a time: they run while the tests before them do."""
-    names = ("good", "broken", "plain", "lacks", "bare")
-    good, broken, plain, lacks, bare = (tmp_path_factory.mktemp(name) for name in names)
+    names = ("good", "broken", "deceived", "plain", "lacks", "bare")
+    good, broken, deceived, plain, lacks, bare = map(tmp_path_factory.mktemp, names)
     copy_with_v3(plain / "code", versions.VERSIONS["v2"].path.read_text())
     copy_with_v3(lacks / "code", LACKS)
     (bare / "sitecustomize.py").write_text(NO_TRITON)
@@ -506,6 +506,16 @@ def started(
             "version4_pytorch_sdpa/tiny_llama_v4.py": (
                 "import torch\n",
                 "import torch\nraise RuntimeError('no such kernel')\n",
+            ),
+        },
+    )
+    copy_repository(
+        deceived / "code",
+        {
+            "workshop/presets.py": SHRINK_PRESET,
+            "version2_pytorch_fused/tiny_llama_v2.py": (
+                "import torch.nn.functional as F\n",
+                "import torch.nn.functional as F\n\nF.silu = F.relu  # V1's in this process, too\n",
             ),
         },
     )
@@ -523,6 +533,13 @@ def started(
                 *tool("--config", "tiny", "--versions", "v1", "v2", "v4", *FEW_STEPS),
                 *("--repeats", "2", "--output-dir", broken / "out"),
                 folder=broken / "code",
+                OMP_NUM_THREADS="1",
+            ),
+            "deceived": pool.submit(
+                type_command,
+                *tool("--config", "tiny", "--versions", "v2", "v1", "--num-steps", "3"),
+                *("--warmup-steps", "1", "--repeats", "2", "--output-dir", deceived / "out"),
+                folder=deceived / "code",
                 OMP_NUM_THREADS="1",
             ),
             "interpreted": pool.submit(
@@ -563,7 +580,7 @@ def test_a_comparison_trains_shows_and_writes(good: tuple[Finished, Path]) -> No
     assert finished.returncode == 0, finished.stderr
     assert re.search(r"│ v1 .* baseline │", finished.stdout)
     assert re.search(r"│ v2 .*(x \[|no significant)", finished.stdout)
-    assert re.findall(r"│ (v\d) +│ pass │ +11/11 │", finished.stdout) == ["v1", "v2"]
+    assert re.findall(r"│ (v\d) +│ pass +│ +11/11 │", finished.stdout) == ["v1", "v2"]
     for key in ("v1", "v2"):  # told as it goes, for those who wait
         assert re.search(rf"^{key} tiny fp32, run 1 of 1: [\d.]+ ms", finished.stderr, re.MULTILINE)
     written = [name for name in files(folder) if not name.startswith("runs")]
@@ -574,7 +591,7 @@ def test_a_comparison_trains_shows_and_writes(good: tuple[Finished, Path]) -> No
     assert [run.version for run in runs] == ["v1", "v2"]
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-3)  # the same text, the same math
     rows = json.loads((folder / "comparison.json").read_text())["rows"]
-    assert [row["parity"] for row in rows] == ["pass", "pass"]
+    assert [(row["parity"], row["audit"]) for row in rows] == [("pass", "pass")] * 2
     assert rows[1]["speedup"] == pytest.approx(rows[0]["step_ms"] / rows[1]["step_ms"])
 
 
@@ -625,7 +642,7 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(started: dict[str, Future[Fi
     v1, v2, v4 = json.loads((folder / "comparison.json").read_text())["rows"]
     assert v1["step_ms"] and v1["runs"] == 2 and v1["parity"] == "pass"
     assert (v2["step_ms"], v2["speedup"], v2["parity"]) == (None, None, "fail")
-    assert v2["note"].startswith("gate red, not timed: ")
+    assert v2["note"].startswith("gate red: ")
     assert (v4["step_ms"], v4["parity"], v4["note"]) == (
         None,
         "not run",
@@ -640,6 +657,24 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(started: dict[str, Future[Fi
     logs = list(folder.rglob("*.log"))
     assert len(logs) == 1 and "no such kernel" in logs[0].read_text()
     assert compare_versions.main(["--from-results", str(folder)]) == 1
+
+
+def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
+    started: dict[str, Future[Finished]],
+) -> None:
+    """What it changes in its process, it changes in the gate's V1 as well."""
+    finished = started["deceived"].result()
+    folder = Path(finished.args[-1])
+    assert finished.returncode == 1, finished.stderr
+    v1, v2 = json.loads((folder / "comparison.json").read_text())["rows"]
+    assert (v1["parity"], v1["audit"], v1["runs"]) == ("pass", "pass", 2)
+    assert (v2["parity"], v2["audit"]) == ("pass", "fail")
+    assert (v2["step_ms"], v2["speedup"]) == (None, None)
+    assert v2["note"].startswith("audit red: timed run: loss ")
+    assert len(re.findall(r"^v2 tiny fp32, run", finished.stderr, re.MULTILINE)) == 1
+    assert re.search(r"│ v2 +│ FAIL +│", finished.stdout)
+    runs = {run.version: run for run in results.load_folder(folder)}
+    assert runs["v2"].status == "audit failed" and runs["v2"].audit.seconds
 
 
 @needs_triton

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from workshop import comparison, comparison_tables, results
 from workshop.errors import WorkshopError
-from workshop.results import Gradients, Parity, RunResult
+from workshop.results import Audit, Gradients, Parity, RunResult
 from workshop.versions import VERSIONS
 
 SESSION = "20260102-030405-abcdef"
@@ -30,7 +30,9 @@ SIZES = {
 }
 
 
-def make_result(version: str = "v1", gate: str = "pass", **changes: Any) -> RunResult:
+def make_result(
+    version: str = "v1", gate: str = "pass", audit: str = "pass", **changes: Any
+) -> RunResult:
     """A run as the command line writes it; `changes` replace its fields."""
     run = RunResult(
         schema_version=results.SCHEMA_VERSION,
@@ -78,6 +80,13 @@ def make_result(version: str = "v1", gate: str = "pass", **changes: Any) -> RunR
             seq_len=128,
             reference="V1 in float64",
             measures={"loss": {"error": 1e-7, "allowed": 1e-6, "baseline": None}},
+        ),
+        audit=Audit(
+            status=audit,
+            failures=["timed run: loss 4.0 in step 9, V1's 3.3"] if audit == "fail" else [],
+            steps=6,
+            seconds=1.5,
+            why="" if audit != "not run" else results.GATE_ONLY,
         ),
         plausibility=[],
         peak_tflops=0.5,
@@ -217,6 +226,7 @@ BROKEN = {
     "unknown status": (changed("status", to="done"), "status is 'done', not one of complete"),
     "unknown verdict": (changed("parity", "status", to="ok"), "parity.status is 'ok'"),
     "red without reason": (changed("parity", "status", to="fail"), "parity.failures is empty"),
+    "red audit without reason": (changed("audit", "status", to="fail"), "audit.failures is empty"),
     "complete without steps": (changed("step_ms", to=[]), "step_ms is empty in a complete run"),
     "no time at all": (changed("step_ms", 0, to=0), r"step_ms\[0\] should lie between .* found 0"),
     "negative time": (changed("step_ms", 0, to=-1.0), r"step_ms\[0\] should lie between"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop import (
+    audit,
     data,
     errors,
     first_use,
@@ -217,6 +218,7 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         "much as V1 in high precision has the memory for)",
     )
     add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
+    add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
     add(
         "--no-gate",
         action="store_true",
@@ -417,13 +419,18 @@ def _gate_train_save(request: Request) -> int:
     if arguments.validate_setup:
         print("This machine is ready. Nothing was timed.")
         return errors.DONE
-    training = _train(request, model, batches)
+    training, course = _train(request, model, batches)
     _record_training(request, result, training, model)
     if training.interrupted:
         result.status = "interrupted"
         if not training.step_ms:
             raise KeyboardInterrupt
         return _finish(request, result, errors.INTERRUPTED)
+    del model  # its memory goes to the truth that V1's process trains
+    result.audit = _audit(request, data_record, batches, course)
+    if result.audit.status == "fail":
+        result.status = "audit failed"
+        return _finish(request, result, errors.ANSWER_IS_NO)
     return _finish(request, result, errors.DONE)
 
 
@@ -456,11 +463,21 @@ def load_data(request: Request) -> Data:
     return data.text_batches(corpus, **shape), record
 
 
+def _setting(request: Request) -> parity.Setting:
+    """The run's own."""
+    return parity.Setting(
+        config=request.config,
+        precision=request.precision,
+        device=request.device,
+        seed=request.arguments.seed,
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+    )
+
+
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     shape = of_the_run = (request.batch_size, request.seq_len)
-    setting = parity.Setting(
-        request.config, request.precision, request.device, request.arguments.seed, *shape
-    )
+    setting = _setting(request)
     if request.arguments.gate_shape is not None:
         shape = tuple(request.arguments.gate_shape)
     elif request.interpreted:
@@ -480,12 +497,16 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     return report
 
 
-def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Training:
+def _train(
+    request: Request, model: nn.Module, batches: Tensor
+) -> tuple[trainer.Training, audit.Course | None]:
+    """Trains the run's steps; with what the audit needs of the timed ones, if there will be one."""
     arguments = request.arguments
+    courses: list[audit.Course] = []
     parity.load_canonical(model, parity.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
     print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
-    return trainer.train(
+    training = trainer.train(
         model,
         request.module.configure_optimizer(model, arguments.learning_rate),
         batches,
@@ -493,7 +514,45 @@ def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Train
         schedule=request.schedule,
         cuda_graph=request.cuda_graph,
         progress=_progress(request),
+        after_clock=lambda losses: (
+            courses.append(audit.record(model, _setting(request), losses))
+            if arguments.audit
+            else None
+        ),
     )
+    return training, courses[0] if courses else None
+
+
+def _audit(
+    request: Request,
+    data_record: dict[str, str | int],
+    batches: Tensor,
+    course: audit.Course | None,
+) -> results.Audit:
+    arguments = request.arguments
+    if course is None:
+        return results.Audit()
+    steps = len(course.losses)
+    path = audit.reference_path(
+        arguments.audit,
+        config=dataclasses.asdict(request.config),
+        batch=[request.batch_size, request.seq_len, steps],
+        precision=request.precision.name,
+        device=str(request.device),
+        seed=arguments.seed,
+        learning_rate=arguments.learning_rate,
+        data=data_record,
+    )
+    may_lead = request.version.key == versions.BASELINE
+    may_lead &= request.compile_mode == "none" and not request.cuda_graph
+    print(f"audit: comparing the {steps} steps with V1's own ...", flush=True)
+    found = audit.of_run(
+        course, _setting(request), batches, arguments.learning_rate, path, may_lead=may_lead
+    )
+    print(f"audit: {audit.summary(found)}")
+    for failure in found.failures:
+        print(f"  {failure}")
+    return found
 
 
 def _progress(request: Request) -> trainer.Progress:
@@ -711,6 +770,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         *rate,
         ("gradients", _gradients_line(result)),
         ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
+        ("audit", audit.summary(result.audit)),
     ]
     print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")
     _print_lines(rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from workshop import flops, presets, timing
 from workshop.interpreter import NOT_COMPARABLE
-from workshop.results import RunResult
+from workshop.results import GATE_ONLY, RunResult
 from workshop.versions import ALL, BASELINE
 
 SCHEMA_VERSION = 1
@@ -37,6 +37,8 @@ class Row:
     session: str
     runs: int
     parity: str
+    audit: str = "not run"
+    """The audit's word on all the timed runs: "pass", "fail", or "not run" if on one of them."""
     gate_shape: tuple[int, int] | None = None
     """Batch size and sequence length that the gate was run on."""
     status: str = "timed"
@@ -92,9 +94,18 @@ class Row:
         """Than the run: V1 in high precision would not fit, or an interpreter runs the version."""
         return self.gate_shape not in (None, (self.batch_size, self.seq_len))
 
-    def gate(self, red: str) -> str:
-        """In a word, which is `red` for one that failed; with a star if it was smaller."""
-        told = red if self.parity == "fail" else self.parity
+    @property
+    def refused(self) -> str:
+        """What has shown that it is not V1's model, "gate" or "audit"; else empty."""
+        verdicts = {"gate": self.parity, "audit": self.audit}
+        return next((what for what, status in verdicts.items() if status == "fail"), "")
+
+    def proof(self, red: str) -> str:
+        """In a word: `red` for one that failed, "pass" for gate and audit, "gate only", or "not
+        run"; with a star if the gate was smaller."""
+        told = red if self.refused else self.parity
+        if told == "pass" and self.audit != "pass":
+            told = GATE_ONLY
         return f"{told} *" if self.gate_is_smaller else told
 
     def verdict(self) -> str:
@@ -185,11 +196,13 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         session=first.session,
         runs=len(runs),
         parity=_parity(runs),
+        audit=_audit(runs),
         gate_shape=_gate_shape(runs),
     )
-    if row.parity == "fail":
-        failures = next(run.parity.failures for run in runs if run.parity.status == "fail")
-        row.status, row.note = "failed", f"gate red, not timed: {failures[0]}"
+    refused = next((run.refused for run in runs if run.refused), None)
+    if refused is not None:
+        what, failures = refused
+        row.status, row.note = "failed", f"{what} red: {failures[0]}"
         if len(failures) > 1:
             row.note += f" (and {len(failures) - 1} more)"
         return row
@@ -217,18 +230,27 @@ def _parity(runs: list[RunResult]) -> str:
     return next((status for status in ("fail", "pass") if status in statuses), "not run")
 
 
+def _audit(runs: list[RunResult]) -> str:
+    statuses = {run.audit.status for run in runs if run.step_ms}
+    return next((status for status in ("fail", "not run", "pass") if status in statuses), "not run")
+
+
 def _gate_shape(runs: list[RunResult]) -> tuple[int, int] | None:
     shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
     return next(((b, t) for b, t in shapes if b is not None and t is not None), None)
 
 
-def smaller_gates(rows: Iterable[Row]) -> list[str]:
-    """Where the gate was smaller than a run, in a sentence; empty if nowhere."""
+def proof_notes(rows: Iterable[Row]) -> list[str]:
+    """What the words of `Row.proof` stand for, where they are not plain: smaller gates, and runs
+    that were not audited."""
+    rows, lines = list(rows), []
     shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
-    if not shapes:
-        return []
-    told = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
-    return [f"*: the gate ran on fewer tokens than the run: {told}"]
+    if shapes:
+        told = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
+        lines.append(f"*: the gate ran on fewer tokens than the run: {told}")
+    if any(row.proof(red="").startswith(GATE_ONLY) for row in rows):
+        lines.append(f"{GATE_ONLY}: the timed run itself was not compared with a run of V1")
+    return lines
 
 
 def _fill_proof(row: Row, timed: list[RunResult]) -> None:
@@ -277,7 +299,7 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
         row.note = _join(row.note, "no V1 in the same session: no speed-up")
         return
     baseline_steps = [run.step_ms for run in baseline if run.step_ms]
-    broken = any(run.error for run in baseline)
+    broken = any(run.error for run in baseline) or _audit(baseline) == "fail"
     if broken or _parity(baseline) != "pass" or not baseline_steps:
         row.note = _join(row.note, "V1 failed in this session: no speed-up")
         return

@@ -63,7 +63,7 @@ def proof_cells(row: Row) -> list[str]:
     reduction = f"{-row.memory_reduction:+.0%}" if compared and row.memory_reduction else "-"
     return [
         printable(row.label),
-        row.gate(red="FAIL"),
+        row.proof(red="FAIL"),
         gradients,
         loss,
         _number(row.peak_memory_mb, ",.0f"),
@@ -75,7 +75,7 @@ def proof_cells(row: Row) -> list[str]:
 
 PROOF_HEADER = [
     "version",
-    "gate",
+    "proof",
     "gradients",
     "loss",
     "peak MB",
@@ -97,7 +97,7 @@ def notes(rows: list[Row]) -> list[str]:
         lines.append(f"peak: {sources.pop()}")
     elif sources:
         lines.append("peak: the highest a large matrix product reached in each version's runs")
-    lines += comparison.smaller_gates(rows)
+    lines += comparison.proof_notes(rows)
     if any(row.peak_share is not None and row.peak_share > 1 for row in rows):
         lines.append("more than 100% of peak: other programs ran while the peak was measured")
     return list(map(printable, lines))

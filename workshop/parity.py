@@ -105,9 +105,7 @@ class ParityReport:
         measures: dict[str, dict[str, float | str | None]] = {}
         for name in ["logits", "loss", "loss curve", *worst]:
             if name in self.measures:
-                m = self.measures[name]
-                error, allowed, baseline = results.finite([m.error, m.allowed, m.baseline])
-                measures[name] = {"error": error, "allowed": allowed, "baseline": baseline}
+                measures[name] = as_recorded(self.measures[name])
         return results.Parity(
             status="pass" if self.passed else "fail",
             failures=self.failures,
@@ -116,6 +114,12 @@ class ParityReport:
             reference=self.reference,
             measures=measures,
         )
+
+
+def as_recorded(measure: Measure) -> dict[str, float | str | None]:
+    """As a result file keeps it, with null for what is no number."""
+    names = ("error", "allowed", "baseline")
+    return dict(zip(names, results.finite([getattr(measure, n) for n in names]), strict=True))
 
 
 def badness(measure: Measure) -> float:

@@ -414,8 +414,9 @@ def _judge(
 def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
     """FAILED or NOT_TIMED with the reason, or None for runs with proven times."""
     for run in runs:
-        if run.parity.status == "fail":
-            return FAILED, f"gate red: {run.parity.failures[0]}"
+        if run.refused:
+            what, failures = run.refused
+            return FAILED, f"{what} red: {failures[0]}"
     skipped = [run for run in runs if run.status == "skipped"]
     if skipped:
         return NOT_TIMED, f"skipped: {skipped[0].error}"

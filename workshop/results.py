@@ -30,11 +30,24 @@ from workshop.versions import ALL, ROOT
 
 SCHEMA_VERSION = 1
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
-STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped", "profiled")
+STATUSES = (
+    "complete",
+    "interrupted",
+    "gate failed",
+    "audit failed",
+    "failed",
+    "skipped",
+    "profiled",
+)
 PARITY_STATUSES = ("not run", "pass", "fail")
+GATE_ONLY = "gate only"
+"""Of a run that no run of V1 in its session could be compared with."""
 DEFAULT_FOLDER = ROOT / "results"
 DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
 """What tools write beside runs, made from them."""
+
+NEWER = {"newer": True}
+"""Marks a field that files from before it lack."""
 
 T = TypeVar("T")
 
@@ -70,6 +83,18 @@ class Parity:
                 error = float(error) if isinstance(error, (int, float)) else math.inf
                 told.append((error / allowed, name, error, float(allowed)))
         return max(told)[1:] if told else None
+
+
+@dataclass
+class Audit(Parity):
+    """The audit's verdict on the timed run itself."""
+
+    steps: int | None = None
+    """Trained up to the last timed one, warm-up included."""
+    seconds: float | None = None
+    """What the audit took, after the clock had stopped."""
+    why: str = GATE_ONLY
+    """Of a run that was not audited, why."""
 
 
 @dataclass
@@ -114,9 +139,18 @@ class RunResult:
     the memory); null where it was not finite."""
     gradients: Gradients | None = None
     parity: Parity = field(default_factory=Parity)
+    audit: Audit = field(default_factory=Audit, metadata=NEWER)
     plausibility: list[str] = field(default_factory=list)
     peak_tflops: float | None = None
     peak_source: str | None = None
+
+    @property
+    def refused(self) -> tuple[str, list[str]] | None:
+        """What shows that it did not train V1's model, "gate" or "audit", and its reasons."""
+        for what, verdict in (("gate", self.parity), ("audit", self.audit)):
+            if verdict.status == "fail":
+                return what, verdict.failures
+        return None
 
     @property
     def interpreted(self) -> bool:
@@ -263,12 +297,15 @@ def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
         ("version", run.version, ALL),
         ("status", run.status, STATUSES),
         ("parity.status", run.parity.status, PARITY_STATUSES),
+        ("audit.status", run.audit.status, PARITY_STATUSES),
     )
     for where, value, known in choices:
         if value not in known:
             yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
     if run.parity.status == "fail" and not run.parity.failures:
         yield "parity.failures", "is empty, though the gate is red"
+    if run.audit.status == "fail" and not run.audit.failures:
+        yield "audit.failures", "is empty, though the audit is red"
     if run.status == "complete" and not run.step_ms:
         yield "step_ms", "is empty in a complete run"
     if len(run.losses) < len(run.step_ms):
@@ -352,14 +389,18 @@ def decode(kind: type[T], content: Any, path: Path, where: str) -> T:
     if not isinstance(content, dict):
         raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
-    missing = [name for name in names if name not in content]
+    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
+    missing = [n for n, f in fields.items() if n not in content and not f.metadata.get("newer")]
     if missing:
         raise WorkshopError(f"{path}: field {where}{missing[0]} is missing")
-    unknown = sorted(set(content) - set(names))
+    unknown = sorted(content.keys() - fields.keys())
     if unknown:
         raise WorkshopError(f"{path}: field {where}{unknown[0]} is unknown")
-    values = {name: _check(hints[name], content[name], path, where + name) for name in names}
+    values = {
+        name: _check(hints[name], content[name], path, where + name)
+        for name in fields
+        if name in content
+    }
     return kind(**values)
 
 

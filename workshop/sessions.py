@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -133,7 +134,10 @@ def run_plans(
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     failed: set[str] = set()
     interrupted = False
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with (
+        tempfile.TemporaryDirectory() as audit,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("", total=total)
         for plan in plans:
             lack = plan.left_out or lacks.get(plan.version)
@@ -146,7 +150,7 @@ def run_plans(
                 run: _Child | None = None
                 try:
                     with _held_back_interrupt():
-                        run = _Child(plan, arguments, session)
+                        run = _Child(plan, arguments, session, Path(audit))
                     for line in run.lines():
                         progress.update(task, description=f"{plan.label}: {line[:70]}")
                     outcome = run.outcome()
@@ -204,10 +208,13 @@ def _held_back_interrupt() -> Iterator[None]:
 class _Child:
     """One version's process: its output line by line, and what it left behind."""
 
-    def __init__(self, plan: Plan, arguments: argparse.Namespace, session: str) -> None:
-        self.plan, self.arguments, self.session = plan, arguments, session
+    def __init__(
+        self, plan: Plan, arguments: argparse.Namespace, session: str, audit: Path
+    ) -> None:
+        """`audit` is a folder in which the session's first V1 leaves what others are held to."""
+        self.plan, self.arguments, self.session, self.audit = plan, arguments, session, audit
         self.failed = False
-        self._gate = self._result = ""
+        self._gate = self._audit = self._result = ""
         self._stderr: list[str] = []
         # A session of its own: a Ctrl-C at the terminal reaches us alone, and we pass it on once.
         self._process = subprocess.Popen(
@@ -231,6 +238,8 @@ class _Child:
         for name in ("device", "data", "seed", "output_dir"):
             command += [_flag(name), str(getattr(arguments, name))]
         command += ["--session", self.session]
+        if not plan.interpreted:  # of which nothing is timed
+            command += ["--audit", str(self.audit)]
         if plan.repeat > 0:  # the first run has passed the gate, with the same code and sizes
             command.append("--no-gate")
         return command
@@ -252,6 +261,7 @@ class _Child:
         for line in self._process.stdout:
             if line.strip():
                 self._gate = line.strip() if line.startswith("gate:") else self._gate
+                self._audit = line.strip() if line.startswith("audit:") else self._audit
                 self._result = line.strip() if line.startswith("Result: ") else self._result
                 yield line.strip()
         self._process.wait()
@@ -273,10 +283,10 @@ class _Child:
             result = results.load(Path(self._result.removeprefix("Result: ")))
             if result.interpreted:
                 return f"{interpreter.NOT_COMPARABLE}; {self._gate}"
-            return f"{timing.median(result.step_ms):.2f} ms a step"
+            return f"{timing.median(result.step_ms):.2f} ms a step; {self._audit}"
         self.failed = True
         if status == errors.ANSWER_IS_NO and self._result:
-            return self._gate
+            return self._audit or self._gate
         reason = self._reason(status)
         if status == errors.NOT_ON_THIS_MACHINE:
             save_record(self.plan, self.arguments, self.session, "skipped", reason)

@@ -165,7 +165,7 @@ def plan(arguments: argparse.Namespace) -> Range:
         raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
     device = hardware.get_device(arguments.device)
     asked = arguments.versions or versions.available()
-    keys = [versions.get_version(key).key for key in dict.fromkeys(asked)]
+    keys = versions.baseline_first(asked)
     slow = [key for key in keys if interpreter.serves(versions.get_version(key), device)]
     if slow == keys:
         raise NotOnThisMachine(f"--sweep: {', '.join(keys)} can only be interpreted here")

@@ -21,7 +21,7 @@ _MOST_OF_LABEL = 20
 
 
 def header(sweep: Sweep) -> list[str]:
-    return [sweep.axis, "version", "step ms", "tokens/s", "speed-up [95%]", "peak MB", "gate"]
+    return [sweep.axis, "version", "step ms", "tokens/s", "speed-up [95%]", "peak MB", "proof"]
 
 
 def lines(sweep: Sweep) -> list[tuple[str, Point]]:
@@ -47,12 +47,12 @@ def cells(label: str, point: Point) -> list[str]:
             "-",
             "-",
             "-",
-            row.gate(red="RED"),
+            row.proof(red="RED"),
         ]
     verdict = row.verdict().replace("no significant difference", SAME)
     memory = "-" if row.peak_memory_mb is None else f"{row.peak_memory_mb:,.0f}"
     figures = [f"{row.step_ms:,.2f}", f"{row.tokens_per_s:,.0f}", verdict, memory]
-    return [f"{point.size:,}", label, *figures, row.gate(red="RED")]
+    return [f"{point.size:,}", label, *figures, row.proof(red="RED")]
 
 
 def in_place_of_time(point: Point) -> str:
@@ -61,7 +61,7 @@ def in_place_of_time(point: Point) -> str:
         return "out of memory"
     if point.predicted_mb is not None:
         return "not tried"
-    return "GATE RED" if point.row.parity == "fail" else point.row.status
+    return f"{point.row.refused.upper()} RED" if point.row.refused else point.row.status
 
 
 def limits(sweep: Sweep) -> list[str]:
@@ -100,7 +100,7 @@ def _rounded(size: float) -> int:
 def notes(sweep: Sweep) -> list[str]:
     """Why a version failed or was skipped, if not for want of memory, where the gate was a smaller
     one, and implausible figures. That there is no speed-up where V1 did not run is seen."""
-    told = comparison.smaller_gates(point.row for _, point in lines(sweep))
+    told = comparison.proof_notes(point.row for _, point in lines(sweep))
     for (label, note), sizes in _reasons(sweep).items():
         told.append(f"{label} at {', '.join(sizes)}: {note}")
     for label, point in lines(sweep):

@@ -31,6 +31,9 @@ COMPILE_MODES = (
 EAGER_STEPS_BEFORE_CAPTURE = 3
 """Steps that really train before a graph is captured: they compile, choose kernels and create
 the optimizer's state, none of which a capture may do."""
+LOSS_SCALE = 2.0**12
+"""In fp16, at first. At PyTorch's 2^16 the embedding's gradient overflows wherever a matrix product
+sums it in fp16: some versions would leave out the first step, and others train it."""
 Progress = Callable[[int, float, float, Callable[[], int]], None]
 """Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
 that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
@@ -72,7 +75,9 @@ class EagerStep:
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self.inputs = inputs
         self.device_type = inputs.device.type
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision.loss_scaling)
+        self.scaler = torch.amp.GradScaler(
+            self.device_type, init_scale=LOSS_SCALE, enabled=precision.loss_scaling
+        )
 
     def forward(self) -> Tensor:
         with self.precision.autocast(self.device_type):
@@ -412,6 +417,7 @@ def train(
     schedule: Schedule,
     cuda_graph: bool,
     progress: Progress | None = None,
+    after_clock: Callable[[Tensor], None] | None = None,
 ) -> Training:
     """Trains the schedule's steps: warm-up, timed, and those whose parts are timed. On the CPU
     one step between the first two tells the peak of memory.
@@ -419,6 +425,8 @@ def train(
     Args:
         batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own
             batch to the device, and that copy is in its time.
+        after_clock: called with the losses so far, (steps,), when the timed steps are over and
+            the weights and gradients are still theirs.
 
     A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
     marked `interrupted`, without phases. These are left out, too, if there is no memory for the
@@ -438,6 +446,8 @@ def train(
     try:
         _timed_steps(runner, clock, schedule.timed, progress)
         training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
+        if after_clock is not None:
+            after_clock(runner.losses())
         if schedule.phases:
             _time_phases(runner, schedule.phases, training)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@ of peers, other people's training code, which is measured like a version."""
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -135,6 +136,16 @@ def get_version(key: str) -> Version:
             f"{version.folder}/{version.path.name} is missing; choose from {', '.join(available())}"
         )
     return version
+
+
+def baseline_first(keys: Iterable[str]) -> list[str]:
+    """Each key once, V1 before all others, which are audited against it.
+
+    Raises:
+        WorkshopError: there is no such version here.
+    """
+    known = [get_version(key).key for key in dict.fromkeys(keys)]
+    return sorted(known, key=lambda key: key != BASELINE)
 
 
 def missing(version: Version) -> str | None:

@@ -14,7 +14,7 @@ from workshop.interpreter import NOT_COMPARABLE
 from workshop.waterfall import Step, Waterfall
 
 SCHEMA_VERSION = 1
-HEADER = ["change", "code", "step ms", "over the last", "over V1 fp32", "gate", "peak MB"]
+HEADER = ["change", "code", "step ms", "over the last", "over V1 fp32", "proof", "peak MB"]
 SAME = "~1"
 LEGEND = (
     f"over the last: times as fast as the last rung with a time, with the 95% interval; {SAME}: no "
@@ -44,7 +44,7 @@ def cells(step: Step) -> list[str]:
         f"{step.step_ms:,.2f}" if step.step_ms is not None else "-",
         ratio(step.gain, step.gain_ci),
         over_v1 if step.timed else "-",
-        row.gate(red="RED"),
+        row.proof(red="RED"),
         memory,
     ]
 
@@ -56,7 +56,7 @@ def notes(waterfall: Waterfall) -> list[str]:
         titles.setdefault(step.note, []).append(step.rung.title)
     lines = [f"{', '.join(own)}: {note}" for note, own in titles.items() if note]
     lines += _gaps(waterfall)
-    lines += comparison.smaller_gates(step.row for step in waterfall.steps if step.row)
+    lines += comparison.proof_notes(step.row for step in waterfall.steps if step.row)
     for step in waterfall.steps:
         lines += [f"IMPLAUSIBLE: {said}" for said in (step.row.plausibility if step.row else ())]
     return list(map(printable, lines))
@@ -182,8 +182,8 @@ def in_place_of_time(step: Step) -> str:
     """Why a rung has no bar, in a few words."""
     if step.row is None:
         return step.note
-    if step.row.parity == "fail":
-        return "GATE RED"
+    if step.row.refused:
+        return f"{step.row.refused.upper()} RED"
     if step.row.status == "interpreted":
         return NOT_COMPARABLE
     return {"timed": "gate not run"}.get(step.row.status, step.row.status)

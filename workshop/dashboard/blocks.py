@@ -104,7 +104,7 @@ def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
 
 
 _SPEED_HEADER = (
-    "version", "gate", "tokens/s", "step ms", "forward", "backward", "optimizer",
+    "version", "proof", "tokens/s", "step ms", "forward", "backward", "optimizer",
     "speed-up [95%]", "peak MB", "TFLOP/s", "of peak",
 )  # fmt: skip
 
@@ -134,19 +134,20 @@ def _version(row: Row) -> Cell:
 
 def _verdict(row: Row) -> Cell:
     if row.failed:
-        return Cell("GATE RED" if row.parity == "fail" else "FAILED", BAD, printable(row.note))
+        words = f"{row.refused.upper()} RED" if row.refused else "FAILED"
+        return Cell(words, BAD, printable(row.note))
     slower = row.speedup_ci is not None and row.speedup_ci[1] < 1
     faster = row.speedup_ci is not None and row.speedup_ci[0] > 1
     return Cell(row.verdict(), BAD if slower else GOOD if faster else "", printable(row.note))
 
 
 def _gate(row: Row) -> Cell:
-    look = {"pass": GOOD, "fail": BAD}.get(row.parity, WARN)
-    told = {"fail": "RED", "pass": "green"}.get(row.parity, row.parity)
+    told = row.proof(red="RED").replace("pass", "green")
+    look = {"RED": BAD, "green": GOOD}.get(told.removesuffix(" *"), WARN)
     if not row.gate_is_smaller or row.gate_shape is None:
         return Cell(told, look)
     batch_size, seq_len = row.gate_shape
-    return Cell(f"{told} *", look, f"on fewer tokens than the run: {batch_size} x {seq_len}")
+    return Cell(told, look, f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -179,7 +180,7 @@ def _proof(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
 
 
 _PROOF_HEADER = (
-    "version", "gate", "closest to its limit", "error", "allowed", "tensors with gradient",
+    "version", "proof", "closest to its limit", "error", "allowed", "tensors with gradient",
     "parameters", "loss",
 )  # fmt: skip
 
@@ -192,7 +193,8 @@ def _proof_cells(snapshot: Snapshot, group: Group, row: Row) -> list[Cell | str]
     severed = row.tensors_with_grad != row.tensors_total
     loss = f"{_number(row.loss_first, '.3f')} → {_number(row.loss_last, '.3f')}"
     gate = _gate(row)
-    failures = printable("; ".join(gated.run.parity.failures))
+    refused = next((s.run.refused for s in stored if s.run.refused), ("", []))
+    failures = printable("; ".join(refused[1]))
     return [
         _version(row),
         Cell(gate.text, gate.look, failures or gate.title),

@@ -419,7 +419,7 @@ def _sizes(run: RunResult) -> dict[str, float]:
 
 def _sweep_point(size: float, runs: list[RunResult]) -> SweepPoint | None:
     """Of one session's runs; None where nothing was timed that may be compared."""
-    bad = any(run.error or run.parity.status == "fail" for run in runs)
+    bad = any(run.error or run.refused for run in runs)
     timed = [run for run in runs if run.step_ms and not run.interpreted]
     if bad or not timed:
         return None

@@ -90,7 +90,7 @@ def _by_version(rows: Sequence[Row], y: str, *, legend: bool) -> go.Figure:
         figure.layout.margin = {"t": 24, "r": 16, "l": 85, "b": 40}
     for row in rows:
         if row.step_ms is None:
-            words = "GATE RED" if row.parity == "fail" else row.status
+            words = f"{row.refused.upper()} RED" if row.refused else row.status
             words = NOT_COMPARABLE.replace(", ", ",<br>") if words == "interpreted" else words
             _write_in_place(figure, row, words)
     return figure

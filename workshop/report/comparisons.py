@@ -15,7 +15,6 @@ from workshop.report.parts import (
     BAD,
     DIM,
     FAILED,
-    GATE_RED,
     IMPLAUSIBLE,
     Alarm,
     Cell,
@@ -205,7 +204,7 @@ def _in_a_word(row: Row | None) -> str:
     if row is None:
         return "-"
     if row.failed:
-        return "gate red" if row.parity == "fail" else "failed"
+        return f"{row.refused} red" if row.refused else "failed"
     if row.verdict() in ("baseline", "-") and row.step_ms is not None:
         return f"{row.step_ms:,.2f} ms"
     return row.verdict().replace("no significant difference", "no difference")
@@ -300,10 +299,12 @@ def _add_roofline(told: Section, group: Group, folder: Path) -> None:
 def _alarms(group: Group) -> Iterator[Alarm]:
     for row, stored in group.pairs():
         where = f"{row.label} {group.size}, {row.device}"
-        if row.parity == "fail":
-            red = [one for one in stored if one.run.parity.status == "fail"]
-            for failure in red[0].run.parity.failures:
-                yield Alarm(GATE_RED, printable(f"{where}: {failure}"), links(red))
+        if row.refused:
+            red = [one for one in stored if one.run.refused]
+            what, failures = red[0].run.refused or ("", [])
+            for failure in failures:
+                kind = f"{what.upper()} RED"
+                yield Alarm(kind, printable(f"{where}: {failure}"), links(red))
         elif row.failed:
             yield Alarm(FAILED, printable(f"{where}: {row.note}"), links(stored))
         for sentence in row.plausibility:

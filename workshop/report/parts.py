@@ -13,7 +13,8 @@ from workshop.report.pictures import Picture
 
 BAD, DIM = "bad", "dim"
 """Tones of what stands out, and of what stands back."""
-GATE_RED, FAILED, IMPLAUSIBLE, WRONG = "GATE RED", "FAILED", "IMPLAUSIBLE", "WRONG"
+_VERDICTS = {"gate only": "the gate only", "fail": "failed", "not run": "ran neither"}
+FAILED, IMPLAUSIBLE, WRONG = "FAILED", "IMPLAUSIBLE", "WRONG"
 SUSPECT = "SUSPECT PROFILE"
 
 
@@ -126,10 +127,10 @@ class Report:
     @property
     def proof(self) -> str:
         """Whether the figures have passed what they must pass, in a sentence."""
-        passed = sum(row.parity == "pass" for row in self.rows)
-        told = [f"{passed} of {count(len(self.rows), 'row')} passed the gate"]
-        for status, what in (("fail", "failed it"), ("not run", "did not run it")):
-            number = sum(row.parity == status for row in self.rows)
+        verdicts = [row.proof(red="fail").removesuffix(" *") for row in self.rows]
+        told = [f"{verdicts.count('pass')} of {count(len(verdicts), 'row')} passed gate and audit"]
+        for verdict, what in _VERDICTS.items():
+            number = verdicts.count(verdict)
             told += [f"{number} {what}"] if number else []
         flagged = sum(bool(row.plausibility) for row in self.rows)
         return f"{', '.join(told)}; {f'{flagged} with' if flagged else 'no'} implausible figures."

@@ -20,7 +20,6 @@ from workshop.report.parts import (
     BAD,
     DIM,
     FAILED,
-    GATE_RED,
     IMPLAUSIBLE,
     Alarm,
     Cell,
@@ -161,7 +160,7 @@ def _links(stored: Iterable[StoredRun]) -> tuple[Link, ...]:
 
 def _alarms(row: Row, where: str, links: tuple[Link, ...], *, failed: bool) -> Iterator[Alarm]:
     if failed:
-        kind = GATE_RED if row.parity == "fail" else FAILED
+        kind = f"{row.refused.upper()} RED" if row.refused else FAILED
         yield Alarm(kind, printable(f"{where}: {row.note}"), links)
     for sentence in row.plausibility:
         yield Alarm(IMPLAUSIBLE, printable(f"{where}: {sentence}"), links)

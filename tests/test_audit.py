@@ -1,0 +1,237 @@
+"""The audit: a timed run that did not train V1's model is found, whatever the gate had seen."""
+
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from workshop import audit, data, parity, results, trainer, versions
+from workshop.audit import Course, Reference
+from workshop.parity import Setting
+from workshop.precision import get_precision
+
+V1 = versions.load("v1")
+CPU = torch.device("cpu")
+CONFIG = V1.TinyLlamaConfig(
+    vocab_size=300,
+    hidden_dim=64,
+    intermediate_dim=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_seq_len=64,
+)
+STEPS, GATED = 26, 8
+"""Of a run as compare_versions.py times it on a CPU, and how many of its own the gate trains."""
+RATE = 3e-4
+Fault = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def setting(precision: str, seed: int = 0) -> Setting:
+    return Setting(CONFIG, get_precision(precision, CPU), CPU, seed, batch_size=4, seq_len=64)
+
+
+def batches(seed: int) -> torch.Tensor:
+    return data.text_batches(
+        data.read_corpus(), steps=STEPS, batch_size=4, seq_len=64, vocab_size=300, seed=seed
+    )
+
+
+def course(key: str, of: Setting, fault: Fault | None = None) -> Course:
+    """What a run of a version leaves, with a fault in its model or optimizer."""
+    module = versions.load(key)
+    model = module.TinyLlama(module.TinyLlamaConfig(**vars(CONFIG)))
+    parity.load_canonical(model, parity.canonical_state(CONFIG, of.seed))
+    optimizer = module.configure_optimizer(model, RATE)
+    if fault is not None:
+        fault(model, optimizer)
+    runner = trainer.Runner(model, optimizer, batches(of.seed), of.precision, cuda_graph=False)
+    for _ in range(STEPS):
+        runner.advance()
+    return audit.record(model, of, runner.losses())
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, int], Reference]:
+    """What V1's process leaves, by precision and seed; made where a test first asks."""
+
+    class References(dict[tuple[str, int], Reference]):
+        def __missing__(self, key: tuple[str, int]) -> Reference:
+            of = setting(*key)
+            self[key] = Reference(
+                audit.train_truth(of, batches(of.seed), RATE)[0], course("v1", of), "float64"
+            )
+            return self[key]
+
+    return References()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("key", ["v1", "v2", "v4"])
+def test_true_versions_pass_with_room(
+    key: str, precision: str, references: dict[tuple[str, int], Reference]
+) -> None:
+    for seed in range(3):
+        of = setting(precision, seed)
+        found = audit.judge(course(key, of), references[precision, seed], of)
+        closest = found.closest()
+        assert found.status == "pass", found.failures
+        assert closest is not None and closest[1] < 0.8 * closest[2], closest
+
+
+# --- planted faults ---------------------------------------------------------------------------
+
+
+def from_step(first: int, change: Callable[[Callable[[], object]], object]) -> Fault:
+    """`change` stands between the optimizer's step and its callers from step `first` on."""
+
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        plain, done = optimizer.step, 0
+
+        def step(*_: object) -> None:
+            nonlocal done
+            done += 1
+            change(plain) if done >= first else plain()
+
+        optimizer.step = step  # type: ignore[method-assign, assignment]
+
+    return plant
+
+
+def at_rate(factor: float) -> Fault:
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def step(plain: Callable[[], object]) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * factor
+            plain()
+
+        from_step(GATED + 1, step)(model, optimizer)
+
+    return plant
+
+
+def without_gradient(choose: Callable[[nn.Module], Iterator[nn.Parameter]]) -> Fault:
+    """Takes the gradients of some parameters away from step 9 on."""
+
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def step(plain: Callable[[], object]) -> None:
+            for parameter in choose(model):
+                parameter.grad = None
+            plain()
+
+        from_step(GATED + 1, step)(model, optimizer)
+
+    return plant
+
+
+def every(nth: int) -> Fault:
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        plain, done = optimizer.step, 0
+
+        def step(*_: object) -> None:
+            nonlocal done
+            done += 1
+            if done % nth:
+                plain()
+
+        optimizer.step = step  # type: ignore[method-assign, assignment]
+
+    return plant
+
+
+def forget_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3  # AdamW's own
+
+
+def lose_repeats(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The embedding's backward pass counts a token eight times at most."""
+
+    def forward(self: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+        flat = tokens.flatten()
+        rank = torch.zeros_like(flat)
+        for token in flat.unique():
+            here = flat == token
+            rank[here] = torch.arange(int(here.sum()))
+        rows = nn.functional.embedding(tokens, self.weight)
+        kept = (rank < 8).view_as(tokens)[..., None]
+        return torch.where(kept, rows, rows.detach())
+
+    embedding = model.embed_tokens
+    assert isinstance(embedding, nn.Embedding)
+    embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]
+
+
+def halve_a_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One tensor's gradient is half of what it should be: AdamW hides that from the weights."""
+    weight = model.layers[0].mlp.down_proj.weight  # type: ignore[union-attr, index]
+    weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+
+
+FAULTS: dict[str, Fault] = {
+    "frozen from step 9": from_step(GATED + 1, lambda plain: None),
+    "ten times the rate from step 9": at_rate(10),
+    "a rate 5% too high from step 9": at_rate(1.05),
+    "one tensor skipped from step 9": without_gradient(
+        lambda model: iter([model.layers[1].self_attn.o_proj.weight])  # type: ignore[union-attr, index, list-item]
+    ),
+    "backward pass cut from step 9": without_gradient(
+        lambda model: (p for n, p in model.named_parameters() if "embed" not in n)
+    ),
+    "every thirteenth step lost": every(13),
+    "the rate forgotten": forget_rate,
+    "embedding repeats lost": lose_repeats,
+    "a gradient halved": halve_a_gradient,
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_red(
+    fault: str, precision: str, references: dict[tuple[str, int], Reference]
+) -> None:
+    of = setting(precision)
+    found = audit.judge(course("v2", of, FAULTS[fault]), references[precision, 0], of)
+    assert found.status == "fail" and found.failures, found.measures
+
+
+# --- between processes ------------------------------------------------------------------------
+
+
+def test_a_reference_survives_the_way_between_processes(
+    tmp_path: Path, references: dict[tuple[str, int], Reference]
+) -> None:
+    of, reference = setting("fp32"), references["fp32", 0]
+    path = audit.reference_path(tmp_path, seed=0, sizes=[1, 2])
+    audit.save_reference(path, reference)
+    found = audit.judge(reference.own, audit.load_reference(path), of)
+    assert found.status == "pass" and found.steps == STEPS
+    assert path != audit.reference_path(tmp_path, seed=1, sizes=[1, 2])
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_no_truth_without_v1_or_without_memory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    references: dict[tuple[str, int], Reference],
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+
+    monkeypatch.setattr(audit, "train_truth", no_memory)
+    own, path = references["fp32", 0].own, tmp_path / "none.pt"
+    for may_lead in (False, True):
+        found = audit.of_run(own, setting("fp32"), batches(0), RATE, path, may_lead=may_lead)
+        assert found.status == "not run" and found.why.startswith(results.GATE_ONLY)
+        assert not path.exists()
+
+
+def test_a_sketch_tells_how_far_two_tensors_are_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((5,), (300, 7), (audit._CHUNK + 3,)):
+        one, other = (torch.randn(shape, generator=generator) for _ in range(2))
+        apart = audit.sketch(one, 3) - audit.sketch(other, 3)
+        assert abs(apart.norm() / (one - other).double().norm() - 1) < 0.15
