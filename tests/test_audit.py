@@ -233,5 +233,18 @@ def test_a_sketch_tells_how_far_two_tensors_are_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((5,), (300, 7), (audit._CHUNK + 3,)):
         one, other = (torch.randn(shape, generator=generator) for _ in range(2))
-        apart = audit.sketch(one, 3) - audit.sketch(other, 3)
+        apart = audit.sketch(one, "a") - audit.sketch(other, "a")
         assert abs(apart.norm() / (one - other).double().norm() - 1) < 0.15
+
+
+def test_a_scale_that_overflows_is_halved_before_the_first_step() -> None:
+    """Without a GPU a factor of the loss plays fp16's overflow."""
+    model = nn.Linear(4, 1, bias=False)
+    model.forward = lambda tokens, targets: (model.weight * 2.0**-10).sum()  # type: ignore[method-assign]
+    model.weight.register_hook(lambda gradient: gradient.where(gradient < 9, torch.inf))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = trainer.EagerStep(model, optimizer, get_precision("bf16", CPU), torch.zeros(2, 1))
+    step.scaler = torch.amp.GradScaler("cpu")
+    before = model.weight.detach().clone()
+    step.settle_scale()
+    assert step.scaler.get_scale() == 2.0**13 and torch.equal(model.weight, before)

@@ -31,9 +31,6 @@ COMPILE_MODES = (
 EAGER_STEPS_BEFORE_CAPTURE = 3
 """Steps that really train before a graph is captured: they compile, choose kernels and create
 the optimizer's state, none of which a capture may do."""
-LOSS_SCALE = 2.0**12
-"""In fp16, at first. At PyTorch's 2^16 the embedding's gradient overflows wherever a matrix product
-sums it in fp16: some versions would leave out the first step, and others train it."""
 Progress = Callable[[int, float, float, Callable[[], int]], None]
 """Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
 that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
@@ -75,9 +72,7 @@ class EagerStep:
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self.inputs = inputs
         self.device_type = inputs.device.type
-        self.scaler = torch.amp.GradScaler(
-            self.device_type, init_scale=LOSS_SCALE, enabled=precision.loss_scaling
-        )
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision.loss_scaling)
 
     def forward(self) -> Tensor:
         with self.precision.autocast(self.device_type):
@@ -101,6 +96,19 @@ class EagerStep:
         self.backward(loss)
         self.update()
         return loss.detach()
+
+    def settle_scale(self) -> None:
+        """Halves fp16's loss scale until the present batch's gradients don't overflow, training
+        nothing. A GradScaler would leave out a step each time, and not the same in all versions:
+        where a product sums the embedding's gradient in fp16 it overflows, in fp32 it does not."""
+        while self.scaler.get_scale() > 1:  # a NaN at any scale is no overflow
+            self.clear()
+            self.backward(self.forward())
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            if all(bool(gradient.isfinite().all()) for gradient in gradients):
+                return
+            scale = self.scaler.get_scale() / 2
+            self.scaler = torch.amp.GradScaler(self.device_type, init_scale=scale)
 
 
 class GraphedStep:
@@ -298,6 +306,7 @@ class Runner:
     def _settle(self, steps: int) -> int:
         """Trains those of `steps` that come before a capture, or all; how many are left."""
         if self._stream is None:
+            self._settle_scale()
             for _ in range(steps):
                 self.advance()
             return 0
@@ -305,10 +314,16 @@ class Runner:
         # A capture runs on a side stream, and autograd's nodes stay with the first they meet.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            self._settle_scale()
             for _ in range(eager_steps):
                 self.advance()
         torch.cuda.current_stream().wait_stream(self._stream)
         return steps - eager_steps
+
+    def _settle_scale(self) -> None:
+        if self.eager.scaler.is_enabled():
+            self.load()
+            self.eager.settle_scale()
 
     def _count_peak_anew(self) -> None:
         if self.device.type == "cuda":
