@@ -243,19 +243,26 @@ ROCPROFV3 = options(
     f"{TRACING} --stats --truncate-kernels --summary --output-format=+ --output-directory=1 "
     "--output-file=1 --pmc=+ --kernel-include-regex=1"
 )
+# Its help in three versions of ROCm: no word of what each does not have.
+ROCPROFV3_HELP = {
+    "6.2": "--kernel-trace --hip-runtime-trace --output-format --stats",
+    "6.3": "--kernel-trace --runtime-trace --pmc --output-format {csv,json,pftrace} --stats",
+    "7.0": "--kernel-trace --runtime-trace --pmc --output-format {csv,json,pftrace,otf2,rocpd}",
+}
 ROCPROF_SYS = options("--trace --profile --device --host --output=1") | options(
     "--preset=1", since="1.6"
 )
 ROCPROF_COMPUTE = {
     "profile": options("--name=1 --no-roof --roof-only --kernel=+ --block=+ --dispatch=+")
-    | options("--path=1 --subpath=1", until="3.6")
-    | options("--roofline-data-type=+ --sort=1 --mem-level=+", until="3.5")
+    | options("--path=1 --subpath=1", until="3.6.9")
+    | options("--sort=1 --mem-level=+", until="3.5.9")
+    | options("--roofline-data-type=+", since="3.1.1", until="3.5.9")
     | options("--set=1", since="3.3")
     | options("--output-directory=1", since="3.5")
     | options("--bench-only", since="3.7")
     | options("--overwrite", since="3.8"),
     "analyze": options("--path=+ --list-stats --kernel=+ --dispatch=+ --block=+")
-    | options("--output=1", until="3.2")
+    | options("--output=1", until="3.2.9")
     | options("--output-format=1 --output-name=1", since="3.3")
     | options("--roofline-data-type=+", since="3.5"),
 }
@@ -284,11 +291,11 @@ NEEDED = {
     "--report=cuda_gpu_trace --report=cuda_api_sum --report=nvtx_pushpop_sum "
     "--report=nvtx_kern_sum --format=csv",
 }
-NEWEST = {"rocprof-sys-sample": "1.7", "rocprof-sys-run": "1.7", "rocprof-compute": "3.9"}
+NEWEST = {"rocprof-sys-sample": "1.8", "rocprof-sys-run": "1.8", "rocprof-compute": "3.9"}
 
 
 def number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
+    return tuple(map(int, version.split(".")))
 
 
 def problems(command: list[str], version: str | None = None) -> list[str]:
@@ -371,6 +378,10 @@ def _rules(
             yield "--stats needs a tracing option"
         if "--stats" in given and not {"csv", "json"} & set(formats):
             yield "--stats does nothing without csv or json"
+        if "rocpd" in formats and not {"--pmc", "--runtime-trace"} & given.keys():
+            yield "the database lacks what a step launched"
+    if program == "rocprof-sys-sample" and "workload-trace" in given.get("--preset", []):
+        yield "this preset takes no samples"
     if program == "rocprof-compute profile" and "--name" not in given:
         yield "a workload needs a name"
 
@@ -384,7 +395,7 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
             command = command[: command.index(">")] if ">" in command else command
             assert problems(command) == [], command
     assert counts == {
-        "rocprofv3": 8,
+        "rocprofv3": 7,
         "rocprof_sys": 2,
         "rocprof_compute": 4,
         "ncu": 2,
@@ -396,15 +407,22 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("script", "old", "new", "told"),
     [
-        ("run_rocprofv3.sh", "--truncate-kernels", "--basenames", "unknown option --basenames"),
-        ("run_rocprofv3.sh", "--output-format csv", "--output-format csv,json", "csv,json is no"),
-        ("run_rocprofv3.sh", "--output-format csv", "", "no output format"),
+        ("run_rocprofv3.sh", "--runtime-trace", "--basenames", "unknown option --basenames"),
+        ("run_rocprofv3.sh", '--output-format "$2"', '--output-format "$2,csv"', "rocpd,csv is no"),
+        ("run_rocprofv3.sh", '--output-format "$2"', "", "no output format"),
         ("run_rocprofv3.sh", '-- "${TRAIN[@]}"', '"${TRAIN[@]}"', "after --"),
         (
             "run_rocprofv3.sh",
-            "--output-format csv",
-            "--output-format rocpd",
+            '--runtime-trace "',
+            '--runtime-trace --stats "',
             "--stats does nothing",
+        ),
+        ("run_rocprofv3.sh", '--runtime-trace "', '--kernel-trace "', "the database lacks"),
+        (
+            "run_rocprof_sys.sh",
+            "--trace --profile --device",
+            "--preset=workload-trace",
+            "no samples",
         ),
         ("run_rocprof_sys.sh", "--trace --profile", "--system-wide", "unknown option"),
         ("run_rocprof_sys.sh", "rocprof-sys-run", "rocprof-sys", "no profiler"),
@@ -434,6 +452,8 @@ def test_planted_fault_in_a_command_is_found(
 def test_what_our_tables_need_is_missed(command: str, word: str, machine: Machine) -> None:
     tool = "rocprof_sys" if command.startswith("rocprof-sys") else command.split()[0]
     script = f"run_{tool}.sh"
+    if command == "rocprofv3 --stats":
+        machine.install(rocprofv3=f"echo '{ROCPROFV3_HELP['6.3']}'")
     text = (machine.folder / script).read_text()
     machine.edit(script, word if word in text else word.replace("=", " "), "")
     told = (problem for given in machine.dry_run(tool) for problem in problems(given))
@@ -442,8 +462,9 @@ def test_what_our_tables_need_is_missed(command: str, word: str, machine: Machin
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_dry_run_can_be_pasted_into_a_shell(tool: str, machine: Machine) -> None:
-    tools = ("rocprofv3", "rocprof_sys_sample", "rocprof_sys_run", "rocprof_compute", "ncu")
-    machine.install(nsys=NSYS_TOOL, **dict.fromkeys(tools, f"{RECORDER}pwd"))
+    tools = ("rocprof_sys_sample", "rocprof_sys_run", "rocprof_compute", "ncu")
+    machine.install(nsys=NSYS_TOOL, rocprofv3=RECORDER)
+    machine.install(**dict.fromkeys(tools, f"{RECORDER}pwd"))
     printed = machine.run(tool, "--dry-run").stdout
     for record in machine.record.parent.glob("record.*"):  # of questions after the version
         record.unlink()
@@ -465,7 +486,52 @@ def test_dry_run_can_be_pasted_into_a_shell(tool: str, machine: Machine) -> None
         assert (machine.out / "counters.txt").read_text() == f"{machine.out}\n"
 
 
-@pytest.mark.parametrize("version", ["3.2.3", "3.3.0", "3.4.0", "3.5.0", "3.6.0", "3.7.0", "3.9.0"])
+@pytest.mark.parametrize(
+    ("rocm", "commands", "formats"),
+    [("6.2", 1, {"csv"}), ("6.3", 8, {"csv", "pftrace"}), ("7.0", 7, {"rocpd"})],
+)
+def test_rocprofv3_is_asked_for_what_the_installed_version_has_and_will_keep(
+    rocm: str, commands: int, formats: set[str], machine: Machine
+) -> None:
+    machine.install(rocprofv3=f"echo 'usage: {ROCPROFV3_HELP[rocm]}'", **AMD_GPU)
+    found = machine.dry_run("rocprofv3")
+    assert len(found) == commands
+    for command in found:
+        assert problems(command) == []
+        if "--pmc" in command or "--runtime-trace" in command:
+            assert rocm != "6.2"
+    assert {command[command.index("--output-format") + 1] for command in found} == formats
+    for mode in ("timeline", "counters"):
+        done = machine.run("rocprofv3", "--dry-run", "--mode", mode)
+        assert done.returncode == (77 if rocm == "6.2" else 0)
+        assert ("ROCm 6.3" in done.stderr) == (rocm == "6.2")
+
+
+@pytest.mark.parametrize(("rocm", "has_table"), [("6.3", False), ("7.0", True)])
+def test_a_timeline_in_a_database_has_a_table(rocm: str, has_table: bool, machine: Machine) -> None:
+    kept = f'case $1 in --help) echo "{ROCPROFV3_HELP[rocm]}" ;; *) echo >"$TRACE" ;; esac'
+    machine.install(rocprofv3=kept, **AMD_GPU)
+    trace = machine.out / ("run.db" if rocm == "7.0" else "run.pftrace")
+    done = machine.run("rocprofv3", "--mode", "timeline", TRACE=str(trace))
+    assert done.returncode == 0, done.stderr
+    assert f"{trace}: " in done.stdout and "ui.perfetto.dev" in done.stdout
+    assert (machine.out / "kernels.json").exists() == has_table
+
+
+@pytest.mark.parametrize("version", ["3.0.0", "3.1.0"])
+def test_the_roofline_takes_a_version_that_has_its_data_types(
+    version: str, machine: Machine
+) -> None:
+    machine.install(rocprof_compute=f"echo 'rocprofiler-compute version: {version}'", **AMD_GPU)
+    commands = machine.dry_run("rocprof_compute")
+    assert len(commands) == 2 and not any("--roof-only" in command for command in commands)
+    done = machine.run("rocprof_compute", "--mode", "roofline")
+    assert done.returncode == 77 and "6.4.2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "version", ["3.1.1", "3.2.3", "3.3.0", "3.4.0", "3.5.0", "3.6.0", "3.7.0", "3.9.0"]
+)
 def test_options_of_rocprof_compute_are_those_of_the_installed_version(
     version: str, machine: Machine
 ) -> None:
@@ -479,7 +545,7 @@ def test_options_of_rocprof_compute_are_those_of_the_installed_version(
     assert draws[draws.index("--roofline-data-type") + 1] == "BF16"
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "1.2.1", "1.5.0", "1.6.0", "1.10.0"])
+@pytest.mark.parametrize("version", ["1.0.0", "1.2.1", "1.5.0", "1.6.0", "1.8.0"])
 def test_options_of_rocprof_sys_are_those_of_the_installed_version(
     version: str, machine: Machine
 ) -> None:
@@ -489,8 +555,8 @@ def test_options_of_rocprof_sys_are_those_of_the_installed_version(
     commands = machine.dry_run("rocprof_sys")
     for command in commands:
         assert problems(command, version) == []
+        assert {"--trace", "--profile", "--device"} < set(command)
         assert ("ROCPROFSYS_USE_ROCPD=ON" in command) == (number(version) >= (1, 2))
-    assert ("--preset=workload-trace" in commands[0]) == (number(version) >= (1, 6))
 
 
 ARCHITECTURES = ["gfx90a", "gfx942", "gfx950"]
@@ -508,7 +574,7 @@ def test_counters_give_bytes_and_all_operations_in_passes_that_fit(
     counters = amd_counters.Counters()
     for command in machine.dry_run("rocprofv3", "--mode", "counters"):
         assert problems(command) == []
-        group = command[command.index("--pmc") + 1 : command.index("--truncate-kernels")]
+        group = command[command.index("--pmc") + 1 : command.index("--output-format")]
         of_l2 = {"WRITE_SIZE": 2} | OF_L2[architecture]
         assert sum(name.startswith("SQ_") for name in group) <= 8
         assert sum(of_l2.get(name, name.startswith("TCC_")) for name in group) <= 4
@@ -523,7 +589,7 @@ def test_counters_give_bytes_and_all_operations_in_passes_that_fit(
 
 def test_chip_without_chosen_counters_skips_these_alone(machine: Machine) -> None:
     machine.install(rocprofv3="exit 0", rocminfo="echo '  Name:   gfx1100'")
-    assert len(machine.dry_run("rocprofv3")) == 2
+    assert len(machine.dry_run("rocprofv3")) == 1
     done = machine.run("rocprofv3", "--mode", "counters")
     assert done.returncode == 77
     assert "gfx1100" in done.stderr
@@ -707,12 +773,12 @@ def test_tool_that_leaves_no_timeline_fails(machine: Machine) -> None:
 
 
 def test_one_group_of_counters_may_fail(machine: Machine) -> None:
-    body = RECORDER + 'case "$*" in *WRITE_SIZE*) exit 1 ;; *pftrace*) echo >"$TRACE" ;; esac'
+    body = RECORDER + 'case "$*" in *WRITE_SIZE*) exit 1 ;; *-trace*) echo >"$TRACE" ;; esac'
     machine.install(rocprofv3=body, **AMD_GPU)
-    done = machine.run("rocprofv3", TRACE=str(machine.out / "run.pftrace"))
+    done = machine.run("rocprofv3", TRACE=str(machine.out / "run.db"))
     assert done.returncode == 1
     assert "failed: counters, written" in done.stderr
-    assert "run.pftrace: open it in ui.perfetto.dev" in done.stdout
+    assert "run.db: for ui.perfetto.dev" in done.stdout
     assert "SQ_WAVES" in machine.recorded("rocprofv3")  # the last group ran
     assert (machine.out / "kernels.json").exists()
 

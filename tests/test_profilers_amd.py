@@ -1,6 +1,7 @@
 """rocprofv3's and rocprof-compute's outputs: their figures come out as written, and what is broken
 is named or left out."""
 
+import contextlib
 import csv
 import dataclasses
 import gzip
@@ -24,6 +25,7 @@ from workshop.errors import WorkshopError
 from workshop.profilers import amd_counters, reading, rocprof_compute, rocprofv3, rocprofv3_formats
 from workshop.profilers.amd_counters import Counters
 from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.load import load
 from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
 
 T0 = 1_550_151_853_000_001
@@ -281,6 +283,14 @@ def test_without_host_calls_no_kernel_is_in_a_step_or_a_phase(tmp_path: Path) ->
     assert "it can't be told what the marked steps launched" in table.warnings[0]
 
 
+def test_a_trace_of_hip_calls_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Where none of them is in a step, as one that was marked before the launches."""
+    calls = [row for row in STEP_CALLS if row["Correlation_Id"] == 1]
+    table = rocprofv3.read(write_step(tmp_path, hip_api_trace=(API_TRACE, calls)))
+    assert (table.steps, table.launches) == (None, 8)
+    assert "HIP runtime" not in table.warnings[0] and "warm-up included" in table.warnings[0]
+
+
 def test_phases_without_steps(tmp_path: Path) -> None:
     phases = [row for row in STEP_MARKERS if row["Function"] != "step"]
     table = rocprofv3.read(write_step(tmp_path, marker_api_trace=(API_TRACE, phases)))
@@ -387,6 +397,8 @@ def test_a_folder_without_anything_says_so(tmp_path: Path) -> None:
 
 NO_PRODUCTS = {"SQ_INSTS_VALU_MFMA_MOPS_BF16": 0}
 RDREQ, WRREQ = "TCC_EA0_RDREQ", "TCC_EA0_WRREQ"
+MI350_READS = {f"{RDREQ}{length}_sum": n for length, n in
+               (("", 6), ("_32B", 1), ("_64B", 2), ("_128B", 3))}  # fmt: skip
 WRITTEN = {f"{WRREQ}_sum": 10, f"{WRREQ}_64B_sum": 4}
 """4 x 64 and 6 x 32 bytes: 448."""
 
@@ -412,6 +424,14 @@ WRITTEN = {f"{WRREQ}_sum": 10, f"{WRREQ}_64B_sum": 4}
             | {"FETCH_SIZE": 0.25} | WRITTEN,
             32 + 128 + 384 + 448,
         ),
+        # What was not collected of the four is the others' difference, unless that is none.
+        *(
+            (dict(list(MI350_READS.items())[:i] + list(MI350_READS.items())[i + 1 :])
+             | {"FETCH_SIZE": 0.25, "TCC_BUBBLE_sum": 0} | WRITTEN, 32 + 128 + 384 + 448)
+            for i in range(4)
+        ),
+        ({f"{RDREQ}_sum": 3, f"{RDREQ}_32B_sum": 1, f"{RDREQ}_128B_sum": 3, "FETCH_SIZE": 1}
+         | WRITTEN, 1024 + 448),
         ({f"{RDREQ}[0]": 6, f"{RDREQ}[1]": 4, f"{RDREQ}_32B[0]": 2, "TCC_BUBBLE[1]": 3} | WRITTEN,
          768 + 448),
         ({"FETCH_SIZE": 3}, None),
@@ -448,6 +468,51 @@ def test_without_the_matrix_units_no_operations_are_told() -> None:
     counters.add("k", "SQ_INSTS_VALU_FMA_F32", 7)
     (warning,) = counters.warnings()
     assert warning.startswith("no operations are told: without the counters of the matrix units")
+
+
+OF_ROCPROFV3 = {"FETCH_SIZE": 3, "WRITE_SIZE": 1}
+OF_OLD_ROCPROF_COMPUTE = {f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2, "TCC_BUBBLE_sum": 0} | WRITTEN
+
+
+@pytest.mark.parametrize("device", ["AMD Instinct MI355X", "MI350 (gfx950)", "AMD Instinct MI300X"])
+@pytest.mark.parametrize(
+    ("counters", "too_low"),
+    [
+        (OF_ROCPROFV3, True),
+        (OF_OLD_ROCPROF_COMPUTE, True),
+        (MI350_READS | WRITTEN, False),
+        ({"FETCH_SIZE": 3}, False),  # no bytes are told at all
+        (NO_PRODUCTS, False),
+    ],
+)
+def test_bytes_without_every_length_of_a_read_are_a_lower_bound_on_mi350(
+    counters: Mapping[str, float], too_low: bool, device: str
+) -> None:
+    def said(device: str | None, more: Mapping[str, float]) -> bool:
+        collected = Counters()
+        for counter, value in (counters | more).items():
+            collected.add("k", counter, value)
+        collected.fill([Kernel("k", "other", 1, 1.0)])
+        return any("bytes are a lower bound" in line for line in collected.warnings(device))
+
+    assert said(device, {}) == (too_low and "MI300" not in device)
+    # Only these chips have such a counter.
+    assert said(None, {"SQ_INSTS_VALU_MFMA_MOPS_F6F4": 1}) == too_low
+    assert not said(None, {})
+
+
+@pytest.mark.parametrize("counter", ["FETCH_SIZE", "TCC_BUBBLE_sum"])
+def test_tables_of_mi350_say_that_bytes_are_a_lower_bound(tmp_path: Path, counter: str) -> None:
+    counters = OF_ROCPROFV3 if counter == "FETCH_SIZE" else OF_OLD_ROCPROF_COMPUTE
+    gpu = {"Agent_Type": "GPU", "Name": "gfx950", "Product_Name": "AMD Instinct MI350X"}
+    rows = [count(GEMM, name, value, 1) for name, value in counters.items()]
+    write_run(tmp_path / "v3", agent_info=(AGENTS, [gpu]), counter_collection=(COUNTERS, rows))
+    system = {"gpu_model": "MI350", "gpu_arch": "gfx950"}
+    rows = [row for name, value in counters.items() for row in long_rows(name, [value], 9)]
+    write_workload(tmp_path / "w", sysinfo=(SYSINFO, [system]), pmc_perf=(LONG, rows))
+    for table in (rocprofv3.read(tmp_path / "v3"), rocprof_compute.read(tmp_path / "w")):
+        assert table.kernels[0].bytes
+        assert any("bytes are a lower bound" in warning for warning in table.warnings)
 
 
 def filled(counters: Mapping[str, float], *, calls: int = 1) -> Kernel:
@@ -503,6 +568,7 @@ KINDS = [
     {"kind": "MARKER_CORE_RANGE_API", "operations": ["roctxThreadRangeA"]},
     {"kind": "MEMORY_COPY", "operations": ["NONE", "MEMORY_COPY_HOST_TO_DEVICE"]},
     {"kind": "KERNEL_DISPATCH", "operations": []},
+    {"kind": "HSA_CORE_API", "operations": ["hsa_signal_store_screlease"]},
 ]
 
 
@@ -645,7 +711,12 @@ def build_database(path: Path, *statements: str, newer: bool = False) -> Path:
         *((5, "HIP_COMPILER_API_EXT", "hipInit", 10, 9, 5, "{}"),),
         *((6, "HSA_CORE_API", "hsa_init", 10, 9, 6, "{}"),),
     ]
-    kernels = [(1, GEMM, 5000, 100, 3, 11), (2, ADD, 5100, 50, 4, 12), (3, ADD, 10, 5, 5, 13)]
+    kernels = [
+        (number, "KERNEL_DISPATCH", *kernel)
+        for number, kernel in enumerate(
+            ((GEMM, 5000, 100, 3, 11), (ADD, 5100, 50, 4, 12), (ADD, 10, 5, 5, 13)), start=1
+        )
+    ]
     copies = [(1, "MEMORY_COPY_HOST_TO_DEVICE", 5200, 25, 3, 4096)]
     counts = [
         (dispatch, name, counter, value)
@@ -655,7 +726,7 @@ def build_database(path: Path, *statements: str, newer: bool = False) -> Path:
     tables = {
         "rocpd_info_agent": ("type, product_name", [("CPU", "EPYC"), ("GPU", "AMD Instinct")]),
         "regions": ("id, category, name, start, end, stack_id, extdata", regions),
-        "kernels": ("id, name, start, end, stack_id, dispatch_id", kernels),
+        "kernels": ("id, category, name, start, end, stack_id, dispatch_id", kernels),
         "memory_copies": ("id, name, start, end, stack_id, size", copies),
         "processes": ("pid", [(77,)]),
     }
@@ -699,6 +770,98 @@ def test_database(tmp_path: Path) -> None:
     assert table.timeline == Timeline(225, 175)
     assert table.device == "AMD Instinct"
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+# What the runtime launches while HSA is traced has the correlation of the call to HSA.
+UNDER_HSA = (
+    f"INSERT INTO regions{UUID} SELECT id + 100, 'HSA_CORE_API', 'hsa_signal_store_screlease', "
+    f"start + 1, [end], stack_id * 10, '{{}}' FROM regions{UUID} WHERE category LIKE 'HIP%'",
+    f"UPDATE kernels{UUID} SET stack_id = stack_id * 10",
+    f"UPDATE memory_copies{UUID} SET stack_id = stack_id * 10",
+)
+
+
+def csv_under_hsa(folder: Path, *, traced: bool) -> Path:
+    if not traced:
+        return write_step(folder)
+    calls = [
+        row
+        | {"Domain": "HSA_CORE_API", "Function": "hsa_signal_store_screlease"}
+        | {
+            "Correlation_Id": 10 * row["Correlation_Id"],
+            "Start_Timestamp": row["Start_Timestamp"] + 1,
+        }
+        for row in STEP_CALLS
+    ]
+    kernels, copies = (
+        [row | {"Correlation_Id": 10 * row["Correlation_Id"]} for row in rows]
+        for rows in (STEP_KERNELS, STEP_COPIES)
+    )
+    return write_step(
+        folder,
+        hsa_api_trace=(API_TRACE, calls),
+        kernel_trace=(KERNEL_TRACE, kernels),
+        memory_copy_trace=(COPY_TRACE, copies),
+    )
+
+
+def json_under_hsa(folder: Path, *, traced: bool) -> Path:
+    content = json.loads(json.dumps(JSON_STEP))
+    records = content["buffer_records"]
+    if traced:
+        records["hsa_api"] = [
+            record(5, 0, one["start_timestamp"] - T0 + 1, 1, 10 * one["correlation_id"]["internal"])
+            for one in records["hip_api"]
+        ]
+        for one in records["kernel_dispatch"] + records["memory_copy"]:
+            one["correlation_id"]["internal"] *= 10
+    folder.mkdir()
+    (folder / "run_results.json").write_text(json_text(content))
+    return folder
+
+
+def database_under_hsa(folder: Path, *, traced: bool) -> Path:
+    folder.mkdir()
+    build_database(folder / "run_results.db", *NO_COUNTERS, *(UNDER_HSA if traced else ()))
+    return folder
+
+
+@pytest.mark.parametrize("written", [csv_under_hsa, json_under_hsa, database_under_hsa])
+def test_what_calls_to_hsa_launch_is_in_the_step_of_the_call_to_hip(
+    tmp_path: Path, written: Callable[..., Path]
+) -> None:
+    plain = rocprofv3.read(written(tmp_path / "plain", traced=False))
+    table = rocprofv3.read(written(tmp_path / "traced", traced=True))
+    assert plain.steps and plain.phases_ns
+    assert dataclasses.replace(table, path=plain.path) == plain
+
+
+# rocprof-sys has its own names for the categories, and markers' messages as the regions' names.
+OF_ROCPROF_SYS = (
+    *NO_COUNTERS,
+    f"UPDATE regions{UUID} SET category = 'rocm_hip_api' WHERE category LIKE 'HIP%'",
+    f"UPDATE regions{UUID} SET category = 'rocm_hsa_api' WHERE category LIKE 'HSA%'",
+    f"UPDATE regions{UUID} SET category = 'rocm_marker_api', extdata = '{{}}', "
+    "name = CASE id WHEN 1 THEN 'step' ELSE 'forward' END WHERE category LIKE 'MARKER%'",
+    f"UPDATE kernels{UUID} SET category = 'rocm_kernel_dispatch'",
+    f"INSERT INTO regions{UUID} VALUES (50, 'timer_sampling', 'main', {T0}, {T0 + 1}, 0, '{{}}')",
+)
+
+
+@pytest.mark.parametrize("more", [(), UNDER_HSA])
+def test_a_database_of_rocprof_sys(tmp_path: Path, more: tuple[str, ...]) -> None:
+    plain = rocprofv3.read(build_database(tmp_path / "plain.db", *NO_COUNTERS))
+    folder = tmp_path / "sample"
+    folder.mkdir()
+    build_database(folder / "rocpd-77.db", *more, *OF_ROCPROF_SYS)
+    table = load(folder)
+    assert table.host_calls and table.steps and table.tool == "rocprof-sys"
+    assert dataclasses.replace(table, tool="rocprofv3", path=plain.path) == plain
+    build_database(
+        folder / "rocpd-77.db", *OF_ROCPROF_SYS,
+        *(f"DELETE FROM {view}{UUID}" for view in ("kernels", "memory_copies")),
+    )  # fmt: skip
+    assert (load(folder).tool, load(folder).launches) == ("rocprof-sys", 0)
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -775,6 +938,19 @@ def test_truncated_databases_and_texts_with_their_name(write: Write, tmp_path: P
         rocprofv3.read(write("text.db", "no database\n"))
 
 
+def test_a_damaged_schema_is_one_line(tmp_path: Path) -> None:
+    """SQLite quotes the names in it, which are then no text."""
+    whole = build_database(tmp_path / "a.db").read_bytes()
+    statement = b"CREATE VIEW kernels AS"
+    start = whole.index(statement)
+    for place in range(start - 20, start + len(statement)):  # with the lengths before it
+        (tmp_path / "a.db").write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
+        with contextlib.suppress(WorkshopError):
+            load(tmp_path)
+    with pytest.raises(WorkshopError, match=r"a\.db: can't be read as a database: .*cut off"):
+        load(tmp_path / "a.db")
+
+
 def test_hostile_names_become_printable(tmp_path: Path) -> None:
     hostile = "\x1b[31m'); DROP TABLE x; --\n<script>"
     path = build_database(tmp_path / "a.db", *NO_COUNTERS)
@@ -823,6 +999,39 @@ def test_a_packed_text_is_not_unpacked_without_end(
         path.write_bytes(gzip.compress(b'{"rocprofiler-sdk-tool": [' + b"\n" * (2 << 20)))
         with pytest.raises(WorkshopError, match="its text is longer than 1 MiB"):
             rocprofv3.read(path)
+
+
+# A file by itself, by a name that its folder may have given it.
+ALONE: dict[str, Callable[[], bytes]] = {
+    "run_kernel_trace.csv.gz": lambda: gzip.compress(table_text(KERNEL_TRACE, THREE).encode()),
+    "1_memory_copy_trace.csv": lambda: table_text(COPY_TRACE, [copy("X", 0, 7)]).encode(),
+    "hip_api_trace.csv": lambda: table_text(API_TRACE, STEP_CALLS).encode(),
+    "memory_copy_stats.csv": lambda: table_text(
+        STATS, [{"Name": "X", "Calls": 1, "TotalDurationNs": 9, "MinNs": 9, "MaxNs": 9}]
+    ).encode(),
+    "mine.csv": lambda: table_text(KERNEL_TRACE, THREE).encode(),
+    "mine.csv.gz": lambda: gzip.compress(table_text(KERNEL_TRACE, THREE).encode()),
+    "run_results.json.gz": lambda: gzip.compress(json_text(JSON_STEP).encode()),
+    "mine.json": lambda: json_text(JSON_STEP).encode(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_folder_finds_what_a_single_file_may_be(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    (folder / name).write_bytes(ALONE[name]())
+    (folder / "notes.csv").write_text("a,b\n1,2\n")
+    (folder / "run.json").write_text("{}")
+    alone = load(folder / name)
+    assert alone.kernels or alone.host_calls
+    assert dataclasses.replace(load(folder), path=alone.path) == alone
+
+
+def test_a_copy_under_another_name_is_not_added(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "outputs", kernel_trace=(KERNEL_TRACE, THREE))
+    shutil.copy(folder / "run_77_kernel_trace.csv", folder / "mine.csv")
+    assert load(folder).launches == 3
 
 
 # --- what is whose -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ MODES="sample trace"
 begin "$@"
 need_gpu amd
 need rocprof-sys-sample "it is ROCm's package rocprofiler-systems"
-find_version rocprof-sys-sample 1.7
+find_version rocprof-sys-sample 1.8
 
 # Without TIME_OUTPUT=OFF the outputs lie in a folder named after the time. The trace that Perfetto
 # opens may lack what threads other than the main one do, such as the backward pass, for which
@@ -19,16 +19,15 @@ find_version rocprof-sys-sample 1.7
 settings=(ROCPROFSYS_TIME_OUTPUT=OFF)
 if at_least "$TOOL_VERSION" 1.2; then settings+=(ROCPROFSYS_USE_ROCPD=ON); fi
 
-# From 1.6 on (ROCm 7.13) there is a preset for training; before, its parts are asked for.
+# No preset: workload-trace, which the tool names for training, switches the sampling off.
 what=(--trace --profile --device)
-if at_least "$TOOL_VERSION" 1.6; then what=(--preset=workload-trace); fi
 if wanted sample; then
   run env "${settings[@]}" rocprof-sys-sample "${what[@]}" \
     --output "$OUT/sample" -- "${TRAIN[@]}"
 fi
 
 if wanted trace; then
-  run env "${settings[@]}" rocprof-sys-run --trace --profile --device \
+  run env "${settings[@]}" rocprof-sys-run "${what[@]}" \
     --output "$OUT/trace" -- "${TRAIN[@]}"
 fi
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # rocprofv3 (AMD): which kernels take the time, when does each run, what does it move and compute?
-# Three modes, one after the other: hotspots, timeline, counters.
+# Three modes, one after the other: hotspots, timeline, counters. From ROCm 7.0 on one run does for
+# hotspots and timeline: its database has both.
 #
 # Usage: ./run_rocprofv3.sh [options] [-- flags of the model]
 
@@ -9,37 +10,56 @@ source "$(dirname "${BASH_SOURCE[0]}")/../workshop/profile_lib.sh"
 MODES="hotspots timeline counters"
 begin "$@"
 need_gpu amd
-need rocprofv3 "it comes with ROCm 6.2 and later, in /opt/rocm/bin"
+need rocprofv3 "it comes with ROCm 6.3 and later, in /opt/rocm/bin"
+
+# What this version has, its help lists.
+help=$({ rocprofv3 --help || true; } 2>/dev/null)
+[[ -n $help ]] || note "rocprofv3 can't be asked here: these are the newest version's options"
+has() { [[ -z $help || $help == *"$1"* ]]; } # has WORD
+has_for() { # has_for MODE OPTION
+  if has "$2"; then return; fi
+  [[ $MODE != "$1" ]] || skip "$1: rocprofv3 has no $2 before ROCm 6.3"
+  note "left out $1: rocprofv3 has no $2 before ROCm 6.3"
+  return 1
+}
 
 # PyTorch's own profiler must not run at the same time: both want the same library to themselves,
 # and the program hangs or dies. The files' names hold %pid%, the process's number, because the
-# compiler's helper processes write files too.
+# compiler's helper processes write files too. Kernels keep their whole names: cut short, those that
+# differ in a type or a size become one.
+to() { # to FOLDER FORMAT: sets `output`
+  output=(--output-format "$2" --output-directory "$OUT/$1" --output-file run_%pid%)
+}
 
-# CSV has to be asked for since ROCm 7.0, which writes a database instead, without --stats. HIP's
-# calls and the markers cost the host some time and the kernels none; with them the table can tell
-# which part of the step launched a kernel.
-if wanted hotspots; then
-  run rocprofv3 --kernel-trace --stats --truncate-kernels \
-    --memory-copy-trace --hip-runtime-trace --marker-trace \
-    --output-format csv --output-directory "$OUT/hotspots" --output-file run_%pid% -- "${TRAIN[@]}"
+# The trace has HIP's calls and the markers beside kernels and copies: they cost the host some time
+# and the kernels none, and the table can tell which part of the step launched a kernel. The format
+# that stays is the database (rocpd, in SQLite), from ROCm 7.0 on: CSV and pftrace are deprecated.
+table=rocpd
+if ! has rocpd; then table=csv; fi
+if [[ $table == rocpd && $MODE != counters ]]; then
+  folder=hotspots
+  if [[ $MODE == timeline ]]; then folder=timeline; fi
+  to "$folder" rocpd
+  run rocprofv3 --runtime-trace "${output[@]}" -- "${TRAIN[@]}"
+  timelines "*.db" "for ui.perfetto.dev: rocpd convert -i FILE -f pftrace"
+elif wanted hotspots; then
+  to hotspots csv
+  run rocprofv3 --kernel-trace --stats --memory-copy-trace --hip-runtime-trace --marker-trace \
+    "${output[@]}" -- "${TRAIN[@]}"
 fi
-
-# Kernels, copies, HIP's calls and the markers, on one time axis.
-if wanted timeline; then
-  run rocprofv3 --runtime-trace --truncate-kernels \
-    --output-format pftrace --output-directory "$OUT/timeline" --output-file run_%pid% \
-    -- "${TRAIN[@]}"
+if [[ $table == csv ]] && wanted timeline && has_for timeline --runtime-trace; then
+  to timeline pftrace
+  run rocprofv3 --runtime-trace "${output[@]}" -- "${TRAIN[@]}"
   timelines "*.pftrace" "open it in ui.perfetto.dev"
 fi
 
 # A pass holds 8 counters of the shaders and 4 of the L2 cache, so there is a run for each group.
 collect() { # collect GROUP COUNTER...
-  attempt "counters, $1" rocprofv3 --pmc "${@:2}" --truncate-kernels \
-    --output-format csv --output-directory "$OUT/counters/$1" --output-file run_%pid% \
-    -- "${TRAIN[@]}"
+  to "counters/$1" "$table"
+  attempt "counters, $1" rocprofv3 --pmc "${@:2}" "${output[@]}" -- "${TRAIN[@]}"
 }
 
-if wanted counters; then
+if wanted counters && has_for counters --pmc; then
   architecture=$(amd_architecture)
   if [[ -z $architecture && $DRY_RUN == yes ]]; then
     architecture=gfx942
@@ -70,5 +90,5 @@ if wanted counters; then
   fi
 fi
 
-# The timeline alone has no table.
-[[ $MODE == timeline ]] || show
+# Perfetto's file alone has no table.
+[[ $table == csv && $MODE == timeline ]] || show

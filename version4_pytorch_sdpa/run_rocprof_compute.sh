@@ -22,13 +22,17 @@ if wanted counters; then
   attempt_to counters.txt rocprof-compute analyze --path "$(workload counters)"
 fi
 
-# Up to 3.5 (ROCm 7.12) `profile` draws the roofline, from 3.6 on `analyze`: for these data types.
+# `profile` draws the roofline up to 3.5 (ROCm 7.12), `analyze` from 3.6 on: for these data types,
+# which can be chosen from 3.1.1 on (ROCm 6.4.2).
 types=(--roofline-data-type BF16 FP32)
 profile=("${types[@]}") analyze=()
 if at_least "$TOOL_VERSION" 3.6; then
   profile=() analyze=("${types[@]}")
 fi
-if wanted roofline; then
+if wanted roofline && ! at_least "$TOOL_VERSION" 3.1.1; then
+  [[ $MODE != roofline ]] || skip "roofline: it takes rocprof-compute 3.1.1, of ROCm 6.4.2"
+  note "left out the roofline: it takes rocprof-compute 3.1.1, of ROCm 6.4.2"
+elif wanted roofline; then
   run rocprof-compute profile --name roofline --roof-only ${profile[@]+"${profile[@]}"} \
     -- "${TRAIN[@]}"
   attempt_to roofline.txt rocprof-compute analyze --path "$(workload roofline)" \

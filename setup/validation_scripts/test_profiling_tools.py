@@ -32,7 +32,7 @@ NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 GPU_PROFILERS = {
     "rocprofv3": (
         "AMD: kernel and API traces, counters",
-        "ROCm 6.2 or newer: module load rocm, or the package rocprofiler-sdk",
+        "ROCm 6.3 or newer: module load rocm, or the package rocprofiler-sdk",
     ),
     "rocprof-sys-sample": (
         "AMD: timeline of the whole program, sampled",
@@ -45,7 +45,7 @@ GPU_PROFILERS = {
     "rocprof-compute": (
         "AMD: a kernel's counters, roofline",
         "module load rocprofiler-compute, or the package of that name, with its own Python "
-        "requirements",
+        "requirements; its roofline takes ROCm 6.4.2",
     ),
     "ncu": ("NVIDIA: a kernel's counters, roofline", "Nsight Compute; with the CUDA toolkit"),
     "nsys": ("NVIDIA: timeline of the whole program", "Nsight Systems; with the CUDA toolkit"),

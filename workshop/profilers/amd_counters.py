@@ -32,6 +32,9 @@ _FLOPS_OF_NEWER_CHIPS = {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F
 _FETCHED_KIB = ("FETCH_SIZE", "FetchSize")
 _WRITTEN_KIB = ("WRITE_SIZE", "WriteSize")
 _REQUESTS = re.compile(r"TCC_(EA0?_(RD|WR)REQ(_32B|_64B|_128B)?|BUBBLE)(_sum)?")
+_OF_MI350 = re.compile(r"TCC_EA0_RDREQ_(64|128)B(_sum)?|SQ_INSTS_VALU_MFMA_MOPS_F6F4")
+"""Counters that earlier chips do not have."""
+_MI350 = re.compile(r"MI35\d|gfx950", re.IGNORECASE)
 _CHANNEL = re.compile(r"\[\d+\]$")
 _BINARY_SUFFIX = re.compile(r"(\s*\[clone [^\]]*\]|\s*\(\.kd\)|\.kd)+$")
 _OPENING = {")": "(", ">": "<"}
@@ -88,6 +91,7 @@ class Counters:
         self._sums: dict[str, dict[str, tuple[float, int]]] = {}
         self._collected: set[str] = set()
         self._ambiguous = 0
+        self._lengths_unknown = False
 
     def add(self, kernel: str, counter: str, value: str | float | None) -> None:
         """Adds a counter's value for one dispatch, or for one channel in it.
@@ -120,14 +124,25 @@ class Counters:
         for kernel in kernels:
             name = short_name(kernel.name)
             if kernel.name in self._sums:
-                _set(kernel, [self._sums[kernel.name]])
+                self._set(kernel, [self._sums[kernel.name]])
             elif name in by_short_name and sharing[name] == 1:
-                _set(kernel, by_short_name[name])
+                self._set(kernel, by_short_name[name])
             elif name in by_short_name:  # kernels can't share a mean that was taken over them all
                 self._ambiguous += 1
 
-    def warnings(self) -> list[str]:
-        """Sentences: what the counters can't tell."""
+    def _set(self, kernel: Kernel, sums: Iterable[Mapping[str, tuple[float, int]]]) -> None:
+        means = _means(sums)
+        moved, operations = _bytes(means), _flops(means)
+        kernel.bytes = None if moved is None else moved * kernel.calls
+        kernel.flops = None if operations is None else operations * kernel.calls
+        self._lengths_unknown |= moved is not None and _reads_by_length(means) is None
+
+    def warnings(self, device: str | None = None) -> list[str]:
+        """Sentences: what the counters can't tell.
+
+        Args:
+            device: the GPU's name, where the tool tells it.
+        """
         if not self:
             return []
         sentences = []
@@ -147,6 +162,11 @@ class Counters:
                 f"operations are a lower bound: {len(missing)} of their {len(_FLOPS)} counters "
                 f"were not collected ({_some(missing)})"
             )
+        if self._lengths_unknown and self._is_mi350(device):
+            sentences.append(
+                "bytes are a lower bound, a quarter low for a copy: on the MI350 series these "
+                "counters may take reads of 128 bytes for 64; collect TCC_EA0_RDREQ_{32B,64B,128B}"
+            )
         if self._ambiguous:
             sentences.append(
                 f"{self._ambiguous} kernels have no bytes and operations: the counters' names are "
@@ -154,19 +174,16 @@ class Counters:
             )
         return sentences
 
+    def _is_mi350(self, device: str | None) -> bool:
+        named = _MI350.search(device or "") is not None
+        return named or any(map(_OF_MI350.fullmatch, self._collected))
+
     def _has_matrix_counters(self) -> bool:
         return any(counter.startswith(_MATRIX) for counter in self._collected)
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-
-
-def _set(kernel: Kernel, sums: Iterable[Mapping[str, tuple[float, int]]]) -> None:
-    means = _means(sums)
-    moved, operations = _bytes(means), _flops(means)
-    kernel.bytes = None if moved is None else moved * kernel.calls
-    kernel.flops = None if operations is None else operations * kernel.calls
 
 
 def _means(sums: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
@@ -202,15 +219,14 @@ def _bytes(means: Mapping[str, float]) -> float | None:
 
 
 def _read_bytes(means: Mapping[str, float]) -> float | None:
-    sizes = [_requests(means, f"RDREQ_{size}B") for size in (32, 64, 128)]
-    short, middle, long = sizes
     # First, because FETCH_SIZE takes the 128-byte requests of gfx950 for 64 bytes until ROCm 10.
-    if short is not None and middle is not None and long is not None:
-        return 32 * short + 64 * middle + 128 * long
+    by_length = _reads_by_length(means)
+    if by_length is not None:
+        return sum(length * requests for length, requests in by_length.items())
     for counter in _FETCHED_KIB:
         if counter in means:
             return 1024 * means[counter]
-    total = _requests(means, "RDREQ")
+    total, short = _requests(means, "RDREQ"), _requests(means, "RDREQ_32B")
     # Which request sizes there are depends on the chip: MI200 counts under "EA" and has no longer
     # ones; later chips count under "EA0", and the longer ones as bubbles.
     has_long = any(counter.startswith("TCC_EA0_RDREQ") for counter in means)
@@ -218,6 +234,18 @@ def _read_bytes(means: Mapping[str, float]) -> float | None:
     if total is None or short is None or bubbles is None:
         return None
     return 32 * short + 128 * bubbles + 64 * (total - short - bubbles)
+
+
+def _reads_by_length(means: Mapping[str, float]) -> dict[int, float] | None:
+    """Read requests by their length in bytes, where the chip counts each length; one that was not
+    collected is what the others leave of the total."""
+    counted = {length: _requests(means, f"RDREQ_{length}B") for length in (32, 64, 128)}
+    known = {length: requests for length, requests in counted.items() if requests is not None}
+    total = _requests(means, "RDREQ")
+    if len(known) == len(counted) - 1 and total is not None:
+        (rest,) = counted.keys() - known.keys()
+        known[rest] = total - sum(known.values())
+    return known if len(known) == len(counted) and min(known.values()) >= 0 else None
 
 
 def _written_bytes(means: Mapping[str, float]) -> float | None:

@@ -37,8 +37,8 @@ _STATUS = "# exit status "
 _SUCCESS = f"{_STATUS}0"
 """A runner's last line."""
 _KNOWN = (
-    "rocprofv3's CSV, JSON and .db, a rocprof-compute workload, ncu's CSV, nsys's CSV, a trace of "
-    "torch.profiler, Proton's .hatchet"
+    "rocprofv3's CSV, JSON and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
+    "nsys's CSV, a trace of torch.profiler, Proton's .hatchet"
 )
 
 
@@ -129,11 +129,6 @@ def _load_folder(folder: Path) -> KernelTable:
         ("*_cuda_gpu_kern_sum.csv", nsys),
         ("*_cuda_gpu_trace.csv", nsys),
         ("*trace.json*", kineto),
-        ("*_kernel_trace.csv", rocprofv3),
-        ("*_kernel_stats.csv", rocprofv3),
-        ("*_counter_collection.csv", rocprofv3),
-        ("*_results.db", rocprofv3),
-        ("*_results.json", rocprofv3),
     ):
         found = sorted(folder.rglob(pattern))
         if found:
@@ -142,6 +137,8 @@ def _load_folder(folder: Path) -> KernelTable:
     for path in sorted(folder.rglob("*.csv")):
         if ncu.recognises(path):
             return ncu.read(path)
+    if rocprofv3.recognises(folder):
+        return rocprofv3.read(folder)
     if (folder / kernel_file.JSON_FILE).is_file():
         return kernel_file.read(folder / kernel_file.JSON_FILE)
     raise WorkshopError(f"{folder}: no profiler's output in it; known are {_KNOWN}")

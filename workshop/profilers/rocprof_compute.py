@@ -106,7 +106,7 @@ class _Workload:
         table = KernelTable(path, "rocprof-compute", kernels, device=_device(self._folder))
         if not _total_ns(kernels):
             table.warnings.append(f"{self._folder}: all times are 0: they are missing, or rounded")
-        table.warnings += self._counters.warnings()
+        table.warnings += self._counters.warnings(table.device)
         table.warnings += [str(error) for error in self._errors]
         for problems in self._problems:
             table.warnings += problems.warnings()

@@ -1,4 +1,5 @@
-"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
+"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them;
+rocprof-sys writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
 `<prefix>_results.db` or `.json`. By default they lie in a folder with the host's name and the
@@ -9,7 +10,7 @@ domain without events leaves no file.
 import contextlib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -52,7 +53,7 @@ _HEADERS: Mapping[str, frozenset[str]] = {
     "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
 }
 """The columns that tell a table; the first that fits it is."""
-_API_TRACES = ("hip_api_trace", "marker_api_trace")
+_API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
 _SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
 _OTHER_SUMS = tuple(
     f"{domain}_stats"
@@ -67,8 +68,9 @@ _OTHER_SUMS = tuple(
 )
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
-    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv"
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
 )
+_JSON_NAME = re.compile(r"(?P<prefix>.*?)_?results\.json(?:\.gz)?")
 _RowT = TypeVar("_RowT", bound=tuple)
 
 
@@ -100,8 +102,13 @@ def read(path: Path) -> KernelTable:
         for process in chain.from_iterable(runs.values()):
             _add_counts(process, counters, notes)
     counters.fill(table.kernels)
-    table.warnings += counters.warnings() + notes.warnings()
+    table.warnings += counters.warnings(table.device) + notes.warnings()
     return table
+
+
+def recognises(folder: Path) -> bool:
+    """Whether a folder holds, at any depth, a file that `read` reads."""
+    return bool(_sets_below(folder))
 
 
 def recognises_header(columns: list[str]) -> bool:
@@ -136,7 +143,7 @@ def _set_of(path: Path) -> Files:
     if is_database(path):
         files.database = path
         return files
-    if recognises_json(json_stream.head(path)):
+    if _is_json(path):
         files.json = path
         return files
     columns = CsvTable(path, Problems(path)).columns
@@ -158,7 +165,8 @@ def _set_of(path: Path) -> Files:
 
 
 def _sets_below(folder: Path) -> list[Files]:
-    """All files below a folder that rocprofv3 may have written, by process."""
+    """All files below a folder that rocprofv3 may have written, by process. Where none has a name
+    that the tool gives, they are known by their content, each for itself."""
     sets: dict[tuple[Path, str], Files] = {}
 
     def set_of(path: Path, prefix: str) -> Files:
@@ -166,16 +174,27 @@ def _sets_below(folder: Path) -> list[Files]:
         run = path.parent.parent if prefix.isdigit() else path.parent
         return sets.setdefault((path.parent, prefix), Files(run))
 
-    for path in sorted(folder.rglob("*")):
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in paths:
         if match := _CSV_NAME.fullmatch(path.name):
             set_of(path, match["prefix"] or "").tables[match["table"]] = path
-            continue
-        prefix = path.stem.removesuffix("results").rstrip("_")
-        if path.suffix == ".db" and is_database(path):
-            set_of(path, prefix).database = path
-        elif path.name.endswith("results.json") and recognises_json(json_stream.head(path)):
-            set_of(path, prefix).json = path
-    return list(sets.values())
+        elif path.suffix == ".db" and is_database(path):
+            set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
+        elif (match := _JSON_NAME.fullmatch(path.name)) and _is_json(path):
+            set_of(path, match["prefix"]).json = path
+    return list(sets.values()) or list(_sets_by_content(paths))
+
+
+def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
+    for path in paths:
+        with contextlib.suppress(WorkshopError):
+            name = path.name.removesuffix(".gz")
+            if name.endswith(".csv") or (name.endswith(".json") and _is_json(path)):
+                yield _set_of(path)
+
+
+def _is_json(path: Path) -> bool:
+    return recognises_json(json_stream.head(path))
 
 
 # --- the table, from what the processes did ---
@@ -321,6 +340,7 @@ class _Run:
         self._whole, self._in_steps = _Part(), _Part()
         self._steps = 0
         self._phases: set[str] = set()
+        self._calls_traced = False
         self._under_counters = _has_counters(processes)
         for process in processes:
             self._add(process)
@@ -330,7 +350,7 @@ class _Run:
         part = self._in_steps if self._in_steps.kernels else self._whole
         table = KernelTable(
             path,
-            "rocprofv3",
+            next((process.tool for process in self._processes), "rocprofv3"),
             part.sums.kernels(),
             device=next((process.device for process in self._processes if process.device), None),
             steps=self._steps or None,
@@ -354,9 +374,14 @@ class _Run:
             table.warnings += self._left_out(table)
         elif self._steps and table.kernels:
             table.steps = None
+            why = (
+                "no call in the marked steps launched a kernel"
+                if self._calls_traced
+                else "without a trace of the HIP runtime it can't be told what the marked steps "
+                "launched"
+            )
             table.warnings.append(
-                "without a trace of the HIP runtime it can't be told what the marked steps "
-                "launched: these are the kernels of the whole run, warm-up included"
+                f"{why}: these are the kernels of the whole run, warm-up included"
             )
         return table
 
@@ -374,9 +399,12 @@ class _Run:
     def _add(self, process: Process) -> None:
         launches, each, whole = _Launches(), self._notes.each, self._whole
         before = whole.kernels, self._in_steps.kernels
-        each(process.markers, partial(self._add_range, launches))
+        if each(process.markers, partial(self._add_range, launches)):
+            each(process.hsa_calls, partial(_place_call, launches))
         self._steps = max(self._steps, launches.steps)
-        if not each(process.host_calls, partial(self._add_call, launches)):
+        if each(process.host_calls, partial(self._add_call, launches)):
+            self._calls_traced = True
+        else:
             each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
         traced = each(process.kernels, partial(self._add_kernel, launches))
         if not traced and not each(process.kernel_sums, partial(_add_sum, whole.add_kernel)):
@@ -488,6 +516,11 @@ class _Launches:
     def place(self, correlation: Hashable) -> tuple[bool, str]:
         """Whether a step launched what has this correlation, and in which phase; "" for none."""
         return self._places.get(correlation, (False, ""))
+
+
+def _place_call(launches: _Launches, event: Event) -> None:
+    _, _, start, end, correlation, _ = event
+    launches.add_call(correlation, interval(start, end)[0])
 
 
 # --- single values ---

@@ -51,9 +51,15 @@ class Process:
     """What one traced process did; None for what the format does not tell."""
 
     run: Path
+    tool: str = "rocprofv3"
+    """Or "rocprof-sys", which writes the same databases."""
     device: str | None = None
     markers: Rows[Event] | None = None
     host_calls: Rows[Event] | None = None
+    """Of the HIP runtime."""
+    hsa_calls: Rows[Event] | None = None
+    """Of the layer below it. Where they are traced too, what was launched has the correlation of
+    the call nearest to the hardware."""
     host_call_sums: Rows[Sum] | None = None
     kernels: Rows[Event] | None = None
     kernel_sums: Rows[Sum] | None = None
@@ -103,6 +109,7 @@ def from_tables(files: Files) -> Process:
         device=_device_of(files.tables.get("agent_info")),
         markers=events("marker_api_trace", "Function", "MARKER"),
         host_calls=events("hip_api_trace", "Function", "HIP"),
+        hsa_calls=events("hsa_api_trace", "Function", "HSA"),
         host_call_sums=rows("hip_api_stats", _csv_sums),
         kernels=events("kernel_trace", "Kernel_Name"),
         kernel_sums=rows("kernel_stats", _csv_sums),
@@ -249,6 +256,7 @@ class _JsonProcess:
             device=_joined(self._gpus()),
             markers=self._rows("marker_api", self._markers),
             host_calls=self._rows("hip_api", self._operation_events),
+            hsa_calls=self._rows("hsa_api", self._operation_events),
             kernels=self._rows("kernel_dispatch", self._kernel_events),
             copies=self._rows("memory_copy", self._operation_events),
             counts=self._rows("counter_collection", self._counts),
@@ -368,8 +376,10 @@ class _Database:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
-            told = printable(str(error))
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            # The second in place of the first, where SQLite's message quotes a damaged name.
+            damaged = isinstance(error, UnicodeDecodeError)
+            told = "a name in it is no text" if damaged else printable(str(error))
             reason = "its views never end" if self._left < 0 else f"{told}; is the file cut off?"
             raise WorkshopError(f"{self._path}: can't be read as a database: {reason}") from None
 
@@ -392,13 +402,23 @@ class _Database:
     def process(self, run: Path, pid: int | None) -> Process:
         return Process(
             run,
+            tool=self._tool(),
             device=self._device(),
             markers=self._markers(pid),
-            host_calls=self._events("regions", pid, "AND [category] LIKE 'HIP%'"),
+            host_calls=self._events("regions", pid, _of_domain("HIP")),
+            hsa_calls=self._events("regions", pid, _of_domain("HSA")),
             kernels=self._events("kernels", pid),
             copies=self._events("memory_copies", pid),
             counts=self._counts(pid),
         )
+
+    def _tool(self) -> str:
+        """By the name of the first event's category: rocprofv3 writes it in capital letters."""
+        for view in ("kernels", "regions"):
+            if "category" in self.columns(view):
+                for (category,) in self._query(f"SELECT [category] FROM [{view}] LIMIT 1"):
+                    return "rocprof-sys" if str(category).islower() else "rocprofv3"
+        return "rocprofv3"
 
     def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
         """The text of a query; columns that the view lacks come as NULL."""
@@ -421,13 +441,14 @@ class _Database:
         return Rows(Problems(self._path), self._query(self._select(view, columns, pid, more)))
 
     def _markers(self, pid: int | None) -> Rows[Event] | None:
-        """Their names are those of the functions that set them; what they say lies beside."""
-        found = self._events("regions", pid, "AND [category] LIKE 'MARKER%'", last="extdata")
+        """In rocprofv3's databases their names are those of the functions that set them, and what
+        they say lies beside; in those of rocprof-sys the name is what they say."""
+        found = self._events("regions", pid, _of_domain("MARKER"), last="extdata")
         if found is None:
             return None
         return Rows(
             found.problems,
-            ((row, _message(data), *event, None) for row, _, *event, data in found.rows),
+            ((row, _message(data) or name, *event, None) for row, name, *event, data in found.rows),
         )
 
     def _counts(self, pid: int | None) -> Rows[Count] | None:
@@ -455,6 +476,12 @@ class _Database:
             return None
         query = f"SELECT DISTINCT [{name}] FROM [rocpd_info_agent] WHERE [type] = 'GPU'"
         return _joined(name for (name,) in self._query(query))
+
+
+def _of_domain(domain: str) -> str:
+    """The condition, in SQL, on a region of a domain such as "HIP"; rocprof-sys has it as in
+    "rocm_hip_api"."""
+    return f"AND ([category] LIKE '{domain}%' OR [category] LIKE 'rocm_{domain}%')"
 
 
 def _shortened(column: str) -> str:

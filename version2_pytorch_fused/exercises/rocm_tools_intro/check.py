@@ -93,7 +93,7 @@ def _predict_counter_runs(work: Work) -> Iterator[Item]:
 
 def _csv_flag(work: Work) -> Iterator[Item]:
     answer = " ".join(work.answers().text("csv_flag").split())
-    why = "look at the first rocprofv3 command of the dry run: the option and the word after it"
+    why = "the option and the word after it; all commands in commands.txt but one ask for formats"
     yield _finding("the option for CSV files", answer in CSV_FLAGS, f"{answer!r}: {why}")
 
 
