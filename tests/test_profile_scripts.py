@@ -396,7 +396,7 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("script", "old", "new", "told"),
     [
-        ("run_rocprofv3.sh", "--truncate-kernels", "--basenames", "unknown option --basenames"),
+        ("run_rocprofv3.sh", "--stats", "--stats --basenames", "unknown option --basenames"),
         ("run_rocprofv3.sh", "--output-format csv", "--output-format csv,json", "csv,json is no"),
         ("run_rocprofv3.sh", "--output-format csv", "", "no output format"),
         ("run_rocprofv3.sh", '-- "${TRAIN[@]}"', '"${TRAIN[@]}"', "after --"),
@@ -508,7 +508,7 @@ def test_counters_give_bytes_and_all_operations_in_passes_that_fit(
     counters = amd_counters.Counters()
     for command in machine.dry_run("rocprofv3", "--mode", "counters"):
         assert problems(command) == []
-        group = command[command.index("--pmc") + 1 : command.index("--truncate-kernels")]
+        group = command[command.index("--pmc") + 1 : command.index("--output-format")]
         of_l2 = {"WRITE_SIZE": 2} | OF_L2[architecture]
         assert sum(name.startswith("SQ_") for name in group) <= 8
         assert sum(of_l2.get(name, name.startswith("TCC_")) for name in group) <= 4
@@ -519,6 +519,13 @@ def test_counters_give_bytes_and_all_operations_in_passes_that_fit(
     counters.fill([kernel])
     assert kernel.bytes and kernel.flops
     assert counters.warnings() == []  # of operations that are left out
+
+
+@pytest.mark.parametrize("mode", ["hotspots", "timeline", "counters"])
+def test_rocprofv3_gives_whole_names(mode: str, machine: Machine) -> None:
+    """Without their arguments a copy and an addition are both elementwise_kernel."""
+    for command in machine.dry_run("rocprofv3", "--mode", mode):
+        assert not {"--truncate-kernels", "-T"} & set(command)
 
 
 def test_chip_without_chosen_counters_skips_these_alone(machine: Machine) -> None:

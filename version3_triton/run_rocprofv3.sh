@@ -19,14 +19,14 @@ need rocprofv3 "it comes with ROCm 6.2 and later, in /opt/rocm/bin"
 # calls and the markers cost the host some time and the kernels none; with them the table can tell
 # which part of the step launched a kernel.
 if wanted hotspots; then
-  run rocprofv3 --kernel-trace --stats --truncate-kernels \
+  run rocprofv3 --kernel-trace --stats \
     --memory-copy-trace --hip-runtime-trace --marker-trace \
     --output-format csv --output-directory "$OUT/hotspots" --output-file run_%pid% -- "${TRAIN[@]}"
 fi
 
 # Kernels, copies, HIP's calls and the markers, on one time axis.
 if wanted timeline; then
-  run rocprofv3 --runtime-trace --truncate-kernels \
+  run rocprofv3 --runtime-trace \
     --output-format pftrace --output-directory "$OUT/timeline" --output-file run_%pid% \
     -- "${TRAIN[@]}"
   timelines "*.pftrace" "open it in ui.perfetto.dev"
@@ -34,7 +34,7 @@ fi
 
 # A pass holds 8 counters of the shaders and 4 of the L2 cache, so there is a run for each group.
 collect() { # collect GROUP COUNTER...
-  attempt "counters, $1" rocprofv3 --pmc "${@:2}" --truncate-kernels \
+  attempt "counters, $1" rocprofv3 --pmc "${@:2}" \
     --output-format csv --output-directory "$OUT/counters/$1" --output-file run_%pid% \
     -- "${TRAIN[@]}"
 }
