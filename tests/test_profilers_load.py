@@ -302,8 +302,9 @@ def test_show_says_of_a_run_that_it_did_not_succeed(
 
 
 def test_show_says_that_a_run_was_interpreted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     folder = runners_folder(tmp_path / "pytorch_profiler")
     run = make_result(version="v3")
     results.save_as(folder / "run.json", dataclasses.replace(run, options={"interpreted": True}))
@@ -362,6 +363,25 @@ def test_show_diff_and_advise(type_command, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     advice = json.loads((tmp_path / "advice.json").read_text())["advice"]
     assert set(advice) == {str(trace), str(tmp_path)} and all(advice.values())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["show FILE", "show FOLDER", "advise FILE FOLDER", "diff FILE FILE", "draw FILE --output PNG"],
+)
+def test_pytorch_is_not_needed(words: str, type_command, tmp_path: Path) -> None:
+    for package in ("torch", "triton"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('none here')\n")
+    places = {
+        "FILE": FIXTURES / "kineto" / "h200_v3_small_step.json.gz",
+        "FOLDER": ROOT / "results/reference/cpu_amd_epyc/profiles/v1/pytorch_profiler",
+        "PNG": tmp_path / "step.png",
+    }
+    arguments = [places.get(word, word) for word in words.split()]
+    answer = type_command(*PROFILERS, *arguments, PYTHONPATH=str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    blocked = type_command("python", "-c", "import torch", PYTHONPATH=str(tmp_path))
+    assert "none here" in blocked.stderr
 
 
 def test_nobody_reads_to_the_end(tmp_path: Path) -> None:

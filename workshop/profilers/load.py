@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from workshop import profile_run, results
+from workshop import results
 from workshop.errors import WorkshopError
 from workshop.interpreter import NOT_COMPARABLE
 from workshop.profilers import (
@@ -17,6 +17,7 @@ from workshop.profilers import (
     rocprofv3,
 )
 from workshop.profilers.names import printable
+from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
 
@@ -76,7 +77,7 @@ def recorded_run(path: Path) -> RunResult | None:
         WorkshopError: there is one, and it is broken.
     """
     folder = _runners_folder(path) or (path if path.is_dir() else path.parent)
-    record = folder / profile_run.RUN_FILE
+    record = folder / RUN_FILE
     return results.load(record) if record.is_file() else None
 
 
@@ -112,10 +113,10 @@ def _runners_folder(path: Path) -> Path | None:
 def _commands(folder: Path) -> list[str]:
     """The lines of what a runner ran to fill a folder; none where it wasn't one."""
     try:
-        text = (folder / profile_run.COMMAND_FILE).read_text(encoding="utf-8", errors="replace")
+        text = (folder / COMMAND_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return text.splitlines() if text.startswith(profile_run.COMMAND_MARK) else []
+    return text.splitlines() if text.startswith(COMMAND_MARK) else []
 
 
 def _load_folder(folder: Path) -> KernelTable:
@@ -149,7 +150,7 @@ def _load_folder(folder: Path) -> KernelTable:
 
 def _check_for_one_run(folder: Path) -> None:
     """Raises WorkshopError where several runners have filled folders below this one."""
-    below = sorted(file.parent for file in folder.rglob(profile_run.COMMAND_FILE))
+    below = sorted(file.parent for file in folder.rglob(COMMAND_FILE))
     filled = [str(place) for place in below if _commands(place)]
     if len(filled) > 1:
         more = f", and {len(filled) - _MOST_NAMED} more" if len(filled) > _MOST_NAMED else ""
