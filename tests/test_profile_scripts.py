@@ -1024,6 +1024,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
         finished("deepspeed_flops", exit_status=0, filled=True),
         finished("ncu", "failed", reason="<b>lost</b>", exit_status=1),
     ]
+    (folder / "pytorch_profiler" / "command.txt").write_text("# run_x\n# exit status 3\n")
     content = summary.sum_up(version, outcomes, ["--config", "<small>"], folder)
     written = summary.write(content, folder)
     assert written == [folder / "summary.json", folder / "index.html", tmp_path / "index.html"]
@@ -1032,6 +1033,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
         assert "AMD EPYC, PyTorch" in text and "8 sequences of 128 tokens" in text
         assert "GEMM-bound: matrix products take" in text
     assert "0.5 TFLOP/s: 25.0% (MFU) of 2 TFLOP/s (&lt;measured&gt;)" in page
+    assert "its run did not succeed (exit status 3)" in page
     assert "&lt;small&gt;" in page and "&lt;b&gt;lost" in page
     assert '<a href="v1/index.html">v1: plain PyTorch</a>' in overview
     assert re.findall(r">(\d+ \w+)</span>", overview) == ["2 ok", "1 FAILED"]

@@ -301,6 +301,25 @@ def test_show_says_of_a_run_that_it_did_not_succeed(
     assert "parts may be missing" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", ["show A", "advise B A", "diff A B", "diff B A"])
+def test_every_command_carries_every_warning(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    table = dataclasses.replace(TABLE, warnings=[f"{HOSTILE} is cut off"])
+    doubtful, clean = tmp_path / "ncu", tmp_path / "clean"
+    kernel_file.write(table, doubtful)
+    (doubtful / "command.txt").write_text(COMMANDS + "# exit status 1\n")
+    kernel_file.write(dataclasses.replace(table, warnings=[]), clean)
+    places = {"A": str(doubtful), "B": str(clean)}
+    arguments = [places.get(word, word) for word in words.split()]
+    assert main([*arguments, "--output-dir", str(tmp_path / "out")]) == errors.DONE
+    printed = capsys.readouterr().out
+    written = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
+    for warning in (f"{PRINTABLE} is cut off", "its run did not succeed (exit status 1)"):
+        assert printed.count(warning) == 1 and warning in written
+
+
 def test_show_says_that_a_run_was_interpreted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

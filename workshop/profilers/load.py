@@ -69,6 +69,17 @@ def load(path: Path) -> KernelTable:
     return _load_csv(path)
 
 
+def load_with_doubts(path: Path, *, ended: bool = True) -> KernelTable:
+    """As `load`; the table's warnings also say what a runner left that makes its figures doubtful.
+
+    Args:
+        ended: whether the runner should have come to its end.
+    """
+    table = load(path)
+    table.warnings += [doubt for doubt in _doubts(path, ended) if doubt not in table.warnings]
+    return table
+
+
 def recorded_run(path: Path) -> RunResult | None:
     """The record that a runner of this workshop left with a profile, in the folder that it filled
     or, where that is not known, beside the profile; None for another program's profile.
@@ -81,13 +92,8 @@ def recorded_run(path: Path) -> RunResult | None:
     return results.load(record) if record.is_file() else None
 
 
-def doubts(path: Path, *, ended: bool) -> list[str]:
-    """What a runner left with a profile that makes its figures doubtful, in sentences: that the
-    run failed or was interrupted, that Triton's interpreter ran its kernels.
-
-    Args:
-        ended: whether the runner should have come to its end.
-    """
+def _doubts(path: Path, ended: bool) -> list[str]:
+    """That the run failed or was interrupted, that Triton's interpreter ran its kernels."""
     sentences = []
     folder = _runners_folder(path)
     if ended and folder is not None and (how := _commands(folder)[-1]) != _SUCCESS:
