@@ -234,6 +234,34 @@ def test_places_without_a_profile(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("kineto/h200_v3_small_step.json.gz", ("rank0.json.gz", "a.pt.trace.json.gz")),
+        ("ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
+        ("proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
+        (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
+        (b"Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
+    ],
+    ids=["kineto", "ncu", "proton", "nsys", "nsys as printed"],
+)
+def test_a_folder_finds_what_a_file_may_be(
+    content: str | bytes, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    if isinstance(content, str):
+        content = (FIXTURES / content).read_bytes()
+    for name in names:
+        file = tmp_path / name / "deeper" / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+        (tmp_path / name / "results.json").write_text('{"schema_version": 1}')
+        (tmp_path / name / "notes.txt").write_bytes(bytes(range(256)))
+        assert load(tmp_path / name) == load(file)
+
+
 # --- what a runner leaves ------------------------------------------------------------------------
 
 COMMANDS = "# run_tool.sh of v1, 2026-11-20T12:00:00Z\ntool ...\n"
