@@ -15,7 +15,7 @@ import triton_kernels
 import triton_linear
 from kernel_cases import MODULES, Case, all_cases, heads, normal, tables, worst_excess
 
-from workshop import data, hardware, parity, presets, results, trainer, versions
+from workshop import chips, data, hardware, parity, presets, results, trainer, versions
 from workshop.precision import get_precision
 
 pytestmark = pytest.mark.gpu
@@ -199,7 +199,7 @@ def test_a_graphs_memory_is_counted() -> None:
 
 def test_measured_ceilings_stay_below_the_data_sheets() -> None:
     device = torch.device("cuda", 0)
-    peaks = hardware.find_peaks(hardware.device_name(device))
+    peaks = chips.find_peaks(hardware.device_name(device))
     if peaks is None:
         pytest.skip("chip not listed")
     tflops = hardware.measure_matmul_tflops(device, torch.bfloat16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workshop import hardware
+from workshop import chips, hardware
 
 NAMES = {
     "NVIDIA H200": "H200 SXM",
@@ -50,18 +50,18 @@ NOT_LISTED = (
 
 @pytest.mark.parametrize(("name", "chip"), NAMES.items())
 def test_a_name_finds_its_chip(name: str, chip: str) -> None:
-    peaks = hardware.find_peaks(name)
+    peaks = chips.find_peaks(name)
     assert peaks is not None and peaks.chip == chip
 
 
 @pytest.mark.parametrize("name", NOT_LISTED)
 def test_no_guess_is_made(name: str) -> None:
-    assert hardware.find_peaks(name) is None
+    assert chips.find_peaks(name) is None
 
 
-@pytest.mark.parametrize("chip", hardware.chips())
+@pytest.mark.parametrize("chip", chips.names())
 def test_a_data_sheet_makes_sense(chip: str) -> None:
-    peaks = hardware.find_peaks(chip)
+    peaks = chips.find_peaks(chip)
     assert peaks is not None and peaks.chip == chip, "its own name must find it"
     rates = [
         peaks.tflops[name] for name in ("fp32", "tf32", "bf16", "fp16") if name in peaks.tflops
@@ -89,7 +89,7 @@ def test_the_table_agrees_with_the_sheets_that_the_figures_come_from() -> None:
         "RTX 4090": (82.6, 82.6, 165.2, 1008.0),
     }
     for chip, (fp32, tf32, bf16, bandwidth) in figures.items():
-        peaks = hardware.find_peaks(chip)
+        peaks = chips.find_peaks(chip)
         assert peaks is not None
         found = (peaks.tflops.get(name) for name in ("fp32", "tf32", "bf16"))
         assert (*found, peaks.bandwidth_gbs) == (fp32, tf32, bf16, bandwidth), chip

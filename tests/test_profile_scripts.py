@@ -587,6 +587,13 @@ def test_counters_give_bytes_and_all_operations_in_passes_that_fit(
     assert counters.warnings() == []  # of operations that are left out
 
 
+@pytest.mark.parametrize("mode", ["hotspots", "timeline", "counters"])
+def test_rocprofv3_gives_whole_names(mode: str, machine: Machine) -> None:
+    """Without their arguments a copy and an addition are both elementwise_kernel."""
+    for command in machine.dry_run("rocprofv3", "--mode", mode):
+        assert not {"--truncate-kernels", "-T"} & set(command)
+
+
 def test_chip_without_chosen_counters_skips_these_alone(machine: Machine) -> None:
     machine.install(rocprofv3="exit 0", rocminfo="echo '  Name:   gfx1100'")
     assert len(machine.dry_run("rocprofv3")) == 1
@@ -1083,6 +1090,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
         finished("deepspeed_flops", exit_status=0, filled=True),
         finished("ncu", "failed", reason="<b>lost</b>", exit_status=1),
     ]
+    (folder / "pytorch_profiler" / "command.txt").write_text("# run_x\n# exit status 3\n")
     content = summary.sum_up(version, outcomes, ["--config", "<small>"], folder)
     written = summary.write(content, folder)
     assert written == [folder / "summary.json", folder / "index.html", tmp_path / "index.html"]
@@ -1091,6 +1099,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
         assert "AMD EPYC, PyTorch" in text and "8 sequences of 128 tokens" in text
         assert "GEMM-bound: matrix products take" in text
     assert "0.5 TFLOP/s: 25.0% (MFU) of 2 TFLOP/s (&lt;measured&gt;)" in page
+    assert "its run did not succeed (exit status 3)" in page
     assert "&lt;small&gt;" in page and "&lt;b&gt;lost" in page
     assert '<a href="v1/index.html">v1: plain PyTorch</a>' in overview
     assert re.findall(r">(\d+ \w+)</span>", overview) == ["2 ok", "1 FAILED"]

@@ -36,6 +36,8 @@ NAMES = {
         "triton_tem_fused__scaled_mm_add_12",
         "sm80_xmma_fprop_implicit_gemm_indexed_tf32f32_tf32f32_f32_nhwckrsc_nchw",
         "cudnn_ampere_scudnn_128x64_relu_xregs_large_nn_v1",
+        "bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s4_et64x8_m128x8x64_rM_TN_transOut_sm100f",
+        "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_swiGlu_dynB_sm100f",
         "aten::mm",
         "aten::addmm",
         "aten::bmm",

@@ -27,6 +27,16 @@ MAIN, AUTOGRAD = 770, 806
 """Threads of the host."""
 
 
+CATEGORIES_OF_2022 = {
+    "kernel": "Kernel",
+    "gpu_memcpy": "Memcpy",
+    "gpu_memset": "Memset",
+    "cuda_runtime": "Runtime",
+    "cpu_op": "Operator",
+    "user_annotation": "Operator",
+}
+
+
 # Traces made by hand. Times in µs, as in the file.
 
 
@@ -153,25 +163,45 @@ def test_kernels_without_a_launch_are_in_no_phase(tmp_path: Path) -> None:
     assert "2 of 7 kernels and copies have no launch" in table.warnings[0]
 
 
-def test_kernels_of_the_warm_up_that_run_into_the_trace_are_left_out(tmp_path: Path) -> None:
-    """Launched before the trace began, and run before its first step."""
-    late = [
-        kernel("warm", -900, 50, 98),
-        kernel("warm", -800, 50, 0, device=1),
-        event("gpu_memcpy", "copy", -700, 5, bytes=64, correlation=97),
+def test_what_was_launched_before_the_first_step_is_left_out(tmp_path: Path) -> None:
+    """Before the trace began, or in it; and whether it ran before the step or far into it."""
+    step = [
+        mark("ProfilerStep#2", 0, 100),
+        launch(5, 101),
+        launch(50, 103, AUTOGRAD),
+        kernel("own", 60, 10, 101),
+        kernel("own", 80, 10, 103),
+        kernel("without its launch", 90, 1, 102),
+        kernel("without a correlation", 91, 1, 0),
     ]
-    known = [launch(-500, 90), kernel("known", -400, 3, 90)]
-    table = read(tmp_path, *late, *LAGGING_STEP, *known)
+    late = [
+        kernel("warm", -900, 50, 97),
+        kernel("warm", -800, 50, 0, device=1),
+        event("gpu_memcpy", "copy", 10, 5, bytes=64, correlation=98),
+        kernel("warm", 20, 30, 99),
+        launch(-5, 100),
+        kernel("warm", 50, 10, 100),
+    ]
+    table = read(tmp_path, *late, *step)
     assert {row.name: row.calls for row in table.kernels} == {
-        "known": 1, "fwd": 1, "bwd": 2, "adam": 1, "later": 1,
+        "own": 2, "without its launch": 1, "without a correlation": 1,
     }  # fmt: skip
-    assert table.timeline is not None and table.timeline.span_ns == 500e3
-    (warning,) = table.warnings
-    assert "left out 3 kernels and copies that were launched before the trace began" in warning
-    without_steps = [event for event in LAGGING_STEP if event["name"] != "step"]
-    assert read(tmp_path, *late, *without_steps).launches == 3 + 5
+    assert table.steps == 1 and table.host_calls["cudaLaunchKernel"].calls == 2
+    assert table.timeline is not None and table.timeline.span_ns == 32e3
+    assert "left out 5 kernels and copies" in table.warnings[0]
+    without_steps = read(tmp_path, *late, *step[1:])
+    assert (without_steps.launches, without_steps.host_calls["cudaLaunchKernel"].calls) == (9, 3)
     with pytest.raises(WorkshopError, match="no kernels and no operators"):
-        read(tmp_path, *late, mark("ProfilerStep#2", 0, 9))
+        read(tmp_path, *late[:2], step[0])
+
+
+def test_a_trace_of_2022_reads_as_todays(tmp_path: Path) -> None:
+    with gzip.open(H200) as file:
+        trace = json.load(file)
+    today = read(tmp_path, *trace["traceEvents"])
+    for entry in trace["traceEvents"]:
+        entry["cat"] = CATEGORIES_OF_2022.get(entry.get("cat"), entry.get("cat"))
+    assert read(tmp_path, *trace["traceEvents"]) == today and today.phases_ns and today.launches
 
 
 def test_kernels_that_overlap_are_busy_once(tmp_path: Path) -> None:

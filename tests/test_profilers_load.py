@@ -234,6 +234,34 @@ def test_places_without_a_profile(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("kineto/h200_v3_small_step.json.gz", ("rank0.json.gz", "a.pt.trace.json.gz")),
+        ("ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
+        ("proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
+        (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
+        (b"Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
+    ],
+    ids=["kineto", "ncu", "proton", "nsys", "nsys as printed"],
+)
+def test_a_folder_finds_what_a_file_may_be(
+    content: str | bytes, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    if isinstance(content, str):
+        content = (FIXTURES / content).read_bytes()
+    for name in names:
+        file = tmp_path / name / "deeper" / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+        (tmp_path / name / "results.json").write_text('{"schema_version": 1}')
+        (tmp_path / name / "notes.txt").write_bytes(bytes(range(256)))
+        assert load(tmp_path / name) == load(file)
+
+
 # --- what a runner leaves ------------------------------------------------------------------------
 
 COMMANDS = "# run_tool.sh of v1, 2026-11-20T12:00:00Z\ntool ...\n"
@@ -301,9 +329,29 @@ def test_show_says_of_a_run_that_it_did_not_succeed(
     assert "parts may be missing" not in capsys.readouterr().out
 
 
-def test_show_says_that_a_run_was_interpreted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", ["show A", "advise B A", "diff A B", "diff B A"])
+def test_every_command_carries_every_warning(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    table = dataclasses.replace(TABLE, warnings=[f"{HOSTILE} is cut off"])
+    doubtful, clean = tmp_path / "ncu", tmp_path / "clean"
+    kernel_file.write(table, doubtful)
+    (doubtful / "command.txt").write_text(COMMANDS + "# exit status 1\n")
+    kernel_file.write(dataclasses.replace(table, warnings=[]), clean)
+    places = {"A": str(doubtful), "B": str(clean)}
+    arguments = [places.get(word, word) for word in words.split()]
+    assert main([*arguments, "--output-dir", str(tmp_path / "out")]) == errors.DONE
+    printed = capsys.readouterr().out
+    written = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
+    for warning in (f"{PRINTABLE} is cut off", "its run did not succeed (exit status 1)"):
+        assert printed.count(warning) == 1 and warning in written
+
+
+def test_show_says_that_a_run_was_interpreted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     folder = runners_folder(tmp_path / "pytorch_profiler")
     run = make_result(version="v3")
     results.save_as(folder / "run.json", dataclasses.replace(run, options={"interpreted": True}))
@@ -362,6 +410,25 @@ def test_show_diff_and_advise(type_command, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     advice = json.loads((tmp_path / "advice.json").read_text())["advice"]
     assert set(advice) == {str(trace), str(tmp_path)} and all(advice.values())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["show FILE", "show FOLDER", "advise FILE FOLDER", "diff FILE FILE", "draw FILE --output PNG"],
+)
+def test_pytorch_is_not_needed(words: str, type_command, tmp_path: Path) -> None:
+    for package in ("torch", "triton"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('none here')\n")
+    places = {
+        "FILE": FIXTURES / "kineto" / "h200_v3_small_step.json.gz",
+        "FOLDER": ROOT / "results/reference/cpu_amd_epyc/profiles/v1/pytorch_profiler",
+        "PNG": tmp_path / "step.png",
+    }
+    arguments = [places.get(word, word) for word in words.split()]
+    answer = type_command(*PROFILERS, *arguments, PYTHONPATH=str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    blocked = type_command("python", "-c", "import torch", PYTHONPATH=str(tmp_path))
+    assert "none here" in blocked.stderr
 
 
 def test_nobody_reads_to_the_end(tmp_path: Path) -> None:

@@ -275,24 +275,33 @@ def phase_rows(**times: int) -> str:
     )
 
 
-def test_nsys_reports_of_one_profile(write: Write, tmp_path: Path) -> None:
-    write("rep_cuda_gpu_kern_sum.csv", KERNELS)
-    write("rep_cuda_gpu_mem_time_sum.csv", COPIES)
+@pytest.mark.parametrize("old", [False, True])
+def test_nsys_reports_of_one_profile(old: bool, write: Write, tmp_path: Path) -> None:
+    """Under their names, and under those that nsys gave them before 2022.5."""
+
+    def write_report(name: str, text: str) -> Path:
+        return write(
+            f"rep_{name.replace('cuda_gpu', 'gpu').replace('_', '') if old else name}.csv", text
+        )
+
+    kernels = write_report("cuda_gpu_kern_sum", KERNELS)
+    write_report("cuda_gpu_mem_time_sum", COPIES)
     api = report(
         [*KERN_SUM[:2], "Num Calls", *KERN_SUM[3:]],
         {"Total Time (ns)": "7,500", "Num Calls": 5, "Name": "cudaLaunchKernel"},
         {"Total Time (ns)": 900, "Num Calls": 2, "Name": "cudaMemcpyAsync"},
     )
-    write("rep_cuda_api_sum.csv", api)
+    write_report("cuda_api_sum", api)
     ranges = report(
         [*KERN_SUM[:-1], "Style", "Range"],
         {"Instances": 3, "Range": ":step"},
         {"Instances": 24, "Range": ":layers.0.mlp"},
     )
-    write("rep_nvtx_sum.csv", ranges)
-    write("rep_nvtx_kern_sum.csv", phase_rows(step=4500, forward=1500, backward=2500, optimizer=9))
-    write("rep_osrt_sum.csv", api.replace("cudaLaunchKernel", "poll"))
-    for path in (tmp_path, tmp_path / "rep_cuda_gpu_kern_sum.csv"):
+    write_report("nvtx_sum", ranges)
+    phases = phase_rows(step=4500, forward=1500, backward=2500, optimizer=9)
+    write_report("nvtx_kern_sum", phases)
+    write_report("osrt_sum", api.replace("cudaLaunchKernel", "poll"))
+    for path in (tmp_path, kernels):
         table = nsys.read(path)
         assert (table.tool, table.warnings, table.timeline) == ("nsys", [], None)
         gemm, softmax, copies = table.kernels

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
+from test_profilers_kineto import CATEGORIES_OF_2022
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from workshop import errors
@@ -125,6 +126,12 @@ def test_a_step_becomes_lanes(write: Callable[[list], Path]) -> None:
     ]
     assert stream[RANGES] == [("forward", timeline.RANGE), ("step", timeline.RANGE)]
     assert lanes[2].slices[KERNELS][0][:2] == pytest.approx((0.8, 1.0))
+
+
+def test_a_trace_of_2022_is_drawn_as_todays(write: Callable[[list], Path]) -> None:
+    today = two_steps()
+    old = [e | {"cat": CATEGORIES_OF_2022.get(e.get("cat"), e.get("cat"))} for e in today]
+    assert timeline.read(write(old)) == timeline.read(write(today))
 
 
 def test_a_step_or_a_stretch_can_be_chosen(write: Callable[[list], Path]) -> None:

@@ -48,7 +48,7 @@ from version3_triton.benchmark_measure import (
     measure_case,
     time_contenders,
 )
-from workshop import errors, hardware, interpreter, results, timing, versions
+from workshop import chips, errors, hardware, interpreter, results, timing, versions
 from workshop.errors import WorkshopError
 from workshop.precision import Precision, get_precision
 
@@ -227,7 +227,7 @@ def measure_ceilings(device: torch.device, precision: Precision) -> dict[str, fl
 
 
 def _limits(device: torch.device, precision: Precision) -> dict[str, float]:
-    peaks = hardware.find_peaks(hardware.device_name(device)) if device.type == "cuda" else None
+    peaks = chips.find_peaks(hardware.device_name(device)) if device.type == "cuda" else None
     if peaks is None:
         return {}
     rates = {GBS: peaks.bandwidth_gbs, TFLOPS: peaks.tflops.get(precision.name)}

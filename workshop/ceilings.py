@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from workshop import hardware, results
+from workshop import chips, hardware, results
 from workshop.errors import WorkshopError
 from workshop.precision import PRECISIONS, kept_matmul_mode, supported
 from workshop.profilers.names import printable
@@ -58,7 +58,7 @@ class Measurement:
 
 def from_data_sheet(device_name: str) -> list[Ceiling]:
     """The listed limits of a chip; none for one that is not listed."""
-    peaks = hardware.find_peaks(device_name)
+    peaks = chips.find_peaks(device_name)
     if peaks is None:
         return []
     memory = Ceiling(MEMORY, MAIN_MEMORY, peaks.bandwidth_gbs * 1e9, DATA_SHEET, peaks.source)
@@ -194,7 +194,7 @@ def attach(
     """
     listed = from_data_sheet(chip or roofline.device or "")
     if chip and not listed:
-        raise WorkshopError(f"--chip {chip}: not listed; known are {', '.join(hardware.chips())}")
+        raise WorkshopError(f"--chip {chip}: not listed; known are {', '.join(chips.names())}")
     measured: list[Ceiling] = []
     if roofline.device:
         measured = find(roofline.device, roofline.threads, folder, broken=roofline.notes)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from workshop import (
     audit,
+    chips,
     data,
     errors,
     first_use,
@@ -49,6 +50,8 @@ _PROGRESS_LINES = 10
 _WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
 _WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
 """None that replays a captured step: Proton would count its kernels with those of the profiled."""
+_INTERPRETED_STEPS = trainer.Schedule(warmup=1, timed=3, phases=0)
+"""What Triton's interpreter trains by default: enough to see the loss fall."""
 PROFILES = results.DEFAULT_FOLDER / "profiles"
 
 
@@ -155,7 +158,7 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     add = group.add_argument
     add("--batch-size", type=int, metavar="N", help="sequences a step (default: the preset's)")
     add("--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the preset's)")
-    few = interpreter.STEPS
+    few = _INTERPRETED_STEPS
     warmup, timed = (
         f"{usual}; {least} in Triton's interpreter" if version.triton else str(usual)
         for usual, least in ((_WARMUP_STEPS, few.warmup), (_NUM_STEPS, few.timed))
@@ -334,7 +337,7 @@ def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Sched
     usual = trainer.Schedule(_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS)
     if arguments.profile_steps:
         usual = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)
-    default = interpreter.STEPS if interpreted else usual
+    default = _INTERPRETED_STEPS if interpreted else usual
     timed = arguments.profile_steps or arguments.num_steps or default.timed
     return trainer.Schedule(
         warmup=arguments.warmup_steps or default.warmup,
@@ -658,7 +661,7 @@ def peak(request: Request) -> tuple[float | None, str | None]:
     """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches; and
     where the figure is from."""
     name = hardware.device_name(request.device)
-    peaks = hardware.find_peaks(name) if request.device.type == "cuda" else None
+    peaks = chips.find_peaks(name) if request.device.type == "cuda" else None
     if peaks and request.precision.name in peaks.tflops:
         return peaks.tflops[request.precision.name], peaks.source
     request.precision.set_matmul_mode()
@@ -689,7 +692,7 @@ def _record_training(
 def _claim(request: Request, result: RunResult) -> plausibility.Claim:
     peaks = None
     if request.device.type == "cuda":
-        peaks = hardware.find_peaks(hardware.device_name(request.device))
+        peaks = chips.find_peaks(hardware.device_name(request.device))
     # An interpreted run claims no time.
     step_ms = [] if request.interpreted else result.step_ms
     return plausibility.Claim(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from workshop import ceilings, results
 from workshop.errors import WorkshopError
-from workshop.profile_run import RUN_FILE
 from workshop.profilers import kernel_file
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
 from workshop.versions import VERSIONS

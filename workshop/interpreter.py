@@ -5,19 +5,20 @@ numpy. They compute the same, so the gate can judge them; they take hundreds of 
 no time of such a run may be compared with anything.
 """
 
-import os
+from __future__ import annotations
 
-import torch
+import os
+from typing import TYPE_CHECKING
 
 from workshop.errors import WorkshopError
-from workshop.trainer import Schedule
 from workshop.versions import Version
+
+if TYPE_CHECKING:
+    import torch
 
 NOT_COMPARABLE = "interpreted, not comparable"
 VARIABLE = "TRITON_INTERPRET"
 """Triton reads it when a kernel is defined; V3 sets it on a machine without a GPU."""
-STEPS = Schedule(warmup=1, timed=3, phases=0)
-"""What such a run trains unless it is told otherwise: enough to see the loss fall."""
 
 
 def gate_shape(batch_size: int, seq_len: int) -> tuple[int, int]:

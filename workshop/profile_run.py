@@ -19,15 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from workshop import cli, errors, hardware, markers, parity, results, trainer, versions
+from workshop import chips, cli, errors, hardware, markers, parity, results, trainer, versions
 from workshop.errors import WorkshopError
+from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.versions import Version
 
-COMMAND_FILE = "command.txt"
-"""In every folder that a runner fills: what was run. A folder may be replaced if its first line
-begins with COMMAND_MARK."""
-COMMAND_MARK = "# run_"
-RUN_FILE = "run.json"
 _OF_THE_RUNNER = {
     "output_dir": "--output-dir",
     "profile_steps": "--steps",
@@ -108,7 +104,7 @@ def prepare(request: cli.Request, data: cli.Data, *, range_: markers.Range) -> P
     cli.print_configuration(request, data_record)
     record = cli.new_result(request, data_record)
     record.status = "profiled"
-    peaks = hardware.find_peaks(hardware.device_name(request.device))
+    peaks = chips.find_peaks(hardware.device_name(request.device))
     if request.device.type == "cuda" and peaks:
         record.peak_tflops = peaks.tflops.get(request.precision.name)
         record.peak_source = peaks.source

@@ -22,8 +22,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from workshop import flops
 from workshop.errors import WorkshopError
 from workshop.versions import ALL, ROOT
@@ -176,6 +174,8 @@ def finite(values: list[float]) -> list[float | None]:
 
 def describe_software() -> dict[str, str | None]:
     """Versions of everything that decides how fast a step is."""
+    import torch  # not above: files are read without it, too
+
     try:
         import triton
 

@@ -16,7 +16,6 @@ from workshop import (
     comparison,
     flops,
     plausibility,
-    profile_run,
     results,
     studies,
     timing,
@@ -27,6 +26,7 @@ from workshop.profilers import figures, reading, rocprof_compute
 from workshop.profilers import load as profiles
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import display_name, printable
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.results import RunResult
 from workshop.roofline import (
@@ -206,7 +206,7 @@ def _kind(path: Path) -> str | None:
     profile."""
     if not path.is_dir():
         return _second_key(path) if path.is_file() else None
-    if (path / profile_run.RUN_FILE).is_file():
+    if (path / RUN_FILE).is_file():
         return None
     if _second_key(path / BENCHMARK_FILE) == _BENCHMARK:
         return _BENCHMARK

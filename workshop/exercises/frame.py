@@ -168,8 +168,8 @@ class Work:
         Raises:
             WorkshopError: there is one, and it can't be read.
         """
-        from workshop.profile_run import COMMAND_FILE
         from workshop.profilers import kernel_file, load
+        from workshop.profilers.runner_files import COMMAND_FILE
 
         folder = self.results / "profiles" / version / tool
         if not (folder / COMMAND_FILE).is_file():

@@ -68,10 +68,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     from workshop import results
     from workshop.profilers import diff
-    from workshop.profilers.load import load, recorded_run
+    from workshop.profilers.load import load_with_doubts, recorded_run
 
     a, b = arguments.a, arguments.b
-    difference = diff.compare(load(a), load(b), recorded_run(a), recorded_run(b))
+    tables = load_with_doubts(a), load_with_doubts(b)
+    difference = diff.compare(*tables, recorded_run(a), recorded_run(b))
     Console().print(diff.render(difference))
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / "diff.json"
@@ -95,18 +96,23 @@ def _advise(arguments: argparse.Namespace) -> int:
 
     from workshop import results
     from workshop.profilers import advisor
-    from workshop.profilers.load import load, recorded_run
+    from workshop.profilers.load import load_with_doubts, recorded_run
     from workshop.profilers.names import printable
+    from workshop.profilers.show import render_warnings
 
-    console, written = Console(), {}
+    console, written, warnings = Console(), {}, {}
     for path in arguments.paths:
-        advice = advisor.advise(load(path), recorded_run(path))
+        table = load_with_doubts(path)
+        advice = advisor.advise(table, recorded_run(path))
         console.print(printable(str(path)), markup=False, highlight=False, style="bold")
+        for warning in render_warnings(table.warnings):
+            console.print(warning)
         console.print(advisor.render(advice))
+        warnings[str(path)] = table.warnings
         written[str(path)] = [dataclasses.asdict(sentence) for sentence in advice]
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / "advice.json"
-        results.write_json(target, {"schema_version": 1, "advice": written})
+        results.write_json(target, {"schema_version": 1, "advice": written, "warnings": warnings})
         print(f"Written: {target}")
     return errors.DONE
 

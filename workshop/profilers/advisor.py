@@ -651,8 +651,8 @@ def _waits(figures: Figures) -> Iterator[Advice]:
     yield Advice(
         "synchronisations",
         f"The host waits for the GPU {figures.times(waits.calls, 'times')} (in all: {names}), "
-        f"{figures.time(waits.total_ns)}. After each wait the GPU has nothing queued, and idles "
-        "until the next launch reaches it.",
+        f"{figures.time(waits.total_ns)}. A thread that waits launches nothing: once the GPU has "
+        "done what all streams hold, it idles until the next launch reaches it.",
         "Leave out of the loop what reads a result on the host: .item(), .cpu(), printing a "
         "tensor, copies without non_blocking=True. Runner (workshop/trainer.py) looks at the "
         "losses after the run.",

@@ -74,7 +74,7 @@ _RULES = (
         "GEMM",
         r"gemm|gemv|nvjet|cutlass|cublas|rocblas|cijk_|xmma|splitk|matmul"
         r"|^aten::_?(?:add|badd|scaled_|grouped_|int_)?b?mm(?![a-z])|^aten::_?(?:add)?mv_?$"
-        r"|(?:^aten::|mkldnn_|mkl_|::_)linear(?!_cross)|^aten::einsum"
+        r"|^bmm_|(?:^aten::|mkldnn_|mkl_|::_)linear(?!_cross)|^aten::einsum"
         r"|convol|conv[123]d|scudnn|winograd|miopenconv",
     ),
     # Before the norms and copies: foreach kernels compute gradients' norms and copy parameters.

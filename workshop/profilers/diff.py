@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from workshop.errors import WorkshopError
 from workshop.profilers.names import display_name, printable
+from workshop.profilers.show import render_warnings
 from workshop.profilers.table import Kernel, KernelTable
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Side:
     """Of the GPU, and the time between: None where the tool has no timeline."""
     idle_ns: float | None
     categories_ns: dict[str, float]
+    warnings: list[str]
+    """Sentences: what could not be read, what the figures leave out."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,7 @@ def _side(table: KernelTable, per: float) -> Side:
         busy_ns=line.busy_ns / per if line else None,
         idle_ns=line.idle_ns / per if line else None,
         categories_ns={name: ns / per for name, ns in table.category_ns().items()},
+        warnings=table.warnings,
     )
 
 
@@ -271,11 +275,13 @@ def render(diff: TableDiff, limit: int = 20) -> RenderableType:
     from rich.text import Text
 
     per = "a step" if diff.unit == "step" else "a profile"
-    sides = [f"{label}: {printable(side.path)}" for label, side in (("A", diff.a), ("B", diff.b))]
+    sides: list[RenderableType] = []
+    for label, side in (("A", diff.a), ("B", diff.b)):
+        sides += [Text(f"{label}: {printable(side.path)}"), *render_warnings(side.warnings)]
     notes = [f"note: {note}" for note in diff.notes]
     changed = [_changed(diff, limit, f"{diff.what}s, {per}")] if diff.changes else []
     return Group(
-        Text("\n".join(sides)),
+        *sides,
         _totals(diff, f"in all, {per}"),
         *changed,
         Text("\n".join([*_left_out(diff, limit), *notes])),

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from functools import cached_property
 
-from workshop import flops, hardware
+from workshop import chips, flops
 from workshop.profilers.table import HostCall, Kernel, KernelTable
 from workshop.results import RunResult
 
@@ -154,10 +154,10 @@ class Figures:
         return step.total * self.steps
 
     @cached_property
-    def peaks(self) -> hardware.Peaks | None:
+    def peaks(self) -> chips.Peaks | None:
         """The chip's data sheet."""
         name = str(self.run.device.get("name")) if self.run else self.table.device
-        return None if self.on_host or not name else hardware.find_peaks(name)
+        return None if self.on_host or not name else chips.find_peaks(name)
 
     @property
     def peak_tflops(self) -> float | None:

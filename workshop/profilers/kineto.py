@@ -28,6 +28,15 @@ _STEP_RANGES = ("ProfilerStep", "step")
 """The profiler's own and this workshop's: the first of them that the trace has counts."""
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _OPTIMIZER_RANGE = "Optimizer.step"
+_RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE)
+_OLD_CATEGORIES = {
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+    "Operator": "cpu_op",
+}
+"""Of traces until 2022."""
 _NS_PER_US = 1000.0
 _NO_CORRELATION = 0
 
@@ -62,17 +71,26 @@ def read(path: Path) -> KernelTable:
         raise WorkshopError(
             f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
         )
-    leftovers = trace.drop_leftovers()
+    leftovers = trace.drop_before_steps()
     table = _kernel_table(path, trace) if trace.devices else _operator_table(path, trace)
     if not table.kernels:
         raise problems.error("kernels and no operators")
     if leftovers:
         warnings.append(
             f"{path}: left out {leftovers:,} kernels and copies that were launched before the "
-            "trace began, and ran before its first step"
+            "trace's first step"
         )
     table.warnings += warnings + problems.warnings()
     return table
+
+
+def category(event: dict) -> str:
+    """What an event is, by the names that today's PyTorch has for it; "" where it does not say.
+    Until 2022 ranges were operators, too."""
+    found = event.get("cat")
+    if found == "Operator" and str(event.get("name")).partition("#")[0] in _RANGES:
+        return "user_annotation"
+    return _OLD_CATEGORIES.get(found, found) if isinstance(found, str) else ""
 
 
 def recognises_json(start: str) -> bool:
@@ -137,10 +155,19 @@ class _Device:
         return timeline(zip(self.starts, ends, strict=True))
 
 
+@dataclass
+class _Calls:
+    """Of one function of the runtime."""
+
+    starts: array = field(default_factory=lambda: array("d"))
+    durations: array = field(default_factory=lambda: array("d"))
+
+
 class _Trace:
     """A trace's events, sorted by what they tell. Times in ns since its first event.
 
     Attributes:
+        begin: of the first step, once `drop_before_steps` has found it.
         devices: what ran on each GPU, by its number.
         copies: the names of copies and memsets.
         launches: when the host launched, by the correlation that it shares with what it launched.
@@ -152,11 +179,10 @@ class _Trace:
     def __init__(self) -> None:
         self.devices: defaultdict[int, _Device] = defaultdict(_Device)
         self.copies: set[str] = set()
-        self.host_calls: defaultdict[str, HostCall] = defaultdict(HostCall)
+        self.begin = -math.inf
+        self.calls: defaultdict[str, _Calls] = defaultdict(_Calls)
         self.launches: dict[int, float] = {}
-        self.ranges: dict[str, list[_Interval]] = {
-            name: [] for name in (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE)
-        }
+        self.ranges: dict[str, list[_Interval]] = {name: [] for name in _RANGES}
         self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
         self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
         self._origin_us: float | None = None
@@ -177,8 +203,7 @@ class _Trace:
         """
         if not isinstance(event, dict):
             raise _NoEvent(f"a {type(event).__name__} is no event")
-        category = event.get("cat")
-        adder = self._adders.get(category) if isinstance(category, str) else None
+        adder = self._adders.get(category(event))
         if adder is None or event.get("ph") != "X":
             return
         name, arguments = event.get("name"), event.get("args")
@@ -213,18 +238,27 @@ class _Trace:
             raise NoNumber(f"its start (ts): {start_us:g} is years from the first event's")
         return start, duration
 
-    def drop_leftovers(self) -> int:
-        """Drops what ran on a GPU before the first step and was launched before the trace began,
-        if there are steps; how many. A profiler that starts while the GPU lags behind records the
-        end of the warm-up."""
+    def drop_before_steps(self) -> int:
+        """Drops what the host launched before the first step, if there are steps; how many kernels
+        and copies. A profiler that starts while the GPU lags behind records the end of the
+        warm-up, which may run far into the first step.
+
+        Launches before the trace began are not in it, but correlations count up."""
         steps = next((self.ranges[name] for name in _STEP_RANGES if self.ranges[name]), None)
         if not steps:
             return 0
-        first = min(steps).start
+        self.begin = min(steps).start
+        in_steps = (number for number, start in self.launches.items() if start >= self.begin)
+        lowest = min(in_steps, default=_NO_CORRELATION)
+
+        def is_of_steps(start: float, number: int) -> bool:
+            if number in self.launches:
+                return self.launches[number] >= self.begin
+            return start >= self.begin and not _NO_CORRELATION < number < lowest
+
         dropped = 0
         for index, device in list(self.devices.items()):
-            events = zip(device.starts, device.correlations, strict=True)
-            wanted = [start >= first or number in self.launches for start, number in events]
+            wanted = list(map(is_of_steps, device.starts, device.correlations))
             if not all(wanted):
                 device.keep(wanted)
                 dropped += wanted.count(False)
@@ -239,6 +273,15 @@ class _Trace:
             for name, ns, moved in zip(device.names, device.durations, device.bytes, strict=True):
                 sums.add(name, ns, bytes=moved, category="copy" if name in self.copies else None)
         return sums
+
+    def host_calls(self) -> dict[str, HostCall]:
+        """Without those before the first step."""
+        found = {}
+        for name, calls in self.calls.items():
+            wanted = [start >= self.begin for start in calls.starts]
+            if any(wanted):
+                found[name] = HostCall(sum(wanted), sum(compress(calls.durations, wanted)))
+        return found
 
     def _add_kernel(
         self,
@@ -266,9 +309,8 @@ class _Trace:
     def _add_host_call(
         self, event: dict, arguments: dict, name: str, start: float, duration: float
     ) -> None:
-        call = self.host_calls[name]
-        call.calls += 1
-        call.total_ns += duration
+        self.calls[name].starts.append(start)
+        self.calls[name].durations.append(duration)
         correlation = _correlation(arguments)
         if correlation != _NO_CORRELATION:
             self.launches.setdefault(correlation, start)
@@ -321,7 +363,7 @@ def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
     table = _table(path, trace, trace.kernels(), launched)
     table.device = device_names(path).get(index)
     table.timeline = busiest.timeline()
-    table.host_calls = dict(trace.host_calls)
+    table.host_calls = trace.host_calls()
     if len(trace.devices) > 1:
         table.warnings.append(
             f"{path}: the kernels of {len(trace.devices)} devices are added up; busy and idle time "
@@ -344,8 +386,8 @@ def _operator_table(path: Path, trace: _Trace) -> KernelTable:
             started.append((start, own_time))
     table = _table(path, trace, sums, started)
     table.what = "operator"
-    table.host_calls = dict(trace.host_calls)
-    if any("Launch" in name for name in trace.host_calls):
+    table.host_calls = trace.host_calls()
+    if any("Launch" in name for name in trace.calls):
         table.warnings.append(
             f"{path}: the host launched kernels, but none is in the trace, so these are the host's "
             "operators; was the GPU traced, and the trace written to its end?"

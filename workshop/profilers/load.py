@@ -1,9 +1,13 @@
 """Finds out what a file or folder is, and has the right parser read it."""
 
+import re
 import shlex
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
-from workshop import profile_run, results
+from workshop import results
 from workshop.errors import WorkshopError
 from workshop.interpreter import NOT_COMPARABLE
 from workshop.profilers import (
@@ -17,6 +21,7 @@ from workshop.profilers import (
     rocprofv3,
 )
 from workshop.profilers.names import printable
+from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
 
@@ -25,6 +30,8 @@ _START = 1 << 16
 _MOST_UNREADABLE = 0.05
 """Of a text's characters: with more that are none, or zero bytes, it is no text."""
 _MOST_NAMED = 10
+_TEXT_NAME = re.compile(r"\.(?:csv|json|hatchet|txt|log)(?:\.gz)?$")
+"""Of the files in a folder that are looked into."""
 _OTHERS_OPEN = {
     ".nsys-rep": "nsys stats --report cuda_gpu_kern_sum --format csv {path}",
     ".ncu-rep": "ncu --import {path} --csv --page raw",
@@ -56,16 +63,19 @@ def load(path: Path) -> KernelTable:
         return _load_folder(path)
     if not path.is_file():
         raise WorkshopError(f"{path}: no such file or folder")
-    if rocprofv3.is_database(path):
-        return rocprofv3.read(path)
-    if path.suffix in _OTHERS_OPEN:
-        raise WorkshopError(_to_open(path))
-    start = _start(path)
-    if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
-        raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
-    if start.lstrip()[:1] in ("{", "["):
-        return _load_json(path, start)
-    return _load_csv(path)
+    reader, path = _reader(path)
+    return reader.read(path)
+
+
+def load_with_doubts(path: Path, *, ended: bool = True) -> KernelTable:
+    """As `load`; the table's warnings also say what a runner left that makes its figures doubtful.
+
+    Args:
+        ended: whether the runner should have come to its end.
+    """
+    table = load(path)
+    table.warnings += [doubt for doubt in _doubts(path, ended) if doubt not in table.warnings]
+    return table
 
 
 def recorded_run(path: Path) -> RunResult | None:
@@ -76,17 +86,12 @@ def recorded_run(path: Path) -> RunResult | None:
         WorkshopError: there is one, and it is broken.
     """
     folder = _runners_folder(path) or (path if path.is_dir() else path.parent)
-    record = folder / profile_run.RUN_FILE
+    record = folder / RUN_FILE
     return results.load(record) if record.is_file() else None
 
 
-def doubts(path: Path, *, ended: bool) -> list[str]:
-    """What a runner left with a profile that makes its figures doubtful, in sentences: that the
-    run failed or was interrupted, that Triton's interpreter ran its kernels.
-
-    Args:
-        ended: whether the runner should have come to its end.
-    """
+def _doubts(path: Path, ended: bool) -> list[str]:
+    """That the run failed or was interrupted, that Triton's interpreter ran its kernels."""
     sentences = []
     folder = _runners_folder(path)
     if ended and folder is not None and (how := _commands(folder)[-1]) != _SUCCESS:
@@ -112,10 +117,10 @@ def _runners_folder(path: Path) -> Path | None:
 def _commands(folder: Path) -> list[str]:
     """The lines of what a runner ran to fill a folder; none where it wasn't one."""
     try:
-        text = (folder / profile_run.COMMAND_FILE).read_text(encoding="utf-8", errors="replace")
+        text = (folder / COMMAND_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return text.splitlines() if text.startswith(profile_run.COMMAND_MARK) else []
+    return text.splitlines() if text.startswith(COMMAND_MARK) else []
 
 
 def _load_folder(folder: Path) -> KernelTable:
@@ -124,19 +129,13 @@ def _load_folder(folder: Path) -> KernelTable:
         _check_for_one_run(folder)
     if rocprof_compute.recognises(folder):
         return rocprof_compute.read(folder)
-    for pattern, reader in (
-        ("*.hatchet", proton),
-        ("*_cuda_gpu_kern_sum.csv", nsys),
-        ("*_cuda_gpu_trace.csv", nsys),
-        ("*trace.json*", kineto),
-    ):
-        found = sorted(folder.rglob(pattern))
-        if found:
+    files = _files_by_reader(folder)
+    for reader in (proton, nsys, kineto):
+        if found := files[reader]:
             # Proton's is one file; the others know how their files belong together.
-            return proton.read(found[0]) if reader is proton else reader.read(folder)
-    for path in sorted(folder.rglob("*.csv")):
-        if ncu.recognises(path):
-            return ncu.read(path)
+            return reader.read(found[0] if reader is proton or len(found) == 1 else folder)
+    if files[ncu]:
+        return ncu.read(files[ncu][0])
     if rocprofv3.recognises(folder):
         return rocprofv3.read(folder)
     if (folder / kernel_file.JSON_FILE).is_file():
@@ -144,9 +143,19 @@ def _load_folder(folder: Path) -> KernelTable:
     raise WorkshopError(f"{folder}: no profiler's output in it; known are {_KNOWN}")
 
 
+def _files_by_reader(folder: Path) -> defaultdict[ModuleType, list[Path]]:
+    """What lies in a folder or below and could be read by itself, whatever its name."""
+    files = defaultdict(list)
+    for path in sorted(folder.rglob("*")):
+        if _TEXT_NAME.search(path.name) and path.is_file():
+            with suppress(WorkshopError):
+                files[_reader(path)[0]].append(path)
+    return files
+
+
 def _check_for_one_run(folder: Path) -> None:
     """Raises WorkshopError where several runners have filled folders below this one."""
-    below = sorted(file.parent for file in folder.rglob(profile_run.COMMAND_FILE))
+    below = sorted(file.parent for file in folder.rglob(COMMAND_FILE))
     filled = [str(place) for place in below if _commands(place)]
     if len(filled) > 1:
         more = f", and {len(filled) - _MOST_NAMED} more" if len(filled) > _MOST_NAMED else ""
@@ -154,6 +163,24 @@ def _check_for_one_run(folder: Path) -> None:
             f"{folder}: {len(filled)} profiles are in it, name one of them: "
             f"{', '.join(filled[:_MOST_NAMED])}{more}"
         )
+
+
+def _reader(path: Path) -> tuple[ModuleType, Path]:
+    """The parser of a file, and what it should read.
+
+    Raises:
+        WorkshopError: the file is nothing that is known.
+    """
+    if rocprofv3.is_database(path):
+        return rocprofv3, path
+    if path.suffix in _OTHERS_OPEN:
+        raise WorkshopError(_to_open(path))
+    start = _start(path)
+    if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
+        raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
+    if start.lstrip()[:1] in ("{", "["):
+        return _json_reader(path, start), path
+    return _csv_reader(path)
 
 
 def _start(path: Path) -> str:
@@ -165,16 +192,16 @@ def _start(path: Path) -> str:
     return start
 
 
-def _load_json(path: Path, start: str) -> KernelTable:
+def _json_reader(path: Path, start: str) -> ModuleType:
     for reader in (kernel_file, rocprofv3, kineto, proton):
         if reader.recognises_json(start):
-            return reader.read(path)
+            return reader
     raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
 
 
-def _load_csv(path: Path) -> KernelTable:
+def _csv_reader(path: Path) -> tuple[ModuleType, Path]:
     if ncu.recognises(path):
-        return ncu.read(path)
+        return ncu, path
     columns = list(reading.CsvTable(path, reading.Problems(path)).columns)
     if kernel_file.recognises_header(columns):
         raise WorkshopError(
@@ -183,10 +210,10 @@ def _load_csv(path: Path) -> KernelTable:
         )
     for reader in (rocprofv3, nsys):
         if reader.recognises_header(columns):
-            return reader.read(path)
+            return reader, path
     for workload in (path, path.parent / "pmc_perf.csv"):  # any file of one stands for it
         if workload.is_file() and rocprof_compute.recognises(workload):
-            return rocprof_compute.read(workload)
+            return rocprof_compute, workload
     raise WorkshopError(
         f"{path}: its columns ({printable(', '.join(columns))[:120]}) are of no profiler that is "
         f"known here: {_KNOWN}"

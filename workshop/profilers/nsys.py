@@ -34,6 +34,16 @@ _COLUMNS = {
 }
 """What each report can't be read without; the units are left out."""
 _ON_THE_GPU = (_TRACE, _KERNELS, _COPIES)
+_FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
+    "gputrace.csv": _TRACE,
+    "gpukernsum.csv": _KERNELS,
+    "gpumemtimesum.csv": _COPIES,
+    "cudaapisum.csv": _HOST_CALLS,
+    "nvtxkernsum.csv": _RANGE_KERNELS,
+    "nvtxsum.csv": "nvtx_sum",
+    "nvtxppsum.csv": "nvtx_pushpop_sum",
+}
+"""The report by the end of its file's name: today's, and those of nsys before 2022.5."""
 
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
 _OUTPUT_OF_NSYS = ("Generating ", "Processing [", "NOTICE: ")
@@ -97,21 +107,27 @@ def _reports_of(path: Path) -> dict[str, Path]:
     """The files of a profile, by the report's name."""
     if path.is_dir():
         path = _only_profile(path)
-    report = next((report for report in _COLUMNS if path.name.endswith(f"{report}.csv")), None)
-    if report is None:
+    end = _end_of_name(path)
+    if end is None:
         report, _ = _find_header(path)
         return {report: path}
-    prefix = path.name.removesuffix(f"{report}.csv")
-    beside = {name: path.with_name(f"{prefix}{name}.csv") for name in _COLUMNS}
-    return {name: file for name, file in beside.items() if name == report or file.is_file()}
+    prefix = path.name.removesuffix(end)
+    beside = {path.with_name(f"{prefix}{other}"): report for other, report in _FILE_ENDS.items()}
+    return {report: file for file, report in beside.items() if file == path or file.is_file()}
+
+
+def _end_of_name(path: Path) -> str | None:
+    """What of a file's name tells its report; None if nothing does."""
+    return next((end for end in _FILE_ENDS if path.name.endswith(end)), None)
 
 
 def _only_profile(folder: Path) -> Path:
     """A report on the kernels of the one profile in a folder."""
     profiles = {}
-    for report in _ON_THE_GPU:
-        for file in sorted(folder.rglob(f"*{report}.csv")):
-            profiles[file.parent, file.name.removesuffix(f"{report}.csv")] = file
+    for file in sorted(folder.rglob("*.csv")):
+        end = _end_of_name(file)
+        if end and _FILE_ENDS[end] in _ON_THE_GPU:
+            profiles[file.parent, file.name.removesuffix(end)] = file
     if not profiles:
         raise WorkshopError(f"{folder}: no report *{_KERNELS}.csv of nsys's in it")
     if len(profiles) > 1:

@@ -18,6 +18,7 @@ from pathlib import Path
 from workshop import errors, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import summary
+from workshop.profilers.runner_files import COMMAND_FILE
 from workshop.profilers.summary import Outcome
 from workshop.versions import Version
 
@@ -34,8 +35,6 @@ QUESTIONS = {
 }
 """By tool: what its script answers, in the order of the ladder of tools."""
 
-COMMAND_FILE = "command.txt"
-"""What every script writes first into its folder: profile_lib.sh, and profile_run for Python."""
 _STYLES = {"ok": "green", "failed": "bold red"}
 _WIDE = 110
 """Columns of a terminal that shows the questions too."""

@@ -1,15 +1,20 @@
 """The hot list of a kernel table: on the terminal, and as CSV and JSON."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workshop import errors
 from workshop.profilers import kernel_file
-from workshop.profilers.load import doubts, load
+from workshop.profilers.load import load_with_doubts
 from workshop.profilers.names import display_name, distinct_names, printable
 from workshop.profilers.table import Kernel, KernelTable
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _LEAST_NAME, _READABLE_NAME = 16, 30
 """Characters of a name: below the second, figures that can be done without make room for it."""
@@ -34,17 +39,13 @@ def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
     errors.require("rich")
     from rich.console import Console
 
-    table = load(path)
     by_its_runner = output_dir is not None and output_dir.resolve() == path.resolve()
-    told = doubts(path, ended=not by_its_runner)
-    table.warnings += [doubt for doubt in told if doubt not in table.warnings]
+    table = load_with_doubts(path, ended=not by_its_runner)
     console = Console()
     for renderable in render(table, limit, console.width):
         console.print(renderable)
-    for warning in table.warnings:
-        console.print(
-            f"warning: {printable(warning)}", style="yellow", markup=False, highlight=False
-        )
+    for warning in render_warnings(table.warnings):
+        console.print(warning)
     if output_dir is not None:
         for file in kernel_file.write(table, output_dir):
             print(f"Written: {file}")
@@ -81,7 +82,14 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
     return [hot, Text("\n".join(summary(table)))]
 
 
-def _left_for_names(table: KernelTable, limit: int, columns: list["_Column"], width: int) -> int:
+def render_warnings(warnings: Iterable[str]) -> list[Text]:
+    """A table's warnings for rich's console. Needs rich."""
+    from rich.text import Text
+
+    return [Text(f"warning: {printable(warning)}", style="yellow") for warning in warnings]
+
+
+def _left_for_names(table: KernelTable, limit: int, columns: list[_Column], width: int) -> int:
     """Characters of a line of `width` that the category and these columns leave."""
     shown = table.kernels[:limit]
     rows = [[column.cell(kernel, table) for column in columns] for kernel in shown]

@@ -11,8 +11,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from workshop import versions
+from workshop import results, versions
 from workshop.errors import WorkshopError
+from workshop.profilers import advisor
+from workshop.profilers.load import load_with_doubts, recorded_run
 from workshop.versions import Version
 
 SCHEMA_VERSION = 1
@@ -105,14 +107,13 @@ def sum_up(
 
 def _findings(outputs: list[Path]) -> dict[str, Any]:
     """What was profiled, and the advice on it, of the first tool that left a kernel table."""
-    findings: dict[str, Any] = {"device": "", "configuration": "", "headline": "", "advice": []}
+    findings: dict[str, Any] = {"device": "", "configuration": "", "headline": ""}
+    findings |= {"advice": [], "warnings": []}
     output = next((output for output in outputs if (output / "kernels.json").is_file()), None)
     if output is None:
         return findings
-    from workshop.profilers import advisor, load  # which import torch
-
     try:
-        table, run = load.load(output / "kernels.json"), load.recorded_run(output)
+        table, run = load_with_doubts(output / "kernels.json"), recorded_run(output)
     except WorkshopError:  # it stands in the log of the script that wrote them
         return findings
     advice = advisor.advise(table, run)
@@ -121,6 +122,7 @@ def _findings(outputs: list[Path]) -> dict[str, Any]:
     first = (None if warned else advisor.headline(advice)) or next(iter(advice), None)
     findings["headline"] = first.sentence if first else ""
     findings["advice"] = [dataclasses.asdict(sentence) for sentence in advice]
+    findings["warnings"] = table.warnings
     if run:
         graph = "captured in a graph" if run.options.get("cuda_graph") else "no graph"
         findings["device"] = f"{run.device.get('name')}, PyTorch {run.software.get('torch')}"
@@ -152,12 +154,12 @@ def _utilisation(outputs: list[Path]) -> str:
 def write(content: dict[str, Any], folder: Path) -> list[Path]:
     """Writes SUMMARY_FILE and PAGE_FILE of a version's folder, and above it, where this is a
     folder among the versions', the page of them all; their paths."""
-    _write(folder / SUMMARY_FILE, json.dumps(content, indent=1) + "\n")
-    _write(folder / PAGE_FILE, render_page(content, folder))
+    results.write_json(folder / SUMMARY_FILE, content)
+    results.write_text(folder / PAGE_FILE, render_page(content, folder))
     written = [folder / SUMMARY_FILE, folder / PAGE_FILE]
     above = folder.parent / PAGE_FILE
     if folder.name == content["version"] and _may_be_replaced(above):
-        _write(above, render_overview(folder.parent))
+        results.write_text(above, render_overview(folder.parent))
         written.append(above)
     return written
 
@@ -175,19 +177,6 @@ def _may_be_replaced(page: Path) -> bool:
         return True
     except OSError:
         return False
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all. The package's own function for that is not for here: it
-    comes with PyTorch, and this must also tell of a machine where PyTorch can't be imported."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise unwritable(path, error) from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def unwritable(path: Path, error: OSError) -> WorkshopError:

@@ -160,12 +160,12 @@ class _Reader:
         """
         if not isinstance(event, dict):
             raise _NoEvent(f"{event!r:.40} is no event")
-        phase, category = event.get("ph"), event.get("cat")
+        phase, category = event.get("ph"), kineto.category(event)
         if phase == "M" and event.get("name") == "thread_name":
             self._add_title(event)
         elif phase == "X" and category == _WHOLE_TRACE:
             self._times(event)
-        elif phase == "X" and isinstance(category, str) and category in _KINDS:
+        elif phase == "X" and category in _KINDS:
             self._add_slice(event, category)
 
     def _add_title(self, event: dict) -> None:

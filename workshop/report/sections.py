@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from version3_triton import benchmark_kernels
-from workshop import ceilings, presets, profile_run, results
+from workshop import ceilings, presets, results
 from workshop.collection import Collection, Profile
 from workshop.errors import WorkshopError
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.report import charts
 from workshop.report.parts import (
@@ -69,9 +70,9 @@ def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Se
     file = found.folder / kernel_file.JSON_FILE
     links = [Link(kernel_file.JSON_FILE, file)]
     for place in (found.folder, found.folder.parent):
-        record = place / profile_run.RUN_FILE
+        record = place / RUN_FILE
         if found.run is not None and record.is_file():
-            links.append(Link(profile_run.RUN_FILE, record))
+            links.append(Link(RUN_FILE, record))
             break
     section = Section(anchor, _title(found), tuple(links))
     section.tables = [hot_list(found.table, top)]

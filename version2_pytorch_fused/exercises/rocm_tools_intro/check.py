@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from workshop import hardware
+from workshop import chips
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import prediction
@@ -239,7 +239,7 @@ def _fastest_gbs(work: Work) -> Iterator[Item]:
             "these are the times of the run under counters, where every kernel takes longer: "
             "bytes come from there, times from hotspots/"
         )
-    peaks = hardware.find_peaks("MI300X")
+    peaks = chips.find_peaks("MI300X")
     assert peaks
     share = f"{right / peaks.bandwidth_gbs:.0%} of the {peaks.bandwidth_gbs:,.0f} of the data sheet"
     if _is_near(answer, right):
