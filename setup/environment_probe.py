@@ -1,6 +1,7 @@
 """Facts about the Python that runs this file, for environment_setup.sh.
 
-Usage: PYTHON environment_probe.py describe | device | locate | missing FILE | reachable URL
+Usage: PYTHON environment_probe.py describe | device | locate | missing FILE | packages FILE... |
+                                   reachable URL | lock DESCRIPTOR
 
 `describe` and `device` print lines of the form key=value. Standard library only: it runs before
 anything is installed.
@@ -8,6 +9,8 @@ anything is installed.
 
 from __future__ import annotations
 
+import csv
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -20,6 +23,7 @@ import urllib.request
 from pathlib import Path
 
 PROBE_SECONDS = 5
+WAITED = 3  # the exit status of `lock` after another process has given its lock back
 # PyTorch's ROCm builds have named their Triton differently over time. Whichever is there belongs
 # to this PyTorch, and must be kept with it.
 TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton")
@@ -114,12 +118,62 @@ def device() -> None:
 
 def missing(path: str) -> None:
     """The lines of a requirements file whose package is not installed in any version."""
-    with Path(path).open(encoding="utf-8") as file:
-        for line in (line.strip() for line in file):
-            if not line or line.startswith("#") or not applies(line):
-                continue
-            if not installed_version(line.split("==")[0]):
-                print(line)
+    for name, line in requirements(path).items():
+        if not installed_version(name):
+            print(line)
+
+
+def requirements(path: str) -> dict[str, str]:
+    """The lines of a requirements file that are for this Python, by their package."""
+    lines = (line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines())
+    wanted = (line for line in lines if line and not line.startswith("#") and applies(line))
+    return {line.split("==")[0]: line for line in wanted}
+
+
+def packages(paths: list[str]) -> None:
+    """What shows that the packages of this environment, and those of the requirements files, are
+    there: lines of a requirement, a tab and a path. Not torch, which has its own check, nor pip."""
+    wanted = {name: line for path in paths for name, line in requirements(path).items()}
+    seen = {"torch", "pip"}
+    for package in sorted(importlib.metadata.distributions(), key=is_ours, reverse=True):
+        found = re.search(r"(?m)^Name: *(\S+)", package.read_text("METADATA") or "")
+        name = re.sub(r"[-_.]+", "-", found[1]).lower() if found else ""
+        if not name or name in seen or not (is_ours(package) or name in wanted):
+            continue
+        seen.add(name)
+        for path in installed_by(package):
+            print(wanted.get(name, f"{name}=={package.version}"), path, sep="\t")
+
+
+def is_ours(package: importlib.metadata.Distribution) -> bool:
+    """Whether a package is in this environment, and not one that it sees elsewhere."""
+    return Path(str(package.locate_file(""))).is_relative_to(sys.prefix)
+
+
+def installed_by(package: importlib.metadata.Distribution) -> list[str]:
+    """Of each module that a package has installed a file, of each other folder the folder, whose
+    files may have other names in another version."""
+    found: dict[str, str] = {}
+    for file, *_ in csv.reader((package.read_text("RECORD") or "").splitlines()):
+        top = file.split("/")[0]
+        if top.endswith((".dist-info", "..")) or file.endswith(".pyc"):
+            continue
+        if found.setdefault(top, top) == top and file.endswith(".py"):
+            found[top] = file
+    return [str(package.locate_file(path)) for path in found.values()]
+
+
+def lock(descriptor: int) -> int:
+    """Locks an open file, for all processes that share its descriptor; WAITED if it had to wait."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("    another set-up is at work in this environment: waiting for it", flush=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return WAITED
+    except OSError:  # a file system without locks
+        pass
+    return 0
 
 
 def applies(requirement: str) -> bool:
@@ -145,8 +199,12 @@ def main(arguments: list[str]) -> int:
     command, *rest = arguments or ["describe"]
     if command == "reachable":
         return reachable(rest[0])
+    if command == "lock":
+        return lock(int(rest[0]))
     if command == "missing":
         missing(rest[0])
+    elif command == "packages":
+        packages(rest)
     elif command == "locate":
         print(locate_torch())
     elif command == "device":

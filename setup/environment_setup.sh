@@ -10,6 +10,7 @@ TORCH_VERSION=2.13.0
 TORCH_MINIMUM=2.6 # the oldest one that has every function the four versions call
 TORCH_INDEX=https://download.pytorch.org/whl
 ROCM_WHEELS=rocm7.2
+WAITED=3 # environment_probe.py's status
 
 VENV=$ROOT/.venv
 PYTHON=""
@@ -97,27 +98,21 @@ parse_arguments() {
   esac
   [[ $VENV == /* ]] || VENV=$PWD/$VENV
   STAMP=$VENV/workshop-setup.stamp         # written last: an environment without it is not complete
-  MARKER=$VENV/workshop-made-this          # written first: what we may delete
+  MARKER=$VENV/workshop-made-this          # written first: what we may delete; also the lock
+  PACKAGES=$VENV/workshop-packages.txt     # what must be there for it to be complete
   CONSTRAINTS=$VENV/workshop-constraints.txt
 }
 
 # --- What is there -------------------------------------------------------------------------------
 
 choose_python() {
-  local candidate
   if [[ -n $PYTHON ]]; then
-    command -v "$PYTHON" >/dev/null || fail 2 "--python $PYTHON: no such program"
     PY=$PYTHON
   else
-    PY=""
-    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
-      if new_enough "$candidate"; then PY=$candidate && break; fi
-    done
-    [[ -n $PY ]] || fail 1 "no Python 3.10 or newer on PATH: install one, load its module," \
-      "or name it with --python"
+    find_python python3 python3.14 python3.13 python3.12 python3.11 python3.10 ||
+      fail 1 "no Python 3.10 or newer on PATH${REFUSED:+; $REFUSED}: install one, load its" \
+        "module, or name it with --python"
   fi
-  new_enough "$PY" || fail 1 "$PY is not Python 3.10 or newer, which the workshop needs:" \
-    "name another one with --python"
   # Inside an activated venv of ours, python3 is that venv's: go back to what it was built on.
   if [[ $("$PY" -c 'import sys; print(sys.prefix)') -ef $VENV ]]; then
     PY=$(stamped python)
@@ -129,7 +124,31 @@ choose_python() {
   PY=$("$PY" -c 'import sys; print(sys.executable)')
 }
 
-new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+# Sets PYTHON, which was named, to the path of what runs by that name.
+resolve_python() {
+  local why="$PYTHON is not Python 3.10 or newer, which the workshop needs"
+  command -v "$PYTHON" >/dev/null || fail 2 "--python $PYTHON: no such program"
+  find_python "$PYTHON" || fail 1 "${REFUSED:-$why}: name another one with --python"
+  PYTHON=$PY
+}
+
+# Sets PY to the first program on PATH of one of these names that is Python 3.10 or newer, or else
+# REFUSED to what one that does not run says: pyenv has a shim for each Python, active or not.
+find_python() { # find_python NAME...
+  local name candidate said
+  REFUSED=""
+  for name in "$@"; do
+    while IFS= read -r candidate; do
+      case "$("$candidate" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null)" in
+        True) PY=$candidate && return ;;
+        False) continue ;;
+      esac
+      said=$("$candidate" -c '' 2>&1 | head -n 1) || true
+      [[ -z $said ]] || REFUSED="$candidate does not run ($said)"
+    done < <(type -aP "$name")
+  done
+  return 1
+}
 
 has_kfd() { [[ -e /dev/kfd ]]; }
 has_rocm() { has_kfd && { command -v rocminfo >/dev/null || [[ -d ${ROCM_PATH:-/opt/rocm} ]]; }; }
@@ -153,7 +172,7 @@ index_reachable() { probe "$PY" reachable "$1/torch/"; }
 # Sets STATE: complete (nothing to do), add (install into it) or fresh (start over).
 assess_venv() {
   local torch_now extra
-  STATE=fresh
+  STATE=fresh LOST=()
   [[ -f $STAMP && $(stamped root) == "$ROOT" ]] || return 0
   torch_now=$(probe "$VENV/bin/python" locate 2>/dev/null) || torch_now=""
   if [[ -z $torch_now && $(stamped origin) == existing && $BUILD == auto && -z $PYTHON ]]; then
@@ -164,11 +183,22 @@ assess_venv() {
   [[ $BUILD == auto || $BUILD == "$(stamped build)" ]] || return 0
   [[ -z $PYTHON ]] || same_python || return 0
   STATE=add
+  [[ -f $PACKAGES ]] || return 0
+  find_lost_packages
+  [[ ${#LOST[@]} -eq 0 ]] || return 0
   [[ $(stamped base) == "$(base_fingerprint)" ]] || return 0
   for extra in $EXTRAS; do
     [[ $(stamped "$extra") == "$(fingerprint "$(requirements_of "$extra")")" ]] || return 0
   done
   STATE=complete
+}
+
+# Sets LOST to what brings back the packages that were there after the last set-up and are not now.
+find_lost_packages() {
+  local requirement path last=""
+  while IFS=$'\t' read -r requirement path; do
+    [[ -e $path || $requirement == "$last" ]] || LOST+=("$requirement") last=$requirement
+  done <"$PACKAGES"
 }
 
 same_python() {
@@ -236,18 +266,33 @@ on_exit() {
 }
 
 refuse_foreign_folder() {
+  [[ -e $VENV || ! -L $VENV ]] || fail 2 "$VENV is a link to $(readlink "$VENV"), which is not" \
+    "there: make that folder, delete the link, or choose another place with --venv"
   [[ -e $VENV && ! -f $MARKER ]] || return 0
   [[ ! -d $VENV || -n $(ls -A "$VENV") ]] || return 0
   fail 2 "$VENV was not made by this script, and will not be deleted: move it away or choose" \
     "another place with --venv"
 }
 
+# Two set-ups would write the same files. The lock goes with this shell and the pip that it started,
+# however they end. One that had to wait begins anew: the other one has changed what it has seen.
+claim_folder() { # claim_folder ARGUMENTS-OF-THE-SCRIPT...
+  local status=0
+  run mkdir -p "$VENV"
+  [[ $DRY_RUN == no ]] || return 0
+  { exec 9>>"$MARKER"; } 2>/dev/null || fail 1 "$VENV can't be written to: choose another --venv"
+  probe "$PROBE_PY" lock 9 || status=$?
+  [[ $status -ne $WAITED ]] || exec "$BASH" "${BASH_SOURCE[0]}" "$@"
+  [[ -s $MARKER ]] || echo "environment_setup.sh made this folder and may delete what is in it." >&9
+}
+
+# ASCII, as other locales can't read more in a path file; a Python expression of a path's bytes.
+quoted_path() { "$PY" -c 'import os, sys; print(f"os.fsdecode({os.fsencode(sys.argv[1])!r})")' "$1"; }
+
 create_venv() {
-  local flags=""
+  local folder flags=""
   [[ $ORIGIN == installed || $(fact sees_base_packages) == no ]] || flags=--system-site-packages
   step "Creating $VENV from $PY"
-  run mkdir -p "$VENV"
-  write "$MARKER" <<<"environment_setup.sh made this folder and may delete what is in it."
   # The marker outlives the rest: deleting a large environment can be interrupted too. The slash
   # makes a link to a folder with more room (.venv -> /scratch/...) work.
   run find "$VENV/" -mindepth 1 -maxdepth 1 ! -name "$(basename "$MARKER")" -exec rm -rf {} +
@@ -255,12 +300,13 @@ create_venv() {
   # A path file instead of 'pip install -e': it needs no build tool, so no network either.
   local packages
   packages=$VENV/lib/python$(fact python_version | cut -d. -f1-2)/site-packages
-  write "$packages/workshop.pth" <<<"$ROOT"
+  write "$packages/workshop.pth" <<<"import os, sys; sys.path.append($(quoted_path "$ROOT"))"
   [[ $ORIGIN == existing && -n $(fact parent_environment) ]] || return 0
   # The Python is itself a venv's, and a venv made from it would see what lies below that venv, if
   # anything, but not the venv. addsitedir, unlike a plain path, also honours its own .pth files.
-  fact parent_environment | tr ':' '\n' | sed "s/.*/import site; site.addsitedir('&')/" |
-    write "$packages/workshop-parent.pth"
+  fact parent_environment | tr ':' '\n' | while IFS= read -r folder; do
+    echo "import os, site; site.addsitedir($(quoted_path "$folder"))"
+  done | write "$packages/workshop-parent.pth"
 }
 
 write_constraints() {
@@ -293,14 +339,24 @@ install_requirements() {
     note "the other packages are all there already"
     return
   fi
+  step "Installing the other packages"
+  install_packages "${WANTED[@]}"
+}
+
+install_lost_packages() {
+  [[ ${#LOST[@]} -gt 0 ]] || return 0
+  step "Installing again what is gone: ${LOST[*]}"
+  install_packages --no-deps --force-reinstall "${LOST[@]}"
+}
+
+install_packages() { # install_packages ARGUMENTS-OF-PIP...
   if [[ $STATE == add ]]; then
     # Ask before touching anything: a package that cannot be had must not cost a good environment.
-    pip install --quiet --dry-run -c "$CONSTRAINTS" "${WANTED[@]}" ||
+    pip install --quiet --dry-run -c "$CONSTRAINTS" "$@" ||
       fail 1 "what is missing cannot be installed (see above); $VENV stays as it was"
     begin_changes
   fi
-  step "Installing the other packages"
-  pip install --quiet -c "$CONSTRAINTS" "${WANTED[@]}"
+  pip install --quiet -c "$CONSTRAINTS" "$@"
 }
 
 # From here to the new stamp the environment does not count as complete.
@@ -349,6 +405,13 @@ verify() {
     *) fail 1 "expected PyTorch $expected, but $VENV imports $(fact torch_version) from" \
       "$(fact torch_file): is an older one on PYTHONPATH?" ;;
   esac
+}
+
+write_packages() {
+  local extra
+  local -a files=("$SETUP/requirements.txt")
+  for extra in $EXTRAS; do files+=("$(requirements_of "$extra")"); done
+  probe "$VENV/bin/python" packages "${files[@]}" | write "$PACKAGES"
 }
 
 write_stamp() {
@@ -441,6 +504,7 @@ make_choices() {
 
 main() {
   parse_arguments "$@"
+  [[ -z $PYTHON ]] || resolve_python
   ASKED=$BUILD
   export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 # some sites set PIP_USER; a venv refuses it
   assess_venv
@@ -454,17 +518,20 @@ main() {
   trap 'exit 130' INT TERM
   make_choices
 
+  claim_folder "$@"
   choose_requirements
   if [[ $STATE == fresh ]]; then
     begin_changes
     create_venv
   fi
   write_constraints
+  install_lost_packages
   install_requirements
   install_torch
   [[ $DRY_RUN == yes ]] || verify
   install_triton
   [[ $DRY_RUN == no ]] || exit 0
+  write_packages
   write_stamp
   UNFINISHED=no
   summarise

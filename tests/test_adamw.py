@@ -1,8 +1,10 @@
 """V3's optimizer against PyTorch's in fp64, and the rounded weights that it keeps."""
 
 import copy
+import math
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +300,44 @@ def test_the_model_trains_on_fresh_copies(options: dict[str, bool]) -> None:
             optimizer.step()
             optimizer.zero_grad()
         torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
+
+
+REFUSED = [
+    {"lr": -1e-3},
+    {"lr": math.nan},
+    {"lr": torch.ones(2)},
+    {"eps": -1e-8},
+    {"betas": (1.0, 0.9)},
+    {"betas": (0.9, 1.0)},
+    {"betas": (-0.1, 0.9)},
+    {"weight_decay": -0.1},
+]
+
+
+@pytest.mark.parametrize("settings", REFUSED, ids=str)
+def test_settings_that_pytorch_refuses_are_refused_in_its_words(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as theirs:
+        torch.optim.AdamW(parameters(), **settings)
+    with pytest.raises(ValueError, match=re.escape(str(theirs.value))):
+        AdamW(parameters(), **settings)
+    with pytest.raises(ValueError, match=re.escape(str(theirs.value))):  # in a group alone
+        AdamW([{"params": parameters(), **settings}])
+
+
+@pytest.mark.parametrize("how", ["given", "loaded", "set"])
+@pytest.mark.parametrize("option", ["maximize", "amsgrad", "differentiable"])
+def test_an_option_that_the_kernels_do_not_have_is_refused(option: str, how: str) -> None:
+    ours = parameters()
+    give_gradients(ours, step=0)
+    before = [p.detach().clone() for p in ours]
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        optimizer = AdamW([{"params": ours, **({option: True} if how == "given" else {})}])
+        if how == "loaded":
+            optimizer.load_state_dict(torch.optim.AdamW(ours, **{option: True}).state_dict())
+        else:
+            optimizer.param_groups[0][option] = True
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(ours, before, strict=True))
 
 
 @pytest.mark.parametrize(

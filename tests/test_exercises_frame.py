@@ -241,6 +241,40 @@ ENDED = {
 }
 
 
+FLOODS = {
+    "prints": (
+        "    print('x' * 10**6)\n",
+        "mine.py, line [34], in double: printed more than 16 MB",
+    ),
+    "one file": (
+        "    file.write(b'x' * 10**6)\n",
+        "mine.py, line [34], in double: wrote more than",
+    ),
+    "many files": (
+        "    with open(place, 'wb') as new:\n        new.write(b'x' * 10**6)\n",
+        r"mine.py, line \d, in double: wrote more than",
+    ),
+    "a long file": ("    file.truncate(1 << 40)\n", "line 4, in double: OSError: .*too large"),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_what_a_loop_may_write_is_limited(
+    name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "wrote" in FLOODS[name][1] and not Path("/proc/self/io").is_file():
+        pytest.skip("only Linux tells what a process has written")
+    monkeypatch.setattr(runner, "_MOST_WRITTEN", 50 * 10**6)
+    body, told = FLOODS[name]
+    place = tmp_path / "flood"
+    code = f"place = {str(place)!r}; file = open(place, 'wb')\ndef double(x):\n  while True:\n"
+    write(demo, mine=code + body)
+    outcome = runner.run(demo, results=demo, limit_s=300)
+    assert re.search(told, red(outcome.items)), red(outcome.items)
+    assert place.stat().st_size < 2 * 10**9
+    assert sum(map(len, outcome.printed)) <= 1 << 16
+
+
 @pytest.mark.parametrize("name", ENDED)
 def test_code_that_ends_python_or_never_ends(name: str, demo: Path) -> None:
     code, told = ENDED[name]

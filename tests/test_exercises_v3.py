@@ -1,5 +1,6 @@
 """V3's exercises: an untouched starter fails, the solution passes, wrong answers are told why."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -132,6 +133,21 @@ SEEN = {
         r"wider matrix: \d+ elements of memory beside .* between its rows",
     ),
     "columns without a mask": ("(r < R) & (c < C)", "r < R", "transpose: arange as 33 x 50: 462"),
+    "no mask on a load": (
+        "y_ptr + n, mask=inside",
+        "y_ptr + n",
+        r"add: N = 1: 63 elements of memory beside an input were loaded, the first 1 behind ",
+    ),
+    "a row's tail loaded and put aside": (
+        'x = tl.load(x_ptr + r * stride_x + c, mask=c < C, other=-float("inf"))',
+        'x = tl.where(c < C, tl.load(x_ptr + r * stride_x + c), -float("inf"))',
+        r"softmax: 5 x 63, all about -200: 1 elements of memory beside an input were loaded",
+    ),
+    "no mask on a tile's load": (
+        "(r < R) & (c < C)\n    x = tl.load(x_ptr + r * stride_xr + c * stride_xc, mask=inside)",
+        "(r < R) & (c < C)\n    x = tl.load(x_ptr + r * stride_xr + c * stride_xc)",
+        r"transpose: arange as 33 x 50: \d+ elements of memory beside an input were loaded",
+    ),
     "a wrong name": ("x + y, mask", "x + z, mask", r"mine.py, line \d+, in _add_kernel: NameError"),
 }
 
@@ -143,6 +159,21 @@ def test_a_mistake_in_a_first_kernel_is_shown(mistake: str, tmp_path: Path) -> N
     told = red(checked("triton_basics", mine=changed("triton_basics", old, new, tmp_path)))
     assert re.search(message, told), told
     assert told.count("first at") <= 1, "one red case a kernel is enough"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_kernels_that_are_right_on_a_gpu_are_run_in_the_interpreter_too(
+    masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which alone sees the loads; here the first run's are not looked at."""
+    check = frame.import_file(EXERCISES / "triton_basics" / sheet.CHECK)
+    monkeypatch.setattr(check, "INTERPRETED", False)
+    monkeypatch.setattr(check, "watched_loads", lambda *inputs: contextlib.nullcontext([]))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    load = "y_ptr + n, mask=inside"
+    mine = changed("triton_basics", load, load if masked else "y_ptr + n", tmp_path)
+    items = list(check.check(Work(EXERCISES / "triton_basics", mine=mine)))
+    assert items[-1].ok == masked and ("an input were loaded" in items[-1].why) != masked
 
 
 # --- custom_kernels ------------------------------------------------------------------------------

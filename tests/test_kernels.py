@@ -180,6 +180,27 @@ def test_operators_are_registered_as_pytorch_wants_them(label: str) -> None:
         torch.library.opcheck(func, copies)
 
 
+@pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
+def test_forward_mode_differentiation_is_refused(label: str) -> None:
+    """Its tangents would be lost, without a word."""
+    case = CASES[label]
+    x, *rest = case.make()
+
+    def first_output(x: Tensor) -> Tensor:
+        outputs = getattr(ops, case.op)(x, *rest, **case.fixed)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+    def inside_another(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda z: first_output(x) * z, (x.sum(),), (x.sum(),))[1]
+
+    for function in (first_output, inside_another):
+        with pytest.raises(NotImplementedError, match=f"^{case.op}: no forward-mode"):
+            torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=case.op):
+        first_output(torch.autograd.forward_ad.make_dual(x, x))
+    first_output(x)
+
+
 @pytest.fixture
 def model():
     module = versions.load("v3")

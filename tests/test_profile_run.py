@@ -419,7 +419,7 @@ def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
     assert run_into(folder, work) == 0 and not lock.exists()
     for text, holder in (
         (f"another.host {os.getpid()}\n", f"process {os.getpid()} on another.host"),
-        ("", r"process \? on \?"),
+        ("\n", r"process \? on \?"),
     ):
         lock.write_text(text)
         wanted = rf"{folder} \({holder}\): wait for it, .*--output-dir, or delete {lock}$"
@@ -428,10 +428,12 @@ def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
         assert (folder / "half.txt").exists() and lock.read_text() == text
 
 
-def test_the_lock_of_a_process_that_was_killed_is_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_the_lock_of_a_process_that_was_killed_is_taken_over(named: bool, tmp_path: Path) -> None:
+    """Also of one that was killed before it wrote its name."""
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
-    (tmp_path / ".out.lock").write_text(f"{platform.node()} {killed.pid}\n")
+    (tmp_path / ".out.lock").write_text(f"{platform.node()} {killed.pid}\n" if named else "")
     assert run_into(tmp_path / "out", lambda data: len(list(tmp_path.iterdir())) - 2) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

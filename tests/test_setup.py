@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -33,14 +34,19 @@ Run = subprocess.CompletedProcess[str]
 OF_THIS_SESSION = re.compile(r"(PIP_|PYTHON|ROCM_|MAKE|MFLAGS$|(ARGS|BUILD|VENV)$)")
 
 
-def run(command: list[str | Path], environment: dict[str, str] | None = None) -> Run:
-    """Runs a command offline, with stderr in .stderr, and nothing of this session's settings."""
+def offline(environment: dict[str, str] | None = None) -> dict[str, str]:
+    """What a command runs in: no network, and nothing of this session's settings."""
     kept = {name: value for name, value in os.environ.items() if not OF_THIS_SESSION.match(name)}
+    return {**kept, **NO_NETWORK, **(environment or {})}
+
+
+def run(command: list[str | Path], environment: dict[str, str] | None = None) -> Run:
+    """Runs a command offline, with stderr in .stderr."""
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        env={**kept, **NO_NETWORK, **(environment or {})},
+        env=offline(environment),
         timeout=120,
     )
 
@@ -74,6 +80,20 @@ def make_distribution(folder: Path, name: str, version: str) -> None:
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """An archive that pip can install: a module of the package's name."""
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += f"Requires-Dist: {requires}\n" if requires else ""
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{module}/__init__.py", "")
+        archive.writestr(f"{info}/METADATA", metadata)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", f"{module}/__init__.py,,\n{info}/METADATA,,\n")
 
 
 def make_program(folder: Path, name: str, body: str) -> Path:
@@ -134,6 +154,42 @@ def test_old_python_is_refused(tmp_path: Path) -> None:
     result = set_up("--venv", tmp_path / "venv", "--python", old)
     assert result.returncode == 1
     assert "not Python 3.10 or newer" in result.stderr
+
+
+PYENV = 'echo "pyenv: ${0##*/}: command not found" >&2; exit 127'  # as its shims say it
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_shim_of_a_python_that_is_not_active_is_passed_over(
+    named: bool, bare_python: Path, tmp_path: Path
+) -> None:
+    """pyenv has a shim for each Python, active or not: what else is on PATH by its name is looked
+    at, and none is called too old that does not run."""
+    for name in ("python3", "python3.12"):
+        make_program(tmp_path / "shims", name, PYENV)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in "bash basename cat cksum cut dirname grep head ls sed sort tr uname".split():
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    arguments = ["--venv", tmp_path / "v", "--build", "cpu", "--dry-run"]
+    arguments += ["--python", "python3.12"] if named else []
+
+    refused = set_up(*arguments, environment={"PATH": f"{tmp_path}/shims:{tools}"})
+    assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1
+    assert "python3.12 does not run (pyenv: python3.12: command not found)" in refused.stderr
+    assert "is not Python 3.10" not in refused.stderr
+
+    make_program(tmp_path / "other", "python3.12", f'exec "{bare_python}" "$@"')
+    found = set_up(*arguments, environment={"PATH": f"{tmp_path}/shims:{tmp_path}/other:{tools}"})
+    assert f"-m venv {tmp_path}/v" in found.stdout, found.stderr
+
+
+def test_a_link_that_leads_nowhere_is_told(bare_python: Path, tmp_path: Path) -> None:
+    link = tmp_path / "venv"
+    link.symlink_to(tmp_path / "scratch")
+    result = set_up("--venv", link, "--python", bare_python)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert f"{link} is a link to {tmp_path / 'scratch'}, which is not there" in result.stderr
 
 
 def test_folder_that_is_not_ours_is_not_deleted(bare_python: Path, tmp_path: Path) -> None:
@@ -309,7 +365,8 @@ class Site:
     The set-up under test is a copy whose requirements no machine happens to have.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.environment = environment
         self.root = folder / "repository"
         shutil.copytree(SETUP, self.root / "setup")
         (self.root / "workshop").mkdir()
@@ -331,7 +388,7 @@ class Site:
 
     def set_up(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Run:
         script = self.root / "setup" / "environment_setup.sh"
-        return run(["bash", script, *arguments], environment)
+        return run(["bash", script, *arguments], {**self.environment, **(environment or {})})
 
 
 @pytest.fixture(scope="module")
@@ -401,6 +458,51 @@ def test_an_extra_is_added_once_and_then_belongs_to_the_environment(site: Site) 
         both = site.set_up("--with-tests", "--dry-run").stdout
         assert " absent-two==2.0" in both and " jupyterlab==" in both
     finally:
+        site.stamp.write_text(stamp)
+
+
+def test_a_package_that_has_gone_is_noticed_and_comes_back(tmp_path: Path) -> None:
+    """Its files, all of it, or what it needs; below a folder whose name ASCII does not have."""
+    site = Site(tmp_path / "caf\u00e9", LC_ALL="C", PIP_FIND_LINKS=str(tmp_path / "wheels"))
+    make_wheel(tmp_path / "wheels", "absent-two", "2.0", requires="absent-three")
+    make_wheel(tmp_path / "wheels", "absent-three", "3.0")
+    ready = site.set_up("--with-tests")
+    assert (ready.returncode, "Ready" in ready.stdout) == (0, True), ready.stderr
+    packages = packages_of(site.venv / "bin" / "python")
+    for gone in ("absent_two", "absent_two*", "absent_three*", "absent_*"):
+        assert "is ready" in site.set_up("--with-tests").stdout
+        for folder in packages.glob(gone):
+            shutil.rmtree(folder)
+        without = site.set_up(environment={"PIP_FIND_LINKS": ""})
+        assert without.returncode == 1 and "stays as it was" in without.stderr
+        again = site.set_up()
+        assert (again.returncode, "Creating" in again.stdout) == (0, False), again.stderr
+        code = "import absent_two, absent_three, torch, workshop"
+        assert not run([site.venv / "bin" / "python", "-c", code], {"LC_ALL": "C"}).stderr, gone
+
+
+def test_of_two_at_once_the_second_waits(site: Site, tmp_path: Path) -> None:
+    stamp, script = site.stamp.read_text(), site.root / "setup" / "environment_setup.sh"
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    pip = f'pip() {{ touch "{begun}"; until [[ -e "{go}" ]]; do sleep 0.1; done; }}'
+    pretend = f'source "$1" && shift; {pip}; main "$@"'
+    command = ["bash", "-c", pretend, "bash", script, "--with-notebook"]
+    first = subprocess.Popen(command, env=offline())
+    try:
+        while not begun.exists():
+            assert first.poll() is None
+            time.sleep(0.1)
+        command = ["bash", script, "--with-notebook"]
+        with subprocess.Popen(command, env=offline(), stdout=subprocess.PIPE, text=True) as second:
+            assert second.stdout is not None
+            lines = iter(second.stdout.readline, "")
+            assert any("another set-up is at work" in line for line in lines)
+            go.touch()
+            assert "is ready" in second.stdout.read()
+        assert (first.wait(), second.returncode) == (0, 0)
+    finally:
+        go.touch()
+        first.wait()
         site.stamp.write_text(stamp)
 
 

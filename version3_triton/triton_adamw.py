@@ -26,6 +26,13 @@ wait for their loads, the others keep the memory busy."""
 _CAPTURES = 4  # of a step, without one in eager mode between them
 _POINTERS = tl.constexpr(6)  # of a parameter: itself, gradient, both moments, step, rounded copy
 _FACTORS = tl.constexpr(4)
+_OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
+"""Of PyTorch's groups: what the kernels compute."""
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -114,7 +121,9 @@ class AdamW(torch.optim.Optimizer):
 
     Raises:
         TypeError: a parameter or its gradient is not a dense fp32 tensor.
-        ValueError: a parameter that is not contiguous; a group on several devices.
+        ValueError: a setting that PyTorch's refuses; one that PyTorch's has and these kernels do
+            not, such as `maximize`, in a group; a parameter that is not contiguous; a group on
+            several devices.
     """
 
     _step_supports_amp_scaling = True  # GradScaler asks for it
@@ -129,6 +138,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         self._tables: list[_Tables] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _check_settings(defaults)
         super().__init__(params, defaults | {"fused": True, "capturable": True})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,6 +152,7 @@ class AdamW(torch.optim.Optimizer):
                     self.state[p]["step"] = count.to(p.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
         self._tables.append(_Tables())
         for p in self.param_groups[-1]["params"]:
@@ -157,7 +168,8 @@ class AdamW(torch.optim.Optimizer):
             [p for p in group["params"] if p.grad is not None and p.numel()]
             for group in self.param_groups
         ]
-        for parameters in of_groups:
+        for group, parameters in zip(self.param_groups, of_groups, strict=True):
+            _check_options(group)
             _check(parameters)
         while len(self._tables) < len(of_groups):
             self._tables.append(_Tables())
@@ -274,6 +286,30 @@ def _alignment(rows: list[list[Tensor | None]]) -> int:
     lets the kernel move 16 bytes at once; else 1. Steps, which are single numbers, don't count."""
     tensors = [x for row in rows for i, x in enumerate(row) if x is not None and i != 4]
     return 16 if all(x.data_ptr() % 16 == 0 and x.numel() % 16 == 0 for x in tensors) else 1
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    """Raises ValueError for numbers that `torch.optim.AdamW` refuses, in its words."""
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0:  # so that NaN is refused too
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not group["eps"] >= 0:
+        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    for index in range(2):
+        if not 0 <= betas[index] < 1:
+            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    _check_options(group)
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """Raises ValueError for PyTorch's options that would be another algorithm."""
+    for name, value in _OPTIONS.items():
+        if group.get(name, value) != value:
+            raise ValueError(f"AdamW: {name}={group[name]}: the kernels have {name}={value} alone")
 
 
 def _check(parameters: list[Tensor]) -> None:

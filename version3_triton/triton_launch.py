@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     if "triton.language" in sys.modules:  # it has read the variable, and compiles from now on
@@ -127,7 +128,13 @@ def check(op: str, **tensors: Tensor) -> None:
         TypeError: not a tensor, or not fp32, bf16 or fp16.
         ValueError: tensors on several devices, on one that the kernels do not run on, empty, or
             without dimensions.
+        NotImplementedError: inside forward-mode differentiation, where tangents would be lost.
     """
+    # Not by the tensors' tangents: one of an outer jvp is not to be seen in an inner one.
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{op}: no forward-mode differentiation (jvp, jacfwd): use backward, or {op}_reference"
+        )
     devices = set()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):

@@ -315,20 +315,27 @@ take_folder() {
 }
 
 # Two runs would mix their files. One that was killed leaves its lock, and a host can ask after its
-# own processes alone.
+# own processes alone. A lock that stays empty is of a run that was killed, or found the disk full,
+# before it wrote its name.
 take_lock() {
-  local folder file host="" process=""
+  local folder file host process
   folder=$(cd "$OUT" && pwd -P)
   file=${folder%/*}/.${folder##*/}.lock
   [[ -w ${file%/*}/ ]] || return 0 # nobody may write there
-  until (set -o noclobber && echo "$(uname -n) $$" >"$file") 2>/dev/null; do
-    read -r host process <"$file" || true
-    if [[ $host != "$(uname -n)" ]] || is_running "$process" || ! rm "$file"; then
-      fail 2 "another run is filling $OUT (process ${process:-?} on ${host:-?}): wait for it," \
-        "choose another --output-dir, or delete $file"
+  until (set -o noclobber && : >"$file") 2>/dev/null; do
+    [[ -s $file ]] || sleep 1
+    if [[ -s $file ]]; then
+      read -r host process <"$file" || true
+      if [[ $host != "$(uname -n)" ]] || is_running "$process"; then
+        fail 2 "another run is filling $OUT (process ${process:-?} on ${host:-?}): wait for it," \
+          "choose another --output-dir, or delete $file"
+      fi
     fi
+    rm "$file" 2>/dev/null ||
+      fail 2 "$file can't be written or deleted: choose another --output-dir"
   done
   LOCK=$file
+  echo "$(uname -n) $$" 2>/dev/null >"$file" || fail 2 "$file can't be written: is the disk full?"
 }
 
 # Only ps sees those of another user; not every container has it.

@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -298,27 +299,41 @@ def _locked(folder: Path) -> Iterator[None]:
 def _made(lock: Path) -> bool:
     """Makes the file, unless it is there."""
     try:
-        with lock.open("x", encoding="utf-8") as file:
-            file.write(f"{platform.node()} {os.getpid()}\n")
+        file = lock.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(f"{platform.node()} {os.getpid()}\n")
+    except OSError:
+        lock.unlink(missing_ok=True)
+        raise
     return True
 
 
 def _remove_abandoned(lock: Path, folder: Path) -> None:
     """Removes what a process that was killed has left: a host can ask after its own ones alone.
+    A lock that stays empty is of one that was killed before it wrote its name.
 
     Raises:
         WorkshopError: somebody may still be at work.
     """
-    words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.exists() else []
+    text = _text(lock)
+    if not text:
+        time.sleep(1)
+        text = _text(lock)
+    words = text.split()
     host, process = words if len(words) == 2 else ("?", "?")
-    if host != platform.node() or _is_running(process):
+    if text and (host != platform.node() or _is_running(process)):
         raise WorkshopError(
             f"another run is filling {folder} (process {process} on {host}): wait for it, choose "
             f"another --output-dir, or delete {lock}"
         )
     lock.unlink(missing_ok=True)
+
+
+def _text(lock: Path) -> str:
+    return lock.read_text(encoding="utf-8", errors="replace") if lock.exists() else ""
 
 
 def _is_running(process: str) -> bool:

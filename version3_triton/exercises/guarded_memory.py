@@ -1,11 +1,15 @@
 """Tensors amid memory that is watched, so that a kernel without a mask is caught in the act.
 
 Around what a kernel may read stands NaN, and what it must write holds NaN before. Around that lies
-a number that no kernel writes, which is looked at afterwards. So a mistake that would bring Python
-down, or nothing at all, on another day, becomes a wrong element with a name.
+a number that no kernel writes, which is looked at afterwards. In Triton's interpreter the loads are
+watched, too. So a mistake that would bring Python down, or nothing at all, on another day, becomes
+a wrong element with a name.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +37,55 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _where(place: int, tensor: Tensor) -> str:
+    """An element of the memory around a tensor, counted from the tensor's first."""
+    if place < 0:
+        return f"{-place} elements before its first"
+    if place >= _extent(tensor):
+        return f"{place - _extent(tensor) + 1} behind its last element"
+    return f"between its rows, {place} elements from its first"
+
+
+@contextmanager
+def watched_loads(*inputs: Tensor) -> Iterator[list[str]]:
+    """Gives a list that gets a sentence for each load of what is not an input's, also where its
+    number is never used. Of a kernel in Triton's interpreter: a compiled one's loads are not seen.
+
+    Args:
+        inputs: of `guarded`.
+    """
+    from triton.runtime import interpreter
+
+    outside: list[str] = []
+    triton, load = interpreter._interpreter, interpreter._interpreter.load
+
+    def watched(pointers: Any, mask: Any, *rest: Any) -> Any:
+        loaded = torch.from_numpy(pointers[mask.astype(bool)].astype("int64"))
+        outside.extend(sentence for x in inputs if (sentence := _beside_input(x, loaded)))
+        return load(pointers, mask, *rest)
+
+    triton.load = watched
+    try:
+        yield outside
+    finally:
+        triton.load = load
+
+
+def _beside_input(tensor: Tensor, addresses: Tensor) -> str:
+    """What to say of the addresses that are in a tensor's memory and not the tensor's."""
+    beside = torch.ones(_extent(tensor) + 2 * GUARD, dtype=torch.bool)
+    beside.as_strided(tensor.shape, tensor.stride(), GUARD).fill_(False)
+    places = (addresses - tensor.data_ptr()) // tensor.element_size() + GUARD
+    places = places[(places >= 0) & (places < len(beside))]
+    places = places[beside[places]] - GUARD
+    if not len(places):
+        return ""
+    return (
+        f"{len(places)} elements of memory beside an input were loaded, the first "
+        f"{_where(int(places[0]), tensor)}: look at the load's mask, then at its pointers"
+    )
+
+
 class Output:
     """A tensor that a kernel must fill, and nothing beside it."""
 
@@ -58,13 +111,7 @@ class Output:
         places = (rest != _UNTOUCHED).nonzero().flatten() - GUARD
         if not len(places):
             return None
-        place, end = int(places[0]), _extent(self.tensor)
-        if place < 0:
-            where = f"{-place} elements before its first"
-        elif place >= end:
-            where = f"{place - end + 1} behind its last element"
-        else:
-            where = f"between its rows, {place} elements from its first"
+        where = _where(int(places[0]), self.tensor)
         return Item(
             False,
             what,

@@ -1,4 +1,4 @@
-"""Runs an exercise's check in a process of its own, with a limit of time.
+"""Runs an exercise's check in a process of its own, with limits of time and of what it writes.
 
 What the process finds it writes to a file, an Item a line: so what it had found is known, too,
 if the participant's code never ends, ends Python, or brings it down.
@@ -11,10 +11,12 @@ import faulthandler
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -32,6 +34,13 @@ _DONE, _LACKS = "done", "lacks"
 _MOST_PRINTED = 20
 """Lines of what the participant's code printed that are shown."""
 _MOST_READ = 1 << 16
+_MB = 10**6
+_MOST_OUTPUT = 16 * _MB
+"""Bytes that the process may print."""
+_MOST_WRITTEN = 1000 * _MB
+"""Bytes that it may write in all, and into one file: torch.compile's header alone takes 150 MB."""
+_LOOK_S = 0.1
+"""How often is looked at what it wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +79,12 @@ def run(
     """
     work = Work(folder, mine=mine, answers=answers, results=results)
     with tempfile.TemporaryDirectory() as place:
-        status = _run_process(work, Path(place), limit_s)
-        return _outcome(work, Path(place), status, limit_s)
+        status, beyond = _run_process(work, Path(place), limit_s)
+        return _outcome(work, Path(place), status, beyond, limit_s)
 
 
-def _run_process(work: Work, place: Path, limit_s: float) -> int | None:
-    """The exit status of the process; None if it had to be killed."""
+def _run_process(work: Work, place: Path, limit_s: float) -> tuple[int | None, str]:
+    """The exit status of the process, None if it has to be killed; and what it wrote too much."""
     paths = (work.folder, work.mine_path, work.answers_path, work.results, place)
     # -u: what it printed is there however it ends.
     command = [sys.executable, "-u", "-m", __spec__.name]
@@ -93,11 +102,41 @@ def _run_process(work: Work, place: Path, limit_s: float) -> int | None:
             start_new_session=True,
         )
         try:
-            return process.wait(timeout=limit_s + _GRACE_S)
-        except subprocess.TimeoutExpired:
-            return None
+            beyond = _wait(process, place / _PRINTED, limit_s)
+            return process.poll(), beyond
         finally:
             _end_group(process)
+
+
+def _wait(process: "subprocess.Popen[bytes]", printed: Path, limit_s: float) -> str:
+    """Waits until the process ends or its time is over; what it wrote too much, if it did."""
+    deadline = time.monotonic() + limit_s + _GRACE_S
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_LOOK_S)
+            return ""
+        if time.monotonic() > deadline:
+            return ""
+        if printed.stat().st_size > _MOST_OUTPUT:
+            beyond = f"printed more than {_MOST_OUTPUT // _MB:,} MB"
+        elif _written(process.pid) > _MOST_WRITTEN:
+            beyond = f"wrote more than {_MOST_WRITTEN // _MB:,} MB"
+        else:
+            continue
+        process.send_signal(signal.SIGABRT)  # faulthandler notes the line that it was at
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_GRACE_S)
+        return beyond
+
+
+def _written(process: int) -> int:
+    """Bytes that a process has written, to whatever file; 0 where the system does not say."""
+    try:
+        counts = Path(f"/proc/{process}/io").read_text(encoding="utf-8")
+    except OSError:  # not Linux, or the process has just ended
+        return 0
+    found = re.search(r"wchar: (\d+)", counts)
+    return int(found[1]) if found else 0
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
@@ -107,7 +146,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _outcome(work: Work, place: Path, status: int | None, limit_s: float) -> Outcome:
+def _outcome(work: Work, place: Path, status: int | None, beyond: str, limit_s: float) -> Outcome:
     items, done, lacks = [], False, None
     lines = (place / _ITEMS).read_text(encoding="utf-8") if (place / _ITEMS).is_file() else ""
     for line in lines.splitlines():
@@ -119,11 +158,11 @@ def _outcome(work: Work, place: Path, status: int | None, limit_s: float) -> Out
         else:
             items.append(Item(**record))
     if not done:
-        items.append(_broken_off(work, place, status, limit_s))
+        items.append(_broken_off(work, place, status, beyond, limit_s))
     return Outcome(items, lacks, _last_printed(place))
 
 
-def _broken_off(work: Work, place: Path, status: int | None, limit_s: float) -> Item:
+def _broken_off(work: Work, place: Path, status: int | None, beyond: str, limit_s: float) -> Item:
     """The red Item of a process that did not come to its end."""
     written = (place / _STACK).is_file()
     stack = (place / _STACK).read_text(encoding="utf-8", errors="replace") if written else ""
@@ -133,6 +172,8 @@ def _broken_off(work: Work, place: Path, status: int | None, limit_s: float) -> 
     if at:
         function = "" if at[2] == "<module>" else f", in {at[2]}"
         where = f"{work.mine_path.name}, line {at[1]}{function}"
+    if beyond:
+        return Item(False, f"{where or 'the check'}: {beyond}", "Does a loop never end?")
     if status is None or stack.startswith("Timeout"):
         told = f"still running after {limit_s:.0f} s"
         why = "Does a loop never end? For a slow machine: --limit 90"
@@ -161,6 +202,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("limit_s", type=float)
     a = parser.parse_args(argv)
+    _limit_files()
     with (a.place / _STACK).open("w") as stack, (a.place / _ITEMS).open("w") as file:
         faulthandler.enable(stack)
         faulthandler.dump_traceback_later(a.limit_s, exit=True, file=stack)
@@ -179,6 +221,15 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a thread of the participant's may never end
+
+
+def _limit_files() -> None:
+    """Of this process and those that it starts: one file's size, and none of a process that
+    crashed."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = _MOST_WRITTEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_WRITTEN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def check_here(work: Work) -> Iterator[Item]:

@@ -1,13 +1,15 @@
 """Three kernels against plain PyTorch: odd sizes, strides, and memory that is watched."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from triton_launch import INTERPRETED
 
 import torch
 from torch import Tensor
 
-from version3_triton.exercises.guarded_memory import Output, device, guarded
+from version3_triton.exercises.guarded_memory import Output, device, guarded, watched_loads
+from workshop.exercises import runner
 from workshop.exercises.frame import Item, Work
 
 FP32 = 1e-5
@@ -22,8 +24,22 @@ def check(work: Work) -> Iterator[Item]:
     where = "run in Triton's interpreter" if INTERPRETED else "are compiled for this GPU"
     yield Item(True, f"mine.py can be imported; its kernels {where}")
     torch.manual_seed(0)
+    green = True
     for part in (_add, _softmax, _transpose):
-        yield from _to_the_first_red(work.each(part))
+        for item in _to_the_first_red(work.each(part)):
+            yield item
+            green = green and item.ok
+    if green and not INTERPRETED:
+        yield from _as_interpreted(work)
+
+
+def _as_interpreted(work: Work) -> Iterator[Item]:
+    """Of kernels that are right on the GPU: their loads, which the interpreter alone can watch."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    outcome = runner.run(work.folder, mine=work.mine_path)
+    what = "loads: none beside the inputs, in Triton's interpreter"
+    red = [item for item in outcome.items if not item.ok]
+    yield from red or [Item(outcome.passed, what, outcome.lacks or "")]
 
 
 def _to_the_first_red(items: Iterable[Item]) -> Iterator[Item]:
@@ -38,9 +54,7 @@ def _add(work: Work) -> Iterator[Item]:
     mine = work.module()
     for N in (mine.BLOCK, 1, 1000):
         x, y = _normal(N), _normal(N)
-        out = Output(x)
-        mine.add(guarded(x), guarded(y), out.tensor)
-        item = out.compare(x + y, what=f"add: N = {N:,}", limit=FP32)
+        item = _launched(mine.add, (x, y), Output(x), x + y, f"add: N = {N:,}")
         programs = -(-N // mine.BLOCK)
         masked = f"programs: {programs}; elements of the last one that are masked: "
         yield _told(item, f"{masked}{programs * mine.BLOCK - N}")
@@ -49,9 +63,8 @@ def _add(work: Work) -> Iterator[Item]:
 def _softmax(work: Work) -> Iterator[Item]:
     mine = work.module()
     for name, x, like in _rows():
-        out = Output(like)
-        mine.softmax(guarded(x), out.tensor)
-        item = out.compare(torch.softmax(x, -1), what=f"softmax: {name}", limit=FP32)
+        right = torch.softmax(x, -1)
+        item = _launched(mine.softmax, (x,), Output(like), right, f"softmax: {name}")
         yield _told(item, PASSES) if name == STRIDES else item
 
 
@@ -79,8 +92,17 @@ def _transpose(work: Work) -> Iterator[Item]:
     for name, x, spare in cases:
         right = x.t().contiguous()
         out = Output(right.new_empty(len(right), len(x) + spare)[:, : len(x)])
-        mine.transpose(guarded(x), out.tensor)
-        yield out.compare(right, what=f"transpose: {name}", limit=FP32)
+        yield _launched(mine.transpose, (x,), out, right, f"transpose: {name}")
+
+
+def _launched(
+    launch: Callable[..., None], inputs: Sequence[Tensor], out: Output, right: Tensor, what: str
+) -> Item:
+    arguments = [guarded(x) for x in inputs]
+    with watched_loads(*arguments) as outside:
+        launch(*arguments, out.tensor)
+    item = out.compare(right, what=what, limit=FP32)
+    return Item(False, what, outside[0]) if item.ok and outside else item
 
 
 def _arange(R: int, C: int) -> Tensor:
