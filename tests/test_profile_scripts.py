@@ -876,8 +876,8 @@ def test_lock_of_a_run_that_was_killed_is_taken_over(machine: Machine) -> None:
     assert not lock_of(machine.out).exists()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -912,14 +912,6 @@ def install_stand_ins(machine: Machine, scripts: dict[str, str]) -> list[str]:
     return ["--folder", str(machine.folder), "--output-dir", str(machine.out), *scripts]
 
 
-@pytest.fixture
-def keep_sigterm() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("keep_sigterm")
 def test_all_run_past_a_failure_and_the_summary_tells(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -984,7 +976,6 @@ def check_page(folder: Path) -> None:
     assert all((folder / name).is_file() for name in files)
 
 
-@pytest.mark.usefixtures("keep_sigterm")
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
@@ -1007,7 +998,6 @@ def test_flags_that_the_model_does_not_take_are_told_once(
     assert not machine.out.exists()  # nothing was run
 
 
-@pytest.mark.usefixtures("keep_sigterm")
 def test_terminal_of_80_columns_shows_the_table_whole(
     machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1024,13 +1014,11 @@ def test_terminal_of_80_columns_shows_the_table_whole(
     assert len(table) <= 12
 
 
-@pytest.mark.usefixtures("keep_sigterm")
 def test_nothing_but_skipped_is_no_failure(machine: Machine) -> None:
     words = install_stand_ins(machine, {"run_rocprofv3.sh": STAND_INS["run_rocprofv3.sh"]})
     assert run_all.main(words) == 0
 
 
-@pytest.mark.usefixtures("keep_sigterm")
 @pytest.mark.parametrize("script", ["run_vtune.sh", "run_proton.py"])
 def test_script_that_is_none_is_one_error(
     script: str, machine: Machine, capsys: pytest.CaptureFixture[str]
@@ -1063,10 +1051,14 @@ def test_interrupt_ends_the_profiler_and_shows_what_was_completed(machine: Machi
 
 
 def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit status that nobody asks for."""
     try:
+        os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except ProcessLookupError:
         return False
+    except FileNotFoundError:  # it ended meanwhile; or there is no /proc
+        return not Path("/proc").exists()
     return state != "Z"
 
 

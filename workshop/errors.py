@@ -1,15 +1,23 @@
 """The errors that a user can mend, and the exit codes of every tool."""
 
+import contextlib
+import errno
 import importlib.util
+import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 DONE = 0
 ANSWER_IS_NO = 1  # the gate is red, a regression was found, a run ran out of memory
 WRONG_USAGE = 2
 NOT_ON_THIS_MACHINE = 77
 INTERRUPTED = 130
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says of a full disk, a full quota and a limit on the size of files."""
 
 
 class WorkshopError(Exception):
@@ -34,16 +42,20 @@ class OutOfMemory(WorkshopError):
 
 
 def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
-    """Does a command's work; its exit status. An error that the user can mend, and Ctrl-C, become
-    one line on stderr. Where nobody reads the output to its end, as in `... | head -1`, the
-    command ends at once, with status 1 as rich has it.
+    """Does a command's work; its exit status. An error that the user can mend, Ctrl-C, SIGTERM and
+    a full disk become one line on stderr. What stdout can't encode is printed as `?`. Where nobody
+    reads the output to its end, as in `... | head -1`, the command ends at once, with status 1 as
+    rich has it.
 
     Args:
-        interrupted: what to say of Ctrl-C, above all what is saved.
+        interrupted: what to say of Ctrl-C or SIGTERM, above all what is saved.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
-        status = work()
-        sys.stdout.flush()
+        with _terminated_like_ctrl_c():
+            status = work()
+            sys.stdout.flush()
         return status
     except WorkshopError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
@@ -55,6 +67,53 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
         # Python writes what is left of the output when it ends, and would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ANSWER_IS_NO
+    except Exception as error:
+        lack = _room_that_was_missing(error)
+        if lack is None:
+            raise
+        print(f"error: {printable(lack)}", file=sys.stderr)
+        return WRONG_USAGE
+
+
+@contextlib.contextmanager
+def _terminated_like_ctrl_c() -> Iterator[None]:
+    """In the block SIGTERM, with which a batch system ends a job, raises KeyboardInterrupt. What
+    comes after it is ignored: the system may send it twice, and the first one's answer is to save.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which may not set handlers
+        yield
+        return
+
+    def end(*_: object) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _room_that_was_missing(error: BaseException) -> str | None:
+    """What a full disk or temporary folder kept from being written, in a sentence; None for an
+    error of another kind. A compiler's error carries it behind its own, or in its text."""
+    remedy = "free some room, or name another folder with TMPDIR or --output-dir"
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError):
+            # Without a file it is tempfile's, which has tried all its folders.
+            nowhere = behind.errno == errno.ENOENT and behind.filename is None
+            if behind.errno in NO_ROOM or nowhere:
+                what = f"{behind.filename} can't be written: " if behind.filename else ""
+                return f"{what}{behind.strerror}: {remedy}"
+        if os.strerror(errno.ENOSPC) in str(behind):
+            return f"{os.strerror(errno.ENOSPC)} for what is compiled: {remedy}"
+        behind = behind.__cause__ or behind.__context__
+    return None
 
 
 def printable(text: str) -> str:

@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from workshop import errors
+from workshop import errors, processes
 from workshop.errors import WorkshopError, printable
 from workshop.versions import ROOT, VERSIONS
 
@@ -255,7 +255,8 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
     except OSError as error:
         return None, "", f"can't be started: {error.strerror}"
     try:
-        output, complaints = process.communicate(timeout=_SECONDS)
+        with processes.ended_with_us(process):
+            output, complaints = process.communicate(timeout=_SECONDS)
     except BaseException as ended:
         # With those that it has started: a compiler at work would slow the next check.
         with contextlib.suppress(ProcessLookupError):

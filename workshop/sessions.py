@@ -20,14 +20,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop import errors, hardware, interpreter, presets, results, timing, versions
+from workshop import errors, hardware, interpreter, presets, processes, results, timing, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
 SECONDS_TO_STOP = 20
+UNDER_WAY = " ..."
+"""How a version's process ends a line about something that has begun and may take long."""
 SLOW = (
-    "in Triton's interpreter on this machine, which takes a minute or more: one run of a step or "
-    "two, to check it; its time is not compared"
+    "in Triton's interpreter on this machine, which takes one to three minutes: one run of a step "
+    "or two, to check it; its time is not compared"
 )
 Options = Mapping[str, str | bool]
 Tell = Callable[[str], object]
@@ -153,6 +155,8 @@ def run_plans(
                         run = _Child(plan, arguments, session, Path(audit))
                     for line in run.lines():
                         progress.update(task, description=f"{plan.label}: {line[:70]}")
+                        if line.endswith(UNDER_WAY) and not console.is_terminal:
+                            tell(f"{plan.label}: {line}")
                     outcome = run.outcome()
                 except KeyboardInterrupt:
                     if run is not None:
@@ -193,16 +197,20 @@ def _announce(keys: Iterable[str], arguments: argparse.Namespace, tell: Tell) ->
 
 @contextlib.contextmanager
 def _held_back_interrupt() -> Iterator[None]:
-    """Lets Ctrl-C wait until the block is done: what it starts is known by then, and can be
-    ended."""
+    """Lets Ctrl-C and SIGTERM wait until the block is done: what it starts is known by then, and
+    can be ended."""
     came: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    handlers = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if came:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(came[0])
 
 
 class _Child:
@@ -221,11 +229,13 @@ class _Child:
             self._command(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             env=self._environment(),
             start_new_session=True,
         )
+        self._watch = contextlib.ExitStack()
+        self._watch.enter_context(processes.ended_with_us(self._process))
         self._reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._reader.start()
 
@@ -245,9 +255,12 @@ class _Child:
         return command
 
     def _environment(self) -> dict[str, str]:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        # What it prints is read here: the path of its result may have any letter.
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
         if self.plan.interpreted:
             environment[interpreter.VARIABLE] = "1"  # for a CPU that has a GPU beside it
+            # Its products are so small that threads take longer to meet than to multiply.
+            environment["OMP_NUM_THREADS"] = "1"
         else:
             environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
         return environment
@@ -265,14 +278,18 @@ class _Child:
                 self._result = line.strip() if line.startswith("Result: ") else self._result
                 yield line.strip()
         self._process.wait()
+        self._watch.close()
 
     def interrupt(self) -> None:
-        """Asks the process to end as at Ctrl-C, so that it saves what it has; then insists."""
-        self._process.send_signal(signal.SIGINT)
+        """Asks the process to save what it has and to end; then insists. By SIGTERM, of which it
+        takes the first alone: a batch system may have sent it one, too."""
+        self._process.terminate()
         try:
             self._process.wait(timeout=SECONDS_TO_STOP)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
+            self._process.wait()
+        self._watch.close()
 
     def outcome(self) -> str:
         """What to say of the finished process. One that left no result gets a record of its

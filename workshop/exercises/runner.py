@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from workshop import processes
 from workshop.errors import NotOnThisMachine
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
@@ -102,7 +103,8 @@ def _run_process(work: Work, place: Path, limit_s: float) -> tuple[int | None, s
             start_new_session=True,
         )
         try:
-            beyond = _wait(process, place / _PRINTED, limit_s)
+            with processes.ended_with_us(process):
+                beyond = _wait(process, place / _PRINTED, limit_s)
             return process.poll(), beyond
         finally:
             _end_group(process)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from workshop import errors, versions
+from workshop import errors, processes, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import summary
 from workshop.profilers.runner_files import COMMAND_FILE
@@ -67,7 +67,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(words[:split])
     arguments.model_flags = words[split + 1 :]
     arguments.output_dir = arguments.output_dir.absolute()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's Ctrl-C
     try:
         return errors.exit_status(
             lambda: _profile(arguments), interrupted="interrupted: nothing was summed up"
@@ -221,12 +220,14 @@ def _run(outcome: Outcome, arguments: argparse.Namespace, tell: Callable[[str], 
     before, started = _filled_at(output), time.monotonic()
     process = _start(_command(outcome, arguments, dry_run=False), log)
     try:
-        while process.poll() is None:
-            tell(next(_last_lines(log), ""))
-            _wait(process, seconds=0.5)
-    except KeyboardInterrupt:
-        _stop(process)
-        raise
+        with processes.ended_with_us(process):
+            try:
+                while process.poll() is None:
+                    tell(next(_last_lines(log), ""))
+                    _wait(process, seconds=0.5)
+            except KeyboardInterrupt:
+                _stop(process)
+                raise
     finally:
         outcome.seconds = time.monotonic() - started
         outcome.exit_status = process.returncode

@@ -5,7 +5,6 @@ The tables are made from the result files alone. What the figures mean is for yo
 """
 
 import argparse
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import_torch()
 
 from hunt_results import StageResult, add_flags, load_all, shown  # noqa: E402
 
-from workshop import errors, results  # noqa: E402
+from workshop import errors, processes, results  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -150,14 +149,15 @@ def _run_one(stage: Path, arguments: argparse.Namespace, tell: Callable[..., Non
             start_new_session=True,
         )
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                where = line.strip().removeprefix(f"{stage.stem}: ")
-                tell(description=f"{stage.stem}: {where}"[:_WIDEST])
-            status = process.wait()
-        except BaseException:
-            _stop(process)
-            raise
+        with processes.ended_with_us(process):
+            try:
+                for line in process.stdout:
+                    where = line.strip().removeprefix(f"{stage.stem}: ")
+                    tell(description=f"{stage.stem}: {where}"[:_WIDEST])
+                status = process.wait()
+            except BaseException:
+                _stop(process)
+                raise
         stderr.seek(0)
         last = ([line.strip() for line in stderr if line.strip()] or ["no message"])[-1]
     message = last.removeprefix("error: ")
@@ -167,7 +167,7 @@ def _run_one(stage: Path, arguments: argparse.Namespace, tell: Callable[..., Non
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     try:
         process.wait(timeout=_SECONDS_TO_STOP)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):

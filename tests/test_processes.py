@@ -1,0 +1,158 @@
+"""Programs that end, however that is, and what becomes of the processes that they have started."""
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_profile_scripts import is_running, wait_for
+
+from workshop import errors
+from workshop.versions import ROOT
+
+# A process that a batch system's signals do not end, and that says who it is.
+CHILD = """
+import os, signal, time
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+with open({path!r} + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename({path!r} + ".new", {path!r})
+time.sleep(1200)
+"""
+# Programs, each given a folder with a CHILD to start in its own way.
+PROGRAMS = {
+    "comparison": """
+from workshop import sessions
+sessions._Child._command = lambda self: [sys.executable, str(here / "child.py")]
+arguments = argparse.Namespace(repeats=1, device="cpu", output_dir=here / "out")
+sessions.run_plans([sessions.Plan("v1", "tiny", "fp32", repeat=0)], arguments, "1")
+""",
+    "all profilers": """
+from workshop.profilers import run_all
+folder = here / "version1_pytorch_baseline"
+folder.mkdir()
+(folder / "run_nsys.sh").write_text(f"{sys.executable} {here}/child.py; true")
+run_all.main(["--folder", str(folder), "--output-dir", str(here / "out"), "run_nsys.sh"])
+""",
+    "an exercise's check": """
+from workshop.exercises import runner, sheet
+folder = here / "version1_pytorch_baseline" / "exercises" / "endless"
+folder.mkdir(parents=True)
+(here / "child.py").rename(folder / sheet.CHECK)
+runner.run(folder, limit_s=1200)
+""",
+    "the hunt's stages": """
+sys.path.insert(0, "version3_triton/exercises/performance_debugging")
+import run_all_stages
+arguments = argparse.Namespace(device="cpu", output_dir=here)
+run_all_stages._run_one(here / "child.py", arguments, print)
+""",
+    "the check of a seat": """
+from workshop import seats
+seats._SECONDS = 1200
+seats._run([sys.executable, str(here / "child.py")])
+""",
+}
+BEGINNING = """
+import argparse, sys
+from pathlib import Path
+here = Path(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    (tmp_path / "child.py").write_text(CHILD.format(path=str(told)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGINNING + program, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: told.exists() or process.poll() is not None, seconds=120)
+        child = int(told.read_text())
+        assert is_running(child)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not is_running(child), seconds=60)
+    finally:
+        process.kill()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(told.read_text()), signal.SIGKILL)
+
+
+def test_sigterm_is_a_ctrl_c_and_what_follows_it_is_ignored(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    saved = []
+
+    def work() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except KeyboardInterrupt:  # a batch system may signal more than once, while we save
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            saved.append("all")
+            raise
+        return errors.DONE
+
+    assert errors.exit_status(work, interrupted="interrupted: saved") == 130
+    assert saved == ["all"]
+    assert capsys.readouterr().err == "interrupted: saved\n"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
+
+
+def full_disk_behind_a_compiler() -> None:
+    try:
+        full_disk()
+    except OSError as error:
+        raise RuntimeError("backend='inductor' raised") from error
+
+
+def full_disk_of_a_compiler() -> None:
+    raise RuntimeError(
+        f"g++: fatal error: /tmp/a.s: {os.strerror(errno.ENOSPC)}\ncompilation ended"
+    )
+
+
+def no_temporary_folder() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+        tempfile.mkdtemp()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [full_disk, full_disk_behind_a_compiler, full_disk_of_a_compiler, no_temporary_folder],
+)
+def test_a_full_disk_is_one_line(
+    work: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert errors.exit_status(lambda: work() or 0, interrupted="") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "TMPDIR" in line
+
+
+def test_another_error_stays_what_it_is() -> None:
+    def work() -> int:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere")
+
+    with pytest.raises(FileNotFoundError):
+        errors.exit_status(work, interrupted="")

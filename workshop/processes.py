@@ -1,0 +1,31 @@
+"""Processes that end when the program that started them does, however that ends."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+_WATCH = 'trap "" HUP INT TERM; read -r line; kill -s KILL -- "-$1"'
+"""For a shell whose input is a pipe that the program holds: reading ends when the program does."""
+
+
+@contextlib.contextmanager
+def ended_with_us(process: "subprocess.Popen[Any]") -> Iterator[None]:
+    """Kills the process, and all that it has started, if this program ends within the block: by
+    SIGKILL too, of which no program hears.
+
+    Args:
+        process: started with `start_new_session`, so that it is the head of a group of its own.
+    """
+    watch = subprocess.Popen(
+        ["/bin/sh", "-c", _WATCH, "sh", str(process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watch.kill()
+        watch.communicate()
