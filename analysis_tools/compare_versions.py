@@ -54,8 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         epilog="Exit status: 0 done, 1 a gate is red or a version failed, 2 wrong usage, "
-        "77 this machine can run none of them, 130 interrupted (what was completed is saved and "
-        "shown). A size at which memory runs out is no failure of a sweep.",
+        "77 this machine can run none of them, 130 interrupted by Ctrl-C or SIGTERM (what was "
+        "completed is saved and shown). A size at which memory runs out is no failure of a sweep.",
     )
     add_run_flags(parser, repeats=3)
     add = parser.add_argument
@@ -152,9 +152,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     if interrupted and not found:
         print("interrupted before a run was complete: nothing saved", file=sys.stderr)
         return errors.INTERRUPTED
+    # Before anything is shown: a reader may stop reading.
+    names = study.write(found, runs, arguments.output_dir) if writes else []
     study.show(found, arguments.format)
     if writes:
-        names = study.write(found, runs, arguments.output_dir)
         # Not among what a program is to read.
         stream = sys.stdout if arguments.format == "table" else sys.stderr
         print(f"Written: {', '.join(names)}", file=stream)
@@ -335,14 +336,16 @@ def write_outputs(rows: list[Row], runs: list[RunResult], folder: Path) -> list[
     a folder the later one's stand there, and --from-results rebuilds the other's."""
     results.prepare_folder(folder)
     content = comparison_tables.as_json(rows) | {"session": max(row.session for row in rows)}
-    results.write_json(folder / "comparison.json", content)
     text = _headed("Comparison", rows, runs, comparison_tables.as_markdown(rows))
-    results.write_text(folder / "comparison.md", text)
-    names = ["comparison.json", "comparison.md"]
+    picture = folder / "comparison.png"
+    contents: dict[Path, results.Content] = {
+        folder / "comparison.json": results.json_text(content),
+        folder / "comparison.md": text,
+    }
     if any(row.step_ms for row in rows):
-        comparison_figure.plot(rows, folder / "comparison.png")
-        names.append("comparison.png")
-    return [str(folder / name) for name in names]
+        contents[picture] = lambda path: comparison_figure.plot(rows, path)
+    results.write_together(contents, gone=[picture])
+    return list(map(str, contents))
 
 
 def _headed(
@@ -366,12 +369,15 @@ def _writer(
 
     def write(found: list[Any], runs: list[RunResult], folder: Path) -> list[str]:
         results.prepare_folder(folder)
-        results.write_json(folder / f"{name}.json", tables.as_json(found))
-        results.write_text(folder / f"{name}.csv", tables.as_csv(found))
-        text = _headed(name.capitalize(), found, runs, tables.as_markdown(found))
-        results.write_text(folder / f"{name}.md", text)
-        plot(found, folder / f"{name}.png")
-        return [str(folder / f"{name}.{suffix}") for suffix in ("json", "csv", "md", "png")]
+        contents: dict[str, results.Content] = {
+            "json": results.json_text(tables.as_json(found)),
+            "csv": tables.as_csv(found),
+            "md": _headed(name.capitalize(), found, runs, tables.as_markdown(found)),
+            "png": lambda path: plot(found, path),
+        }
+        paths = {folder / f"{name}.{suffix}": content for suffix, content in contents.items()}
+        results.write_together(paths)
+        return list(map(str, paths))
 
     return write
 

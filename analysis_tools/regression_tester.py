@@ -201,17 +201,16 @@ def check(arguments: argparse.Namespace) -> int:
         baseline, runs, threshold=arguments.threshold, force=arguments.force
     )
     report = Report(findings, baseline, arguments.baseline, arguments.threshold)
-    show(report, arguments.format)
     targets = [
         (arguments.output_dir / FOLDER / "check.json" if writes else None, as_json),
         (arguments.markdown, as_markdown),
         (arguments.junit, as_junit),
     ]
-    written = [target for target, _ in targets if target is not None]
-    for target, render in targets:
-        if target is not None:
-            results.prepare_folder(target.parent)
-            results.write_text(target, render(report) + "\n")
+    written = {target: render(report) + "\n" for target, render in targets if target is not None}
+    for target in written:
+        results.prepare_folder(target.parent)
+    results.write_together(written)
+    show(report, arguments.format)
     if written:
         stream = sys.stdout if arguments.format == "table" else sys.stderr
         print(f"Written: {', '.join(map(str, written))}", file=stream)

@@ -117,7 +117,7 @@ def _progress() -> "Iterator[Tell]":
 
 
 def _write_report(collection: "Collection", folder: Path, title: str, top: int) -> list[Path]:
-    """Both forms; nothing is written before both are made."""
+    """Both forms, or none."""
     from workshop import results
     from workshop.profilers.names import printable
     from workshop.report import content, pages
@@ -131,12 +131,11 @@ def _write_report(collection: "Collection", folder: Path, title: str, top: int) 
             )
         results.prepare_folder(folder)
         texts = {
-            PAGE: pages.html_page(report, folder, tell),
-            MARKDOWN: pages.markdown_page(report, folder),
+            folder / PAGE: pages.html_page(report, folder, tell),
+            folder / MARKDOWN: pages.markdown_page(report, folder),
         }
-    for name, text in texts.items():
-        results.write_text(folder / name, text)
-    return [folder / name for name in texts]
+    results.write_together(texts)
+    return list(texts)
 
 
 def _write_template(collection: "Collection", folder: Path) -> list[Path]:

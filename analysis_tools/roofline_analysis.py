@@ -124,9 +124,10 @@ def _analyse(arguments: argparse.Namespace) -> int:
         arguments.peak_compute, arguments.peak_bw, _precision_of_peak(arguments, roofline)
     )
     ceilings.attach(roofline, given=given, chip=arguments.chip, folder=arguments.results)
-    _show(roofline, arguments.top, console)
     folder = results.prepare_folder(arguments.output_dir or arguments.results / "roofline")
-    _write(roofline, arguments.top, folder)
+    written = _write(roofline, arguments.top, folder)
+    _show(roofline, arguments.top, console)
+    print("\n".join(written))
     return errors.DONE
 
 
@@ -263,36 +264,29 @@ def _ceiling_lines(roofline: "Roofline") -> list[str]:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _write(roofline: "Roofline", top: int, folder: Path) -> None:
-    """All forms that this machine can write; those of an earlier roofline give way."""
-    from workshop import results
+def _write(roofline: "Roofline", top: int, folder: Path) -> list[str]:
+    """All forms that this machine can write; those of an earlier roofline give way. What to say of
+    them."""
+    from workshop import results, roofline_figures
     from workshop.roofline import as_csv, as_json
 
-    written = [folder / "roofline.json", folder / "roofline.csv"]
-    results.write_json(written[0], as_json(roofline))
-    results.write_text(written[1], as_csv(roofline))
-    for path, package in (
-        (folder / "roofline.png", "matplotlib"),
-        (folder / "roofline.html", "plotly"),
-    ):
+    contents: dict[Path, results.Content] = {
+        folder / "roofline.json": results.json_text(as_json(roofline)),
+        folder / "roofline.csv": as_csv(roofline),
+    }
+    picture, page = folder / "roofline.png", folder / "roofline.html"
+    lines = []
+    for path, package in ((picture, "matplotlib"), (page, "plotly")):
         if importlib.util.find_spec(package) is None:
-            path.unlink(missing_ok=True)
-            print(
+            lines.append(
                 f"{path.name}: skipped: {package} is missing: run `make setup`, or pip install it"
             )
-            continue
-        _draw(roofline, top, path)
-        written.append(path)
-    print(f"Written: {', '.join(map(str, written))}")
-
-
-def _draw(roofline: "Roofline", top: int, path: Path) -> None:
-    from workshop import results, roofline_figures
-
-    if path.suffix == ".png":
-        roofline_figures.draw(roofline, path, labels=top)
-    else:
-        results.write_text(path, roofline_figures.page(roofline, limit=top))
+        elif path == picture:
+            contents[path] = lambda path: roofline_figures.draw(roofline, path, labels=top)
+        else:
+            contents[path] = roofline_figures.page(roofline, limit=top)
+    results.write_together(contents, gone=[picture, page])
+    return [*lines, f"Written: {', '.join(map(str, contents))}"]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import functools
 import importlib.metadata
 import io
 import sys
@@ -152,8 +153,9 @@ def _benchmark(arguments: argparse.Namespace) -> int:
             interrupted = True
             if not rows:
                 raise
+    written = write_outputs(rows, run, arguments.output_dir)
     show(rows, run)
-    print(f"Written: {', '.join(write_outputs(rows, run, arguments.output_dir))}")
+    print(f"Written: {', '.join(written)}")
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -374,16 +376,15 @@ def write_outputs(rows: list[Row], run: Run, folder: Path) -> list[str]:
     """kernels.json, kernels.csv and OPERATION.png of each that was timed. Those of an earlier run
     give way, so that all files tell of the same one."""
     results.prepare_folder(folder)
-    written = [folder / "kernels.json", folder / "kernels.csv"]
-    results.write_json(written[0], as_json(rows, run))
-    results.write_text(written[1], as_csv(rows, run))
-    for op in OPS:
-        (folder / f"{op}.png").unlink(missing_ok=True)
+    contents: dict[Path, results.Content] = {
+        folder / "kernels.json": results.json_text(as_json(rows, run)),
+        folder / "kernels.csv": as_csv(rows, run),
+    }
     for group in by_op(rows):
         if any(row.samples for row in group):
-            written.append(folder / f"{group[0].op}.png")
-            plot(group, run, written[-1])
-    return [str(path) for path in written]
+            contents[folder / f"{group[0].op}.png"] = functools.partial(plot, group, run)
+    results.write_together(contents, gone=[folder / f"{op}.png" for op in OPS])
+    return list(map(str, contents))
 
 
 def as_json(rows: list[Row], run: Run) -> dict[str, Any]:
@@ -470,8 +471,7 @@ def plot(group: list[Row], run: Run, target: Path) -> None:
     figure.legend(
         *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
     )
-    with results.atomic_path(target) as path:
-        figure.savefig(path, dpi=100)
+    figure.savefig(target, dpi=100)
     plt.close(figure)
 
 

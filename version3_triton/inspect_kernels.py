@@ -816,10 +816,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
         raise WorkshopError(
             f"--kernel {arguments.kernel}: no kernel is called that; V3 has {', '.join(names)}"
         )
-    for request, answer in zip(requests, answers, strict=True):
-        show(get_chip(request.target), answer.kernels)
     if arguments.json is not None:
         results.write_json(arguments.json, as_json(kernels))
+    for request, answer in zip(requests, answers, strict=True):
+        show(get_chip(request.target), answer.kernels)
     faulty = sum(bool(kernel.faults) for kernel in kernels)
     verdict = (
         f"{faulty} of {len(kernels)} kernels have faults"

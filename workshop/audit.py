@@ -13,6 +13,7 @@ at the precision in use, plus a few roundings.
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import time
@@ -136,8 +137,10 @@ def reference_path(folder: Path, **facts: object) -> Path:
 
 
 def save_reference(path: Path, reference: Reference) -> None:
+    content = io.BytesIO()  # of a full disk torch.save says nothing that a user understands
+    torch.save(dataclasses.asdict(reference), content)
     with results.atomic_path(path) as temporary:
-        torch.save(dataclasses.asdict(reference), temporary)
+        temporary.write_bytes(content.getvalue())
 
 
 def load_reference(path: Path) -> Reference:

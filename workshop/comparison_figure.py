@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from workshop import interpreter, results
+from workshop import interpreter
 from workshop.comparison import Row
 from workshop.comparison_tables import groups, title
 from workshop.errors import printable
@@ -37,9 +37,9 @@ def plot(rows: list[Row], target: Path) -> None:
         for group in groups(rows)
         if any(row.step_ms for row in group)
     ]
-    with plt.rc_context(_STYLE), results.atomic_path(target) as path:
+    with plt.rc_context(_STYLE):
         figure = _draw(shown)
-        figure.savefig(path, dpi=100)
+        figure.savefig(target, dpi=100)
         plt.close(figure)
 
 

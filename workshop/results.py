@@ -16,7 +16,7 @@ import tempfile
 import types
 import typing
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -232,26 +232,59 @@ def prepare_folder(folder: Path, flag: str = "--output-dir") -> Path:
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that takes its place if the block succeeds, and vanishes
-    if it fails or is interrupted. It keeps the suffix, from which writers guess the format."""
+    if it fails or is interrupted. It keeps the suffix, from which writers guess the format.
+
+    Raises:
+        WorkshopError: there is no room or no right to write.
+    """
     temporary = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{target.suffix}")
     try:
         yield temporary
         temporary.replace(target)
+    except OSError as error:
+        why = error.strerror or error  # the libraries that draw have errors of their own
+        raise WorkshopError(f"{target} can't be written: {why}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(target: Path, text: str) -> None:
     """Raises WorkshopError where there is no room or no right to write; nothing is left then."""
-    try:
-        with atomic_path(target) as path:
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WorkshopError(f"{target} can't be written: {error.strerror}") from None
+    write_together({target: text})
+
+
+Content = str | Callable[[Path], object]
+"""Of a file: a text, or a function that writes to the path that it is given."""
+
+
+def write_together(contents: Mapping[Path, Content], gone: Iterable[Path] = ()) -> None:
+    """Writes all the files, or none where one of them can't be written: those from before stay.
+
+    Args:
+        gone: files that are deleted, if they are not among those written: what an earlier set had
+            and this one has not.
+
+    Raises:
+        WorkshopError: there is no room or no right to write.
+    """
+    with contextlib.ExitStack() as stack:
+        for target, content in contents.items():
+            path = stack.enter_context(atomic_path(target))
+            if isinstance(content, str):
+                path.write_text(content, encoding="utf-8")
+            else:
+                content(path)
+    for target in set(gone) - contents.keys():
+        target.unlink(missing_ok=True)
 
 
 def write_json(target: Path, content: dict[str, Any]) -> None:
-    write_text(target, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_text(target, json_text(content))
+
+
+def json_text(content: dict[str, Any]) -> str:
+    """As `write_json` writes it."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def save(result: RunResult, folder: Path) -> Path:

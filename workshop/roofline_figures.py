@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workshop import results
-from workshop.errors import WorkshopError
 from workshop.profilers.figures import digits
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
@@ -175,19 +173,11 @@ def draw(roofline: Roofline, target: Path, *, labels: int = 12) -> None:
 
     Args:
         labels: so many points have their name beside them, those that take longest.
-
-    Raises:
-        WorkshopError: it can't be written.
     """
     with warnings.catch_warnings():
         # A name in a script that the font lacks is drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
-        figure = _Picture(roofline, labels).figure
-        try:
-            with results.atomic_path(target) as path:
-                figure.savefig(path, format="png", dpi=DPI)
-        except OSError as error:
-            raise WorkshopError(f"{target} can't be written: {error.strerror}") from None
+        _Picture(roofline, labels).figure.savefig(target, format="png", dpi=DPI)
 
 
 class _Picture:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from workshop import colours, results
+from workshop import colours
 from workshop.sweep import AXES, Curve, Point, Sweep
 from workshop.sweep_tables import limits
 
@@ -34,9 +34,9 @@ def plot(sweeps: Sequence[Sweep], target: Path) -> None:
             "text.parse_math": False,  # a device's name may hold dollars
         }
     )
-    with look, results.atomic_path(target) as path:
+    with look:
         figure = _draw(sweeps)
-        figure.savefig(path, dpi=100)
+        figure.savefig(target, dpi=100)
     plt.close(figure)
 
 

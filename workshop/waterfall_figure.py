@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workshop import results
 from workshop.waterfall import Step, Waterfall
 from workshop.waterfall_tables import SAME, in_place_of_time, ratio
 
@@ -33,9 +32,9 @@ def plot(waterfalls: Sequence[Waterfall], target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(_STYLE), results.atomic_path(target) as path:
+    with plt.rc_context(_STYLE):
         figure = _draw(waterfalls)
-        figure.savefig(path, dpi=100)
+        figure.savefig(target, dpi=100)
         plt.close(figure)
 
 

@@ -162,10 +162,6 @@ def deploy(arguments: argparse.Namespace) -> int:
             check_logits(form, model, trained, device)
             print(f"{form}: the trained model's logits at B, T = {ODD}", flush=True)
             rows += measure(mine, form, model, size, device)
-    show(rows)
-    smallest = next(r for r in rows if r["form"] == "exported")
-    limit = SERVICE_LIMIT * smallest["p50_ms"]
-    print(f"The service's limit: {SERVICE_LIMIT} x p50 of exported at batch 1 = {limit:.1f} ms")
     content = {
         "schema_version": SCHEMA_VERSION,
         "created": results.now(),
@@ -176,6 +172,10 @@ def deploy(arguments: argparse.Namespace) -> int:
         "rows": rows,
     }
     results.write_json(folder / TABLE, content)
+    show(rows)
+    smallest = next(r for r in rows if r["form"] == "exported")
+    limit = SERVICE_LIMIT * smallest["p50_ms"]
+    print(f"The service's limit: {SERVICE_LIMIT} x p50 of exported at batch 1 = {limit:.1f} ms")
     print(f"Written: {folder / TABLE}")
     return errors.DONE
 
