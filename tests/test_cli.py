@@ -569,6 +569,16 @@ def in_process(key: str, output: Path, *words: str) -> int:
         torch.set_num_threads(cores)
 
 
+def test_a_gate_that_takes_long_says_what_it_is_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_SECONDS_OF_SILENCE", 0.0)
+    assert in_process("v1", tmp_path) == 0
+    _, *told = re.findall(r"^gate: (.*) \.\.\.$", capsys.readouterr().out, re.MULTILINE)
+    steps = [f"training step {step}/8" for step in range(4, 9)]
+    assert told == ["gradients", "logits", "training", *steps]
+
+
 SWITCHES = [field.name for field in fields(versions.load("v2").Fusions)]
 
 
@@ -653,7 +663,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-def interrupted(output: Path, *words: str, after: str) -> Finished:
+def interrupted(
+    output: Path, *words: str, after: str, number: signal.Signals = signal.SIGINT
+) -> Finished:
     """A run with very many steps that gets a Ctrl-C once it has printed something."""
     typed = [str(word) for word in command("v1", output, *words, "--num-steps", "100000")]
     process = subprocess.Popen(
@@ -671,15 +683,18 @@ def interrupted(output: Path, *words: str, after: str) -> Finished:
             line = process.stdout.readline()
             assert line, f"it ended before {after!r}"
             shown += line
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     return Finished(typed, process.returncode, shown + rest, errors)
 
 
-def test_ctrl_c_saves_the_completed_steps(tmp_path: Path) -> None:
-    finished = interrupted(tmp_path, "--no-gate", after="\nstep ")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_sigterm_saves_the_completed_steps(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    finished = interrupted(tmp_path, "--no-gate", after="\nstep ", number=number)
     assert finished.returncode == 130, finished.stderr
     assert finished.stderr == ""
     run = the_run(tmp_path)  # valid, and no temporary file beside it

@@ -580,9 +580,12 @@ def test_a_comparison_trains_shows_and_writes(good: tuple[Finished, Path]) -> No
     assert finished.returncode == 0, finished.stderr
     assert re.search(r"│ v1 .* baseline │", finished.stdout)
     assert re.search(r"│ v2 .*(x \[|no significant)", finished.stdout)
-    assert re.findall(r"│ (v\d) +│ pass +│ +11/11 │", finished.stdout) == ["v1", "v2"]
+    assert re.findall(r"│ (v\d) +│ +pass │ +11/11 │", finished.stdout) == ["v1", "v2"]
     for key in ("v1", "v2"):  # told as it goes, for those who wait
         assert re.search(rf"^{key} tiny fp32, run 1 of 1: [\d.]+ ms", finished.stderr, re.MULTILINE)
+        for stage in ("gate: ", "warming up ", "audit: "):
+            line = rf"^{key} tiny fp32: {stage}.* \.\.\.$"
+            assert re.search(line, finished.stderr, re.MULTILINE)
     written = [name for name in files(folder) if not name.startswith("runs")]
     assert written == ["comparison.json", "comparison.md", "comparison.png"]
     height, width = imread(folder / "comparison.png").shape[:2]
@@ -686,7 +689,7 @@ def test_an_interpreted_version_runs_once_and_briefly(
     assert finished.returncode == 0, finished.stderr
     told = finished.stderr.splitlines()
     assert told[0].startswith("v3: in Triton's interpreter on this machine, ")
-    lines = [line for line in told[1:] if line.startswith("v3")]
+    lines = [line for line in told[1:] if line.startswith("v3 tiny fp32, run")]
     assert len(lines) == 1
     start = "v3 tiny fp32, run 1 of 1: interpreted, not comparable; gate: pass: gradients 11/11"
     assert lines[0].startswith(start)
@@ -721,6 +724,18 @@ def test_without_triton_v3_is_skipped_and_told_how_to_get_it(
     (row,) = json.loads((Path(finished.args[-1]) / "comparison.json").read_text())["rows"]
     assert row["status"] == "skipped" and line == f"v3: skipped: {row['note']}"
     assert row["note"] in re.sub(r"\s+", " ", finished.stdout)
+
+
+def test_what_a_process_says_is_read_whatever_the_terminal_can_encode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", "print('Result: /é.json')"]
+    monkeypatch.setattr(sessions._Child, "_command", lambda self: command)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    words = ["--device", "cpu", "--output-dir", str(tmp_path)]
+    arguments = compare_versions.build_parser().parse_args(words)
+    child = sessions._Child(sessions.Plan("v1", "tiny", "fp32", 0), arguments, "1", tmp_path)
+    assert list(child.lines()) == ["Result: /é.json"]
 
 
 WRONG = {
@@ -826,6 +841,13 @@ class Terminal:
         self._process.stdin.write(text.encode())
         self._process.stdin.flush()
 
+    def end_job(self, name: Path) -> None:
+        """As a batch system: SIGTERM to every process of the job, whose commands name something."""
+        pids = {int(line.split()[0]) for line in running(name)} - {self._process.pid}
+        assert len(pids) >= 2
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+
     def end(self) -> int:
         rest, _ = self._process.communicate(timeout=120)
         self._add(rest)
@@ -866,7 +888,10 @@ def small_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_ctrl_c_keeps_what_was_completed(small_copy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_ctrl_c_or_sigterm_keeps_what_was_completed(
+    how: str, small_copy: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "out"
     words = ("--versions", "v1", *LONG, "--warmup-steps", "1", "--output-dir", folder)
     terminal = Terminal(*tool(*words), folder=small_copy)
@@ -874,7 +899,10 @@ def test_ctrl_c_keeps_what_was_completed(small_copy: Path, tmp_path: Path) -> No
         terminal.wait_for("v1 tiny fp32: step ")  # progress, as a terminal shows it
         assert len(running(folder)) >= 2
         time.sleep(0.5)
-        terminal.type("\x03")
+        if how == "Ctrl-C":
+            terminal.type("\x03")
+        else:
+            terminal.end_job(folder)
         status = terminal.end()
     finally:
         terminal.kill()
@@ -895,6 +923,8 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
     started = []
 
     def start(command: list[str], **words: Any) -> subprocess.Popen[str]:
+        if command[0] != sys.executable:
+            return popen(command, **words)
         process = popen([sys.executable, "-c", "import time; time.sleep(60)"], **words)
         started.append(process)
         signal.raise_signal(signal.SIGINT)

@@ -47,6 +47,7 @@ _SIZES = (
     "max_seq_len",
 )
 _PROGRESS_LINES = 10
+_SECONDS_OF_SILENCE = 10.0
 _WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
 _WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
 """None that replays a captured step: Proton would count its kernels with those of the profiled."""
@@ -128,7 +129,8 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
         description=f"Trains Tiny-LLaMA {version.key} ({version.title}), after showing that it "
         "is V1's model, and prints what a step takes.",
         epilog="Exit status: 0 done, 1 the gate is red or memory ran out, 2 wrong usage, "
-        f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted.",
+        f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted by Ctrl-C "
+        "or SIGTERM (the timed steps so far are saved).",
     )
     _add_model_flags(parser.add_argument_group("model"))
     _add_training_flags(parser.add_argument_group("training"), version)
@@ -492,12 +494,29 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
     with first_use.graphs_of_no_use() if smaller else contextlib.nullcontext():
         report = parity.check_model(
-            model, setting, request.module.configure_optimizer, cuda_graph=request.cuda_graph
+            model,
+            setting,
+            request.module.configure_optimizer,
+            cuda_graph=request.cuda_graph,
+            tell=_now_and_then(),
         )
     print(f"gate: {report.summary()}")
     for failure in report.failures:
         print(f"  {failure}")
     return report
+
+
+def _now_and_then() -> parity.Tell:
+    """Prints what the gate is at, but nothing of one that is done in seconds."""
+    last = time.monotonic()
+
+    def tell(what: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_OF_SILENCE:
+            last = time.monotonic()
+            print(f"gate: {what} ...", flush=True)
+
+    return tell
 
 
 def _train(

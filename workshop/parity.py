@@ -28,6 +28,7 @@ from workshop.precision import Precision, get_precision, kept_matmul_mode
 
 Build = Callable[[Any], nn.Module]
 ConfigureOptimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
+Tell = Callable[[str], object]
 
 MULTIPLE = 2.0
 """How far from the truth a version may be, in units of V1's own distance at that precision.
@@ -354,8 +355,14 @@ def check_model(
     configure_optimizer: ConfigureOptimizer | None = None,
     *,
     cuda_graph: bool = False,
+    tell: Tell = lambda _: None,
 ) -> ParityReport:
-    """`check` for a model that stands already; it is left with other weights."""
+    """`check` for a model that stands already; it is left with other weights.
+
+    Args:
+        tell: is given what the model does next, in a few words: it may be interpreted or compiled,
+            and take long.
+    """
     baseline_optimizer = versions.load(versions.BASELINE).configure_optimizer
     exact_dtype = truth_dtype(setting)
     report = ParityReport(
@@ -378,7 +385,7 @@ def check_model(
     with kept_matmul_mode():
         truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
         baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
-        candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph)
+        candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph, tell=tell)
     _compare(report, setting, truth, baseline, candidate)
     return report
 
@@ -401,6 +408,7 @@ def _run(
     configure_optimizer: ConfigureOptimizer,
     *,
     cuda_graph: bool = False,
+    tell: Tell = lambda _: None,
 ) -> _Outcome:
     """The gate's programme for one model: logits, gradients, then a short training run."""
     batches = setting.batches(1 + CURVE_STEPS)
@@ -408,14 +416,19 @@ def _run(
     tokens, targets = batches[0]
     load_canonical(model, setting.random_weights)
     # Compiled first, as training will need it: the first compilation pays what all others share.
+    tell("gradients")
     loss, gradients = _loss_and_gradients(model, precision, tokens, targets)
+    tell("logits")
     with first_use.graphs_of_no_use(), torch.no_grad(), precision.autocast(setting.device.type):
         logits = model(tokens).clone()
 
     load_canonical(model, canonical_state(setting.config, setting.seed))
     before = {name: weight.clone() for name, weight in _canonical_weights(model).items()}
     optimizer = configure_optimizer(model, setting.learning_rate)
-    curve = trainer.train_losses(model, optimizer, batches[1:], precision, cuda_graph=cuda_graph)
+    tell("training")
+    curve = trainer.train_losses(
+        model, optimizer, batches[1:], precision, cuda_graph=cuda_graph, tell=tell
+    )
     after = _canonical_weights(model)
     moved = {name: _relative_rms(after[name], before[name]) for name in before}
     model.zero_grad(set_to_none=True)

@@ -414,11 +414,17 @@ def train_losses(
     precision: Precision,
     *,
     cuda_graph: bool = False,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Tensor:
-    """Trains on each of `batches` (n, 2, B, T) once, as `train` does; the losses, (n,)."""
+    """Trains on each of `batches` (n, 2, B, T) once, as `train` does; the losses, (n,).
+
+    Args:
+        tell: is given which step begins, of those after the warm-up.
+    """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     runner.warm_up(min(EAGER_STEPS_BEFORE_CAPTURE, len(batches)))
     while runner.done < len(batches):
+        tell(f"training step {runner.done + 1}/{len(batches)}")
         runner.advance()
     return runner.losses()
 
