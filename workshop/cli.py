@@ -488,11 +488,19 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     else:
         shape = gate_size.of_setting(setting)
     smaller = f", at {shape[0]} x {shape[1]} tokens only" if shape != of_the_run else ""
-    print(f"gate: comparing logits, loss, gradients and training with V1{smaller} ...", flush=True)
+    first = ", first in fp32 on a small model" if request.precision.name != "fp32" else ""
+    print(
+        f"gate: comparing logits, loss, gradients and training with V1{smaller}{first} ...",
+        flush=True,
+    )
     setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
     with first_use.graphs_of_no_use() if smaller else contextlib.nullcontext():
         report = parity.check_model(
-            model, setting, request.module.configure_optimizer, cuda_graph=request.cuda_graph
+            model,
+            setting,
+            request.module.configure_optimizer,
+            cuda_graph=request.cuda_graph,
+            build=lambda c: dataclasses.replace(request, config=c).build_on(request.device),
         )
     print(f"gate: {report.summary()}")
     for failure in report.failures:
