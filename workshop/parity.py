@@ -6,6 +6,24 @@ precision. The tolerance calibrates itself: a version may be no further from the
 multiple of what V1 is at the same precision, since that is what the precision costs and anything
 beyond it is the version's own doing.
 
+Half of the tokens whose gradients are compared are text, which repeats a few of them often. Before
+tf32, bf16 or fp16, a small model of the same code passes the gate in fp32, eager and on an odd
+shape: what is small beside a lower precision's roundings shows there. In the lower precision
+itself, an error in one direction is looked for along the true gradients, where roundings average
+out.
+
+What passes all the same:
+
+- What is smaller than the floors, which are added to twice V1's own error so that its luck decides
+  nothing. At bf16, where V1's logits and gradients are 1.2% to 1.7% off, 1.6% for each of them; of
+  their common scale 1.6% (twice V1's own adds less than 0.4%), of one tensor's 3.1%; of how far
+  training moves a weight 1%, at any precision. In fp32 2.4e-7 beside 3e-7 to 2e-6.
+- What does nothing in 8 steps from the start: moments in bf16 change the movements by 0.02% and the
+  loss curve by 4e-7, AMSGrad by 0.01% and 1e-7, where 1% and 1e-6 are allowed. After 200 steps they
+  are 0.6% and 0.6% off, the loss 3e-3 and 3e-4. So is a limit that no value reaches here.
+- What only happens at the run's own size, after step 8 or when compiled for bf16, if it is small
+  beside bf16's roundings. The run itself is audited for that (workshop/audit.py).
+
     python -m workshop.parity --version v2 --config tiny --precision fp32
 """
 
@@ -57,9 +75,10 @@ MOVEMENT_FLOOR = 0.01
 """The same for how far training moves a weight, which roundings hardly change: in bf16 true
 versions are up to 0.7% off, and an optimizer that is 5% too fast by 4.2% to 6.2%."""
 
-SCALE_ROUNDINGS, MEAN_SCALE_ROUNDINGS = 6.0, 3.0
-"""The same for how much too long a gradient is along the true one, and for the mean of all tensors:
-roundings average out there, those of Triton's interpreter, which cuts bf16, do not."""
+SCALE_ROUNDINGS = 8.0
+"""The same for how much too long a gradient is along the true one; ROUNDING_UNITS for the mean of
+all. Most roundings average out: at bf16 true versions are within 2 and 1. Those of Triton's
+interpreter, which cuts bf16 where it should round, do not: V3 there is up to 6 and 3 off."""
 
 SMALL_PARAMETERS = 5_000_000
 """Up to which a model is checked in fp32 as it is, before a lower precision: `tiny` is."""
@@ -122,7 +141,7 @@ class ParityReport:
         """What a result file keeps: the verdict and, of the measures, the telling ones."""
         worst = [self.worst[0]] if self.measures else []
         measures: dict[str, dict[str, float | str | None]] = {}
-        for name in ["logits", "loss", "loss curve", *worst]:
+        for name in ["logits", "loss", "loss curve", "scale of all gradients", *worst]:
             if name in self.measures:
                 measures[name] = as_recorded(self.measures[name])
         return results.Parity(
@@ -630,7 +649,7 @@ def _compare_scales(
         of_v1, floor = max(abs(own[name]), typical), SCALE_ROUNDINGS * rounding
         _judge(report, f"scale of the gradient of {name}", abs(excess), of_v1, floor)
     mean, mean_of_v1 = (abs(sum(of.values())) / max(len(of), 1) for of in (found, own))
-    floor = MEAN_SCALE_ROUNDINGS * rounding
+    floor = ROUNDING_UNITS * rounding
     _judge(report, "scale of all gradients", mean, mean_of_v1, floor)
 
 
