@@ -54,6 +54,10 @@ def test_what_triton_takes_is_counted_unless_torch_compile_asked_for_it(
     compilation.listener(**kernel)
     first_use._end()
     assert 0.25 <= first_use.compile_seconds() < 0.5  # counted twice, it would be 0.5 and more
+    counted = first_use.compile_seconds()
+    with first_use.graphs_of_no_use(kernels=False), first_use.graphs_of_no_use():
+        compilation.listener(**kernel)
+    assert first_use.compile_seconds() == counted
     with first_use.graphs_of_no_use():  # whose kernels training calls too
         compilation.listener(**kernel)
     assert first_use.compile_seconds() >= 0.5

@@ -1,5 +1,7 @@
 """The gate: green for the true versions, whatever the seed; red for each planted fault."""
 
+import dataclasses
+import math
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -9,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workshop import interpreter, parity, versions
+from workshop import flops, interpreter, parity, presets, versions
+from workshop.precision import get_precision
 
 Patch = Callable[[ModuleType, pytest.MonkeyPatch], Callable[[object], nn.Module]]
 FAULTS: dict[str, tuple[Patch, str]] = {}
@@ -101,11 +104,88 @@ def gradient_of_half_the_batch(module, monkeypatch):
     return patched(module, edit)
 
 
+class Lengthened(torch.autograd.Function):
+    """The same number, its gradient some times as large."""
+
+    @staticmethod
+    def forward(ctx, x, times):
+        ctx.times = times
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.times * gradient, None
+
+
+def with_longer_gradients(module: ModuleType, times: Callable[[], float]) -> Patch:
+    def edit(model: nn.Module) -> None:
+        wrap_forward(model, lambda y: y if y.dim() else Lengthened.apply(y, times()))
+
+    return patched(module, edit)
+
+
+@fault(r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02")
+def all_gradients_scaled_by_1_05(module, monkeypatch):
+    return with_longer_gradients(module, lambda: 1.05)
+
+
+@fault(r"scale of all gradients: relative error (3\.0|2\.9)e-02")
+def all_gradients_scaled_by_1_03_in_bf16_alone(module, monkeypatch):
+    """Each error is within twice V1's own, but all are in one direction."""
+    bf16 = torch.is_autocast_enabled
+    return with_longer_gradients(module, lambda: 1.03 if bf16("cpu") else 1.0)
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of a table; of a token that comes more than eight times the gradient loses the rest."""
+
+    @staticmethod
+    def forward(ctx, table, tokens):
+        ctx.save_for_backward(tokens)
+        ctx.table_shape = table.shape
+        return table[tokens]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tokens = ctx.saved_tensors[0].flatten()
+        earlier = torch.tril(tokens[:, None] == tokens, diagonal=-1).sum(1)
+        kept = earlier < 8
+        result = gradient.new_zeros(ctx.table_shape)
+        return result.index_add_(0, tokens[kept], gradient.flatten(0, 1)[kept]), None
+
+
+@fault(r"gradient of embed_tokens\.weight: relative error")
+def embedding_gradient_loses_repeats_beyond_the_eighth(module, monkeypatch):
+    def edit(model: nn.Module) -> None:
+        table = model.embed_tokens
+        table.forward = lambda tokens: Lookup.apply(table.weight, tokens)
+
+    return patched(module, edit)
+
+
+@fault(r"scale of the gradient of embed_tokens\.weight: relative error")
+def embedding_gradient_loses_repeats_in_bf16_alone(module, monkeypatch):
+    def edit(model: nn.Module) -> None:
+        table = model.embed_tokens
+        true = table.forward
+        table.forward = lambda tokens: (
+            Lookup.apply(table.weight, tokens)
+            if torch.is_autocast_enabled("cpu")
+            else true(tokens)
+        )
+
+    return patched(module, edit)
+
+
 # --- attention --------------------------------------------------------------------------------
 
 
 def attention_with(
-    *, diagonal: int | None = 1, scale: float | None = None, tile: bool = False
+    *,
+    diagonal: int | None = 1,
+    scale: float | None = None,
+    tile: bool = False,
+    leaked: bool = False,
 ) -> Callable[..., Tensor]:
     """V1's attention with one thing wrong."""
 
@@ -117,7 +197,10 @@ def attention_with(
         scores = q @ k.transpose(-2, -1) * (scale or self.head_dim**-0.5)
         if diagonal is not None:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-            scores = scores.masked_fill(future.triu(diagonal), float("-inf"))
+            future = future.triu(diagonal)
+            if leaked:
+                future[16, 17] = False
+            scores = scores.masked_fill(future, float("-inf"))
         return scores.softmax(dim=-1) @ v
 
     return attend
@@ -153,6 +236,16 @@ def score_scale_missing(module, monkeypatch):
     return with_attention(module, monkeypatch, scale=1.0)
 
 
+@fault("logits: relative error")
+def score_scale_of_1_02(module, monkeypatch):
+    return with_attention(module, monkeypatch, scale=1.02 * 32**-0.5)
+
+
+@fault("logits: relative error")
+def one_future_score_leaked(module, monkeypatch):
+    return with_attention(module, monkeypatch, leaked=True)
+
+
 # --- position ---------------------------------------------------------------------------------
 
 
@@ -177,6 +270,17 @@ def rope_on_neighbouring_pairs(module, monkeypatch):
         return x * cos + rotated * sin
 
     monkeypatch.setattr(module, "apply_rope", apply)
+    return module.TinyLlama
+
+
+@fault("logits: relative error")
+def rope_base_10100(module, monkeypatch):
+    original = module.rope_tables
+    monkeypatch.setattr(
+        module,
+        "rope_tables",
+        lambda config: original(dataclasses.replace(config, rope_theta=10100.0)),
+    )
     return module.TinyLlama
 
 
@@ -213,6 +317,44 @@ def gate_and_up_exchanged(module, monkeypatch):
 
     monkeypatch.setattr(module.FeedForward, "forward", forward)
     return module.TinyLlama
+
+
+def with_rounded_weights(module: ModuleType, rounded: Callable[[Tensor], Tensor]) -> Patch:
+    """The feed-forward layers compute with rounded weights and train the true ones."""
+
+    def edit(model: nn.Module) -> None:
+        for layer in model.layers:
+            for product in layer.mlp.children():
+                product.forward = lambda x, w=product.weight: F.linear(
+                    x, w + (rounded(w) - w).detach()
+                )
+
+    return patched(module, edit)
+
+
+@fault("logits: relative error")
+def feed_forward_weights_in_int8(module, monkeypatch):
+    def rounded(weight: Tensor) -> Tensor:
+        unit = weight.abs().amax(1, keepdim=True) / 127
+        return (weight / unit).round() * unit
+
+    return with_rounded_weights(module, rounded)
+
+
+@fault("logits: relative error")
+def feed_forward_weights_in_fp8(module, monkeypatch):
+    def rounded(weight: Tensor) -> Tensor:
+        unit = weight.abs().amax(1, keepdim=True) / 448
+        return (weight / unit).to(torch.float8_e4m3fn).to(weight.dtype) * unit
+
+    return with_rounded_weights(module, rounded)
+
+
+@fault("logits: relative error")
+def logits_capped_at_30(module, monkeypatch):
+    return patched(
+        module, lambda model: wrap_forward(model.lm_head, lambda z: 30 * torch.tanh(z / 30))
+    )
 
 
 @fault("logits: relative error")
@@ -285,14 +427,46 @@ def a_layer_too_many(module, monkeypatch):
     return patched(module, edit)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_turns_the_gate_red(name, copy_of, odd_config, monkeypatch) -> None:
+IN_BF16_ALONE = [name for name in FAULTS if name.endswith("in_bf16_alone")]
+SMALL_BESIDE_BF16 = [
+    "score_scale_of_1_02",
+    "one_future_score_leaked",
+    "rope_base_10100",
+    "feed_forward_weights_in_int8",
+    "feed_forward_weights_in_fp8",
+    "logits_capped_at_30",
+    "all_gradients_scaled_by_1_05",
+    "embedding_gradient_loses_repeats_beyond_the_eighth",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, "fp32") for name in FAULTS if name not in IN_BF16_ALONE]
+    + [
+        (name, "bf16")
+        for name in ("relu_for_silu", "norm_weight_forgotten", *SMALL_BESIDE_BF16, *IN_BF16_ALONE)
+    ],
+)
+def test_a_planted_fault_turns_the_gate_red(
+    name, precision, copy_of, odd_config, monkeypatch
+) -> None:
+    """In bf16 the fp32 gate, which goes first, finds those that bf16's roundings hide."""
     patch, pattern = FAULTS[name]
     build = patch(copy_of("v1"), monkeypatch)
-    report = parity.check(build, odd_config, seq_len=33)
+    report = parity.check(build, odd_config, precision=precision)
     assert not report.passed
     sentence = next((text for text in report.failures if re.search(pattern, text)), None)
     assert sentence, f"none of {report.failures} says {pattern!r}"
+    in_fp32 = precision != "fp32" and name not in IN_BF16_ALONE
+    assert sentence.endswith("(in fp32, hidden_dim 192, 3 x 65 tokens)") == in_fp32
+
+
+def alone(build, config: object, precision: str, **choices) -> parity.ParityReport:
+    """The gate of one precision, without the one in fp32 that goes before a lower one."""
+    cpu = torch.device("cpu")
+    setting = parity.Setting(config, get_precision(precision, cpu), cpu, 0, 3, 65)
+    return parity.check_model(build(config), setting, **choices)
 
 
 def test_the_gate_leaves_the_process_its_arithmetic(odd_config) -> None:
@@ -301,18 +475,24 @@ def test_the_gate_leaves_the_process_its_arithmetic(odd_config) -> None:
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_a_fault_in_the_optimizer_turns_the_gate_red(odd_config) -> None:
+def forgets_one(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """A parameter that has a gradient but is never updated."""
-    module = versions.load("v1")
+    some = [p for name, p in model.named_parameters() if name != "layers.1.mlp.gate_proj.weight"]
+    return torch.optim.AdamW(some, lr=learning_rate)
 
-    def forgets_one(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-        some = [
-            p for name, p in model.named_parameters() if name != "layers.1.mlp.gate_proj.weight"
-        ]
-        return torch.optim.AdamW(some, lr=learning_rate)
 
-    report = parity.check(module.TinyLlama, odd_config, configure_optimizer=forgets_one)
-    assert any("layers.1.mlp.gate_proj.weight moved by 0 of its size" in f for f in report.failures)
+def forgets_its_rate(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def clips_at_1(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    optimizer = versions.load("v1").configure_optimizer(model, learning_rate)
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
 
 
 def hurries(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -320,14 +500,59 @@ def hurries(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("optimizer", "pattern"),
+    [
+        (forgets_one, r"layers\.1\.mlp\.gate_proj\.weight moved by 0 of its size"),
+        (forgets_its_rate, r"norm\.weight moved by"),
+        (clips_at_1, "loss curve: relative error"),
+        (hurries, r"norm\.weight moved by"),
+    ],
+)
+def test_a_fault_in_the_optimizer_turns_the_gate_red(
+    optimizer, pattern, precision, odd_config
+) -> None:
+    build = versions.load("v1").TinyLlama
+    report = parity.check(build, odd_config, precision=precision, configure_optimizer=optimizer)
+    assert any(re.search(pattern, failure) for failure in report.failures), report.failures
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_optimizer_5_percent_too_fast_moves_every_weight_too_far(precision, odd_config) -> None:
-    """In bf16 the loss curve does not show it."""
-    report = parity.check(
-        versions.load("v1").TinyLlama, odd_config, precision=precision, configure_optimizer=hurries
-    )
+    """bf16's own loss curve does not show it."""
+    build = versions.load("v1").TinyLlama
+    report = alone(build, odd_config, precision, configure_optimizer=hurries)
     moved = [failure for failure in report.failures if " moved by " in failure]
     assert len(moved) == report.tensors_total
     assert len(report.failures) - len(moved) == (precision == "fp32")
+
+
+@pytest.mark.parametrize(("vocab_size", "seq_len"), [(50, 9), (311, 20_001)])
+def test_text_is_half_of_the_batch_whose_gradients_are_compared(
+    vocab_size: int, seq_len: int, odd_config
+) -> None:
+    cpu = torch.device("cpu")
+    config = dataclasses.replace(odd_config, vocab_size=vocab_size)
+    setting = parity.Setting(config, get_precision("fp32", cpu), cpu, 0, 2, seq_len)
+    (tokens, targets), training = setting.batches(2)
+    assert tokens.shape == (2, seq_len) and training.max() < vocab_size
+    half = (seq_len + 1) // 2
+    assert torch.equal(tokens[:, 1:half], targets[:, : half - 1])
+    assert not torch.equal(tokens[:, half + 1 :], targets[:, half:-1])
+    blank = ord(" ") % vocab_size
+    assert (tokens[:, :half] == blank).float().mean() > 0.15
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_the_model_that_fp32_is_tried_on_is_small_and_of_the_same_kind(name: str) -> None:
+    config = versions.load("v1").TinyLlamaConfig(**presets.get_preset(name).model())
+    small = parity.small_config(config)
+    assert (small == config) == (name == "tiny")
+    assert flops.parameter_count(small) < 90e6
+    for kept in ("num_layers", "head_dim", "rope_theta", "norm_eps", "max_seq_len"):
+        assert getattr(small, kept) == getattr(config, kept)
+    assert small.num_heads / small.num_kv_heads == config.num_heads / config.num_kv_heads
+    assert math.log2(small.hidden_dim) % 1 or small == config  # odd: a kernel's tile must be cut
 
 
 def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() -> None:
@@ -372,20 +597,19 @@ def test_the_true_versions_raise_no_alarm_over_20_seeds(key, odd_config) -> None
 @pytest.mark.parametrize("key", versions.available())
 def test_bf16_is_held_to_what_bf16_costs_v1(key, odd_config) -> None:
     if versions.VERSIONS[key].triton:
-        pytest.skip("the interpreter cuts where bf16 is rounded; the GPU's test does this")
+        pytest.skip("interpreted it takes minutes: test_waterfall.py does this on a tiny model")
     module = versions.load(key)
     for seed in range(3):
-        report = parity.check(module.TinyLlama, odd_config, precision="bf16", seed=seed)
+        report = parity.check(
+            module.TinyLlama,
+            odd_config,
+            precision="bf16",
+            seed=seed,
+            configure_optimizer=module.configure_optimizer,
+        )
         assert report.passed, report.failures
         assert report.worst[1].allowed < 0.2
-
-
-@pytest.mark.parametrize("name", ["relu_for_silu", "score_scale_missing", "norm_weight_forgotten"])
-def test_bf16_does_not_hide_a_fault(name, copy_of, odd_config, monkeypatch) -> None:
-    patch, pattern = FAULTS[name]
-    build = patch(copy_of("v1"), monkeypatch)
-    report = parity.check(build, odd_config, precision="bf16")
-    assert any(re.search(pattern, text) for text in report.failures)
+        assert parity.badness(report.worst[1]) < 0.75, report.worst
 
 
 def test_canonical_weights_go_in_and_gradients_come_out_of_a_fused_model(odd_config) -> None:

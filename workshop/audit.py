@@ -95,7 +95,7 @@ def record(model: nn.Module, setting: Setting, losses: Tensor) -> Course:
     """
     distance, moved = {}, {}
     initial = parity.canonical_state(setting.config, setting.seed)
-    for name, weight in parity._canonical_weights(model).items():
+    for name, weight in parity.canonical_weights(model).items():
         if name in initial:
             movement = weight - initial[name].to(weight.device, weight.dtype)
             distance[name] = movement.double().norm().item()

@@ -490,7 +490,11 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     else:
         shape = gate_size.of_setting(setting)
     smaller = f", at {shape[0]} x {shape[1]} tokens only" if shape != of_the_run else ""
-    print(f"gate: comparing logits, loss, gradients and training with V1{smaller} ...", flush=True)
+    first = ", first in fp32 on a small model" if request.precision.name != "fp32" else ""
+    print(
+        f"gate: comparing logits, loss, gradients and training with V1{smaller}{first} ...",
+        flush=True,
+    )
     setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
     with first_use.graphs_of_no_use() if smaller else contextlib.nullcontext():
         report = parity.check_model(
@@ -498,6 +502,7 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
             setting,
             request.module.configure_optimizer,
             cuda_graph=request.cuda_graph,
+            build=lambda c: dataclasses.replace(request, config=c).build_on(request.device),
             tell=_now_and_then(),
         )
     print(f"gate: {report.summary()}")

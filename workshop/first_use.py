@@ -14,7 +14,7 @@ from typing import Any
 _lock = threading.Lock()  # backward passes are compiled in a thread of autograd's
 _seconds = 0.0
 _started: float | None = None
-_of_use = True
+_of_use = _kernels_of_use = True
 _watched: set[str] = set()
 
 
@@ -43,15 +43,21 @@ def compile_seconds() -> float:
 
 
 @contextlib.contextmanager
-def graphs_of_no_use() -> Iterator[None]:
+def graphs_of_no_use(*, kernels: bool = True) -> Iterator[None]:
     """What torch.compile takes in the block is not counted: its graphs are for other shapes or
-    without a backward pass, and training never calls them. Triton's kernels it does call."""
-    global _of_use
-    before, _of_use = _of_use, False
+    without a backward pass, and training never calls them.
+
+    Args:
+        kernels: whether training calls Triton's kernels of the block, not so if they are of another
+            precision: they are not counted then.
+    """
+    global _of_use, _kernels_of_use
+    before = _of_use, _kernels_of_use
+    _of_use, _kernels_of_use = False, kernels and _kernels_of_use
     try:
         yield
     finally:
-        _of_use = before
+        _of_use, _kernels_of_use = before
 
 
 def _start(*_: object) -> None:
@@ -72,5 +78,5 @@ def _kernel_compiled(*, times: Any, **_: object) -> None:
     """Called by Triton after each kernel; those that torch.compile asks for are in its time."""
     global _seconds
     with _lock:
-        if _started is None:
+        if _started is None and _kernels_of_use:
             _seconds += times.total / 1e6
