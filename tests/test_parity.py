@@ -169,9 +169,7 @@ def embedding_gradient_loses_repeats_in_bf16_alone(module, monkeypatch):
         table = model.embed_tokens
         true = table.forward
         table.forward = lambda tokens: (
-            Lookup.apply(table.weight, tokens)
-            if torch.is_autocast_enabled("cpu")
-            else true(tokens)
+            Lookup.apply(table.weight, tokens) if torch.is_autocast_enabled("cpu") else true(tokens)
         )
 
     return patched(module, edit)
