@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-# Before PyTorch is imported, here and in the programs that tests start: threads that wait for each
-# other must not spin on a machine that others use too, or a step takes many times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from workshop import versions, waiting
+
+# Before PyTorch is imported, here and in the programs that tests start.
+os.environ.update(waiting.short_spin())
 # And the workers of a parallel run share the cores out, NumPy's threads too.
 os.environ.update(
     {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(workers)))}
@@ -25,11 +26,14 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 import pytest
 import torch
 
-from workshop import versions
 from workshop.precision import kept_matmul_mode
 
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What a shell says of its terminal, or a CI system of its log: a test's is neither.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(_name, None)
 
 # A shell's background job ignores Ctrl-C, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

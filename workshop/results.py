@@ -31,6 +31,8 @@ from workshop.versions import ALL, ROOT
 SCHEMA_VERSION = 1
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
 STATUSES = ("complete", "interrupted", "gate failed", "failed", "skipped", "profiled")
+MOST_WAITED = 0.5
+DISTURBED = "disturbed: it had to wait for a processor for most of the time"
 PARITY_STATUSES = ("not run", "pass", "fail")
 DEFAULT_FOLDER = ROOT / "results"
 DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
@@ -76,7 +78,8 @@ class Parity:
 class RunResult:
     """One training run of one version. Times in ms, memory in MB (10^6 bytes).
 
-    A file has every field; the defaults are for a run that has not measured yet, or never did.
+    The defaults are for a run that has not measured yet, or never did. A file has every field but
+    those whose default is None: one from before such a field was measured is read with None.
     """
 
     version: str
@@ -117,6 +120,15 @@ class RunResult:
     plausibility: list[str] = field(default_factory=list)
     peak_tflops: float | None = None
     peak_source: str | None = None
+    waited_share: float | None = None
+    """The share of the timed steps in which the thread that waited longest was ready to run and
+    had no processor, because other programs ran; None where the system doesn't count that."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether its times are those of the other programs. It says nothing about how fast the
+        version is: on a machine of its own a slow one waits as little as a fast one."""
+        return self.waited_share is not None and self.waited_share > MOST_WAITED
 
     @property
     def interpreted(self) -> bool:
@@ -297,6 +309,8 @@ def _bounded_figures(run: RunResult) -> Iterator[tuple[str, object, float]]:
         yield "memory_mb.peak", run.memory_mb["peak"], LEAST
     if run.peak_tflops is not None:
         yield "peak_tflops", run.peak_tflops, LEAST
+    if run.waited_share is not None:
+        yield "waited_share", run.waited_share, 0
 
 
 def load_folder(folder: Path) -> list[RunResult]:
@@ -348,18 +362,19 @@ def _no_constant(name: str) -> None:
 
 
 def decode(kind: type[T], content: Any, path: Path, where: str) -> T:
-    """Builds the dataclass `kind` from parsed JSON, checking every field's type."""
+    """Builds the dataclass `kind` from parsed JSON, checking every field's type. A field whose
+    default is None may be missing."""
     if not isinstance(content, dict):
         raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
     hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
-    missing = [name for name in names if name not in content]
+    defaults = {f.name: f.default for f in dataclasses.fields(typing.cast(Any, kind))}
+    missing = [n for n, default in defaults.items() if n not in content and default is not None]
     if missing:
         raise WorkshopError(f"{path}: field {where}{missing[0]} is missing")
-    unknown = sorted(set(content) - set(names))
+    unknown = sorted(set(content) - set(defaults))
     if unknown:
         raise WorkshopError(f"{path}: field {where}{unknown[0]} is unknown")
-    values = {name: _check(hints[name], content[name], path, where + name) for name in names}
+    values = {n: _check(hints[n], value, path, where + n) for n, value in content.items()}
     return kind(**values)
 
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from workshop import waiting
 from workshop.errors import NotOnThisMachine
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
@@ -80,13 +81,11 @@ def _run_process(work: Work, place: Path, limit_s: float) -> int | None:
     # -u: what it printed is there however it ends.
     command = [sys.executable, "-u", "-m", __spec__.name]
     command += [str(path.resolve()) for path in paths]
-    # Threads that wait for each other must not spin on a machine that others use too.
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     with (place / _PRINTED).open("wb") as printed:
         process = subprocess.Popen(
             [*command, str(limit_s)],
             cwd=ROOT,
-            env=environment,
+            env=os.environ | waiting.short_spin(),
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
@@ -127,7 +126,9 @@ def _broken_off(work: Work, place: Path, status: int | None, limit_s: float) -> 
     """The red Item of a process that did not come to its end."""
     written = (place / _STACK).is_file()
     stack = (place / _STACK).read_text(encoding="utf-8", errors="replace") if written else ""
-    name = re.escape(str(work.mine_path.resolve()))
+    # Python writes a stack in ASCII.
+    path = str(work.mine_path.resolve()).encode("ascii", "backslashreplace").decode()
+    name = re.escape(path)
     at = re.search(rf'File "{name}", line (\d+) in (\S+)', stack)
     where = ""
     if at:
