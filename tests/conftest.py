@@ -39,6 +39,8 @@ for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+HANGS_S = 2400
+"""A command that has not ended by then never will, however busy the machine."""
 
 # No size is a power of two or a multiple of another's tile, except the head size (32), of which
 # V3's attention has only a few.
@@ -112,7 +114,7 @@ def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a command as a user types it, from a folder of the repository."""
 
     def run(
-        *words: str | Path, folder: Path = ROOT, timeout: float = 240, **environment: str
+        *words: str | Path, folder: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable if word == "python" else str(word) for word in words]
         return subprocess.run(
@@ -121,7 +123,7 @@ def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
             env=os.environ | environment,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=HANGS_S,
         )
 
     return run

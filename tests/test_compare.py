@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import HANGS_S
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
@@ -794,7 +795,7 @@ class Terminal:
         self._process.stdin.flush()
 
     def end(self) -> int:
-        rest, _ = self._process.communicate(timeout=120)
+        rest, _ = self._process.communicate(timeout=HANGS_S)
         self._add(rest)
         return self._process.returncode
 
@@ -862,7 +863,7 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
     started = []
 
     def start(command: list[str], **words: Any) -> subprocess.Popen[str]:
-        process = popen([sys.executable, "-c", "import time; time.sleep(60)"], **words)
+        process = popen([sys.executable, "-c", "import time; time.sleep(9999)"], **words)
         started.append(process)
         signal.raise_signal(signal.SIGINT)
         return process

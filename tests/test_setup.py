@@ -12,12 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "setup"
@@ -41,7 +41,7 @@ def run(command: list[str | Path], environment: dict[str, str] | None = None) ->
         capture_output=True,
         text=True,
         env={**kept, **NO_NETWORK, **(environment or {})},
-        timeout=120,
+        timeout=HANGS_S,
     )
 
 
@@ -371,15 +371,12 @@ def test_summary_says_what_was_found(site: Site) -> None:
     assert "the other packages are all there already" in site.done.stdout
 
 
-def test_second_run_does_nothing_and_is_quick(site: Site) -> None:
+def test_second_run_does_nothing(site: Site) -> None:
     before = {path: path.stat().st_mtime_ns for path in site.venv.iterdir()}
-    start = time.monotonic()
     again = site.set_up()
-    seconds = time.monotonic() - start
     assert again.returncode == 0
     assert "is ready" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in site.venv.iterdir()} == before
-    assert seconds < 5  # about 0.1 s; a shared machine may be busy
 
 
 def test_changed_requirements_are_installed(site: Site) -> None:

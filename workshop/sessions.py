@@ -23,7 +23,7 @@ from workshop import errors, hardware, interpreter, presets, results, timing, ve
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
-SECONDS_TO_STOP = 20
+SECONDS_TO_STOP = 120
 SLOW = (
     "in Triton's interpreter on this machine, which takes a minute or more: one run of a step or "
     "two, to check it; its time is not compared"
