@@ -74,7 +74,7 @@ ANSWERED = 'time_ms = 8\n[cause]\nfirst = "One"\n'
 @pytest.fixture
 def demo(tmp_path: Path) -> Path:
     """An exercise below a root of its own."""
-    folder = tmp_path / "version1_demo" / "exercises" / "demo"
+    folder = tmp_path / "a é" / "version1_demo" / "exercises" / "demo"
     folder.mkdir(parents=True)
     for name, text in (
         ("README.md", SHEET),
@@ -93,6 +93,7 @@ def typed(
     """Types a command, below the demo's root; its status and what it printed."""
     root = demo.parents[2]
     monkeypatch.setattr(runner, "LIMIT_S", HANGS_S)
+    monkeypatch.setenv("COLUMNS", "1000")  # a long path is in one line
 
     def run(*words: str) -> tuple[int, str]:
         try:
