@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-# Before PyTorch is imported, here and in the programs that tests start: threads that wait for each
-# other must not spin on a machine that others use too, or a step takes many times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from workshop import versions, waiting
+
+# Before PyTorch is imported, here and in the programs that tests start.
+os.environ.update(waiting.short_spin())
 # And the workers of a parallel run share the cores out, NumPy's threads too.
 os.environ.update(
     {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // int(workers)))}
@@ -25,16 +26,21 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 import pytest
 import torch
 
-from workshop import versions
 from workshop.precision import kept_matmul_mode
 
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What a shell says of its terminal, or a CI system of its log: a test's is neither.
+for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(_name, None)
+
 # A shell's background job ignores Ctrl-C, and what the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+HANGS_S = 2400
+"""A command that has not ended by then never will, however busy the machine."""
 
 # No size is a power of two or a multiple of another's tile, except the head size (32), of which
 # V3's attention has only a few.
@@ -108,7 +114,7 @@ def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a command as a user types it, from a folder of the repository."""
 
     def run(
-        *words: str | Path, folder: Path = ROOT, timeout: float = 240, **environment: str
+        *words: str | Path, folder: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable if word == "python" else str(word) for word in words]
         return subprocess.run(
@@ -117,7 +123,7 @@ def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
             env=os.environ | environment,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=HANGS_S,
         )
 
     return run

@@ -79,7 +79,7 @@ def quick(
 ) -> tuple[Finished, Path]:
     output = tmp_path_factory.mktemp("kernels")
     command = ("python", "benchmark_kernels.py", "--quick", "--output-dir", output)
-    return type_command(*command, folder=FOLDER, timeout=120, **INTERPRETER), output
+    return type_command(*command, folder=FOLDER, **INTERPRETER), output
 
 
 # On a GPU machine Triton is the one of PyTorch's release, whose interpreter may not run there.
@@ -757,7 +757,7 @@ def on_gpu(
 ) -> tuple[Finished, dict[str, Any]]:
     output = tmp_path_factory.mktemp("gpu")
     command = ("python", "benchmark_kernels.py", "--quick", "--output-dir", output)
-    finished = type_command(*command, folder=FOLDER, timeout=280)
+    finished = type_command(*command, folder=FOLDER)
     print(finished.stdout, finished.stderr, file=sys.stderr)
     return finished, json.loads((output / "kernels.json").read_text())
 

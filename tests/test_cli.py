@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import HANGS_S
 from test_compare import NO_TRITON, copy_repository, needs_triton
 from test_results import files
 
@@ -144,7 +145,6 @@ class Started(dict[str, Future[Finished]]):
         self[name] = self.pool.submit(
             self.type_command,
             *command(key, self.output(name), *words),
-            timeout=120,  # a size that is not refused would take all memory by and by
             **script(key, root),
             **(ONE_CORE | env),
         )
@@ -684,7 +684,7 @@ def interrupted(
             assert line, f"it ended before {after!r}"
             shown += line
         process.send_signal(number)
-        rest, errors = process.communicate(timeout=120)
+        rest, errors = process.communicate(timeout=HANGS_S)
     finally:
         process.kill()
     return Finished(typed, process.returncode, shown + rest, errors)

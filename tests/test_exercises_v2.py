@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import stored_runs
+from conftest import HANGS_S
 
 from workshop.exercises import frame, runner
 from workshop.exercises.frame import Item, Work
@@ -69,11 +70,11 @@ FLASH_SOLUTION = SOLUTIONS / "flash_attention" / frame.MINE
 
 def test_the_flash_starter_fails_and_the_solution_passes() -> None:
     folder = EXERCISES / "flash_attention"
-    starter = runner.run(folder, mine=folder / frame.STARTER)
+    starter = runner.run(folder, mine=folder / frame.STARTER, limit_s=HANGS_S)
     assert not starter.passed
     assert "not written yet: starter.py, line" in red(starter.items)
     assert "in flash_forward" in red(starter.items) and "in flash_backward" in red(starter.items)
-    solution = runner.run(folder, mine=FLASH_SOLUTION)
+    solution = runner.run(folder, mine=FLASH_SOLUTION, limit_s=HANGS_S)
     assert solution.passed, red(solution.items)
     assert "done: k and v are not repeated" in told(solution.items)
 
@@ -180,7 +181,9 @@ def test_the_made_up_tables_are_what_their_script_makes() -> None:
 
 
 def test_the_rocm_solution_passes() -> None:
-    outcome = runner.run(EXERCISES / ROCM, answers=SOLUTIONS / ROCM / frame.MY_ANSWERS)
+    outcome = runner.run(
+        EXERCISES / ROCM, answers=SOLUTIONS / ROCM / frame.MY_ANSWERS, limit_s=HANGS_S
+    )
     assert outcome.passed, red(outcome.items)
     assert "4,270 GB/s" in told(outcome.items) and "81%" in told(outcome.items)
 
@@ -237,7 +240,7 @@ def test_on_a_gpu_without_chosen_counters_they_are_not_asked(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     answers = with_answers(ROCM, tmp_path / "answers.toml", counter_runs=0)
-    outcome = runner.run(EXERCISES / ROCM, answers=answers)
+    outcome = runner.run(EXERCISES / ROCM, answers=answers, limit_s=HANGS_S)
     assert outcome.passed, red(outcome.items)
     assert "not asked" in told(outcome.items)
 
@@ -330,7 +333,7 @@ def fusion(measured: Path, **changes: Any) -> list[Item]:
 
 def test_the_fusion_solution_passes(measured: Path) -> None:
     answers = with_answers(FUSION, measured / "answers.toml")
-    outcome = runner.run(EXERCISES / FUSION, answers=answers, results=measured)
+    outcome = runner.run(EXERCISES / FUSION, answers=answers, results=measured, limit_s=HANGS_S)
     assert outcome.passed, red(outcome.items)
     assert "no clear difference" in told(outcome.items)  # of four switches
     assert "measured 20%" in told(outcome.items)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import HANGS_S
 
 pytest.importorskip("triton")
 
@@ -63,7 +64,7 @@ def test_an_untouched_starter_fails(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODING)
 def test_the_solution_passes_as_a_participant_checks_it(name: str) -> None:
-    outcome = runner.run(EXERCISES / name, mine=SOLUTIONS / name / frame.MINE)
+    outcome = runner.run(EXERCISES / name, mine=SOLUTIONS / name / frame.MINE, limit_s=HANGS_S)
     assert outcome.passed, red(outcome.items)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import nbclient
 import nbformat
 import pytest
+from conftest import HANGS_S
 
 from workshop import notebook, parity
 from workshop.errors import WorkshopError
@@ -101,14 +102,13 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     parameters = f"import pathlib\nOUTPUT = pathlib.Path({str(output)!r})\nSTEPS, REPEATS = 3, 1"
     tour.cells.insert(first + 1, nbformat.v4.new_code_cell(parameters))
     where = {"metadata": {"path": str(TOUR.parent)}}
-    client = nbclient.NotebookClient(tour, timeout=600, kernel_name="python3", resources=where)
+    client = nbclient.NotebookClient(tour, timeout=HANGS_S, kernel_name="python3", resources=where)
     more = {"PYTHONPATH": f"{start}{os.pathsep}{ROOT}", "TORCH_COMPILE_DISABLE": "1"}
     client.execute(env=os.environ | more)
     return tour
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_it_runs_and_shows_what_it_promises(executed: nbformat.NotebookNode) -> None:
     shown = [
         str(output.get("data", {}).get("text/html", "")) + str(output.get("text", ""))

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import HANGS_S
 from test_cli import AT_A_KEYBOARD, ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_compare import NO_TRITON, needs_triton
 
@@ -460,7 +461,7 @@ def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
         while "  data " not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=HANGS_S)
     finally:
         process.kill()
     assert process.returncode == 130, told

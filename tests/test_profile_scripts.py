@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import HANGS_S
 
 from workshop import versions
 from workshop.profilers import amd_counters, ncu, run_all, summary
@@ -107,7 +108,7 @@ class Machine:
             env=self.environment(**extra),
             cwd=self.bin,
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            timeout=HANGS_S,
         )
 
     def recorded(self, program: str) -> list[str]:
@@ -811,8 +812,8 @@ def test_rocprof_compute_analyzes_what_it_has_profiled(machine: Machine) -> None
 @pytest.mark.parametrize(
     ("tool", "body"),
     [
-        ("nsys", f"{RECORDER}exec sleep 60"),
-        ("ncu", f'case "$*" in *--import*) {RECORDER} echo half; exec sleep 60 ;; esac'),
+        ("nsys", f"{RECORDER}exec sleep 9999"),
+        ("ncu", f'case "$*" in *--import*) {RECORDER} echo half; exec sleep 9999 ;; esac'),
     ],
 )
 def test_interrupted_script_says_so_and_leaves_nothing_half_written(
@@ -830,7 +831,7 @@ def test_interrupted_script_says_so_and_leaves_nothing_half_written(
     wait_for(lambda: bool(machine.recorded(tool)))
     assert lock_of(machine.out).read_text() == f"{platform.node()} {process.pid}\n"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130
     assert told == f"interrupted: {machine.out} is not complete\n"
     assert (machine.out / "command.txt").read_text().endswith("# exit status 130\n")
@@ -864,7 +865,7 @@ def test_folder_that_another_run_is_filling_is_left_to_it(tool: str, machine: Ma
 
 def test_lock_of_a_run_that_was_killed_is_taken_over(machine: Machine) -> None:
     machine.install(nsys=NSYS_TOOL, **NVIDIA_GPU)
-    killed = subprocess.Popen(["sleep", "60"])
+    killed = subprocess.Popen(["sleep", "9999"])
     killed.kill()
     killed.wait()
     for text in (f"{platform.node()} {killed.pid}\n", ""):  # or before it wrote its name
@@ -876,8 +877,8 @@ def test_lock_of_a_run_that_was_killed_is_taken_over(machine: Machine) -> None:
     assert not lock_of(machine.out).exists()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -1030,7 +1031,7 @@ def test_script_that_is_none_is_one_error(
 def test_interrupt_ends_the_profiler_and_shows_what_was_completed(machine: Machine) -> None:
     grandchild = machine.root / "grandchild"
     # Neither the script nor the program below it heeds Ctrl-C's signal when asked politely.
-    stubborn = f"trap '' INT; sleep 120 & echo $! >'{grandchild}'; wait"
+    stubborn = f"trap '' INT; sleep 9999 & echo $! >'{grandchild}'; wait"
     words = install_stand_ins(machine, {"run_nsys.sh": "exit 0", "run_ncu.sh": stubborn})
     code = "from workshop.profilers import run_all as r; r.SECONDS_TO_STOP = 1; exit(r.main())"
     process = subprocess.Popen(
@@ -1042,7 +1043,7 @@ def test_interrupt_ends_the_profiler_and_shows_what_was_completed(machine: Machi
     )
     wait_for(lambda: grandchild.exists() and bool(grandchild.read_text().strip()))
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130
     assert "interrupted" in err and re.search(r"nsys .* ok", out)
     tools = json.loads((machine.out / "summary.json").read_text())["tools"]

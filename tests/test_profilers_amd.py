@@ -1360,5 +1360,4 @@ def test_traces_of_a_million_kernels(tmp_path: Path) -> None:
     folder = reading_cost.read("rocprofv3", tmp_path)
     assert (trace.launches, trace.total_ns) == (1_000_000, 1e9)
     assert (folder.launches, folder.total_ns) == (500_000, 0.5e9)
-    assert trace.seconds < 10
     assert max(trace.peak_bytes, folder.peak_bytes) < 1e9

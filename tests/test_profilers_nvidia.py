@@ -421,7 +421,6 @@ def test_nsys_trace_of_a_million_kernels(tmp_path: Path) -> None:
             file.write(",".join(str(row.get(column, "1")) for column in TRACE) + "\n")
     reading = reading_cost.read("nsys", path)
     assert (reading.launches, reading.busy_ns) == (1_000_000, 1e9)
-    assert reading.seconds < 10
     assert reading.peak_bytes < 1e9
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import HANGS_S
 from test_cli import ONE_CORE, SMALL
 from test_profilers_advisor import record
 
@@ -74,7 +75,7 @@ def run_by_proton(tmp_path: Path) -> RunByProton:
         command = [sys.executable, "-c", PROTON[how], *map(str, words)]
         environment = os.environ | ONE_CORE
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S
         )
 
     return run

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import HANGS_S
 
 from workshop import versions
 
@@ -69,7 +70,6 @@ def every_command() -> list[pytest.ParameterSet]:
     return [pytest.param(*values, id=last_line) for last_line, values in found.items()]
 
 
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize(("command", "folder"), every_command())
 def test_the_documents_commands_run_on_a_cpu(
     command: str, folder: Path, clean_results: None, tmp_path: Path
@@ -94,7 +94,7 @@ def run(command: str, folder: Path, output: Path) -> None:
         env=inherited | {"ARGS": short, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=HANGS_S,
     )
     assert answer.returncode == 0, f"{command}\n{answer.stdout[-2000:]}\n{answer.stderr[-2000:]}"
 

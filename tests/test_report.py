@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from browser import complaints, open_browser, requested, resize, wear
+from conftest import HANGS_S
 from stored_runs import REFERENCE, ROOT, reference, write
 
 from workshop import versions
@@ -484,7 +485,7 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path: Path) -> None:
     while process.poll() is None and not folder.exists():  # from then on it draws
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130 and told == "interrupted: what is written is whole\n"
     assert list(folder.iterdir()) == []
 

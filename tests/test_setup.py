@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = ROOT / "setup"
@@ -47,7 +48,7 @@ def run(command: list[str | Path], environment: dict[str, str] | None = None) ->
         capture_output=True,
         text=True,
         env=offline(environment),
-        timeout=120,
+        timeout=HANGS_S,
     )
 
 
@@ -428,15 +429,12 @@ def test_summary_says_what_was_found(site: Site) -> None:
     assert "the other packages are all there already" in site.done.stdout
 
 
-def test_second_run_does_nothing_and_is_quick(site: Site) -> None:
+def test_second_run_does_nothing(site: Site) -> None:
     before = {path: path.stat().st_mtime_ns for path in site.venv.iterdir()}
-    start = time.monotonic()
     again = site.set_up()
-    seconds = time.monotonic() - start
     assert again.returncode == 0
     assert "is ready" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in site.venv.iterdir()} == before
-    assert seconds < 5  # about 0.1 s; a shared machine may be busy
 
 
 def test_changed_requirements_are_installed(site: Site) -> None:

@@ -55,10 +55,11 @@ def test_median_and_spread() -> None:
 
 def test_the_clock_measures_between_marks() -> None:
     clock = timing.StepClock(torch.device("cpu"))
+    start = time.perf_counter()
     for pause in (0.0, 0.02, 0.05):
         time.sleep(pause)
         clock.mark()
     first, second = clock.durations_ms()
-    assert 20 <= first < 45
-    assert 50 <= second < 90
+    assert first >= 20 and second >= 50
+    assert first + second <= (time.perf_counter() - start) * 1e3
     assert clock.reached(1)

@@ -30,6 +30,7 @@ from workshop import (
     timing,
     trainer,
     versions,
+    waiting,
 )
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.precision import Precision, get_precision
@@ -105,8 +106,15 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     """Runs a version's module from the command line; returns the exit status."""
     version = versions.of_file(Path(str(module.__file__)))
     arguments = build_parser(version, module).parse_args(argv)
+
+    def work() -> int:
+        of_this_program = module.__name__ == "__main__"
+        if of_this_program and hardware.get_device(arguments.device).type == "cpu":
+            waiting.restart_with_short_spin()
+        return _run(check_arguments(version, module, arguments))
+
     return errors.exit_status(
-        lambda: _run(check_arguments(version, module, arguments)),
+        work,
         interrupted="interrupted before a timed step was complete: nothing saved",
     )
 
@@ -703,6 +711,7 @@ def _record_training(
     result.optimizer_ms = training.optimizer_ms
     result.losses = results.finite(training.losses)
     result.memory_mb = training.memory_mb
+    result.waited_share = training.waited_share
     result.setup_s |= {"compile": first_use.compile_seconds(), **training.setup_s}
     if training.no_memory_for_phases:
         print("note: no memory is left to time the parts of a step")
@@ -803,6 +812,8 @@ def _print_summary(request: Request, result: RunResult) -> None:
     _print_lines(rows)
     for sentence in result.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")
+    if result.disturbed and not result.interpreted:
+        print(f"  {results.DISTURBED}: run it again")
 
 
 def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:

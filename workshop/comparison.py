@@ -214,15 +214,31 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         row.note = (broken[0].error if broken else None) or "no timed step"
         return row
     _fill_proof(row, timed)
+    used = steady(timed)
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
         why = f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, and took memory of its own"
         row.note = _join(why, row.note)
         return row
-    _fill_times(row, timed)
-    _fill_speedup(row, timed, baseline)
+    _fill_times(row, used)
+    row.note = _join(row.note, _disturbance(timed))
+    _fill_speedup(row, used, baseline)
     _fill_first_use(row, timed)
     return row
+
+
+def steady(runs: list[RunResult]) -> list[RunResult]:
+    """The runs whose times count: without those that other programs disturbed, unless that were
+    all."""
+    return [run for run in runs if not run.disturbed] or runs
+
+
+def _disturbance(runs: list[RunResult]) -> str:
+    count = sum(run.disturbed for run in runs)
+    if count == 0:
+        return ""
+    effect = "the times are too long" if count == len(runs) else "not in the times"
+    return f"{count} of {len(runs)} runs disturbed by other programs: {effect}"
 
 
 def _parity(runs: list[RunResult]) -> str:
@@ -298,7 +314,7 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
     if not baseline:
         row.note = _join(row.note, "no V1 in the same session: no speed-up")
         return
-    baseline_steps = [run.step_ms for run in baseline if run.step_ms]
+    baseline_steps = [run.step_ms for run in steady(baseline) if run.step_ms]
     broken = any(run.error for run in baseline) or _audit(baseline) == "fail"
     if broken or _parity(baseline) != "pass" or not baseline_steps:
         row.note = _join(row.note, "V1 failed in this session: no speed-up")

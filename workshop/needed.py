@@ -3,14 +3,16 @@
 It imports nothing but Python's own at its top.
 """
 
+import os
 import sys
 
-from workshop import errors
+from workshop import errors, waiting
 
 
 def import_torch() -> None:
-    """Imports PyTorch, which takes seconds. Ends the process, in one line and with the status for
-    it, if this Python has none, or at Ctrl-C."""
+    """Imports PyTorch, which takes seconds, with `waiting.SPIN`. Ends the process, in one line and
+    with the status for it, if this Python has none, or at Ctrl-C."""
+    os.environ.update(waiting.short_spin())
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:

@@ -304,7 +304,7 @@ def load_baseline(path: Path) -> Baseline:
 
 def repeats(runs: Iterable[RunResult]) -> int:
     """The most processes that a version and size has."""
-    return max(len(series) for series in _series(runs).values())
+    return max(len(comparison.steady(series)) for series in _series(runs).values())
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def _join(*notes: str) -> str:
 
 def _values(runs: list[RunResult], metric: Metric) -> list[float]:
     """One value a process, of those that measured any."""
-    values = (metric.of(run) for run in runs)
+    values = (metric.of(run) for run in comparison.steady(runs))
     return [value for value in values if value is not None and value > 0]
 
 

@@ -37,6 +37,8 @@ STATUSES = (
     "skipped",
     "profiled",
 )
+MOST_WAITED = 0.5
+DISTURBED = "disturbed: it had to wait for a processor for most of the time"
 PARITY_STATUSES = ("not run", "pass", "fail")
 GATE_ONLY = "gate only"
 """Of a run that no run of V1 in its session could be compared with."""
@@ -99,7 +101,8 @@ class Audit(Parity):
 class RunResult:
     """One training run of one version. Times in ms, memory in MB (10^6 bytes).
 
-    A file has every field; the defaults are for a run that has not measured yet, or never did.
+    The defaults are for a run that has not measured yet, or never did. A file has every field but
+    those whose default is None: one from before such a field was measured is read with None.
     """
 
     version: str
@@ -141,6 +144,15 @@ class RunResult:
     plausibility: list[str] = field(default_factory=list)
     peak_tflops: float | None = None
     peak_source: str | None = None
+    waited_share: float | None = field(default=None, metadata=NEWER)
+    """The share of the timed steps in which the thread that waited longest was ready to run and
+    had no processor, because other programs ran; None where the system doesn't count that."""
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether its times are those of the other programs. It says nothing about how fast the
+        version is: on a machine of its own a slow one waits as little as a fast one."""
+        return self.waited_share is not None and self.waited_share > MOST_WAITED
 
     @property
     def refused(self) -> tuple[str, list[str]] | None:
@@ -367,6 +379,8 @@ def _bounded_figures(run: RunResult) -> Iterator[tuple[str, object, float]]:
         yield "memory_mb.peak", run.memory_mb["peak"], LEAST
     if run.peak_tflops is not None:
         yield "peak_tflops", run.peak_tflops, LEAST
+    if run.waited_share is not None:
+        yield "waited_share", run.waited_share, 0
 
 
 def load_folder(folder: Path) -> list[RunResult]:
@@ -418,7 +432,8 @@ def _no_constant(name: str) -> None:
 
 
 def decode(kind: type[T], content: Any, path: Path, where: str) -> T:
-    """Builds the dataclass `kind` from parsed JSON, checking every field's type."""
+    """Builds the dataclass `kind` from parsed JSON, checking every field's type. A field whose
+    default is None may be missing."""
     if not isinstance(content, dict):
         raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
     hints = typing.get_type_hints(kind)

@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from workshop import errors, processes
+from workshop import errors, processes, waiting
 from workshop.errors import WorkshopError, printable
 from workshop.versions import ROOT, VERSIONS
 
@@ -239,13 +239,11 @@ def _sentence(row: dict[str, typing.Any]) -> str:
 def _run(command: list[str]) -> tuple[int | None, str, str]:
     """A command's exit status, its output, and in a line why there is none or the last it said on
     stderr."""
-    # Threads that wait for each other must not spin on a machine that others use too.
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     try:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env=os.environ | waiting.short_spin(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

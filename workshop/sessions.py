@@ -20,11 +20,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop import errors, hardware, interpreter, presets, processes, results, timing, versions
+from workshop import (
+    errors,
+    hardware,
+    interpreter,
+    presets,
+    processes,
+    results,
+    timing,
+    versions,
+    waiting,
+)
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 
-SECONDS_TO_STOP = 20
+SECONDS_TO_STOP = 120
 UNDER_WAY = " ..."
 """How a version's process ends a line about something that has begun and may take long."""
 SLOW = (
@@ -56,6 +66,8 @@ class Plan:
     """Why it is not to be run, but recorded as skipped."""
     told: Mapping[str, float] = field(default_factory=dict)
     """What its record says of that, among its options."""
+    again: bool = False
+    """Whether it takes the place of a run that other programs disturbed."""
 
     @property
     def label(self) -> str:
@@ -115,7 +127,8 @@ def run_plans(
 ) -> tuple[list[RunResult], bool]:
     """Runs the processes one after the other; what they left, and whether Ctrl-C ended them.
 
-    A version that failed at a size is not run there again: it has its record.
+    A version that failed at a size is not run there again: it has its record. A run that was
+    disturbed is measured again once, and both are kept.
 
     Args:
         plans: a list; or a generator, which may look at what the plans before left in the
@@ -135,13 +148,14 @@ def run_plans(
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     failed: set[str] = set()
+    disturbed: list[Plan] = []
     interrupted = False
     with (
         tempfile.TemporaryDirectory() as audit,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("", total=total)
-        for plan in plans:
+        for plan in _with_second_tries(plans, disturbed):
             lack = plan.left_out or lacks.get(plan.version)
             if lack and plan.label not in failed:
                 save_record(plan, arguments, session, "skipped", lack)
@@ -164,11 +178,22 @@ def run_plans(
                     interrupted = True
                     break
                 repeats = 1 if plan.interpreted else arguments.repeats
-                tell(f"{plan.label}, run {plan.repeat + 1} of {repeats}: {outcome}")
+                again = " again" if plan.again else ""
+                tell(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {outcome}")
+                if run.disturbed:
+                    disturbed.append(plan)
                 if run.failed:
                     failed.add(plan.label)
-            progress.advance(task)
+            progress.advance(task, 0 if plan.again else 1)
     return load_session(arguments.output_dir, session), interrupted
+
+
+def _with_second_tries(plans: Iterable[Plan], disturbed: list[Plan]) -> Iterator[Plan]:
+    """The plans; each that is in `disturbed` once it has run comes a second time."""
+    for plan in plans:
+        yield plan
+        if plan in disturbed:
+            yield dataclasses.replace(plan, again=True)
 
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
@@ -221,7 +246,7 @@ class _Child:
     ) -> None:
         """`audit` is a folder in which the session's first V1 leaves what others are held to."""
         self.plan, self.arguments, self.session, self.audit = plan, arguments, session, audit
-        self.failed = False
+        self.failed = self.disturbed = False
         self._gate = self._audit = self._result = ""
         self._stderr: list[str] = []
         # A session of its own: a Ctrl-C at the terminal reaches us alone, and we pass it on once.
@@ -250,13 +275,16 @@ class _Child:
         command += ["--session", self.session]
         if not plan.interpreted:  # of which nothing is timed
             command += ["--audit", str(self.audit)]
-        if plan.repeat > 0:  # the first run has passed the gate, with the same code and sizes
+        # The first run has passed the gate, with the same code and sizes.
+        if plan.repeat > 0 or plan.again:
             command.append("--no-gate")
         return command
 
     def _environment(self) -> dict[str, str]:
         # What it prints is read here: the path of its result may have any letter.
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+        if hardware.get_device(self.arguments.device).type == "cpu":
+            environment |= waiting.short_spin()
         if self.plan.interpreted:
             environment[interpreter.VARIABLE] = "1"  # for a CPU that has a GPU beside it
             # Its products are so small that threads take longer to meet than to multiply.
@@ -300,7 +328,9 @@ class _Child:
             result = results.load(Path(self._result.removeprefix("Result: ")))
             if result.interpreted:
                 return f"{interpreter.NOT_COMPARABLE}; {self._gate}"
-            return f"{timing.median(result.step_ms):.2f} ms a step; {self._audit}"
+            self.disturbed = result.disturbed
+            told = f"{timing.median(result.step_ms):.2f} ms a step; {self._audit}"
+            return f"{told}; {results.DISTURBED}" if result.disturbed else told
         self.failed = True
         if status == errors.ANSWER_IS_NO and self._result:
             return self._audit or self._gate

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from workshop import first_use, markers, memory
+from workshop import first_use, markers, memory, waiting
 from workshop.errors import WorkshopError
 from workshop.precision import Precision
 from workshop.timing import StepClock
@@ -170,6 +170,8 @@ class Training:
     losses: list[float] = field(default_factory=list)
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     setup_s: dict[str, float] = field(default_factory=dict)
+    waited_share: float | None = None
+    """As a result has it."""
     interrupted: bool = False
     no_memory_for_phases: bool = False
 
@@ -464,8 +466,10 @@ def train(
         runner.profile_cpu_peak()
 
     first, clock = runner.done, StepClock(runner.device)
+    start, waited = time.perf_counter(), waiting.seconds_without_processor()
     try:
         _timed_steps(runner, clock, schedule.timed, progress)
+        training.waited_share = waiting.longest_share(waited, time.perf_counter() - start)
         training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
         if after_clock is not None:
             after_clock(runner.losses())

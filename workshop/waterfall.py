@@ -410,4 +410,4 @@ def _step(
 
 
 def _times(runs: list[RunResult]) -> list[list[float]]:
-    return [run.step_ms for run in runs if run.step_ms]
+    return [run.step_ms for run in comparison.steady(runs) if run.step_ms]

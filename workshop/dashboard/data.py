@@ -423,7 +423,7 @@ def _sweep_point(size: float, runs: list[RunResult]) -> SweepPoint | None:
     timed = [run for run in runs if run.step_ms and not run.interpreted]
     if bad or not timed:
         return None
-    step = timing.median([ms for run in timed for ms in run.step_ms])
+    step = timing.median([ms for run in comparison.steady(timed) for ms in run.step_ms])
     peaks = [float(run.memory_mb["peak"]) for run in timed if run.memory_mb]
     return SweepPoint(
         size=size,

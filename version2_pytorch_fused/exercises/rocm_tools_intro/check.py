@@ -52,7 +52,7 @@ def _printed_commands() -> list[list[str]]:
             ["bash", str(SCRIPT), "--dry-run"],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=200,
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:

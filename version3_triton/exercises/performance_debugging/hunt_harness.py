@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -20,9 +19,6 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
-# Before PyTorch is imported: threads that wait for each other must not spin on a machine that
-# others use too.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from workshop.needed import import_torch  # noqa: E402
 

@@ -4,7 +4,6 @@ loads its weights, exports it, shows that every form gives the trained model's l
 measures their latencies."""
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,8 +12,6 @@ from types import ModuleType
 from typing import Any
 
 if __name__ == "__main__":
-    # Threads that wait for each other must not spin on a machine that others use too.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from workshop.needed import import_torch
 

@@ -1,0 +1,53 @@
+"""How a process's threads wait: for each other, and for a processor that other programs use too.
+
+It imports nothing but Python's own, for programs that call it before they import PyTorch.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+SPIN = {"GOMP_SPINCOUNT": "1000"}
+"""How often a thread of PyTorch's OpenMP runtime looks whether the others have come before it
+sleeps, and leaves its processor to them. As the runtime has it, a thread spins for milliseconds for
+one that can't run meanwhile: on shared processors a step then takes ten times as long and more."""
+_OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_TASKS = Path("/proc/self/task")
+
+
+def short_spin() -> dict[str, str]:
+    """What a process's environment needs for SPIN; nothing where the user has set what counts."""
+    return {} if any(name in os.environ for name in _OF_THE_USER) else SPIN
+
+
+def restart_with_short_spin() -> None:
+    """Starts this program anew with SPIN, for one that has imported PyTorch already: the runtime
+    reads its environment only once. Returns if there is nothing to change."""
+    added = short_spin()
+    if added:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | added)
+
+
+def seconds_without_processor() -> dict[str, float] | None:
+    """For how long each thread of this process was ready to run and had no processor, by its id;
+    None where the system doesn't count that."""
+    found = {}
+    for task in _TASKS.glob("*"):
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            ran, waited, _ = map(int, (task / "schedstat").read_text().split())
+            if ran:  # a kernel that doesn't count writes zeros
+                found[task.name] = waited / 1e9
+    return found or None
+
+
+def longest_share(before: dict[str, float] | None, seconds: float) -> float | None:
+    """The share of the last `seconds` in which the thread that waited longest had no processor.
+
+    Args:
+        before: `seconds_without_processor` at their start.
+    """
+    now = seconds_without_processor()
+    if before is None or now is None:
+        return None
+    return max(waited - before.get(thread, 0.0) for thread, waited in now.items()) / seconds
