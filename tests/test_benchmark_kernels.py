@@ -158,7 +158,7 @@ def test_wrong_input_is_one_line(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    typed = words.replace("FILE", str(file)).split()
+    typed = [str(file) if word == "FILE" else word for word in words.split()]
     if "--output-dir" not in typed:
         typed += ["--output-dir", str(tmp_path / "out")]
     try:

@@ -433,8 +433,9 @@ def test_pytorch_is_not_needed(words: str, type_command, tmp_path: Path) -> None
 
 def test_nobody_reads_to_the_end(tmp_path: Path) -> None:
     trace = FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz"
-    words = f"draw {trace} --output {shlex.quote(str(tmp_path / 'a.png'))}"
-    command = f"{sys.executable} -m workshop.profilers {words} | true; echo ${{PIPESTATUS[0]}}"
+    words = [sys.executable, "-m", "workshop.profilers", "draw", trace]
+    typed = shlex.join([*map(str, words), "--output", str(tmp_path / "a.png")])
+    command = f"{typed} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("1\n", "")
 

@@ -325,7 +325,9 @@ class _Child:
         self._reader.join(timeout=SECONDS_TO_STOP)
         status = self._process.returncode
         if status == errors.DONE:
-            result = results.load(Path(self._result.removeprefix("Result: ")))
+            # By its name alone: what was printed of the folder depends on the locale.
+            folder = _folder(self.arguments.output_dir, self.session)
+            result = results.load(folder / Path(self._result).name)
             if result.interpreted:
                 return f"{interpreter.NOT_COMPARABLE}; {self._gate}"
             self.disturbed = result.disturbed
