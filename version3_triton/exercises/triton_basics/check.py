@@ -15,6 +15,9 @@ from workshop.exercises.frame import Item, Work
 FP32 = 1e-5
 """Room for a sum in another order; a mistake is larger."""
 
+INTERPRETER_S = 200
+"""Against a hang: the kernels take seconds there."""
+
 STRIDES = "4 x 37, rows 100 apart in x, 37 in out"
 PASSES = "2 passes over memory; largest, exp(x - largest), sum and division one by one take 6"
 
@@ -36,7 +39,7 @@ def check(work: Work) -> Iterator[Item]:
 def _as_interpreted(work: Work) -> Iterator[Item]:
     """Of kernels that are right on the GPU: their loads, which the interpreter alone can watch."""
     os.environ["TRITON_INTERPRET"] = "1"
-    outcome = runner.run(work.folder, mine=work.mine_path)
+    outcome = runner.run(work.folder, mine=work.mine_path, limit_s=INTERPRETER_S)
     what = "loads: none beside the inputs, in Triton's interpreter"
     red = [item for item in outcome.items if not item.ok]
     yield from red or [Item(outcome.passed, what, outcome.lacks or "")]
