@@ -678,7 +678,7 @@ def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     assert (v2["step_ms"], v2["speedup"]) == (None, None)
     assert v2["note"].startswith("audit red: timed run: loss ")
     assert len(re.findall(r"^v2 tiny fp32, run", finished.stderr, re.MULTILINE)) == 1
-    assert re.search(r"│ v2 +│ FAIL +│", finished.stdout)
+    assert re.search(r"│ v2 +│ +FAIL │", finished.stdout)
     runs = {run.version: run for run in results.load_folder(folder)}
     assert runs["v2"].status == "audit failed" and runs["v2"].audit.seconds
 

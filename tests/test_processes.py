@@ -79,12 +79,12 @@ def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: told.exists() or process.poll() is not None, seconds=120)
+        wait_for(lambda: told.exists() or process.poll() is not None)
         child = int(told.read_text())
         assert is_running(child)
         process.kill()
         process.wait()
-        wait_for(lambda: not is_running(child), seconds=60)
+        wait_for(lambda: not is_running(child))
     finally:
         process.kill()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

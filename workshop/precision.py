@@ -58,7 +58,7 @@ def of_losses(name: str) -> str:
     if precision is None or not precision.loss_scaling:
         return ""
     return (
-        f"{name} scales the loss, and leaves out a step whose gradients "
+        f"{name} scales the loss, by 65,536 at first, and leaves out a step whose gradients "
         "overflow at that. A version in which other steps overflow than in V1 trains the same "
         "model a step earlier or later."
     )

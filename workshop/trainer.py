@@ -98,15 +98,16 @@ class EagerStep:
         return loss.detach()
 
     def settle_scale(self) -> None:
-        """Halves fp16's loss scale until the present batch's gradients don't overflow, training
-        nothing. A GradScaler would leave out a step each time, and not the same in all versions:
-        where a product sums the embedding's gradient in fp16 it overflows, in fp32 it does not."""
-        while self.scaler.get_scale() > 1:  # a NaN at any scale is no overflow
+        """Halves fp16's loss scale until the present batch's gradients don't overflow, and once
+        more for the batches to come; trains nothing. A GradScaler would leave out a step each time,
+        and not the same in all versions: where a product sums the embedding's gradient in fp16 it
+        overflows, in fp32 it does not."""
+        fits = False
+        while not fits and self.scaler.get_scale() > 1:  # a NaN at any scale is no overflow
             self.clear()
             self.backward(self.forward())
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            if all(bool(gradient.isfinite().all()) for gradient in gradients):
-                return
+            fits = all(bool(gradient.isfinite().all()) for gradient in gradients)
             scale = self.scaler.get_scale() / 2
             self.scaler = torch.amp.GradScaler(self.device_type, init_scale=scale)
 
