@@ -107,17 +107,11 @@ def _serve(collection: "Collection", port: int, *, open_browser: bool) -> int:
     with server.listen(port) as listener:
         live = Live(collection)
         running = server.make_server(server.make_app(live), listener)
-        warming = threading.Thread(target=live.warm_up)
-        warming.start()
         address = f"http://{server.HOST}:{listener.getsockname()[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         if open_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        try:
-            running.serve_forever()  # until Ctrl-C
-        finally:
-            live.close()
-            warming.join()
+        running.serve_forever()  # until Ctrl-C
     return errors.DONE
 
 

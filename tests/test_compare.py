@@ -31,6 +31,7 @@ from workshop import (
     versions,
 )
 from workshop.comparison import Row
+from workshop.dashboard import data, figures
 from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,7 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     rows = by_label(
         [
             make_result("v2", step_ms=FASTER, memory_mb={"peak": 150.0, "source": "allocator"}),
+            make_result("v2", gate="not run", step_ms=[50.1]),
             make_result("v1"),
             make_result("v1", gate="not run"),  # a repeat, which the first run's gate covers
         ]
@@ -77,7 +79,7 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     assert (v1.runs, v1.parity, v1.speedup, v1.verdict()) == (2, "pass", 1.0, "baseline")
     assert v2.speedup == 2.0 and v2.speedup_ci is not None
     low, high = v2.speedup_ci
-    assert 1.9 < low <= 2.0 <= high < 2.1
+    assert 1.97 < low < 2.0 <= high < 2.03
     assert v2.verdict() == f"2.00x [{low:.2f}, {high:.2f}]"
     assert (v2.step_ms, v2.samples_per_s, v2.tokens_per_s) == (50.0, 160.0, 160.0 * 128)
     assert (v2.forward_ms, v2.backward_ms, v2.optimizer_ms) == (30.0, 60.0, 10.0)
@@ -92,16 +94,71 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
 
 
 def test_a_step_twice_as_slow_is_said_to_be() -> None:
-    row = by_label([make_result(), make_result("v2", step_ms=[200.0, 201.0, 199.0])])["v2"]
+    steps = [("v1", 100.0), ("v1", 101.0), ("v2", 200.0), ("v2", 202.0)]
+    row = by_label([make_result(version, step_ms=[ms]) for version, ms in steps])["v2"]
     assert row.speedup == 0.5
     assert row.verdict().startswith("0.50x [")
 
 
 def test_an_interval_that_holds_1_is_no_difference() -> None:
-    steps = [90.0, 110.0, 95.0, 105.0, 99.0]
-    row = by_label([make_result(step_ms=steps), make_result("v2", step_ms=steps[::-1])])["v2"]
+    steps = [("v1", 90.0), ("v1", 110.0), ("v2", 95.0), ("v2", 99.0)]
+    row = by_label([make_result(version, step_ms=[ms]) for version, ms in steps])["v2"]
     assert row.speedup_ci and row.speedup_ci[0] < 1 < row.speedup_ci[1]
     assert row.verdict().startswith("no significant difference [0.")
+
+
+def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whichever of the two it is: how far processes scatter is known of neither then."""
+    once = {"setup_s": {"compile": 20.0, "capture": 0.5}}
+    slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)  # type: ignore[arg-type]
+    for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
+        row = by_label(runs)["v2"]
+        assert (row.speedup, row.speedup_ci, row.verdict()) == (2.0, None, "2.00x (1 process)")
+        assert (row.pays_back, row.pays_back_steps) == ("no telling", None)
+    rows = comparison.build_rows([slow, fast])
+    note = "(1 process): no interval and no verdict"
+    for form in ("table", "markdown"):
+        comparison_tables.show(rows, form)
+        shown = capsys.readouterr().out
+        assert "2.00x (1 process)" in shown and note in shown and "significant" not in shown
+    _, record = json.loads(json.dumps(comparison_tables.as_json(rows)))["rows"]
+    assert (record["speedup"], record["speedup_ci"]) == (2.0, None)
+    _, line = csv.DictReader(io.StringIO(comparison_tables.as_csv(rows)))
+    assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
+    assert rows[1].short_verdict() == "2.00x\n1 process"  # on a bar
+    drawn = figures.speedups(rows)
+    assert "<b>2.00x<br>1 process</b>" in drawn.data[1].text
+    assert list(drawn.data[0].error_y.array) == [None, None]
+    assert data.headline(rows) == ""
+    # V1 alone is compared with nothing.
+    assert note not in comparison_tables.as_markdown(comparison.build_rows([slow]))
+
+
+def test_a_session_has_one_peak_for_each_precision() -> None:
+    """A process measures an unlisted chip's in whatever minute it has: the highest counts."""
+    peaks = {("v1", "fp32", "s"): 0.5, ("v2", "fp32", "s"): 0.4, ("v2", "bf16", "s"): 0.8}
+    peaks |= {("v4", "fp32", "later"): 0.45}
+    runs = [
+        make_result(version, precision=precision, session=session, peak_tflops=peak)
+        for (version, precision, session), peak in peaks.items()
+    ]
+    # Another size of the same session, which is shown in another table.
+    runs.append(make_result("v1", session="s", seq_len=64, peak_tflops=0.6))
+    runs.append(make_result("v1", session="s", device={"name": "Another"}, peak_tflops=9.0))
+    rows = comparison.build_rows(runs)
+    found = {(r.version, r.precision, r.session): r.peak_tflops for r in rows if r.seq_len == 128}
+    found.pop(("v1", "fp32", "s"))  # of the other device
+    assert found == {
+        ("v2", "fp32", "s"): 0.6,
+        ("v2", "bf16", "s"): 0.8,
+        ("v4", "fp32", "later"): 0.45,
+    }
+    v1, v2 = (r for r in rows if (r.device, r.seq_len, r.precision) == ("Some CPU", 128, "fp32")
+              and r.session == "s")  # fmt: skip
+    assert v1.peak_share and v1.peak_share == v2.peak_share
+    assert v1.tflops and v1.peak_share == pytest.approx(v1.tflops / 0.6)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +372,7 @@ def test_the_first_use_is_paid_back_by_what_each_step_saves() -> None:
         make_result("v4", step_ms=FASTER, **setup(20.0, 0.5)),
         make_result("v4", step_ms=FASTER, gate="not run", **setup(4.0, 0.5)),
     ]
-    rows = by_label(runs)
+    rows = by_label([*runs, make_result(gate="not run"), dataclasses.replace(runs[1])])
     v4 = rows["v4"]
     assert (v4.first_use_s, v4.first_use_least_s) == (20.5, 4.5)
     assert v4.setup_s["compile"] == 20.0
@@ -337,10 +394,8 @@ def test_nothing_is_made_up_of_files_that_do_not_tell_the_first_use() -> None:
     row = by_label([make_result(), make_result("v4", step_ms=FASTER)])["v4"]
     assert (row.first_use_s, row.pays_back, row.pays_back_steps) == (None, None, None)
     even = [90.0, 110.0, 95.0, 105.0, 99.0]
-    runs = [
-        make_result(step_ms=even, **setup(0.0)),
-        make_result("v2", step_ms=even[::-1], **setup(1.0)),
-    ]
+    runs = [make_result(step_ms=[ms], **setup(0.0)) for ms in even]
+    runs += [make_result("v2", step_ms=[ms], **setup(1.0)) for ms in even]
     assert by_label(runs)["v2"].pays_back == "no telling"
 
 
@@ -351,8 +406,10 @@ def test_nothing_is_made_up_of_files_that_do_not_tell_the_first_use() -> None:
 def test_a_version_that_compiles_nothing_pays_back_only_if_it_is_faster(
     milliseconds: float, pays_back: str, steps: int | None
 ) -> None:
-    times = [milliseconds * factor for factor in (0.9, 1.1, 1.0, 1.05, 0.95)]
-    runs = [make_result(**setup(0.0)), make_result("v2", step_ms=times, **setup(0.0))]
+    runs = []
+    for factor in (0.9, 1.1, 1.0, 1.05, 0.95):
+        times = [milliseconds * factor]
+        runs += [make_result(**setup(0.0)), make_result("v2", step_ms=times, **setup(0.0))]
     v2 = by_label(runs)["v2"]
     assert (v2.pays_back, v2.pays_back_steps) == (pays_back, steps)
 
@@ -582,7 +639,7 @@ def test_a_comparison_trains_shows_and_writes(good: tuple[Finished, Path]) -> No
     finished, folder = good
     assert finished.returncode == 0, finished.stderr
     assert re.search(r"│ v1 .* baseline │", finished.stdout)
-    assert re.search(r"│ v2 .*(x \[|no significant)", finished.stdout)
+    assert re.search(r"│ v2 .*x \(1 process\) │", finished.stdout)
     assert re.findall(r"│ (v\d) +│ +pass │ +11/11 │", finished.stdout) == ["v1", "v2"]
     for key in ("v1", "v2"):  # told as it goes, for those who wait
         assert re.search(rf"^{key} tiny fp32, run 1 of 1: [\d.]+ ms", finished.stderr, re.MULTILINE)

@@ -23,6 +23,7 @@ from workshop import comparison, results, studies, versions
 from workshop.collection import Collection
 from workshop.dashboard import blocks, data, export, server
 from workshop.dashboard.data import Choice, Live, Snapshot
+from workshop.report import comparisons
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
@@ -336,13 +337,12 @@ def test_a_thousand_files_start_and_change(
 
 def test_what_a_change_costs_does_not_grow_with_the_files(thousand: Path, tmp_path: Path) -> None:
     def calls(folder: Path, count: int) -> int:
-        """Of functions, for all views, once the files are read."""
-        live = Live(Collection([folder]))
-        live.warm_up()
-        snapshot = live.snapshot
+        """Of functions, for all views, once the files are read and the rows made."""
+        snapshot = Live(Collection([folder])).snapshot
         assert sum(map(len, snapshot.groups.values())) == count
         profile = cProfile.Profile()
         for group in snapshot.groups:
+            snapshot.rows(group)
             choice = snapshot.settle(Choice(*group))
             assert len(profile.runcall(blocks.view, SPEED, snapshot, choice)) == 5
         return sum(entry.callcount for entry in profile.getstats())
@@ -382,6 +382,19 @@ def test_a_sweep_of_the_width_is_of_one_model(tmp_path: Path) -> None:
     group = next(g for g, runs in snapshot.groups.items() if runs[0].run.step_ms[0] == 2048)
     points = data.sweep(snapshot, group, "v1", "hidden_dim")
     assert [(point.size, point.step_ms) for point in points] == [(256, 1024), (512, 2048)]
+
+
+def test_all_sizes_of_a_session_have_one_peak(tmp_path: Path) -> None:
+    """In the dashboard and in the report, which show each size by itself."""
+    for preset, peak in (("small", 200.0), ("medium", 300.0)):
+        changes = {"session": "s", "peak_tflops": peak}
+        stored_runs.write(tmp_path, stored_runs.reference(preset=preset), preset, **changes)
+    collection = Collection([tmp_path])
+    collection.refresh()
+    snapshot = Snapshot(collection)
+    shown = [row for group in snapshot.groups for row in snapshot.rows(group)]
+    reported = [row for group in comparisons.groups(collection.runs) for row in group.rows]
+    assert [row.peak_tflops for row in (*shown, *reported)] == [300.0] * 4
 
 
 def test_an_error_that_is_no_number_is_the_worst(tmp_path: Path) -> None:

@@ -385,6 +385,14 @@ def test_where_nothing_is_clearly_slower_none_is_right(
     )
 
 
+def test_one_run_of_each_proves_no_switch_dear(measured: Path) -> None:
+    for path in (measured / "runs").glob("20270101-000002-*"):
+        shutil.rmtree(path)
+    items = fusion(measured, dearest_switch="none")
+    assert not red(items)
+    assert "measured: +20.0% in one process" in told(items)
+
+
 def test_what_was_not_measured_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     folder.mkdir()

@@ -15,7 +15,7 @@ from test_compare import SHRINK_PRESET, TypeCommand, copy_repository
 from test_results import files, make_result
 
 from analysis_tools import regression_tester
-from workshop import errors, regression, results
+from workshop import errors, regression, results, timing
 from workshop.errors import WorkshopError
 from workshop.regression import (
     FAILED,
@@ -50,7 +50,7 @@ THRESHOLD = 0.03
     ],
 )
 def test_quantiles_are_those_of_the_printed_tables(tail: float, freedom: int, value: float) -> None:
-    assert regression._t_quantile(tail, freedom) == pytest.approx(value, abs=6e-4)
+    assert timing.t_quantile(tail, freedom) == pytest.approx(value, abs=6e-4)
 
 
 class Noise:

@@ -395,7 +395,13 @@ def test_only_runs_that_differ_in_one_size_make_a_sweep() -> None:
 def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
     one = build(*(at("v1", n) for n in (128, 256)), at("v2", 128, step_ms=[64.0] * 5),
                 at("v2", 256, step_ms=[64.0] * 5))  # fmt: skip
-    assert [point.row.speedup for point in curve(one, "v2").points] == [2.0, 4.0]
+    points = curve(one, "v2").points
+    assert [point.row.speedup for point in points] == [2.0, 4.0]
+    assert [sweep_tables.cells("v2", point)[4] for point in points] == [
+        "2.00x (1 process)",
+        "4.00x (1 process)",
+    ]
+    assert "(1 process): no interval and no verdict" in sweep_tables.as_markdown([one])
 
 
 def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:

@@ -240,6 +240,20 @@ def test_each_rung_is_compared_with_the_one_before_and_with_v1() -> None:
     assert not one.failed
 
 
+def test_two_processes_of_each_rung_give_an_interval_and_one_gives_none() -> None:
+    other = [dataclasses.replace(run, step_ms=[1.001 * run.step_ms[1]]) for run in whole("v4")]
+    (one,), (two,) = waterfall.build(whole("v4")), waterfall.build(whole("v4") + other)
+    assert [step.gain_ci for step in one.steps] == [None] * len(one.steps)
+    assert waterfall_tables.cells(one.steps[2])[3:5] == ["1.11x (1 process)", "1.23x (1 process)"]
+    records = waterfall_tables.as_json([one])["waterfalls"][0]["steps"]
+    assert {str(record["gain_ci"]) for record in records} == {"None"}
+    note = "(1 process): no interval and no verdict"
+    assert note in waterfall_tables.as_markdown([one])
+    assert note not in waterfall_tables.as_markdown([two])
+    for step in two.steps[1:]:
+        assert step.gain_ci is not None and 1.1 < step.gain_ci[0] < 1 / 0.9 < step.gain_ci[1]
+
+
 def test_both_waterfalls_of_a_session_share_their_first_rungs() -> None:
     runs = whole("v4") + [run for run in whole("v3") if run.version == "v3"]
     v4, v3 = waterfall.build(runs)
@@ -333,7 +347,7 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path: Path) -> N
     points = roofline_inputs.load([tmp_path], precision="bf16").points
     assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
     figures = instructor.parts(collection)["figures of session 4"]
-    assert figures.count("| 50.00 |") == 2 and "| 1.60x [" in figures
+    assert figures.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in figures
 
 
 def test_the_newest_session_counts() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from workshop import flops, presets, timing
@@ -15,6 +15,10 @@ SCHEMA_VERSION = 1
 FIRST_USE = {"compile", "capture"}
 """What of a run's `setup_s` the version costs before its first fast step. The gate is the
 harness's, and the warm-up trains."""
+ONE_PROCESS = "1 process"
+"""Of V1 or of the version: a speed-up then has no interval."""
+Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
+"""TFLOP/s and their source, by device, session and precision."""
 
 
 @dataclass
@@ -24,7 +28,8 @@ class Row:
     Only a row whose `status` is "timed" has times. A "failed" one (its gate is red, or a run of it
     ended in an error) has no figures, nor has a "skipped" one, which this machine can't run; an
     "interpreted" one has no times and no ratios. `note` says why. `speedup` is V1's median step
-    over this one's, measured in the same session, and `speedup_ci` its 95% interval.
+    over this one's, measured in the same session, and `speedup_ci` its 95% interval; None with one
+    process of either.
     """
 
     version: str
@@ -73,7 +78,7 @@ class Row:
     first_use_least_s: float | None = None
     pays_back: str | None = None
     """When that is made up for against V1: `after N steps`, `at once`, `never`; or that there is no
-    telling, where the step is not significantly shorter or longer."""
+    telling, where the step is not significantly shorter or longer, or of one process."""
     pays_back_steps: int | None = None
 
     @property
@@ -109,28 +114,39 @@ class Row:
         return f"{told} *" if self.gate_is_smaller else told
 
     def verdict(self) -> str:
-        """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference`, or a dash; or
-        why there can be none."""
+        """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
+        `1.80x (1 process)`, or a dash; or why there can be none."""
         if self.status == "interpreted":
             return NOT_COMPARABLE
         if self.status == "skipped":
             return self.status
         if self.version == BASELINE and not self.variant and self.speedup is not None:
             return "baseline"
-        if self.speedup is None or self.speedup_ci is None:
+        if self.speedup is None:
             return "-"
+        if self.speedup_ci is None:
+            return f"{self.speedup:.2f}x ({ONE_PROCESS})"
         low, high = self.speedup_ci
         if low <= 1.0 <= high:
             return f"no significant difference [{low:.2f}, {high:.2f}]"
         return f"{self.speedup:.2f}x [{low:.2f}, {high:.2f}]"
 
+    def short_verdict(self) -> str:
+        """The verdict without its interval, in lines for a place as wide as a bar."""
+        words = self.verdict().partition(" [")[0].replace(f" ({ONE_PROCESS})", f"\n{ONE_PROCESS}")
+        return words.replace("no significant difference", "no\ndifference")
 
-def build_rows(runs: Iterable[RunResult]) -> list[Row]:
+
+def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Row]:
     """The rows of the newest session of each version and group, in the ladder's order.
 
     Only runs of one session are set against each other: across sessions the machine may have
     changed. A session that has no V1 gives way to an older one that has.
+
+    Args:
+        peaks: `session_peaks` of more runs than these, where their sessions have more.
     """
+    runs = list(runs)
     by_row: dict[tuple[object, ...], dict[str, list[RunResult]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -143,8 +159,29 @@ def build_rows(runs: Iterable[RunResult]) -> list[Row]:
     for (group, *_), sessions in by_row.items():
         newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
         rows.append(build_row(sessions[newest], baselines.get((group, newest), [])))
+    peaks = session_peaks(runs) if peaks is None else peaks
+    for row in rows:
+        _fill_share(row, peaks)
     order = {key: index for index, key in enumerate(ALL)}
     return sorted(rows, key=lambda row: (*_size_order(row), order[row.version], row.variant))
+
+
+def session_peaks(runs: Iterable[RunResult]) -> Peaks:
+    """The highest peak of each session: each process measures an unlisted chip's anew, and with
+    one of its own a row that ran in a busy minute would have the greater share."""
+    found: dict[tuple[object, ...], tuple[float, str | None]] = {}
+    for run in runs:
+        key = (str(run.device.get("name")), run.session, run.precision)
+        if run.peak_tflops and run.peak_tflops > found.get(key, (0.0, None))[0]:
+            found[key] = run.peak_tflops, run.peak_source
+    return found
+
+
+def _fill_share(row: Row, peaks: Peaks) -> None:
+    peak = peaks.get((row.device, row.session, row.precision))
+    if row.tflops is not None and peak is not None:
+        row.peak_tflops, row.peak_source = peak
+        row.peak_share = row.tflops / row.peak_tflops
 
 
 def _size_order(row: Row) -> tuple[object, ...]:
@@ -178,7 +215,7 @@ def variant(run: RunResult) -> str:
 
 
 def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
-    """One row.
+    """One row, but for its share of the peak, which is its session's: `build_rows` fills it in.
 
     Args:
         runs: at least one, all of one session and kind.
@@ -257,9 +294,10 @@ def _gate_shape(runs: list[RunResult]) -> tuple[int, int] | None:
 
 
 def proof_notes(rows: Iterable[Row]) -> list[str]:
-    """What the words of `Row.proof` stand for, where they are not plain: smaller gates, and runs
-    that were not audited."""
-    rows, lines = list(rows), []
+    """What the words of `Row.proof` and `Row.verdict` stand for, where they are not plain: smaller
+    gates, runs that were not audited, and ratios without an interval."""
+    rows = list(rows)
+    lines = without_interval(rows)
     shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
     if shapes:
         told = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
@@ -267,6 +305,15 @@ def proof_notes(rows: Iterable[Row]) -> list[str]:
     if any(row.proof(red="").startswith(GATE_ONLY) for row in rows):
         lines.append(f"{GATE_ONLY}: the timed run itself was not compared with a run of V1")
     return lines
+
+
+def without_interval(rows: Iterable[Row]) -> list[str]:
+    """Why some ratios have no interval, in a sentence; empty if all have."""
+    if not any(row.verdict().endswith(f"({ONE_PROCESS})") for row in rows):
+        return []
+    return [
+        f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each version"
+    ]
 
 
 def _fill_proof(row: Row, timed: list[RunResult]) -> None:
@@ -301,10 +348,6 @@ def _fill_times(row: Row, timed: list[RunResult]) -> None:
     sizes = flops.Sizes(**{name: int(first.config[name]) for name in names})
     work = flops.step_flops(sizes, row.batch_size, row.seq_len)
     row.tflops = work.total / (row.step_ms / 1e3) / 1e12
-    # Repeats measure an unlisted chip's ceiling anew each time: the highest is the best estimate.
-    row.peak_tflops = max((run.peak_tflops for run in timed if run.peak_tflops), default=None)
-    row.peak_source = first.peak_source
-    row.peak_share = row.tflops / row.peak_tflops if row.peak_tflops else None
 
 
 def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -> None:
@@ -320,7 +363,7 @@ def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -
         row.note = _join(row.note, "V1 failed in this session: no speed-up")
         return
     ratio = timing.speedup(baseline_steps, [run.step_ms for run in timed])
-    row.speedup, row.speedup_ci = ratio.value, [ratio.low, ratio.high]
+    row.speedup, row.speedup_ci = ratio.value, list(ratio.interval) if ratio.interval else None
     peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
     if peaks and row.peak_memory_mb is not None:
         row.memory_reduction = 1 - row.peak_memory_mb / max(peaks)
@@ -332,11 +375,9 @@ def _fill_first_use(row: Row, timed: list[RunResult]) -> None:
         return
     row.setup_s = max(told, key=_first_use)
     row.first_use_s, row.first_use_least_s = _first_use(row.setup_s), min(map(_first_use, told))
-    if row.speedup is None or row.speedup_ci is None or row.step_ms is None:
+    if row.speedup is None or row.step_ms is None or row.verdict() == "baseline":
         return
-    if row.verdict() == "baseline":
-        return
-    low, high = row.speedup_ci
+    low, high = row.speedup_ci or (1.0, 1.0)
     if low <= 1:
         row.pays_back = "never" if high < 1 else "no telling"
         return

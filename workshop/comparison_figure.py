@@ -70,9 +70,8 @@ def _memory_value(row: Row, name: str) -> float:
 def _plot_throughput(axis, group: list[Row]) -> None:  # type: ignore[no-untyped-def]
     values = [row.tokens_per_s or 0.0 for row in group]
     bars = axis.bar([printable(row.label) for row in group], values, color="#44546a", width=0.6)
-    verdicts = [row.verdict().split(" [")[0] if row.step_ms else "" for row in group]
-    short = [verdict.replace("no significant difference", "no\ndifference") for verdict in verdicts]
-    axis.bar_label(bars, short, padding=4, fontweight="bold")
+    verdicts = [row.short_verdict() if row.step_ms else "" for row in group]
+    axis.bar_label(bars, verdicts, padding=4, fontweight="bold")
     axis.set_ylabel("tokens a second")
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.margins(y=0.15)

@@ -96,7 +96,7 @@ def notes(rows: list[Row]) -> list[str]:
     if len(sources) == 1:
         lines.append(f"peak: {sources.pop()}")
     elif sources:
-        lines.append("peak: the highest a large matrix product reached in each version's runs")
+        lines.append("peak: the highest a large matrix product reached in each row's session")
     lines += comparison.proof_notes(rows)
     if any(row.peak_share is not None and row.peak_share > 1 for row in rows):
         lines.append("more than 100% of peak: other programs ran while the peak was measured")

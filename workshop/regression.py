@@ -30,7 +30,6 @@ tests/test_regression.py repeats it, the first two with fewer checks, and fails 
 loosened.
 """
 
-import functools
 import math
 import statistics
 from collections import defaultdict
@@ -191,33 +190,7 @@ def _kept(processes: int) -> int:
 
 def _half_width(scatter: float, before: int, after: int, tail: float) -> float:
     """Of the interval of a difference of two means of so many values, in the unit of `scatter`."""
-    return _t_quantile(tail, before + after - 2) * scatter * math.sqrt(1 / before + 1 / after)
-
-
-@functools.cache
-def _t_quantile(tail: float, freedom: int) -> float:
-    """The value that Student's t with `freedom` >= 1 degrees exceeds with probability `tail`
-    (below 1/2), by bisection."""
-    low, high = 0.0, 1e9
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_tail(middle, freedom) > tail else (low, middle)
-    return high
-
-
-def _t_tail(t: float, freedom: int) -> float:
-    """The probability that Student's t exceeds `t` >= 0: Abramowitz and Stegun, Handbook of
-    Mathematical Functions, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term, total = (math.cos(angle) if odd else 1.0), 0.0
-    for k in range(freedom // 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (2 * k + 1 + odd) / (2 * k + 2 + odd)
-    inside = math.sin(angle) * total
-    if odd:
-        inside = (angle + inside) * 2 / math.pi
-    return (1 - inside) / 2
+    return timing.t_quantile(tail, before + after - 2) * scatter * math.sqrt(1 / before + 1 / after)
 
 
 # --- the baseline --------------------------------------------------------------------------------

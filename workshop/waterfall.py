@@ -227,7 +227,7 @@ class Step:
     time.
 
     `before` is the title of the last rung with a time, against which `saved_ms`, `gain` and
-    `gain_ci` are; `row.speedup` is against V1 at fp32.
+    `gain_ci` are; `row.speedup` is against V1 at fp32. `gain_ci` is None if one process ran either.
     """
 
     rung: Rung
@@ -405,7 +405,7 @@ def _step(
         before=last.rung.title,
         saved_ms=last.step_ms - step.step_ms,
         gain=ratio.value,
-        gain_ci=(ratio.low, ratio.high),
+        gain_ci=ratio.interval,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workshop.comparison import ONE_PROCESS
 from workshop.waterfall import Step, Waterfall
 from workshop.waterfall_tables import SAME, in_place_of_time, ratio
 
@@ -13,7 +14,7 @@ _LEGEND = (
     (WHOLE, "the whole step"),
     (SAVED, "saved"),
     (LOST, "lost"),
-    (NEITHER, "no significant difference"),
+    (NEITHER, f"no significant difference, or {ONE_PROCESS}"),
 )
 _INCHES_A_RUNG = 0.56
 _INCHES_OF_LEGEND = 0.4
@@ -88,9 +89,8 @@ def _bar(axis: Any, place: int, step: Step, whole: bool) -> None:
     if whole:
         axis.barh(place, step.step_ms, color=WHOLE, height=0.62, zorder=2)
     if step.saved_ms is not None:
-        colour = SAVED if step.saved_ms > 0 else LOST
-        if ratio(step.gain, step.gain_ci).startswith(SAME):
-            colour = NEITHER
+        low, high = step.gain_ci or (1.0, 1.0)
+        colour = SAVED if low > 1 else LOST if high < 1 else NEITHER
         start = min(step.step_ms, step.step_ms + step.saved_ms)
         axis.barh(place, abs(step.saved_ms), left=start, color=colour, height=0.62, zorder=3)
 

@@ -23,9 +23,12 @@ LEGEND = (
 
 
 def ratio(value: float | None, interval: Sequence[float] | None) -> str:
-    """As in "1.80x [1.75, 1.84]"; a dash where there is none."""
-    if value is None or interval is None:
+    """As in "1.80x [1.75, 1.84]"; "1.80x (1 process)" without interval; a dash where there is no
+    ratio."""
+    if value is None:
         return "-"
+    if interval is None:
+        return f"{value:.2f}x ({comparison.ONE_PROCESS})"
     low, high = interval
     told = SAME if low <= 1 <= high else f"{value:.2f}x"
     return f"{told} [{low:.2f}, {high:.2f}]"

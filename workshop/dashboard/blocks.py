@@ -8,7 +8,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop import precision, roofline_figures
+from workshop import comparison, precision, roofline_figures
 from workshop.collection import Profile
 from workshop.comparison import Row
 from workshop.dashboard import data, figures
@@ -91,7 +91,8 @@ def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
             "The ladder",
             table=Table(_SPEED_HEADER, [_speed_cells(row) for row in rows], texts=2),
             before=[(best, GOOD)] if best else [],
-            after=[*data.doubts(rows), *data.sources(snapshot, choice.group, rows)],
+            after=[*data.doubts(rows), *comparison.without_interval(rows),
+                   *data.sources(snapshot, choice.group, rows)],
             wide=True,
         ),
         Block("throughput", "Throughput", figures.throughput(rows)),

@@ -55,7 +55,7 @@ class Choice:
 class Snapshot:
     """All results at one time. What it derives from them it keeps, since every page asks again."""
 
-    def __init__(self, collection: Collection, older: "Snapshot | None" = None) -> None:
+    def __init__(self, collection: Collection) -> None:
         self.broken: list[Broken] = collection.broken
         self.profiles: dict[str, Profile] = {profile_key(p): p for p in collection.profiles}
         self.benchmarks: list[Benchmark] = collection.benchmarks
@@ -65,16 +65,8 @@ class Snapshot:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
         ordinary = studies.ordinary([stored.run for stored in collection.runs])
         self._ordinary = {id(run) for run in ordinary}
-        # A group without news keeps its rows: their intervals take a while to compute.
+        self._peaks = comparison.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
-        if older:
-            same = {
-                group
-                for group, own in self.groups.items()
-                if _same(older.groups.get(group), own)
-                and len(self._ordinary_of(group)) == len(older._ordinary_of(group))
-            }
-            self._rows = {g: rows for g, rows in list(older._rows.items()) if g in same}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
 
     def rows(self, group: Group) -> list[Row]:
@@ -83,7 +75,8 @@ class Snapshot:
             return []
         if group not in self._rows:
             runs = [stored.run for stored in self.groups[group]]
-            self._rows[group] = comparison.build_rows(self._ordinary_of(group) or runs)
+            own = self._ordinary_of(group) or runs
+            self._rows[group] = comparison.build_rows(own, self._peaks)
         return self._rows[group]
 
     def _ordinary_of(self, group: Group) -> list[RunResult]:
@@ -180,35 +173,17 @@ class Live:
         self._collection, self._lock = collection, threading.Lock()
         self._collection.refresh()
         self.snapshot, self.generation = Snapshot(collection), 1
-        self._closing = threading.Event()
 
     def refresh(self) -> int:
         """Looks for new files, unless another thread is doing so; the snapshot's number."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._collection.refresh():
-                    self.snapshot = Snapshot(self._collection, self.snapshot)
+                    self.snapshot = Snapshot(self._collection)
                     self.generation += 1
             finally:
                 self._lock.release()
         return self.generation
-
-    def warm_up(self) -> None:
-        """Computes all rows, so that no visitor waits for them."""
-        snapshot = self.snapshot
-        for group in snapshot.groups:
-            if self._closing.is_set():
-                return
-            snapshot.rows(group)
-
-    def close(self) -> None:
-        """Ends a warm-up in another thread: PyTorch must not be at work when Python ends."""
-        self._closing.set()
-
-
-def _same(one: list[StoredRun] | None, other: list[StoredRun]) -> bool:
-    """Whether the very same files, none of them read anew."""
-    return one is not None and list(map(id, one)) == list(map(id, other))
 
 
 def group_of(run: RunResult) -> Group:

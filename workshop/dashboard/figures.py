@@ -119,36 +119,30 @@ def _compact(number: float) -> str:
 def speedups(rows: Sequence[Row]) -> go.Figure:
     """How many times as fast as V1, with the 95% interval as a bar, for rows with a green gate."""
     figure = _by_version(rows, "times as fast as V1", legend=False)
-    shown = [row for row in rows if row.speedup and row.speedup_ci]
+    shown = [row for row in rows if row.speedup]
     ratios = [row.speedup or 0.0 for row in shown]
-    intervals = [row.speedup_ci or [ratio, ratio] for row, ratio in zip(shown, ratios, strict=True)]
+    intervals = [row.speedup_ci or (None, None) for row in shown]
     figure.add_bar(
         x=[text(row.label) for row in shown],
         y=ratios,
         marker_color=[colour(row) for row in shown],
         error_y={
-            "array": [high - r for (_, high), r in zip(intervals, ratios, strict=True)],
-            "arrayminus": [r - low for (low, _), r in zip(intervals, ratios, strict=True)],
+            "array": [high and high - r for (_, high), r in zip(intervals, ratios, strict=True)],
+            "arrayminus": [low and r - low for (low, _), r in zip(intervals, ratios, strict=True)],
             "color": "#808080",
             "thickness": 3,
             "width": 10,
         },
         hovertemplate="%{x}: %{y:.3f}x<extra></extra>",
     )
-    tops = [high for _, high in intervals]
-    _write_above(figure, shown, tops, [_verdict(row) for row in shown])
+    tops = [high or ratio for (_, high), ratio in zip(intervals, ratios, strict=True)]
+    _write_above(figure, shown, tops, [row.short_verdict().replace("\n", "<br>") for row in shown])
     figure.add_hline(y=1, line={"color": "#808080", "dash": "dash", "width": 2})
     for row in rows:
         if row.step_ms is not None and row not in shown:
             _write_in_place(figure, row, "no speed-up:<br>no green gate" if row.parity != "pass"
                             else "no speed-up:<br>no V1 to compare")  # fmt: skip
     return figure
-
-
-def _verdict(row: Row) -> str:
-    """As in "1.80x", for a place as wide as a bar."""
-    verdict = row.verdict().partition(" [")[0]
-    return verdict.replace("no significant difference", "no<br>difference")
 
 
 def _write_above(

@@ -72,7 +72,8 @@ def groups(stored: Sequence[StoredRun]) -> list[Group]:
         newest[str(one.run.device.get("name"))] = one.run.session
     order = sorted(newest, key=lambda name: (newest[name], name), reverse=True)
     keys = sorted(by_key, key=lambda key: (order.index(str(key[0])), *key[1:]))
-    return [_group(f"size-{number}", by_key[key]) for number, key in enumerate(keys, 1)]
+    peaks = comparison.session_peaks(one.run for one in stored)
+    return [_group(f"size-{number}", by_key[key], peaks) for number, key in enumerate(keys, 1)]
 
 
 def _key(run: RunResult) -> tuple[object, ...]:
@@ -84,8 +85,8 @@ def _key(run: RunResult) -> tuple[object, ...]:
     return name, rank, tokens, run.config_name, run.precision, run.batch_size, sizes
 
 
-def _group(anchor: str, stored: list[StoredRun]) -> Group:
-    rows = comparison.build_rows([one.run for one in stored])
+def _group(anchor: str, stored: list[StoredRun], peaks: comparison.Peaks) -> Group:
+    rows = comparison.build_rows([one.run for one in stored], peaks)
     runs = [[one for one in stored if _is_of(one.run, row)] for row in rows]
     return Group(anchor, rows, runs)
 

@@ -20,7 +20,8 @@ HOW_TO_READ = (
     ("step ms", "is the median over all steps of all processes, ± half of the interquartile range. "
      "Forward, backward and optimizer come from a separate pass with marks between them."),
     ("speed-up", "is V1's median step over this version's, from the same session, with the 95% "
-     "interval of a bootstrap over processes and steps."),
+     "interval: Student's t on the scatter between processes, each of which counts once, with its "
+     "median; one process has none."),
     ("gate", "says whether the version's first process showed, before any clock was started, that "
      "it trains V1's model: logits, loss, each gradient and a short training run, within twice "
      "what the precision costs V1 itself. Without it there is no speed-up."),

@@ -109,11 +109,15 @@ def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
     predicted = work.answers().number(f"predict.{fusion}")
     ratio = _ratio(_runs(work, fusion), _runs(work))
     what = f"{_flag(fusion)}: a longer step"
-    low, high = 100 * (ratio.low - 1), 100 * (ratio.high - 1)
+    measured = 100 * (ratio.value - 1)
+    if ratio.interval is None:
+        told = f"predicted {predicted:.3g}%, measured: {measured:+.1f}% in one process"
+        yield Item(True, what, f"{told}: run the sheet's loop to its end for an interval")
+        return
     if ratio.significant:
-        measured = 100 * (ratio.value - 1)
         yield prediction(what, predicted, measured, "%", within=0.5, why=WHY[fusion])
         return
+    low, high = (100 * (bound - 1) for bound in ratio.interval)
     told = f"predicted {predicted:.3g}%, measured: no clear difference [{low:+.1f}%, {high:+.1f}%]"
     off = "" if low <= predicted <= high else f"\n{WHY[fusion]}"
     yield Item(True, what, told + off)
@@ -197,7 +201,9 @@ def _dearest_switch(work: Work) -> Iterator[Item]:
     answer = work.answers().choice("findings.dearest_switch", (*FLAGS, NONE))
     whole, what = _runs(work), "the switch that costs most time"
     ratios = {flag: _ratio(_runs(work, fusion), whole) for flag, fusion in FLAGS.items()}
-    clear = {flag: ratio.value for flag, ratio in ratios.items() if ratio.low > 1}
+    clear = {
+        flag: ratio.value for flag, ratio in ratios.items() if ratio.significant and ratio.value > 1
+    }
     told = ", ".join(f"{flag} {round(100 * (r.value - 1)):+d}%" for flag, r in ratios.items())
     if not clear or answer not in clear:
         right = not clear and answer == NONE
