@@ -46,6 +46,11 @@ def command(key: str, output: Path, *words: str | Path) -> list[str | Path]:
     return ["python", f"tiny_llama_{key}.py", *SMALL, *SHORT, "--output-dir", output, *words]
 
 
+def typed(words: str, folder: Path) -> list[str]:
+    """The words of a command, with the folder in the place of FOLDER."""
+    return [word.replace("FOLDER", str(folder)) for word in words.split()]
+
+
 def the_run(output: Path) -> RunResult:
     """The one result in a folder, in which nothing else lies."""
     (run,) = results.load_folder(output)
@@ -180,7 +185,7 @@ def started(
             **ONE_CORE,
         )
         for name, (words, *_) in ({n: WRONG[n] for n in TYPED} | TOO_LARGE).items():
-            started.start(name, "v1", *words.replace("FOLDER", str(folder)).split())
+            started.start(name, "v1", *typed(words, folder))
         started.start("good v1", "v1")
         started.start("good v2", "v2")
         started.start("good v4", "v4")
@@ -212,7 +217,7 @@ def answer(
         if name in TYPED:
             return started[name].result()
         monkeypatch.setattr(sys, "argv", ["tiny_llama_v1.py"])
-        words = WRONG[name][0].replace("FOLDER", str(started.top)).split()
+        words = typed(WRONG[name][0], started.top)
         argv = [str(word) for word in command("v1", started.output(name), *words)[2:]]
         try:
             status = cli.main(versions.load("v1"), argv)

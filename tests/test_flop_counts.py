@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -347,7 +348,9 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
             assert "pip install -r setup/requirements-profiling.txt" in printed
         mark, command, end = (tmp_path / "command.txt").read_text().splitlines()
         assert mark == f"# {NAME}"
-        assert command.startswith(f"python {NAME} --output-dir {tmp_path} --steps 3 -- --device")
+        assert command.startswith(
+            f"python {NAME} --output-dir {shlex.quote(str(tmp_path))} --steps 3 -- --device"
+        )
         assert end == "# exit status 0"
 
 
@@ -402,7 +405,7 @@ def test_the_script_is_the_same_in_every_folder() -> None:
         (
             ["--dry-run", "--steps", "7", "--", "--batch-size", "2"],
             0,
-            f"^python {NAME} .*/out --steps 7 -- --batch-size 2$",
+            f"^python {NAME} .*/out'? --steps 7 -- --batch-size 2$",
         ),
         (["--help"], 0, "FlopCounterMode, DeepSpeed .*default 10.*profiles/v4/deepspeed_flops"),
         (["--steps", "0"], 2, "--steps 0: it must be at least 1"),

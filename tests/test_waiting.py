@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_compare import FEW_STEPS, SHRINK_PRESET, copy_repository, tool
+from test_compare import FEW_STEPS, NEVER_WAITS, SHRINK_PRESET, copy_repository, tool
 from test_results import make_result
 
 from workshop import comparison, regression, results, timing, waiting, waterfall
@@ -113,11 +113,8 @@ def test_times_are_those_of_the_undisturbed_runs(
 
 
 # The first process of each version and repeat waits; the second, which is not gated, does not.
-FIRST_WAITS = (
-    "    now = seconds_without_processor()\n",
-    "    return 0.0 if '--no-gate' in sys.argv else 1000.0\n",
-)
-ALL_WAIT = (FIRST_WAITS[0], "    return 1000.0\n")
+FIRST_WAITS = (NEVER_WAITS[0], "    return 0.0 if '--no-gate' in sys.argv else 0.9\n")
+ALL_WAIT = (NEVER_WAITS[0], "    return 0.9\n")
 
 
 @pytest.mark.parametrize(
