@@ -116,7 +116,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
         row = by_label(runs)["v2"]
         assert (row.speedup, row.speedup_ci, row.verdict()) == (2.0, None, "2.00x (1 process)")
-        assert (row.pays_back, row.pays_back_steps) == ("no telling", None)
+        assert (row.pays_back, row.pays_back_steps) == ("not known", None)
     rows = comparison.build_rows([slow, fast])
     note = "(1 process): no interval and no verdict"
     for form in ("table", "markdown"):
@@ -396,12 +396,12 @@ def test_nothing_is_made_up_of_files_that_do_not_tell_the_first_use() -> None:
     even = [90.0, 110.0, 95.0, 105.0, 99.0]
     runs = [make_result(step_ms=[ms], **setup(0.0)) for ms in even]
     runs += [make_result("v2", step_ms=[ms], **setup(1.0)) for ms in even]
-    assert by_label(runs)["v2"].pays_back == "no telling"
+    assert by_label(runs)["v2"].pays_back == "not known"
 
 
 @pytest.mark.parametrize(
     ("milliseconds", "pays_back", "steps"),
-    [(50.0, "at once", 0), (100.0, "no telling", None), (150.0, "never", None)],
+    [(50.0, "at once", 0), (100.0, "not known", None), (150.0, "never", None)],
 )
 def test_a_version_that_compiles_nothing_pays_back_only_if_it_is_faster(
     milliseconds: float, pays_back: str, steps: int | None

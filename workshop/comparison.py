@@ -77,8 +77,8 @@ class Row:
     compilers' caches filled, and `first_use_least_s` is the shortest."""
     first_use_least_s: float | None = None
     pays_back: str | None = None
-    """When that is made up for against V1: `after N steps`, `at once`, `never`; or that there is no
-    telling, where the step is not significantly shorter or longer, or of one process."""
+    """When that is made up for against V1: `after N steps`, `at once`, `never`; or `not known`,
+    where the step is not significantly shorter or longer, or of one process."""
     pays_back_steps: int | None = None
 
     @property
@@ -379,7 +379,7 @@ def _fill_first_use(row: Row, timed: list[RunResult]) -> None:
         return
     low, high = row.speedup_ci or (1.0, 1.0)
     if low <= 1:
-        row.pays_back = "never" if high < 1 else "no telling"
+        row.pays_back = "never" if high < 1 else "not known"
         return
     saved_s = row.step_ms * (row.speedup - 1) / 1e3
     row.pays_back_steps = math.ceil(row.first_use_s / saved_s)

@@ -114,7 +114,7 @@ def _first_use(row: Row) -> str:
         return f"{told}; paid back against V1 {row.pays_back}"
     if row.pays_back == "never":
         return f"{told}; never paid back: its step is not shorter than V1's"
-    return f"{told}; paid back when, there is no telling" if row.pays_back else told
+    return f"{told}; not known when it is paid back" if row.pays_back else told
 
 
 def show(rows: list[Row], form: str) -> None:

@@ -86,7 +86,7 @@ measure() {
   export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
-      compare "$FOLDER" --config small medium --precision bf16 \
+      compare "$FOLDER" --config small medium --precision bf16 --repeats 5 \
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     once)
