@@ -6,6 +6,7 @@ import json
 from workshop import comparison, results
 from workshop.comparison import Row
 from workshop.errors import printable
+from workshop.markdown import escape, escape_block, table_line
 
 FORMATS = ("table", "markdown", "json", "csv")
 
@@ -156,13 +157,13 @@ def _show_tables(rows: list[Row]) -> None:
 def as_markdown(rows: list[Row]) -> str:
     parts = []
     for group in groups(rows):
-        parts += [f"### {title(group)}", ""]
+        parts += [f"### {escape(title(group))}", ""]
         for header, cells in ((SPEED_HEADER, speed_cells), (PROOF_HEADER, proof_cells)):
-            parts.append("| " + " | ".join(header) + " |")
+            parts.append(table_line(map(escape, header)))
             parts.append("|" + " --- |" + " ---: |" * (len(header) - 1))
-            parts += ["| " + " | ".join(cells(row)) + " |" for row in group]
+            parts += [table_line(map(escape, cells(row))) for row in group]
             parts.append("")
-        parts += [f"- {line}" for line in notes(group)]
+        parts += [f"- {escape_block(line)}" for line in notes(group)]
         parts.append("")
     return "\n".join(parts).rstrip()
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from workshop import comparison, results
 from workshop.errors import printable
+from workshop.markdown import escape, escape_block, table_line
 from workshop.sweep import Curve, Point, Sweep
 
 SCHEMA_VERSION = 1
@@ -165,10 +166,11 @@ def as_markdown(sweeps: list[Sweep], heading: str = "###") -> str:
     parts = []
     for sweep in sweeps:
         names = header(sweep)
-        parts += [f"{heading} {sweep.title}", "", "| " + " | ".join(names) + " |"]
+        parts += [f"{heading} {escape(sweep.title)}", "", table_line(map(escape, names))]
         parts.append("| ---: | --- |" + " ---: |" * (len(names) - _TEXTS))
-        parts += ["| " + " | ".join(cells(*line)) + " |" for line in lines(sweep)]
-        parts += ["", *(f"- {line}" for line in (*limits(sweep), *notes(sweep), LEGEND)), ""]
+        parts += [table_line(map(escape, cells(*line))) for line in lines(sweep)]
+        told = (*limits(sweep), *notes(sweep), LEGEND)
+        parts += ["", *(f"- {escape_block(line)}" for line in told), ""]
     return "\n".join(parts).rstrip()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from workshop import comparison, results
 from workshop.errors import printable
 from workshop.interpreter import NOT_COMPARABLE
+from workshop.markdown import escape, escape_block, table_line
 from workshop.waterfall import Step, Waterfall
 
 SCHEMA_VERSION = 1
@@ -120,11 +121,12 @@ def _style(step: Step) -> str | None:
 def as_markdown(waterfalls: list[Waterfall], heading: str = "###") -> str:
     parts = []
     for waterfall in waterfalls:
-        parts += [f"{heading} {waterfall.title}", ""]
-        parts.append("| " + " | ".join(HEADER) + " |")
+        parts += [f"{heading} {escape(waterfall.title)}", ""]
+        parts.append(table_line(map(escape, HEADER)))
         parts.append("|" + " --- |" * 2 + " ---: |" * (len(HEADER) - 2))
-        parts += ["| " + " | ".join(cells(step)) + " |" for step in waterfall.steps]
-        parts += ["", *(f"- {line}" for line in notes(waterfall)), f"- {LEGEND}", ""]
+        parts += [table_line(map(escape, cells(step))) for step in waterfall.steps]
+        lines = (*notes(waterfall), LEGEND)
+        parts += ["", *(f"- {escape_block(line)}" for line in lines), ""]
     return "\n".join(parts).rstrip()
 
 

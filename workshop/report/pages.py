@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from workshop.profilers.names import printable
+from workshop.markdown import Markdown, code, escape, escape_block, table_line
 from workshop.report.content import Tell
 from workshop.report.parts import Cell, Link, Report, Section, Table
 from workshop.report.pictures import Picture
@@ -33,24 +33,6 @@ HOW_TO_READ = (
     ("of peak", "compares the useful operations (causal attention counts half) with the chip's "
      "peak, whose source stands below the table."),
 )  # fmt: skip
-_INTERVAL = r"\[[\d.]+(?:%|, [\d.]+)\](?![(\[:])"
-"""As in "1.79x [1.15, 2.54]" and "[95%]": no link can be meant, and it reads better as it is."""
-_ACTIVE = re.compile(
-    rf"(?P<kept>{_INTERVAL})|[\\`*<>\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|&(?=#|\w)"
-    r"|(?<=\w):(?=//)|(?<=www)\.",
-    re.IGNORECASE,
-)
-"""What Markdown, GitHub's included, takes for markup inside of a line."""
-_OPENING = re.compile(r"^(?:\d+(?=[.)])|(?=[-+=#]))")
-"""What it takes for a list's item or a heading, up to the sign that tells it."""
-
-
-class Markdown(str):
-    """Text that is Markdown already."""
-
-    __slots__ = ()
-
-
 # --- HTML ----------------------------------------------------------------------------------------
 
 
@@ -157,29 +139,6 @@ class References:
         if cell.anchor:
             return f"[{text}](#{cell.anchor})"
         return " ".join(filter(None, (text, self.links(cell.links))))
-
-
-def escape(text: str) -> Markdown:
-    """Text as part of a line."""
-    return Markdown(_ACTIVE.sub(lambda m: m[0] if m["kept"] else f"\\{m[0]}", printable(text)))
-
-
-def escape_block(text: str) -> Markdown:
-    """Text at the beginning of a paragraph or of a list's item."""
-    return Markdown(_OPENING.sub(lambda match: f"{match[0]}\\", escape(text)))
-
-
-def code(text: str) -> Markdown:
-    """Text as code in a table, between more backticks than it has itself in a row."""
-    plain = printable(text).replace("|", "\\|")
-    fence = "`" * (max(map(len, re.findall("`+", plain)), default=0) + 1)
-    space = " " if "`" in plain else ""
-    return Markdown(f"{fence}{space}{plain}{space}{fence}")
-
-
-def table_line(cells: Iterable[str]) -> str:
-    """A row of a table in Markdown, of cells that are Markdown."""
-    return f"| {' | '.join(cells)} |"
 
 
 def tidy(text: str) -> str:

@@ -1,0 +1,48 @@
+"""Names and sentences from files as Markdown shows them, so that none becomes markup."""
+
+import re
+from collections.abc import Iterable
+
+from workshop.errors import printable
+
+_INTERVAL = r"\[[\d.]+(?:%|, [\d.]+)\](?![(\[:])"
+"""As in "1.79x [1.15, 2.54]" and "[95%]": no link can be meant, and it reads better as it is."""
+_OWN_MARKS = r"(?<!\S)~(?=\d)|(?<=\s)\*(?=[\s:]|$)|^\*(?=:)"
+"""As in "~1" and "pass *": no letter before it, so that it closes nothing."""
+_ACTIVE = re.compile(
+    rf"(?P<kept>{_INTERVAL}|{_OWN_MARKS})|[\\`*<>\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|&(?=#|\w)"
+    r"|(?<=\w):(?=//)|(?<=www)\.",
+    re.IGNORECASE,
+)
+"""What Markdown, GitHub's included, takes for markup inside of a line."""
+_OPENING = re.compile(r"^(?:\d+(?=[.)])|(?=[-+=#]))")
+"""What it takes for a list's item or a heading, up to the sign that tells it."""
+
+
+class Markdown(str):
+    """Text that is Markdown already."""
+
+    __slots__ = ()
+
+
+def escape(text: str) -> Markdown:
+    """Text as part of a line."""
+    return Markdown(_ACTIVE.sub(lambda m: m[0] if m["kept"] else f"\\{m[0]}", printable(text)))
+
+
+def escape_block(text: str) -> Markdown:
+    """Text at the beginning of a paragraph or of a list's item."""
+    return Markdown(_OPENING.sub(lambda match: f"{match[0]}\\", escape(text)))
+
+
+def code(text: str) -> Markdown:
+    """Text as code in a table, between more backticks than it has itself in a row."""
+    plain = printable(text).replace("|", "\\|")
+    fence = "`" * (max(map(len, re.findall("`+", plain)), default=0) + 1)
+    space = " " if "`" in plain else ""
+    return Markdown(f"{fence}{space}{plain}{space}{fence}")
+
+
+def table_line(cells: Iterable[str]) -> str:
+    """A row of a table in Markdown, of cells that are Markdown."""
+    return f"| {' | '.join(cells)} |"
