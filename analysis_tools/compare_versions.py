@@ -21,6 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
 from workshop import (  # noqa: E402
     comparison,
     comparison_figure,
@@ -41,9 +46,11 @@ from workshop import (  # noqa: E402
     waterfall_figure,
     waterfall_tables,
 )
+from workshop.arguments import parse  # noqa: E402
 from workshop.comparison import Row  # noqa: E402
 from workshop.comparison_tables import FORMATS  # noqa: E402
-from workshop.errors import WorkshopError, printable  # noqa: E402
+from workshop.errors import WorkshopError  # noqa: E402
+from workshop.markdown import escape, escape_block  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.sessions import Plan, run_plans  # noqa: E402
 from workshop.sweep import Sweep  # noqa: E402
@@ -130,7 +137,7 @@ def add_run_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(
         lambda: _compare(arguments),
         interrupted="interrupted: --from-results shows what was completed",
@@ -358,8 +365,8 @@ def _headed(
         for run in runs
         if run.session in sessions
     }
-    heading = printable(f"# {what} {', '.join(sessions)}")
-    return "\n\n".join([heading, *map(printable, sorted(software)), text]) + "\n"
+    heading = f"# {what} {escape(', '.join(sessions))}"
+    return "\n\n".join([heading, *map(escape_block, sorted(software)), text]) + "\n"
 
 
 def _writer(

@@ -16,6 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from workshop import errors  # noqa: E402
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop.arguments import parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -59,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(lambda: _show(arguments), interrupted="\nended")
 
 
@@ -84,6 +89,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
     if arguments.export is not None and arguments.export.suffix.lower() not in (".html", ".htm"):
         raise WorkshopError(f"--export {arguments.export}: name it FILE.html")
+    for folder in arguments.results or []:
+        if not folder.is_dir():
+            raise WorkshopError(f"--results {folder}: no such folder")
     if arguments.output_dir is not None and arguments.export is None:
         raise WorkshopError("--output-dir is where --export FILE.html goes: give both")
 

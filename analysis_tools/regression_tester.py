@@ -21,9 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
 from analysis_tools import compare_versions  # noqa: E402
 from workshop import errors, hardware, regression, results, studies, versions  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.markdown import escape  # noqa: E402
 from workshop.presets import PRESETS  # noqa: E402
 from workshop.profilers.names import printable  # noqa: E402
 from workshop.regression import (  # noqa: E402
@@ -146,7 +153,7 @@ def _percent(text: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    arguments = build_parser().parse_args(words)
+    arguments = parse(build_parser(), words)
     arguments.words = ["python", Path(__file__).name, *words]
     return errors.exit_status(
         lambda: arguments.work(arguments),
@@ -159,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def save_baseline(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    _check_target(arguments.baseline)
+    results.prepare_file(arguments.baseline, "--baseline")
     if arguments.from_results:
         folders = [_load(folder) for folder in arguments.from_results]
         if arguments.versions:
@@ -184,9 +191,9 @@ def save_baseline(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     errors.require("rich")
     baseline = regression.load_baseline(arguments.baseline)
-    for target in (arguments.junit, arguments.markdown):
+    for target, flag in ((arguments.junit, "--junit"), (arguments.markdown, "--markdown")):
         if target is not None:
-            _check_target(target)
+            results.prepare_file(target, flag)
     writes = arguments.from_results is None or arguments.output_dir is not None
     arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
     if arguments.versions:
@@ -230,13 +237,6 @@ def _of_versions(runs: list[RunResult], keys: list[str]) -> list[RunResult]:
             known = ", ".join(sorted({run.version for run in runs}))
             raise WorkshopError(f"--versions {key}: there are runs of {known} only")
     return [run for run in runs if run.version in keys]
-
-
-def _check_target(path: Path) -> None:
-    """Raises WorkshopError where a file can't be written, before any work is done."""
-    if path.is_dir():
-        raise WorkshopError(f"{path} is a folder: name a file")
-    results.prepare_folder(path.parent)
 
 
 def _run(arguments: argparse.Namespace) -> list[RunResult]:
@@ -448,27 +448,22 @@ def _show_tables(report: Report) -> None:
 
 
 def as_markdown(report: Report) -> str:
-    parts = ["# Regression check", "", f"**{_escape(report.summary)}**", ""]
-    parts += [f"- **{_escape(line)}**" for line in alarms(report.findings)]
-    parts += ["", f"Held against {_escape(report.heading)}.", ""]
+    parts = ["# Regression check", "", f"**{escape(report.summary)}**", ""]
+    parts += [f"- **{escape(line)}**" for line in alarms(report.findings)]
+    parts += ["", f"Held against {escape(report.heading)}.", ""]
     for group in report.groups():
-        parts += [f"## {_escape(_title(group))}", ""]
+        parts += [f"## {escape(_title(group))}", ""]
         parts.append("| " + " | ".join(HEADER) + " |")
         parts.append("| --- | --- |" + " ---: |" * (len(HEADER) - 3) + " --- |")
         for finding in group:
-            line = [_escape(cell) for cell in cells(finding)]
+            line: list[str] = [escape(cell) for cell in cells(finding)]
             if finding.verdict in (SLOWER, FAILED):
                 line[-1] = f"**{line[-1]}**"
             parts.append("| " + " | ".join(line) + " |")
         parts.append("")
-        parts += [f"- {_escape(line)}" for line in notes(group)]
+        parts += [f"- {escape(line)}" for line in notes(group)]
         parts.append("")
     return "\n".join(parts).rstrip()
-
-
-def _escape(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text)
 
 
 def as_json(report: Report) -> str:

@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from workshop import errors  # noqa: E402
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop.arguments import parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -69,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(
         lambda: _report(arguments), interrupted="interrupted: what is written is whole"
     )

@@ -14,6 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
 from workshop import (  # noqa: E402
     comparison,
     errors,
@@ -25,15 +30,16 @@ from workshop import (  # noqa: E402
     waterfall,
     waterfall_tables,
 )
+from workshop.arguments import parse  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.comparison import Row  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
+from workshop.markdown import table_line  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.profilers.table import KernelTable  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
-from workshop.report.pages import table_line  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
 
@@ -63,20 +69,22 @@ Not measured by us: AMD hardware.
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is not up to date")
-    arguments = parser.parse_args(argv)
-    try:
-        documents = render()
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    arguments = parse(parser, argv)
+    return errors.exit_status(
+        lambda: _update(check=arguments.check), interrupted="interrupted: what is written is whole"
+    )
+
+
+def _update(*, check: bool) -> int:
+    documents = render()
     stale = [path for path, text in documents.items() if _read(path) != text]
     for path in stale:
-        if arguments.check:
+        if check:
             print(f"{path.relative_to(ROOT)} is not what its result files say: run make docs")
         else:
             results.write_text(path, documents[path])
             print(f"Written: {path.relative_to(ROOT)}")
-    return errors.ANSWER_IS_NO if arguments.check and stale else errors.DONE
+    return errors.ANSWER_IS_NO if check and stale else errors.DONE
 
 
 def render() -> dict[Path, str]:

@@ -10,9 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "peers")]
 
-from workshop.cli import leave_if_missing  # noqa: E402
-
 if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+    from workshop.cli import leave_if_missing
+
     leave_if_missing("hf-liger")
 
 from hugging_face_llama import TinyLlama, TinyLlamaConfig, configure_optimizer  # noqa: E402

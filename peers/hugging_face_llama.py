@@ -11,9 +11,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop.cli import leave_if_missing  # noqa: E402
-
 if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+    from workshop.cli import leave_if_missing
+
     leave_if_missing("hf")
 
 import torch  # noqa: E402

@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
 from workshop import errors, hardware, presets, versions  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.precision import get_precision  # noqa: E402
 
@@ -68,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(
         lambda: _autotune(arguments), interrupted="interrupted: the tables are as they were"
     )

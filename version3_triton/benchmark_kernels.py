@@ -23,9 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch
 
 from version3_triton.benchmark_cases import (
     BOTH,
@@ -50,6 +55,7 @@ from version3_triton.benchmark_measure import (
     time_contenders,
 )
 from workshop import chips, errors, hardware, interpreter, results, timing, versions
+from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.precision import Precision, get_precision
 
@@ -130,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(
         lambda: _benchmark(arguments),
         interrupted="interrupted before a size was complete: nothing saved",

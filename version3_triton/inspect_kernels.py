@@ -33,10 +33,16 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from workshop import errors, presets, results  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.precision import PRECISIONS, Precision  # noqa: E402
 from workshop.presets import Preset  # noqa: E402
@@ -797,7 +803,7 @@ def make_requests(arguments: argparse.Namespace) -> list[Request]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(
         lambda: _inspect(arguments),
         interrupted="interrupted: nothing is shown or written before all is compiled",
@@ -808,7 +814,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     requests = make_requests(arguments)
     errors.require("triton", "rich")
     check_writable("--asm", arguments.asm)
-    check_writable("--json", arguments.json and arguments.json.parent)
+    if arguments.json is not None:
+        results.prepare_file(arguments.json, "--json")
     answers = inspect_all(requests)
     names = sorted({name for answer in answers for name in answer.names})
     kernels = [kernel for answer in answers for kernel in answer.kernels]

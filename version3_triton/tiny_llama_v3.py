@@ -25,15 +25,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
-if __name__ == "__main__":  # Triton is not everywhere
+if __name__ == "__main__":  # PyTorch and Triton are not everywhere, and take seconds to import
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from workshop.needed import import_torch
+
+    import_torch()
+
     from workshop.cli import leave_if_missing
 
     leave_if_missing("v3")
 
+import torch
+from torch import Tensor, nn
 from triton_kernels import (
     HEAD_SIZES,
     AdamW,

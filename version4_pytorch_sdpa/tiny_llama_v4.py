@@ -21,6 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from workshop.needed import import_torch
+
+    import_torch()
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -241,7 +247,6 @@ def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.O
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from workshop.cli import main
 
     sys.exit(main(sys.modules[__name__]))

@@ -30,8 +30,8 @@ from workshop import (
     timing,
     trainer,
     versions,
-    waiting,
 )
+from workshop.arguments import parse
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.precision import Precision, get_precision
 from workshop.presets import PRESETS, default_preset, get_preset
@@ -105,16 +105,9 @@ class Request:
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
     """Runs a version's module from the command line; returns the exit status."""
     version = versions.of_file(Path(str(module.__file__)))
-    arguments = build_parser(version, module).parse_args(argv)
-
-    def work() -> int:
-        of_this_program = module.__name__ == "__main__"
-        if of_this_program and hardware.get_device(arguments.device).type == "cpu":
-            waiting.restart_with_short_spin()
-        return _run(check_arguments(version, module, arguments))
-
+    arguments = parse(build_parser(version, module), argv)
     return errors.exit_status(
-        work,
+        lambda: _run(check_arguments(version, module, arguments)),
         interrupted="interrupted before a timed step was complete: nothing saved",
     )
 

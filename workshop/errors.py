@@ -1,5 +1,6 @@
 """The errors that a user can mend, and the exit codes of every tool."""
 
+import atexit
 import contextlib
 import errno
 import importlib.util
@@ -41,6 +42,55 @@ class OutOfMemory(WorkshopError):
     exit_code = ANSWER_IS_NO
 
 
+def begin() -> None:
+    """For a program to call before the imports that take seconds: it ends without a traceback.
+
+    From now on Ctrl-C ends the process at once, with a line and status INTERRUPTED, except where
+    `exit_status` has it raise KeyboardInterrupt: raised in an import, that may be taken for a
+    package that is broken. And output that is not read to its end, as that of `--help | head -1`,
+    is no error when Python ends.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, _leave)
+    atexit.register(_flush_at_exit)
+
+
+def _leave(*_: object) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """In the block Ctrl-C raises KeyboardInterrupt, also after `begin`."""
+    begun = signal.getsignal(signal.SIGINT) is _leave
+    if begun:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if begun:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def _flush_at_exit() -> None:
+    try:
+        _flush()
+    except BrokenPipeError:
+        _discard_output()
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as after `>&-`
+        sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    # Python writes what is left of the output when it ends, and would complain once more.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     """Does a command's work; its exit status. An error that the user can mend, Ctrl-C, SIGTERM and
     a full disk become one line on stderr. What stdout can't encode is printed as `?`. Where nobody
@@ -53,9 +103,9 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        with _terminated_like_ctrl_c():
+        with _interruptible(), _terminated_like_ctrl_c():
             status = work()
-            sys.stdout.flush()
+            _flush()
         return status
     except WorkshopError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
@@ -64,11 +114,13 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Python writes what is left of the output when it ends, and would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return ANSWER_IS_NO
     except Exception as error:
         lack = _room_that_was_missing(error)
+        if lack is None and isinstance(error, OSError):  # such as a name of 300 letters
+            what = "" if error.filename is None else f"{error.filename}: "
+            lack = f"{what}{error.strerror or error}"
         if lack is None:
             raise
         print(f"error: {printable(lack)}", file=sys.stderr)

@@ -10,8 +10,9 @@ from workshop import errors, waiting
 
 
 def import_torch() -> None:
-    """Imports PyTorch, which takes seconds, with `waiting.SPIN`. Ends the process, in one line and
-    with the status for it, if this Python has none, or at Ctrl-C."""
+    """Imports PyTorch, which takes seconds, with `waiting.SPIN`: a program that `begin`s. Ends the
+    process, in one line and with the status for it, if this Python has none."""
+    errors.begin()
     os.environ.update(waiting.short_spin())
     try:
         import torch  # noqa: F401
@@ -22,6 +23,3 @@ def import_torch() -> None:
         how = "run `make setup` and `source .venv/bin/activate`, or load your site's PyTorch module"
         print(f"error: {lack}: {how}", file=sys.stderr)
         sys.exit(errors.NOT_ON_THIS_MACHINE)
-    except KeyboardInterrupt:
-        print("interrupted before anything was run", file=sys.stderr)
-        sys.exit(errors.INTERRUPTED)

@@ -37,6 +37,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +57,8 @@ from workshop import (
     trainer,
     versions,
 )
-from workshop.errors import WorkshopError
+from workshop.arguments import parse
+from workshop.errors import OutOfMemory, WorkshopError
 from workshop.precision import Precision, get_precision, kept_matmul_mode
 
 Build = Callable[[Any], nn.Module]
@@ -390,7 +396,7 @@ def check(
         cuda_graph: whether the training run is captured and replayed.
 
     Raises:
-        WorkshopError: unknown precision or device.
+        WorkshopError: unknown precision or device; a shape or seed that no training step has.
     """
     torch_device = hardware.get_device(device) if isinstance(device, str) else device
     setting = Setting(
@@ -399,8 +405,9 @@ def check(
         device=torch_device,
         seed=seed,
         batch_size=batch_size,
-        seq_len=seq_len or min(config.max_seq_len, 65),
+        seq_len=min(config.max_seq_len, 65) if seq_len is None else seq_len,
     )
+    _check_shape(setting)
     with torch.device(torch_device):  # so that large models are initialised where it is quick
         model = build(config).to(torch_device)
     return check_model(model, setting, configure_optimizer, cuda_graph=cuda_graph, build=build)
@@ -735,12 +742,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        report = _check_version(arguments)
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    arguments = parse(_parser(), argv)
+    return errors.exit_status(
+        lambda: _show(arguments), interrupted="interrupted before the comparison was complete"
+    )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    report = _check_version(arguments)
     print(f"{arguments.version} {arguments.config} {report.precision} on {report.device}, ", end="")
     print(f"against {report.reference}: {report.summary()}")
     for line in _measure_lines(report) if arguments.verbose else ():
@@ -760,15 +769,63 @@ def _check_version(arguments: argparse.Namespace) -> ParityReport:
     config = module.TinyLlamaConfig(**presets.get_preset(arguments.config).model())
     device = hardware.get_device(arguments.device)
     interpreter.check_device(versions.get_version(arguments.version), device)
-    return check(
-        module.TinyLlama,
-        config,
-        precision=get_precision(arguments.precision, device).name,
-        device=device,
-        seed=arguments.seed,
-        batch_size=arguments.batch_size,
-        seq_len=arguments.seq_len,
-        configure_optimizer=module.configure_optimizer,
+    precision = get_precision(arguments.precision, device)
+    seed, batch_size, seq_len = arguments.seed, arguments.batch_size, arguments.seq_len
+    setting = Setting(config, precision, device, seed, batch_size, seq_len)
+    _check_shape(setting)
+    _check_memory(setting)
+    try:
+        return check(
+            module.TinyLlama,
+            config,
+            precision=precision.name,
+            device=device,
+            seed=seed,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            configure_optimizer=module.configure_optimizer,
+        )
+    except (RuntimeError, MemoryError) as error:
+        asked = trainer.memory_asked_for(error)
+        if asked is None:
+            raise
+        raise _out_of_memory(setting, f"a further {asked} was asked for") from None
+
+
+def _check_shape(setting: Setting) -> None:
+    """Raises WorkshopError for a batch, a length or a seed that no training step has."""
+    if setting.batch_size < 1:
+        raise WorkshopError(f"batch_size {setting.batch_size}: it must be at least 1")
+    most = setting.config.max_seq_len
+    if not 2 <= setting.seq_len <= most:  # over one token, q and k have no gradient
+        raise WorkshopError(
+            f"seq_len {setting.seq_len}: it must lie between 2 and the model's {most}"
+        )
+    if not 0 <= setting.seed < 2**63:
+        raise WorkshopError(f"seed {setting.seed}: it must lie between 0 and 2^63")
+
+
+def _check_memory(setting: Setting) -> None:
+    """Refuses at once what can't fit, by a low bound: the training state of V1 in high precision,
+    and what one of its steps keeps for the backward pass. A CPU that runs out of memory ends the
+    process without a word."""
+    from workshop import gate_size  # which takes its settings from here
+
+    config, shape = setting.config, (setting.batch_size, setting.seq_len)
+    state = 4 * flops.parameter_count(config)  # weights, gradients, two moments
+    kept = gate_size.activations(config, *shape, scores=True)
+    needed = truth_dtype(setting).itemsize * (state + kept)
+    available = hardware.memory_bytes(setting.device)
+    if available is not None and needed > available:
+        told = f"at least {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
+        raise _out_of_memory(setting, told)
+
+
+def _out_of_memory(setting: Setting, what: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"out of memory on {hardware.device_name(setting.device)}: {what} at --batch-size "
+        f"{setting.batch_size} and --seq-len {setting.seq_len}; lower them, or take a smaller "
+        "--config"
     )
 
 

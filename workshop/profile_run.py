@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop import chips, cli, errors, hardware, markers, parity, results, trainer, versions
+from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.versions import Version
@@ -82,7 +83,7 @@ def make_request(version: Version, model_flags: list[str], steps: int) -> cli.Re
     module = versions.load(version.key)
     parser = cli.build_parser(version, module)
     parser.prog = version.path.name
-    arguments = parser.parse_args(model_flags)
+    arguments = parse(parser, model_flags)
     for name, instead in _OF_THE_RUNNER.items():
         if getattr(arguments, name) is not None:
             flag = name.replace("_", "-")
@@ -221,7 +222,7 @@ def runner_arguments(
     parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
     if add:
         add(parser)
-    arguments = parser.parse_args(argv[1:split])
+    arguments = parse(parser, argv[1:split])
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: it must be at least 1")
     words = [word for word in argv[:split] if word != "--dry-run"]

@@ -241,6 +241,17 @@ def prepare_folder(folder: Path, flag: str = "--output-dir") -> Path:
     return folder
 
 
+def prepare_file(path: Path, flag: str) -> None:
+    """Shows that a file can be written, before any work is done.
+
+    Raises:
+        WorkshopError: it can't.
+    """
+    if path.is_dir():
+        raise WorkshopError(f"{flag} {path} is a folder: name a file")
+    prepare_folder(path.parent, flag)
+
+
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that takes its place if the block succeeds, and vanishes
@@ -411,8 +422,16 @@ def _run_files(top: Path, folder: Path) -> Iterator[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; WorkshopError names the file and what is wrong with it."""
+    content = parse_json(path)
+    if not isinstance(content, dict):
+        raise WorkshopError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def parse_json(path: Path) -> Any:
+    """As `read_json`, whatever is in the file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except OSError as error:
         raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -422,9 +441,6 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:  # no UTF-8, NaN, a number of 5000 digits
         raise WorkshopError(f"{path}: no valid JSON ({error!s:.60})") from None
-    if not isinstance(content, dict):
-        raise WorkshopError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def _no_constant(name: str) -> None:

@@ -24,7 +24,13 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from workshop import errors, processes, waiting
+from workshop import errors
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop import processes, waiting
+from workshop.arguments import count, parse
 from workshop.errors import WorkshopError, printable
 from workshop.versions import ROOT, VERSIONS
 
@@ -87,12 +93,12 @@ def build_parser() -> argparse.ArgumentParser:
         "collecting the files",
     )
     add("--collect", type=Path, metavar="DIR", help="check nothing, show the seats in DIR")
-    add("--expect", type=int, metavar="N", help="with --collect: how many seats there are to be")
+    add("--expect", type=count, metavar="N", help="with --collect: how many seats there are to be")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     work = partial(_collect if arguments.collect else _check, arguments)
     return errors.exit_status(work, interrupted="interrupted: nothing is written")
 

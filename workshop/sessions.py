@@ -109,10 +109,12 @@ def alternate(plans: list[Plan], repeats: int) -> list[Plan]:
 
 def check_counts(arguments: argparse.Namespace) -> None:
     """Raises WorkshopError for counts or a seed that can't be."""
-    for name in ("num_steps", "warmup_steps", "repeats"):
+    for name, most in (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000)):
         value = getattr(arguments, name)
         if value < 1:
             raise WorkshopError(f"{_flag(name)} {value}: it must be at least 1")
+        if value > most:
+            raise WorkshopError(f"{_flag(name)} {value}: it must be at most {most:,}")
     if not 0 <= arguments.seed < 2**63:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
 

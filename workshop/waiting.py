@@ -5,7 +5,6 @@ It imports nothing but Python's own, for programs that call it before they impor
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 SPIN = {"GOMP_SPINCOUNT": "1000"}
@@ -19,14 +18,6 @@ _TASKS = Path("/proc/self/task")
 def short_spin() -> dict[str, str]:
     """What a process's environment needs for SPIN; nothing where the user has set what counts."""
     return {} if any(name in os.environ for name in _OF_THE_USER) else SPIN
-
-
-def restart_with_short_spin() -> None:
-    """Starts this program anew with SPIN, for one that has imported PyTorch already: the runtime
-    reads its environment only once. Returns if there is nothing to change."""
-    added = short_spin()
-    if added:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | added)
 
 
 def seconds_without_processor() -> dict[str, float] | None:

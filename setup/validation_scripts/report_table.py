@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tup
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 OK, MISSING, BROKEN, UNTRIED = "yes", "no", "BROKEN", "untried"
-EXIT_OK, EXIT_BROKEN, EXIT_NOT_HERE = 0, 1, 77
+EXIT_OK, EXIT_BROKEN, EXIT_NOT_HERE, EXIT_INTERRUPTED = 0, 1, 77, 130
 
 Facts = Dict[str, Any]
 Probes = Mapping[str, Callable[[], Facts]]
@@ -174,6 +174,25 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument("--json", action="store_true", help="print JSON instead of the table")
     result.add_argument("--probe", help=argparse.SUPPRESS)  # one check, in its own process
     return result
+
+
+def start(main: Callable[[], int]) -> None:
+    """Runs a script and ends the process: Ctrl-C is one line, and output that is not read to its
+    end, as that of `| head -1`, is no error."""
+    try:
+        try:
+            status = main()
+        except SystemExit as ended:  # of the command line
+            status = int(ended.code or EXIT_OK)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Python writes what is left of the output when it ends, and would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_BROKEN
+    sys.exit(status)
 
 
 def report(rows: List[Row], status: int, verdict: str, as_json: bool) -> int:

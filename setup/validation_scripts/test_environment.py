@@ -27,6 +27,7 @@ from report_table import (
     parser,
     probe,
     report,
+    start,
     tool_row,
 )
 
@@ -331,4 +332,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -7,7 +7,6 @@ Ends with status 77 where torch.profiler works and no GPU profiler is installed.
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -21,6 +20,7 @@ from report_table import (
     parser,
     probe,
     report,
+    start,
     tool_row,
 )
 
@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -25,6 +24,7 @@ from report_table import (
     probe,
     report,
     run,
+    start,
     tool_row,
 )
 
@@ -195,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

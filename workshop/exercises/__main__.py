@@ -5,14 +5,14 @@ import difflib
 import sys
 from pathlib import Path
 
-from workshop import errors
-from workshop.errors import WorkshopError
-
 if __name__ == "__main__":
     from workshop.needed import import_torch
 
     import_torch()
 
+from workshop import errors
+from workshop.arguments import count, parse
+from workshop.errors import WorkshopError
 from workshop.exercises import copies, frame, runner, sheet
 from workshop.exercises.progress import Progress
 from workshop.exercises.sheet import Sheet
@@ -38,10 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="is mine right? The first time: begin it")
     check.add_argument(
         "--limit",
-        type=_seconds,
-        default=runner.LIMIT_S,
+        type=count,
+        default=int(runner.LIMIT_S),
         metavar="SECONDS",
-        help="for a slow machine (default %(default).0f)",
+        help="for a slow machine (default %(default)s)",
     )
     hint = commands.add_parser("hint", help="the next hint")
     commands.add_parser("progress", help="what is passed, and what comes next")
@@ -51,19 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _seconds(text: str) -> float:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return float(text)
-
-
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     """Runs a command; its exit status.
 
     Args:
         root: the folder of the versions' folders.
     """
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     commands = {
         "list": _list,
         "check": _check,

@@ -7,6 +7,11 @@ from pathlib import Path
 
 from workshop import errors
 
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop.arguments import count, parse
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -20,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="the hot list: which kernels take the time")
     profile = "a file that a profiler wrote, or the folder of one tool's outputs"
     show.add_argument("path", type=Path, metavar="PATH", help=profile)
-    show.add_argument("--limit", type=_positive, default=15, help="rows (default %(default)s)")
+    show.add_argument("--limit", type=count, default=15, help="rows (default %(default)s)")
     show.add_argument(
         "--output-dir", type=Path, metavar="DIR", help="also write kernels.csv and kernels.json"
     )
@@ -33,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "path", type=Path, metavar="PATH", help="a trace (.json, .json.gz), or a folder with one"
     )
     draw.add_argument("--output", type=Path, metavar="FILE", required=True, help="a .png")
-    draw.add_argument("--step", type=_positive, metavar="N", help="which one (default: the first)")
+    draw.add_argument("--step", type=count, metavar="N", help="which one (default: the first)")
     draw.add_argument("--from", type=float, dest="start", metavar="MS", help="or a stretch, from")
     draw.add_argument("--to", type=float, dest="end", metavar="MS", help="to, in the axis's ms")
     advise = commands.add_parser("advise", help="what bounds a run, in sentences, and what helps")
@@ -42,14 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     commands = {"show": _show, "diff": _diff, "draw": _draw, "advise": _advise}
     return errors.exit_status(
         lambda: commands[arguments.command](arguments), interrupted="interrupted"

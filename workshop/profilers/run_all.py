@@ -15,7 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from workshop import errors, processes, versions
+from workshop import errors
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop import processes, versions
+from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import summary
 from workshop.profilers.runner_files import COMMAND_FILE
@@ -55,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("scripts", nargs="+", metavar="SCRIPT", help="run_*.py or run_*.sh of the folder")
     add("--folder", type=Path, required=True, metavar="DIR", help="of the version")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
-    add("--steps", metavar="N", help="training steps (default: each script's own)")
+    add("--steps", type=count, metavar="N", help="training steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
     add("--lock", type=Path, metavar="FILE", help="that keeps others out: deleted at the end")
     return parser
@@ -64,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     split = words.index("--") if "--" in words else len(words)
-    arguments = build_parser().parse_args(words[:split])
+    arguments = parse(build_parser(), words[:split])
     arguments.model_flags = words[split + 1 :]
     arguments.output_dir = arguments.output_dir.absolute()
     try:
@@ -124,7 +130,7 @@ def _command(outcome: Outcome, arguments: argparse.Namespace, *, dry_run: bool) 
     program = sys.executable if outcome.script.endswith(".py") else "bash"
     command = [program, str(arguments.folder / outcome.script)]
     command += ["--output-dir", str(arguments.output_dir / outcome.output)]
-    command += ["--steps", arguments.steps] if arguments.steps else []
+    command += ["--steps", str(arguments.steps)] if arguments.steps else []
     command += ["--dry-run"] if dry_run else []
     return [*command, "--", *arguments.model_flags]
 

@@ -17,6 +17,12 @@ sys.path.insert(
     str(Path(__file__).resolve().parents[3] / "version3_triton/exercises/performance_debugging"),
 )
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from workshop.needed import import_torch
+
+    import_torch()
+
 from hunt_harness import Runner, main
 
 # isort: split
@@ -28,6 +34,8 @@ import stage5_lean_final_norm
 import tiny_llama_v3 as v3
 import torch
 from torch import Tensor, nn
+
+from workshop import errors
 
 
 class Stage1(stage1_scaled_residuals.TinyLlama):
@@ -125,6 +133,7 @@ REPAIRED = {
 if __name__ == "__main__":
     number = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if number not in REPAIRED:
-        sys.exit(f"error: which stage? {', '.join(REPAIRED)}, before any option")
+        print(f"error: which stage? {', '.join(REPAIRED)}, before any option", file=sys.stderr)
+        sys.exit(errors.WRONG_USAGE)
     build, clock = REPAIRED[number]
     sys.exit(main(f"repaired{number}.py", build, timed_steps=clock))

@@ -7,6 +7,7 @@ at `medium` in bf16 could have them. They are for learning to read such tables, 
     python version2_pytorch_fused/exercises/rocm_tools_intro/make_tables.py
 """
 
+import argparse
 import csv
 import io
 import sys
@@ -17,7 +18,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from workshop import results  # noqa: E402
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+from workshop import errors, results  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
 
 FOLDER = Path(__file__).parent / "made_up_run"
 DEVICE = "MI300X (MADE UP FOR AN EXERCISE)"
@@ -133,11 +140,17 @@ def tables() -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main() -> int:
+    parse(argparse.ArgumentParser(description=__doc__.split("\n\n")[0]))
+    return errors.exit_status(_write, interrupted="interrupted: what is written is whole")
+
+
+def _write() -> int:
     for path, text in tables().items():
         target = FOLDER / path
         results.prepare_folder(target.parent)
         results.write_text(target, text)
+    return errors.DONE
 
 
 def _run(slowdown: float) -> tuple[list[_Dispatch], list[tuple[str, int, int]]]:
@@ -274,4 +287,4 @@ def _text(table: str, rows: Iterable[_Row]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
 
-from workshop.needed import import_torch  # noqa: E402
+if Path(sys.argv[0]).resolve().parent == HERE:  # a stage was started
+    from workshop.needed import import_torch
 
-import_torch()
+    import_torch()
 
 import torch  # noqa: E402
 from hunt_results import StageResult, add_flags, save  # noqa: E402
@@ -39,6 +41,7 @@ from workshop import (  # noqa: E402
     timing,
     versions,
 )
+from workshop.arguments import count, parse  # noqa: E402
 from workshop.cli import leave_if_missing  # noqa: E402
 from workshop.precision import Precision, get_precision  # noqa: E402
 from workshop.trainer import Runner, Schedule  # noqa: E402
@@ -103,7 +106,7 @@ def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> 
         build: its model.
         timed_steps: its clock; the workshop's own if there is none.
     """
-    arguments = _parser(stage).parse_args()
+    arguments = parse(_parser(stage))
     return errors.exit_status(
         lambda: _main(Path(stage).stem, build, timed_steps or clocked_steps, arguments),
         interrupted="interrupted: nothing saved",
@@ -124,7 +127,7 @@ def _parser(stage: str) -> argparse.ArgumentParser:
         help="train nothing: compare logits, gradients and a short training with V1's, from V1's "
         "weights",
     )
-    add("--num-steps", type=int, metavar="N", help="timed steps (default: 30; interpreted 2)")
+    add("--num-steps", type=count, metavar="N", help="timed steps (default: 30; interpreted 2)")
     add_flags(parser)
     return parser
 
@@ -136,8 +139,6 @@ def _main(stage: str, build: Build, timed_steps: TimedSteps, arguments: argparse
     interpreted = interpreter.serves(version, device)
     size = INTERPRETED_SIZE if interpreted else GPU_SIZE
     if arguments.num_steps is not None:
-        if arguments.num_steps < 1:
-            raise errors.WorkshopError(f"--num-steps {arguments.num_steps}: it must be at least 1")
         schedule = dataclasses.replace(size.schedule, timed=arguments.num_steps)
         size = dataclasses.replace(size, schedule=schedule)
     print(f"{stage}: {size.batch_size} x {size.seq_len} tokens, {hardware.device_name(device)}")

@@ -18,13 +18,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
 
-from workshop.needed import import_torch  # noqa: E402
+if __name__ == "__main__":
+    from workshop.needed import import_torch
 
-import_torch()
+    import_torch()
 
 from hunt_results import StageResult, add_flags, load_all, shown  # noqa: E402
 
 from workshop import errors, processes, results  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    arguments = parse(build_parser(), argv)
     return errors.exit_status(
         lambda: _main(arguments),
         interrupted="interrupted: finished stages are kept; --show prints them",

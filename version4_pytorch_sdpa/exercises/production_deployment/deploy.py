@@ -28,6 +28,7 @@ from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
     TABLE,
 )
 from workshop import data, errors, hardware, presets, results, trainer, versions
+from workshop.arguments import parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises import faults, frame
 from workshop.exercises.compare import first_difference
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="for the files and the table (default: results/exercises/production_deployment)",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
 
     def work() -> int:
         try:

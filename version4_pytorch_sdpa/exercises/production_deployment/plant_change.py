@@ -14,7 +14,10 @@ if __name__ == "__main__":
     import_torch()
 
 from workshop import errors, results
+from workshop.arguments import parse
 from workshop.errors import WorkshopError
+
+MOST_PERCENT = 10**6
 
 
 def plant(source: Path, target: Path, *, percent: float, device: str | None) -> int:
@@ -46,9 +49,13 @@ def main(argv: list[str] | None = None) -> int:
         "--percent", type=float, default=0.0, help="how much slower a step is (default 0)"
     )
     parser.add_argument("--device", metavar="NAME", help="the name of another device")
-    a = parser.parse_args(argv)
+    a = parse(parser, argv)
 
     def work() -> int:
+        if not -100 < a.percent <= MOST_PERCENT:
+            raise WorkshopError(
+                f"--percent {a.percent}: it must lie between -100 and {MOST_PERCENT:,}"
+            )
         count = plant(a.source, a.target, percent=a.percent, device=a.device)
         print(f"Written: {count} results of V4 into {a.target}, with a change planted in them")
         return errors.DONE

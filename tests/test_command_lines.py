@@ -1,0 +1,431 @@
+"""Every program's command line, typed wrong: one line on stderr, and nothing is trained.
+
+Programs and flags are found, not listed: a new one is in these tests by itself.
+"""
+
+import argparse
+import atexit
+import dataclasses
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import stored_runs
+import torch
+
+from workshop import errors, parity, regression, results, trainer
+from workshop.arguments import count
+from workshop.exercises import copies
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERNAL = {
+    "setup/environment_probe.py",  # environment_setup.sh starts it
+    "workshop/exercises/runner.py",  # python -m workshop.exercises starts it
+    "workshop/profilers/proton_app.py",  # run_proton.sh starts it
+}
+"""Programs that other programs start, and nobody else."""
+
+
+def programs() -> list[str]:
+    """The Python files that can be started, below ROOT."""
+    found = []
+    for path in ROOT.glob("*/**/*.py"):
+        name = path.relative_to(ROOT)
+        if name.parts[0] == "tests" or any(part[0] == "." for part in name.parts):
+            continue
+        if "site-packages" in name.parts or name.name == "mine.py":
+            continue
+        if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8"):
+            found.append(name.as_posix())
+    return sorted(set(found) - INTERNAL)
+
+
+PROGRAMS = programs()
+PROFILE = str(ROOT / "tests/fixtures/profilers/proton/h200_proton.hatchet")
+TRACE = str(ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz")
+NUMBERS = ("0", "-1", "nan", "inf", "1e23", "1" + 23 * "0", "1e400", "text")
+NO_NAME = "no such name\x1b[31m"
+"""Steers a terminal, too."""
+HUGE = {"1e23", "1" + 23 * "0"}
+GOOD = {
+    "--learning-rate": HUGE,
+    "--port": {"0"},
+    "--seed": {"0"},
+    "--percent": {"0", "-1"},
+    "--from": {"0", "-1"},
+    "--to": {*HUGE, "inf", "1e400"},
+}
+"""Values that are right for a flag, though not for most."""
+OWN_NUMBERS = {"analysis_tools/regression_tester.py"}
+"""Programs with a type of number of their own."""
+ANYTHING = {
+    ("analysis_tools/report_generator.py", "--title"),  # any text
+    ("analysis_tools/roofline_analysis.py", "--label"),
+    ("analysis_tools/roofline_analysis.py", "--results"),  # made when ceilings are measured
+    ("workshop/exercises/__main__.py", "--results-dir"),  # made when progress is saved
+    ("version4_pytorch_sdpa/exercises/production_deployment/plant_change.py", "--device"),
+    ("version3_triton/inspect_kernels.py", "--kernel"),  # known when all are compiled
+    ("version4_pytorch_sdpa/exercises/production_deployment/deploy.py", "--output-dir"),  # mine.py
+    ("workshop/profilers/run_all.py", "--output-dir"),  # run_all_profilers.sh has made them
+    ("workshop/profilers/run_all.py", "--lock"),
+}
+"""Flags of which only the empty value is known to be wrong."""
+NEEDS = {
+    "workshop/parity.py": {"version": ["--version", "v1"]},
+    "workshop/profilers/run_all.py": {
+        "scripts": ["run_pytorch_profiler.py"],
+        "folder": ["--folder", str(ROOT / "version1_pytorch_baseline")],
+        "output_dir": ["--output-dir", "out"],
+    },
+    "workshop/exercises/__main__.py": {"command": ["progress"]},
+    "workshop/exercises/__main__.py check": {"name": ["fusion_analysis"]},
+    "workshop/profilers/__main__.py show": {"path": [PROFILE]},
+    "workshop/profilers/__main__.py diff": {"a": [PROFILE], "b": [PROFILE]},
+    "workshop/profilers/__main__.py draw": {"path": [TRACE], "output": ["--output", "a.png"]},
+    "workshop/profilers/__main__.py advise": {"paths": [PROFILE]},
+    "analysis_tools/report_generator.py": {"results": ["--results", "runs"]},
+    "analysis_tools/regression_tester.py check": {
+        "baseline": ["--baseline", "baseline.json"],
+        "from_results": ["--from-results", "runs"],
+    },
+    "analysis_tools/roofline_analysis.py": {
+        "paths": ["runs"],
+        "output_dir": ["--output-dir", "out"],
+    },
+    "version4_pytorch_sdpa/exercises/production_deployment/plant_change.py": {
+        "source": ["runs"],
+        "target": ["out"],
+    },
+}
+"""What a program or its subcommand can't do without, by argument."""
+FORCED = ["--baseline", "baseline.json", "--device", "cpu", "--force"]
+INSTEAD = {
+    ("analysis_tools/roofline_analysis.py", "--ai"): ["--gflops", "1"],
+    ("analysis_tools/roofline_analysis.py", "--gflops"): ["--ai", "1"],
+    ("analysis_tools/roofline_analysis.py", "--device"): ["--measure"],
+    ("analysis_tools/regression_tester.py check", "--device"): FORCED[:2],
+    ("analysis_tools/regression_tester.py check", "--repeats"): FORCED,
+    ("analysis_tools/regression_tester.py check", "--num-steps"): FORCED,
+}
+"""Where an argument goes with others than those."""
+
+
+class Accepted(BaseException):
+    """The program would have begun its work."""
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder with results and a baseline, where programs run in this process leave no trace."""
+    monkeypatch.setattr(errors, "begin", lambda: None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for version in ("v1", "v4"):
+        stored_runs.write(tmp_path / "runs", stored_runs.reference(version))
+    baseline, _ = regression.make_baseline([5 * results.load_folder(tmp_path / "runs")], [])
+    results.write_json(tmp_path / "baseline.json", dataclasses.asdict(baseline))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def stop_where_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise Accepted
+
+    for owner, name in (
+        (trainer, "train"),
+        (trainer, "Runner"),
+        (parity, "check_model"),
+        (copies, "make"),
+        (subprocess.Popen, "__init__"),
+        (ProcessPoolExecutor, "__init__"),
+    ):
+        monkeypatch.setattr(owner, name, stop)
+
+
+def start(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Starts a program in this process; what it ends with."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / program), *words])
+    with monkeypatch.context() as m:
+        m.syspath_prepend(str((ROOT / program).parent))
+        try:
+            if program.startswith("workshop/"):
+                module = program.removesuffix(".py").replace("/", ".")
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(ROOT / program), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code
+    return None
+
+
+class Found(Exception):
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def parser_of(program: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+    def give(self: argparse.ArgumentParser, *_: object) -> None:
+        raise Found(self)
+
+    with monkeypatch.context() as m:
+        m.setattr(argparse.ArgumentParser, "parse_args", give)
+        try:
+            status = start(program, first_words(program), m)
+        except Found as found:
+            return found.parser
+    if status == errors.NOT_ON_THIS_MACHINE:
+        pytest.skip("this machine lacks what it needs")
+    pytest.fail(f"{program} parses no command line")
+
+
+def first_words(program: str) -> list[str]:
+    return ["5"] if program.endswith("/repairs.py") else []
+
+
+Case = tuple[list[str], str, str]
+"""A command line, its argument's name as an error may have it, and the wrong value."""
+
+
+def cases(program: str, parser: argparse.ArgumentParser, before: list[str]) -> Iterator[Case]:
+    """Each argument with each value that is wrong for it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield [*before, NO_NAME], action.metavar, NO_NAME
+            for name, sub in action.choices.items():
+                yield from cases(program, sub, [*before, name])
+        elif action.nargs != 0 and action.help is not argparse.SUPPRESS:  # hidden: for ourselves
+            for values in wrong(program, action):
+                given = [*flag_of(action), *values]
+                if len(given) == 2 and values[0].startswith("-"):
+                    given = ["=".join(given)]
+                others = needed(" ".join([program, *before]), parser, action)
+                yield [*before, *given, *others], name_of(action), values[-1]
+
+
+def flag_of(action: argparse.Action) -> list[str]:
+    return list(action.option_strings[-1:])
+
+
+def needed(command: str, parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
+    """What a command line needs beside one of its arguments."""
+    instead = INSTEAD.get((command, name_of(action)))
+    if instead is not None:
+        return instead
+    needs = NEEDS.get(command, {})
+    return [
+        word
+        for other in parser._actions
+        if other is not action
+        for word in needs.get(other.dest, [])
+    ]
+
+
+def name_of(action: argparse.Action) -> str:
+    return (action.option_strings or [action.metavar or action.dest])[-1]
+
+
+def wrong(program: str, action: argparse.Action) -> Iterator[list[str]]:
+    """The values, each as the words of a command line."""
+    flag = name_of(action)
+    size = action.nargs if isinstance(action.nargs, int) else 1
+    if flag == "--sweep":
+        yield from (["seq-len", number] for number in NUMBERS)
+    if (program, flag) in ANYTHING:
+        values = []
+    elif action.choices or action.type is None:
+        values = [NO_NAME]
+    elif action.type is Path:
+        values = ["file/below", "x" * 300]
+    elif action.type in (int, float, count) or program in OWN_NUMBERS:
+        values = [number for number in NUMBERS if number not in GOOD.get(flag, ())]
+    else:
+        pytest.fail(f"{program} {flag}: what is wrong for its type?")
+    yield from (size * [value] for value in ["", " ", *values])
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # of runpy's
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_typed_wrong_is_refused_in_a_line(
+    program: str, apart: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    parser, problems = parser_of(program, monkeypatch), []
+    stop_where_work_begins(monkeypatch)
+    for line, name, value in cases(program, parser, first_words(program)):
+        capsys.readouterr()
+        try:
+            status = start(program, line, monkeypatch)
+        except Accepted:
+            status = "at work"
+        except Exception as error:
+            status = f"{type(error).__name__}: {error}"
+        said = [
+            text
+            for text in capsys.readouterr().err.splitlines()
+            if not text.startswith(("usage:", " ", "checking"))
+        ]
+        problem = complaint(status, said, name, value)
+        if problem:
+            problems.append(f"{line}: {problem}")
+    assert not problems, "\n".join(problems)
+
+
+def complaint(status: object, said: list[str], name: str, value: str) -> str | None:
+    """What is wrong with the end of a program that was typed wrong."""
+    if status not in (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE):
+        return f"ended with {status}"
+    if len(said) != 1 or "error: " not in said[0]:
+        return f"said {said}"
+    if status == errors.ANSWER_IS_NO and "out of memory" not in said[0]:
+        return f"status 1 for {said}"
+    plain = said[0].replace("_", "-").replace(" ", "-").lower()
+    if not value.strip():
+        return None if "it is empty" in said[0] else f"does not say that it is empty: {said[0]}"
+    names = name.lstrip("-").replace("_", "-").lower() in plain
+    shows = len(value) > 4 and (errors.printable(value) in said[0] or repr(value)[1:-1] in said[0])
+    if status == errors.WRONG_USAGE and not (names or shows):
+        return f"names neither {name} nor {value!r}: {said[0]}"
+    if "\x1b" in said[0]:
+        return "what was typed steers the terminal"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (["--seq-len", "1"], errors.WRONG_USAGE, "seq_len 1: it must lie between 2 and"),
+        (["--seq-len", "5000"], errors.WRONG_USAGE, "seq_len 5000"),
+        (["--batch-size", "10000000"], errors.ANSWER_IS_NO, "out of memory on"),
+    ],
+)
+def test_the_gate_refuses_shapes_that_no_step_has(flags, status, said, capsys) -> None:
+    assert parity.main(["--version", "v1", "--config", "tiny", "--device", "cpu", *flags]) == status
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "shape", [{"seq_len": 0}, {"seq_len": 1}, {"batch_size": 0}, {"seed": 10**23}], ids=str
+)
+def test_the_gate_refuses_them_in_python_too(shape: dict[str, int], odd_config) -> None:
+    with pytest.raises(errors.WorkshopError, match=f"{next(iter(shape))} "):
+        parity.check(parity.build_baseline, odd_config, **shape)
+
+
+# --- Ctrl-C and `| head -1` ----------------------------------------------------------------------
+
+INTERRUPT = """
+import signal, subprocess, sys
+
+FIRST = ("", "errors", "needed", "waiting")
+
+class Finder:
+    def find_spec(self, name, *_):
+        top, _, rest = name.partition(".")
+        if sys.argv[0] == "-m":  # Python looks for the program
+            return
+        if top == "torch" or (top == "workshop" and rest not in FIRST):
+            interrupt()
+
+def interrupt(*_, **__):
+    signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+subprocess.Popen.__init__ = interrupt
+"""
+"""A sitecustomize.py: Ctrl-C as soon as the program imports what may take seconds, or starts a
+process."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_is_quiet_from_the_first_import_on(program: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    ended = subprocess.run(
+        command(program),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout) == (errors.INTERRUPTED, ""), ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
+def command(program: str, *words: str) -> list[str]:
+    """As it is typed."""
+    if not program.startswith("workshop/"):
+        return [sys.executable, str(ROOT / program), *words]
+    name = program.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+    return [sys.executable, "-m", name, *words]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_that_is_not_read_is_no_error(
+    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a process that has imported PyTorch already, which takes each program seconds."""
+    stderr = tmp_path / "stderr"
+    child = os.fork()
+    if child == 0:
+        _end_unread(program, stderr, monkeypatch)
+    _, status = os.waitpid(child, 0)
+    said = stderr.read_text()
+    lacks = os.waitstatus_to_exitcode(status) == errors.NOT_ON_THIS_MACHINE
+    assert len(said.splitlines()) == lacks, said
+
+
+def _end_unread(program: str, stderr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows a program's help in this process, with nobody at the pipe's other end, and ends it as
+    Python does."""
+    at_exit: list[Callable[[], object]] = []
+    status: object = errors.ANSWER_IS_NO
+    with stderr.open("w") as sys.stderr:
+        try:
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, 1)
+            sys.stdout = os.fdopen(1, "w")
+            monkeypatch.setattr(atexit, "register", at_exit.append)
+            sys.modules.pop("hunt_harness", None)  # it is the stages' beginning
+            status = start(program, [*first_words(program), "--help"], monkeypatch)
+            for function in reversed(at_exit):
+                function()
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        command("workshop/seats.py", "--help"),
+        command("workshop/plausibility.py", "tests/fixtures/published_tables.json"),
+        command("setup/validation_scripts/test_rocm_installation.py"),
+        [str(ROOT / "version1_pytorch_baseline/run_ncu.sh"), "--help"],
+    ],
+    ids=lambda typed: Path(typed[-2]).name,
+)
+def test_output_that_is_not_read_is_no_error(typed: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as unread:
+        ended = subprocess.run(
+            typed, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert ended.stderr == ""

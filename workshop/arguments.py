@@ -1,0 +1,32 @@
+"""What all command lines share: an empty value is wrong usage, whatever the flag."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+MOST = 10**6
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line, `sys.argv` if none is given.
+
+    No flag has a use for an empty value, which comes from `--output-dir "$UNSET"`: a path would be
+    the current folder, and `given or default` would take it for none.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    flag = "an argument"
+    for word in words:
+        if word.startswith("-"):
+            flag, equals, word = word.partition("=")
+            if not equals:
+                continue
+        if not word.strip():
+            parser.error(f"{flag}: it is empty")
+    return parser.parse_args(words)
+
+
+def count(text: str) -> int:
+    """An argument's type: a whole number from 1 to MOST."""
+    if not text.isdecimal() or not 1 <= float(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {MOST:,}")
+    return int(text)
