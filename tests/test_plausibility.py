@@ -1,5 +1,7 @@
 """The physics: two published tables, and each argument on its own."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,13 @@ def test_an_honest_fast_run_passes() -> None:
         ({"memory_mb": 3036.0}, "3,036 MB can't hold the weights, gradients and AdamW's"),
         ({"params_with_grad": 1_024_000}, "only 1,024,000 of 189,793,280 parameters (0.5%)"),
         ({"loss_first": 942.8}, "the first loss is 942.8"),
+        ({"params_with_grad": 10**12}, "1,000,000,000,000 parameters received a gradient, of"),
+        ({"batch_size": 0}, "batch_size is 0, and in any run lies between 1 and"),
+        ({"seq_len": 10**400}, "seq_len is 1000"),
+        ({"step_ms": 0.0}, "step_ms is 0.0"),
+        ({"forward_ms": -3.0}, "forward_ms is -3.0"),
+        ({"optimizer_ms": float("nan")}, "optimizer_ms is nan"),
+        ({"model": dataclasses.replace(MEDIUM, num_heads=0)}, "model.num_heads is 0"),
     ],
 )
 def test_each_argument_on_its_own(figures, sentence) -> None:
@@ -98,3 +107,38 @@ def test_the_command_line(type_command, tmp_path) -> None:
     answer = type_command("python", "-m", "workshop.plausibility", str(broken))
     assert answer.returncode == 2
     assert "claim 1: unknown field 'speed'" in answer.stderr
+
+
+WRITTEN = {"name": "x", "model": vars(SMALL), "batch_size": 8, "seq_len": 128}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("null", "expected a list of claims"),
+        ("[]", "expected a list of claims"),
+        ("[null]", "claim 1 should be an object"),
+        ("[" * 100_000, "no valid JSON"),
+        (json.dumps([WRITTEN | {"step_ms": float("nan")}]), "no valid JSON"),
+        (json.dumps([WRITTEN | {"step_ms": "3"}]), "claim 1.step_ms should be"),
+        (json.dumps([WRITTEN, WRITTEN | {"batch_size": True}]), "claim 2.batch_size should be int"),
+        (json.dumps([WRITTEN | {"model": None}]), "claim 1.model should be an object"),
+        (json.dumps([{"name": "x"}]), "claim 1.model is missing"),
+    ],
+    ids=range(9),
+)
+def test_a_file_that_holds_no_claims_is_named_in_a_line(text, said, tmp_path, capsys) -> None:
+    path = tmp_path / "claims.json"
+    path.write_text(text)
+    assert plausibility.main([str(path)]) == 2
+    told = capsys.readouterr().err
+    assert f"error: {path}: " in told
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_name_from_a_file_steers_no_terminal(tmp_path, capsys) -> None:
+    path = tmp_path / "claims.json"
+    path.write_text(json.dumps([WRITTEN | {"name": "a\x1b[31m\nb"}]))
+    assert plausibility.main([str(path)]) == 0
+    assert capsys.readouterr().out == "a[31m b: nothing here is impossible\n"

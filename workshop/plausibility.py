@@ -8,13 +8,20 @@ judges published tables as well as our own runs.
 """
 
 import argparse
-import json
 import math
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from workshop import errors, flops
+from workshop import errors
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop import flops, results
+from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.flops import ModelSizes
 
@@ -56,8 +63,27 @@ class Claim:
 
 def check(claim: Claim) -> list[str]:
     """One sentence for each figure that can't be true; none if all can."""
+    senseless = list(_senseless(claim))
+    if senseless:  # the other checks would divide by it
+        return senseless
     checks = (_rates, _backward_share, _optimizer_traffic, _memory, _gradients, _first_loss)
     return [sentence for check_one in checks for sentence in check_one(claim)]
+
+
+def _senseless(claim: Claim) -> Iterator[str]:
+    """Figures that no run has, whatever the chip: times below zero, a batch of none."""
+    counts = {"batch_size": claim.batch_size, "seq_len": claim.seq_len}
+    counts |= {f"model.{f.name}": getattr(claim.model, f.name) for f in fields(flops.Sizes)}
+    names = "step_ms forward_ms backward_ms optimizer_ms memory_mb peak_tflops bandwidth_gbs"
+    amounts = {name: getattr(claim, name) for name in names.split()}
+    reached = {"params_with_grad": claim.params_with_grad}
+    for least, figures in ((1, counts), (results.LEAST, amounts), (0, reached)):
+        for name, figure in figures.items():
+            if figure is not None and not least <= figure <= results.MOST:
+                yield (
+                    f"{claim.name}: {name} is {figure!r:.20}, and in any run lies between "
+                    f"{least:g} and {results.MOST:g}"
+                )
 
 
 def _rates(claim: Claim) -> list[str]:
@@ -130,11 +156,14 @@ def _memory(claim: Claim) -> list[str]:
 
 def _gradients(claim: Claim) -> list[str]:
     total = flops.parameter_count(claim.model)
-    if claim.params_with_grad is None or claim.params_with_grad >= total:
+    found = claim.params_with_grad
+    if found is None or found == total:
         return []
+    if found > total:
+        return [f"{claim.name}: {found:,} parameters received a gradient, of {total:,} there are"]
     return [
-        f"{claim.name}: only {claim.params_with_grad:,} of {total:,} parameters "
-        f"({claim.params_with_grad / total:.1%}) received a gradient"
+        f"{claim.name}: only {found:,} of {total:,} parameters ({found / total:.1%}) received a "
+        "gradient"
     ]
 
 
@@ -153,33 +182,35 @@ def _first_loss(claim: Claim) -> list[str]:
 # --- command line ------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Written(Claim):
+    """A claim as a file has it."""
+
+    model: flops.Sizes
+
+
 def read_claims(path: Path) -> list[Claim]:
     """Claims from a JSON list of objects with Claim's fields.
 
     Raises:
         WorkshopError: the file or one of its fields is not as it should be.
     """
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
-    except ValueError as error:
-        raise WorkshopError(f"{path}: no valid JSON: {error}") from None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    entries = results.parse_json(path)
+    if not isinstance(entries, list) or not entries:
         raise WorkshopError(f"{path}: expected a list of claims, each an object")
-    return [_claim(entry, f"{path}: claim {i + 1}") for i, entry in enumerate(entries)]
+    return [_claim(entry, path, f"claim {i + 1}") for i, entry in enumerate(entries)]
 
 
-def _claim(entry: dict[str, object], where: str) -> Claim:
-    names = {f.name for f in fields(Claim)}
-    unknown = sorted(set(entry) - names)
-    if unknown:
-        raise WorkshopError(f"{where}: unknown field {unknown[0]!r}; known are {sorted(names)}")
-    try:
-        model = flops.Sizes(**entry.get("model", {}))  # type: ignore[arg-type]
-        return Claim(**{**entry, "model": model})  # type: ignore[arg-type]
-    except TypeError as error:
-        raise WorkshopError(f"{where}: {error}") from None
+def _claim(entry: Any, path: Path, where: str) -> Claim:
+    if isinstance(entry, dict):
+        names = [f.name for f in fields(Claim)]
+        unknown = sorted(set(entry) - set(names))
+        if unknown:
+            raise WorkshopError(
+                f"{path}: {where}: unknown field {unknown[0]!r}; known are {', '.join(names)}"
+            )
+        entry = {f.name: f.default for f in fields(Claim) if f.default is not MISSING} | entry
+    return results.decode(_Written, entry, path, f"{where}.")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -188,18 +219,17 @@ def main(argv: list[str] | None = None) -> int:
         description="Says which claims of a JSON list can't be true. Exit 0: all can; 1: some not.",
     )
     parser.add_argument("claims", type=Path, help="JSON list of objects with Claim's fields")
-    arguments = parser.parse_args(argv)
-    try:
-        claims = read_claims(arguments.claims)
-    except WorkshopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    arguments = parse(parser, argv)
+    return errors.exit_status(lambda: _show(arguments.claims), interrupted="interrupted")
+
+
+def _show(path: Path) -> int:
     flagged = False
-    for claim in claims:
+    for claim in read_claims(path):
         sentences = check(claim)
         flagged = flagged or bool(sentences)
         for sentence in sentences or [f"{claim.name}: nothing here is impossible"]:
-            print(sentence)
+            print(errors.printable(sentence))
     return errors.ANSWER_IS_NO if flagged else errors.DONE
 
 
