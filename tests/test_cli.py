@@ -735,12 +735,14 @@ def test_ctrl_c_after_the_last_step_saves_them_all(
     assert "Summary of an interrupted run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("missing", ["compiler", "headers"])
+@pytest.mark.parametrize("missing", ["compiler", "headers", "path"])
 def test_v4_goes_on_uncompiled_where_the_compiler_has_not_what_it_needs(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if missing == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
+    elif missing == "path":
+        monkeypatch.setattr(trainer.tempfile, "gettempdir", lambda: "/tmp/of mine")
     else:
         monkeypatch.setattr(trainer.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     module, version = versions.load("v4"), versions.VERSIONS["v4"]

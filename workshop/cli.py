@@ -806,7 +806,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
     for sentence in result.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")
     if result.disturbed and not result.interpreted:
-        print(f"  {results.DISTURBED}: run it again")
+        print(f"note: {results.DISTURBED}: run it again")
 
 
 def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -196,7 +197,8 @@ def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) ->
 
 def missing_for_compile(device: torch.device) -> str | None:
     """What torch.compile would call for and not find here, or None: a C++ compiler ($CXX or the
-    system's) for the CPU, a C compiler for the launchers of GPU kernels, Python's headers."""
+    system's) for the CPU, a C compiler for the launchers of GPU kernels, Python's headers; and for
+    the CPU folders without spaces."""
     if device.type == "cpu":
         names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
     else:
@@ -205,6 +207,10 @@ def missing_for_compile(device: torch.device) -> str | None:
         return f"a compiler ({names[0]})"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         return "Python's headers (Python.h, in python3-dev or python3-devel)"
+    places = (torch.__file__, sysconfig.get_paths()["include"], tempfile.gettempdir())
+    spaced = [place for place in places if " " in place]
+    if device.type == "cpu" and spaced:  # which PyTorch hands to the compiler without quotes
+        return f"a path without spaces to {spaced[0]}"
     return None
 
 
