@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +353,17 @@ def test_what_the_gate_alone_compiles_is_no_cost_of_the_version(
     monkeypatch.setattr(model, "forward", look)
     assert in_process("v1", tmp_path, "--gate-shape", *gate.split()) == 0
     assert found == expected
+
+
+def test_a_fault_that_bf16_hides_is_found_in_fp32_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = versions.load("v2")
+    tables = module.rope_tables
+    monkeypatch.setattr(module, "rope_tables", lambda c: tables(replace(c, rope_theta=10100.0)))
+    assert in_process("v2", tmp_path, "--precision", "bf16") == 1
+    failures = the_run(tmp_path).parity.failures
+    assert failures and all(" (in fp32, hidden_dim 64, 2 x 16 tokens)" in f for f in failures)
 
 
 def test_sizes_that_a_version_has_no_code_for_are_one_line(

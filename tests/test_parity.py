@@ -493,6 +493,10 @@ def clips_at_1(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     return optimizer
 
 
+def decays_nothing(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0)
+
+
 def hurries(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     return versions.load("v1").configure_optimizer(model, 1.05 * learning_rate)
 
@@ -504,6 +508,7 @@ def hurries(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
         (forgets_one, r"layers\.1\.mlp\.gate_proj\.weight moved by 0 of its size"),
         (forgets_its_rate, r"norm\.weight moved by"),
         (clips_at_1, "loss curve: relative error"),
+        (decays_nothing, r"norm\.weight moved by"),
         (hurries, r"norm\.weight moved by"),
     ],
 )

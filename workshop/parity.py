@@ -17,10 +17,12 @@ What passes all the same:
 - What is smaller than the floors, which are added to twice V1's own error so that its luck decides
   nothing. At bf16, where V1's logits and gradients are 1.2% to 1.7% off, 1.6% for each of them; of
   their common scale 1.6% (twice V1's own adds less than 0.4%), of one tensor's 3.1%; of how far
-  training moves a tensor 1% and one element's share. In fp32 2.4e-7 beside 3e-7 to 2e-6.
+  training moves a tensor 1% and one element's share. In fp32 2.4e-7 beside 3e-7 to 2e-6, and 0.5%
+  of a movement.
 - What does nothing in 8 steps from the start: moments in bf16 change the movements by 0.02% and the
-  loss curve by 4e-7, AMSGrad by 0.01% and 1e-7, where 1% and 1e-6 are allowed. After 200 steps they
-  are 0.6% and 0.6% off, the loss 3e-3 and 3e-4. So is a limit that no value reaches here.
+  loss curve by 4e-7, AMSGrad by 0.01% and 1e-7, where in fp32 0.5% and 1e-6 are allowed. After 200
+  steps of text both move weights by 0.6% more or less, and the loss is 3e-3 and 3e-4 off. Nor does
+  a limit show that no value reaches here.
 - What only happens at the run's own size, after step 8 or when compiled for bf16, if it is small
   beside bf16's roundings. The run itself is audited for that (workshop/audit.py).
 
@@ -81,6 +83,9 @@ LOSS_FLOOR = 16 * 2.0**-24
 MOVEMENT_FLOOR = 0.01
 """The same for how far training moves a weight, which roundings hardly change: in bf16 true
 versions are up to 0.7% off, and an optimizer that is 5% too fast by 4.2% to 6.2%."""
+
+MOVEMENT_FLOOR_FP32 = 0.005
+"""True versions are up to 0.006% off there; without its decay AdamW moves a norm 1.2% too far."""
 
 SCALE_ROUNDINGS = 8.0
 """The same for how much too long a gradient is along the true one; ROUNDING_UNITS for the mean of
@@ -590,7 +595,7 @@ def _compare(
         _compare_scales(report, setting, truth, baseline, candidate)
     for name in sorted(candidate.gradients.keys() - truth.gradients.keys()):
         report.failures.append(f"{name} is a parameter of its own, which V1 does not have")
-    _compare_movements(report, truth, baseline, candidate)
+    _compare_movements(report, setting, truth, baseline, candidate)
 
 
 def _compare_outputs(
@@ -674,15 +679,20 @@ def _compare_scales(
 
 
 def _compare_movements(
-    report: ParityReport, truth: _Outcome, baseline: _Outcome, candidate: _Outcome
+    report: ParityReport,
+    setting: Setting,
+    truth: _Outcome,
+    baseline: _Outcome,
+    candidate: _Outcome,
 ) -> None:
     """The optimizer's own work, in any precision: the loss curve shows it through few numbers."""
+    in_fp32 = setting.precision.name == "fp32"
     own_errors = {name: abs(baseline.moved[name] / far - 1) for name, far in truth.moved.items()}
     typical = torch.tensor(list(own_errors.values())).median().item()
     for name, far in truth.moved.items():
         found, own = candidate.moved.get(name, 0.0), max(own_errors[name], typical)
         # AdamW may move an element whose gradient is all roundings not at all: one is let pass.
-        floor = MOVEMENT_FLOOR + 1 / truth.sizes[name]
+        floor = MOVEMENT_FLOOR_FP32 if in_fp32 else MOVEMENT_FLOOR + 1 / truth.sizes[name]
         measure = Measure(abs(found / far - 1), MULTIPLE * own + floor, own)
         report.measures[f"movement of {name}"] = measure
         if not measure.passed:
