@@ -173,7 +173,7 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
         lines.append(table_line(cells))
     sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in configs]
     shapes = ", ".join(f"{r.config} is {r.batch_size} x {r.seq_len} tokens a step" for r in sizes)
-    sessions = {row.session for row in chosen.values()}
+    sessions = {row.session for (_, config), row in chosen.items() if config in configs}
     commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
     source = f"commit {', '.join(sorted(commits))}"
     caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
