@@ -72,10 +72,12 @@ def _diff(arguments: argparse.Namespace) -> int:
     a, b = arguments.a, arguments.b
     tables = load_with_doubts(a), load_with_doubts(b)
     difference = diff.compare(*tables, recorded_run(a), recorded_run(b))
-    Console().print(diff.render(difference))
+    target = None
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / "diff.json"
         results.write_json(target, diff.as_json(difference))
+    Console().print(diff.render(difference))
+    if target is not None:
         print(f"Written: {target}")
     return errors.DONE
 
@@ -99,19 +101,22 @@ def _advise(arguments: argparse.Namespace) -> int:
     from workshop.profilers.names import printable
     from workshop.profilers.show import render_warnings
 
-    console, written, warnings = Console(), {}, {}
+    target, warnings, advice = None, {}, {}
     for path in arguments.paths:
         table = load_with_doubts(path)
-        advice = advisor.advise(table, recorded_run(path))
-        console.print(printable(str(path)), markup=False, highlight=False, style="bold")
-        for warning in render_warnings(table.warnings):
-            console.print(warning)
-        console.print(advisor.render(advice))
         warnings[str(path)] = table.warnings
-        written[str(path)] = [dataclasses.asdict(sentence) for sentence in advice]
+        advice[str(path)] = advisor.advise(table, recorded_run(path))
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / "advice.json"
-        results.write_json(target, {"schema_version": 1, "advice": written, "warnings": warnings})
+        records = {path: list(map(dataclasses.asdict, told)) for path, told in advice.items()}
+        results.write_json(target, {"schema_version": 1, "advice": records, "warnings": warnings})
+    console = Console()
+    for path, told in advice.items():
+        console.print(printable(path), markup=False, highlight=False, style="bold")
+        for warning in render_warnings(warnings[path]):
+            console.print(warning)
+        console.print(advisor.render(told))
+    if target is not None:
         print(f"Written: {target}")
     return errors.DONE
 

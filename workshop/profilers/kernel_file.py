@@ -29,10 +29,11 @@ def write(table: KernelTable, folder: Path) -> tuple[Path, Path]:
     writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    results.write_text(folder / CSV_FILE, text.getvalue())
     content = {"schema_version": SCHEMA_VERSION, "kernel_table": table.tool}
     content |= dataclasses.asdict(table) | {"path": table.path.name, "kernels": records}
-    results.write_json(folder / JSON_FILE, content)
+    results.write_together(
+        {folder / CSV_FILE: text.getvalue(), folder / JSON_FILE: results.json_text(content)}
+    )
     return folder / CSV_FILE, folder / JSON_FILE
 
 

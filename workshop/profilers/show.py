@@ -41,14 +41,14 @@ def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
 
     by_its_runner = output_dir is not None and output_dir.resolve() == path.resolve()
     table = load_with_doubts(path, ended=not by_its_runner)
+    written = kernel_file.write(table, output_dir) if output_dir is not None else ()
     console = Console()
     for renderable in render(table, limit, console.width):
         console.print(renderable)
     for warning in render_warnings(table.warnings):
         console.print(warning)
-    if output_dir is not None:
-        for file in kernel_file.write(table, output_dir):
-            print(f"Written: {file}")
+    for file in written:
+        print(f"Written: {file}")
     return errors.DONE
 
 
