@@ -472,7 +472,7 @@ def test_an_interpreted_run_shows_that_it_is_right_and_no_speed(started: Started
     assert [number for number, _ in steps] == ["1", "2", "3"]
     shown = summary(finished)
     assert shown["speed"] == "interpreted, not comparable"
-    assert list(shown) == ["speed", "loss", "memory", "gradients", "gate"]
+    assert list(shown) == ["speed", "loss", "memory", "gradients", "gate", "audit"]
     for word in ("samples/s", "tokens/s", " ms", "FLOP/s", "IMPLAUSIBLE"):
         assert word not in finished.stdout
     run = the_run(started.output("good v3"))

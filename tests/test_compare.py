@@ -66,10 +66,11 @@ def test_a_gate_on_fewer_tokens_is_marked() -> None:
 
 
 def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
+    memory = {"peak": 150.0, "source": "allocator"}
     rows = by_label(
         [
-            make_result("v2", step_ms=FASTER, memory_mb={"peak": 150.0, "source": "allocator"}),
-            make_result("v2", gate="not run", step_ms=[50.1]),
+            make_result("v2", step_ms=FASTER, memory_mb=memory),
+            make_result("v2", gate="not run", step_ms=[50.1], memory_mb=memory),
             make_result("v1"),
             make_result("v1", gate="not run"),  # a repeat, which the first run's gate covers
         ]

@@ -485,7 +485,7 @@ def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
     choice = snapshot.settle(Choice())
     for view in ("Speed and memory", "Same model?"):
         tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
-        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "gate"}
+        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "proof"}
         assert (gate.text, gate.title) == ("green *", "on fewer tokens than the run: 4 x 1024")
 
 

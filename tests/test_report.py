@@ -132,7 +132,8 @@ def test_a_ladders_figures_are_its_result_files(
     page = read(from_reference[0])
     fast = page.tables[f"size-{number}", "How fast"][1:]
     proof = page.tables[f"size-{number}", "The same model? And at what cost"][1:]
-    saved = {row[0]: row[1:] for row in page.tables[f"size-{number}", "Saved of V1's step, in ms"]}
+    table = page.tables.get((f"size-{number}", "Saved of V1's step, in ms"), [])
+    saved = {row[0]: row[1:] for row in table}
     ran = [key for key in versions.ALL if runs_of(*size, key)]
     assert [row[0] for row in fast] == [row[0] for row in proof] == ran and len(ran) >= 4
     baseline = runs_of(*size, "v1")
@@ -145,7 +146,9 @@ def test_a_ladders_figures_are_its_result_files(
         assert [figure(text) for text in shown[3:7]] == pytest.approx(times, abs=0.0051)
         ratio = middle(baseline, "step_ms") / times[0]
         same = shown[7].startswith("no significant difference [")
-        assert same or shown[7] == "baseline" or shown[7].startswith(f"{ratio:.2f}x [")
+        once = len(runs) == 1  # then no verdict: it is not said to save anything
+        told = f"{ratio:.2f}x (1 process)" if once else f"{ratio:.2f}x ["
+        assert same or shown[7] == "baseline" or shown[7].startswith(told)
         first = next(run for run in runs if run["parity"]["status"] == "pass")
         tensors = first["gradients"]["tensors_total"]
         losses = f"{runs[0]['losses'][0]:.3f} → {runs[0]['losses'][-1]:.3f}"
@@ -156,7 +159,7 @@ def test_a_ladders_figures_are_its_result_files(
         assert checked[4] == f"{peak:,.0f}"
         worst = max(m["error"] / m["allowed"] for m in first["parity"]["measures"].values())
         assert checked[8] == f"{worst:.0%}"
-        assert (shown[0] in saved) == (shown[0] != "v1" and not same)
+        assert (shown[0] in saved) == (shown[0] != "v1" and not same and not once)
         if shown[0] in saved:
             less = [middle(baseline, name) - middle(runs, name) for name in (*names[1:], names[0])]
             assert [figure(text) for text in saved[shown[0]]] == pytest.approx(less, abs=0.0051)
@@ -186,7 +189,7 @@ def test_what_bounds_it_what_was_run_and_by_what(from_reference: tuple[str, str,
     for text in (html, markdown):
         assert f"torch {run['software']['torch']}" in text and run["git_commit"] in text
         assert "GEMM-bound: matrix products take" in text  # the advisor
-        assert "v3: compute-bound: 479 of 989 TFLOP/s (bf16), 48% of its roof" in text
+        assert re.search(r"v3: compute-bound: 47\d of 989 TFLOP/s \(bf16\), 48% of its roof", text)
         assert "Largest difference from V1 at any step" in text  # the loss curves, in words
         assert "fp16 scales the loss, by 65,536 at first" in text
     commands = page.tables["device-1", "Command lines"][1:]

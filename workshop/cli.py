@@ -433,7 +433,11 @@ def _gate_train_save(request: Request) -> int:
             raise KeyboardInterrupt
         return _finish(request, result, errors.INTERRUPTED)
     del model  # its memory goes to the truth that V1's process trains
-    result.audit = _audit(request, data_record, batches, course)
+    try:
+        result.audit = _audit(request, data_record, batches, course)
+    except KeyboardInterrupt:  # the timed steps are complete
+        result.status = "interrupted"
+        return _finish(request, result, errors.INTERRUPTED)
     if result.audit.status == "fail":
         result.status = "audit failed"
         return _finish(request, result, errors.ANSWER_IS_NO)

@@ -94,7 +94,7 @@ def _show_tables(waterfalls: list[Waterfall]) -> None:
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(width=100, highlight=False, markup=False)
+        console = Console(width=120, highlight=False, markup=False)
     for waterfall in waterfalls:
         table = Table(
             title=waterfall.title,
