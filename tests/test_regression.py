@@ -556,7 +556,7 @@ def test_the_reference_ladder_holds_against_itself(
 ) -> None:
     path, ladder = tmp_path / "b.json", H200 / "runs"
     assert run_tool("baseline", "save", "--from-results", ladder, "--baseline", path) == 0
-    assert len(regression.load_baseline(path).runs) == len(list(ladder.glob("*/*.json"))) == 36
+    assert len(regression.load_baseline(path).runs) == len(list(ladder.glob("*/*.json"))) == 60
     capsys.readouterr()
     words = ("check", "--from-results", ladder, "--baseline", path, "--format", "json")
     assert run_tool(*words) == 0
