@@ -198,6 +198,19 @@ def test_a_planted_fault_is_red(
     assert found.status == "fail" and found.failures, found.measures
 
 
+def test_a_run_of_v1_that_lost_a_step_is_red_itself(
+    references: dict[tuple[str, int], Reference],
+) -> None:
+    """Else it would allow all others twice as much."""
+    of = setting("bf16")
+    frozen = from_step(1, lambda plain: None)
+    reference = Reference(references["bf16", 0].truth, course("v1", of, frozen), "float64")
+    assert audit.judge(reference.own, reference, of).status == "fail"
+    assert (
+        audit.judge(course("v2", of, FAULTS["the rate forgotten"]), reference, of).status == "fail"
+    )
+
+
 # --- between processes ------------------------------------------------------------------------
 
 

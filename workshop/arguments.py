@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from workshop import errors
+
 MOST = 10**6
 
 
@@ -22,7 +24,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
                 continue
         if not word.strip():
             parser.error(f"{flag}: it is empty")
-    return parser.parse_args(words)
+    try:
+        return parser.parse_args(words)
+    except BrokenPipeError:  # of a --help that is not read, from Python 3.10's argparse
+        errors.discard_output()
+        sys.exit(errors.DONE)
 
 
 def count(text: str) -> int:

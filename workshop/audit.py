@@ -35,6 +35,10 @@ LOSS_FLOOR = 1e-4
 this on, and which of two true runs then comes closer to the truth is luck. In fp32, V1's own
 losses are at most 1e-6 off after 26 steps; the mildest planted fault is 4e-3 off."""
 
+MOST = 0.1
+"""What a loss or a movement may never be off, however far V1's own run is: no roundings do that,
+but a step that V1 left out does, and its run is then no measure for others."""
+
 BUCKETS = 1024
 """Numbers that are kept of each tensor, see `sketch`."""
 _CHUNK = 2**22
@@ -155,7 +159,9 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     """Holds a run against V1's."""
     measures = {"loss": _loss(found, reference, setting)}
     truth, own = reference.truth, reference.own
-    measures |= _tensors("movement", found.distance, truth.distance, own.distance, MOVEMENT_FLOOR)
+    measures |= _tensors(
+        "movement", found.distance, truth.distance, own.distance, MOVEMENT_FLOOR, most=MOST
+    )
     floor = MOVEMENT_FLOOR + ROUNDING_UNITS * setting.precision.unit_roundoff
     measures |= _tensors("direction", found.moved, truth.moved, own.moved, floor)
     measures |= _tensors("gradient", found.gradients, truth.gradients, own.gradients, floor)
@@ -179,7 +185,7 @@ def _loss(found: Course, reference: Reference, setting: Setting) -> Measure:
     losses 1 / sqrt(tokens) remains in the mean."""
     truth, own = reference.truth.losses, _furthest(reference.own.losses, reference.truth.losses)
     of_a_mean = setting.precision.unit_roundoff / math.sqrt(setting.batch_size * setting.seq_len)
-    allowed = MULTIPLE * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean
+    allowed = min(MULTIPLE * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean, MOST)
     return Measure(_furthest(found.losses, truth), allowed, own)
 
 
@@ -195,14 +201,14 @@ def _tensors(
     truth: dict[str, float] | dict[str, Tensor],
     own: dict[str, float] | dict[str, Tensor],
     floor: float,
+    most: float = math.inf,
 ) -> dict[str, Measure]:
     """A measure of each tensor, all with V1's largest error: which tensor training drives off
     furthest is luck. Why there is a floor: see LOSS_FLOOR."""
     of_v1 = max(_distance(own.get(name), true) for name, true in truth.items())
+    allowed = min(MULTIPLE * of_v1 + floor, most)
     return {
-        f"{what} of {name}": Measure(
-            _distance(found.get(name), true), MULTIPLE * of_v1 + floor, of_v1
-        )
+        f"{what} of {name}": Measure(_distance(found.get(name), true), allowed, of_v1)
         for name, true in truth.items()
     }
 

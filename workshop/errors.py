@@ -78,7 +78,7 @@ def _flush_at_exit() -> None:
     try:
         _flush()
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
 
 
 def _flush() -> None:
@@ -86,16 +86,17 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _discard_output() -> None:
+def discard_output() -> None:
+    """For what is left of an output that is no longer read."""
     # Python writes what is left of the output when it ends, and would complain once more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     """Does a command's work; its exit status. An error that the user can mend, Ctrl-C, SIGTERM and
-    a full disk become one line on stderr. What stdout can't encode is printed as `?`. Where nobody
-    reads the output to its end, as in `... | head -1`, the command ends at once, with status 1 as
-    rich has it.
+    a full disk become one line on stderr. What stdout can't encode is printed as `?`. Where
+    the output is not read to its end, as in `... | head -1`, the command ends at once, with status
+    1 as rich has it.
 
     Args:
         interrupted: what to say of Ctrl-C or SIGTERM, above all what is saved.
@@ -114,7 +115,7 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return ANSWER_IS_NO
     except Exception as error:
         lack = _room_that_was_missing(error)
