@@ -99,7 +99,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     (start / "sitecustomize.py").write_text(SMALLER)
     tour = nbformat.read(TOUR, as_version=4)
     [first] = [i for i, c in enumerate(tour.cells) if "parameters" in c.metadata.get("tags", [])]
-    parameters = f"import pathlib\nOUTPUT = pathlib.Path({str(output)!r})\nSTEPS, REPEATS = 3, 1"
+    parameters = f"import pathlib\nOUTPUT = pathlib.Path({str(output)!r})\nSTEPS, REPEATS = 2, 2"
     tour.cells.insert(first + 1, nbformat.v4.new_code_cell(parameters))
     where = {"metadata": {"path": str(TOUR.parent)}}
     client = nbclient.NotebookClient(tour, timeout=HANGS_S, kernel_name="python3", resources=where)
