@@ -98,7 +98,7 @@ SMALL_PARAMETERS = 5_000_000
 CURVE_STEPS = 8
 CURVE_LEARNING_RATE = 7e-4
 """No optimizer's default: one that forgets its rate shows."""
-CURVE_WIDTH = 512
+CURVE_WIDTH = 256
 """Of the hidden dimension, up to which the training run has CURVE_LEARNING_RATE."""
 
 
@@ -312,11 +312,11 @@ class Setting:
 
         AdamW moves every weight by about the learning rate, so a sum over n weights moves by n
         times as much. A step that goes far amplifies roundings, and which of two true versions
-        then comes closer to the truth is luck. In tf32 on an H200, V1's loss curve was from the
-        truth, in units of what its logits' roundings explain: at 1e-3 0.4 across 512, 1.7 across
-        1024, 22 across 2048; at 5e-4 across 2048 1.3, V4's 2.8, a false alarm. In proportion to
+        then comes closer to the truth is luck. In tf32 on an H200, across 1024, loss curves were
+        from the truth, in units of what V1's logits explain: at 3.5e-4 up to 1.1 (V1) and 2.1 (V3),
+        where 2 and the floor are allowed; at 1.75e-4 at most 0.4, as across 512. In proportion to
         1 / n, as muP has it (Yang et al., Tensor Programs V, 2022, table 3), a step of any width
-        goes as far as one across 512, where logits explain the distance.
+        goes as far as one across 256, where logits explain the distance.
         """
         return CURVE_LEARNING_RATE * min(1.0, CURVE_WIDTH / self.config.hidden_dim)
 
