@@ -22,9 +22,10 @@ HOW_TO_READ = (
     ("speed-up", "is V1's median step over this version's, from the same session, with the 95% "
      "interval: Student's t on the scatter between processes, each of which counts once, with its "
      "median; one process has none."),
-    ("gate", "says whether the version's first process showed, before any clock was started, that "
-     "it trains V1's model: logits, loss, each gradient and a short training run, within twice "
-     "what the precision costs V1 itself. Without it there is no speed-up."),
+    ("proof", "says that it trained V1's model. The gate shows it before any clock is started: "
+     "logits, loss, each gradient and a short training run, no further from the truth than about "
+     "twice what the precision costs V1. The audit shows it of the timed steps: the loss of each, "
+     "and how far and where to they moved each weight. Without them there is no speed-up."),
     ("gradients", "counts the tensors, under V1's names, that the timed run's backward pass "
      "reached."),
     ("error, of allowed", "is the largest of the gate's errors, as a share of its tolerance."),
