@@ -26,35 +26,30 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from workshop import (  # noqa: E402
+from workshop import errors, results, versions  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
+from workshop.compare import (  # noqa: E402
     comparison,
     comparison_figure,
     comparison_tables,
-    errors,
-    hardware,
-    interpreter,
-    precision,
-    presets,
-    results,
     sessions,
     studies,
     sweep,
     sweep_figure,
     sweep_tables,
-    versions,
     waterfall,
     waterfall_figure,
     waterfall_tables,
 )
-from workshop.arguments import parse  # noqa: E402
-from workshop.comparison import Row  # noqa: E402
-from workshop.comparison_tables import FORMATS  # noqa: E402
+from workshop.compare.comparison import Row  # noqa: E402
+from workshop.compare.comparison_tables import FORMATS  # noqa: E402
+from workshop.compare.markdown import escape, escape_block  # noqa: E402
+from workshop.compare.sessions import Plan, run_plans  # noqa: E402
+from workshop.compare.sweep import Sweep  # noqa: E402
+from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
-from workshop.markdown import escape, escape_block  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
-from workshop.sessions import Plan, run_plans  # noqa: E402
-from workshop.sweep import Sweep  # noqa: E402
-from workshop.waterfall import Waterfall  # noqa: E402
+from workshop.run import hardware, interpreter, precision, presets  # noqa: E402
 
 
 def build_parser() -> argparse.ArgumentParser:

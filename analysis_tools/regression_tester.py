@@ -27,13 +27,11 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from analysis_tools import compare_versions  # noqa: E402
-from workshop import errors, hardware, regression, results, studies, versions  # noqa: E402
+from workshop import errors, results, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.markdown import escape  # noqa: E402
-from workshop.presets import PRESETS  # noqa: E402
-from workshop.profilers.names import printable  # noqa: E402
-from workshop.regression import (  # noqa: E402
+from workshop.compare import regression, studies  # noqa: E402
+from workshop.compare.markdown import escape  # noqa: E402
+from workshop.compare.regression import (  # noqa: E402
     FAILED,
     FASTER,
     GONE,
@@ -46,7 +44,11 @@ from workshop.regression import (  # noqa: E402
     Baseline,
     Finding,
 )
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.profilers.names import printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
+from workshop.run import hardware  # noqa: E402
+from workshop.run.presets import PRESETS  # noqa: E402
 
 FORMATS = ("table", "markdown", "json")
 FOLDER = "regression"

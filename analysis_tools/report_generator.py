@@ -25,7 +25,7 @@ from workshop.errors import WorkshopError  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from workshop.collection import Collection
+    from workshop.compare.collection import Collection
     from workshop.report.content import Tell
 
 NEEDS = ("jinja2", "matplotlib", "rich")
@@ -86,7 +86,7 @@ def _report(arguments: argparse.Namespace) -> int:
     import torch
 
     from workshop import results
-    from workshop.collection import Collection
+    from workshop.compare.collection import Collection
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(arguments.results or [results.DEFAULT_FOLDER])

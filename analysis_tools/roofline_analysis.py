@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from workshop.ceilings import Measurement
-    from workshop.roofline import Roofline
+    from workshop.roofline.ceilings import Measurement
+    from workshop.roofline.model import Roofline
 
 MOST_SHOWN = 50
 _WIDE = 120
@@ -113,7 +113,8 @@ def _analyse(arguments: argparse.Namespace) -> int:
     # They import torch, for which --help does not wait.
     from rich.console import Console
 
-    from workshop import ceilings, results
+    from workshop import results
+    from workshop.roofline import ceilings
 
     arguments.results = arguments.results or results.DEFAULT_FOLDER
     wide = not (sys.stdout.isatty() or os.environ.get("COLUMNS"))
@@ -123,7 +124,7 @@ def _analyse(arguments: argparse.Namespace) -> int:
     roofline = _read(arguments)
     if roofline is None:
         return errors.DONE
-    from workshop import roofline_inputs
+    from workshop.roofline import inputs as roofline_inputs
 
     given = roofline_inputs.given_ceilings(
         arguments.peak_compute, arguments.peak_bw, _precision_of_peak(arguments, roofline)
@@ -151,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _read(arguments: argparse.Namespace) -> "Roofline | None":
     """The points; None where only --measure was asked for."""
-    from workshop import roofline_inputs
+    from workshop.roofline import inputs as roofline_inputs
 
     if arguments.paths:
         return roofline_inputs.load(
@@ -178,7 +179,8 @@ def _measure(arguments: argparse.Namespace, console: "Console") -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from workshop import ceilings, hardware
+    from workshop.roofline import ceilings
+    from workshop.run import hardware
 
     device = hardware.get_device(arguments.device)
     stderr = Console(stderr=True)
@@ -196,7 +198,7 @@ def _measure(arguments: argparse.Namespace, console: "Console") -> None:
 
 def _measured_line(measurement: "Measurement") -> str:
     from workshop.profilers.names import printable
-    from workshop.roofline import ceiling_text
+    from workshop.roofline.model import ceiling_text
 
     name = printable(str(measurement.device.get("name")))
     found = ", ".join(ceiling_text(ceiling) for ceiling in measurement.ceilings())
@@ -209,7 +211,7 @@ def _measured_line(measurement: "Measurement") -> str:
 def _show(roofline: "Roofline", top: int, console: "Console") -> None:
     from rich.text import Text
 
-    from workshop.roofline import flags, sentences
+    from workshop.roofline.model import flags, sentences
 
     console.print(_table(roofline, top, console.width))
     for rank, sentence in enumerate(sentences(roofline, top), 1):
@@ -229,7 +231,7 @@ def _table(roofline: "Roofline", top: int, width: int) -> "Table":
 
     from workshop.profilers.names import display_name
     from workshop.profilers.show import COLOURS
-    from workshop.roofline_figures import HEADER, table_cells
+    from workshop.roofline.figures import HEADER, table_cells
 
     header, *rows = table_cells(roofline)
     kept = [i for i, name in enumerate(HEADER) if width >= _WIDE or name in _NARROW_COLUMNS]
@@ -257,7 +259,7 @@ def _table(roofline: "Roofline", top: int, width: int) -> "Table":
 
 def _ceiling_lines(roofline: "Roofline") -> list[str]:
     """A line for each source."""
-    from workshop.roofline import ceiling_text
+    from workshop.roofline.model import ceiling_text
 
     by_source: dict[str, list[str]] = {}
     for ceiling in roofline.ceilings:
@@ -272,8 +274,9 @@ def _ceiling_lines(roofline: "Roofline") -> list[str]:
 def _write(roofline: "Roofline", top: int, folder: Path) -> list[str]:
     """All forms that this machine can write; those of an earlier roofline give way. What to say of
     them."""
-    from workshop import results, roofline_figures
-    from workshop.roofline import as_csv, as_json
+    from workshop import results
+    from workshop.roofline import figures as roofline_figures
+    from workshop.roofline.model import as_csv, as_json
 
     contents: dict[Path, results.Content] = {
         folder / "roofline.json": results.json_text(as_json(roofline)),

@@ -19,23 +19,15 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from workshop import (  # noqa: E402
-    comparison,
-    errors,
-    instructor,
-    results,
-    studies,
-    sweep,
-    sweep_tables,
-    waterfall,
-    waterfall_tables,
-)
+from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
-from workshop.collection import Collection  # noqa: E402
-from workshop.comparison import Row  # noqa: E402
+from workshop.classroom import instructor  # noqa: E402
+from workshop.compare import comparison, studies, sweep, sweep_tables, waterfall, waterfall_tables  # noqa: E402
+from workshop.compare.collection import Collection  # noqa: E402
+from workshop.compare.comparison import Row  # noqa: E402
+from workshop.compare.markdown import table_line  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
-from workshop.markdown import table_line  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.profilers.table import KernelTable  # noqa: E402

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from workshop import versions, waiting
+from workshop import versions
+from workshop.run import waiting
 
 # Before PyTorch is imported, here and in the programs that tests start.
 os.environ.update(waiting.short_spin())
@@ -26,7 +27,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 import pytest
 import torch
 
-from workshop.precision import kept_matmul_mode
+from workshop.run.precision import kept_matmul_mode
 
 if not torch.cuda.is_available():  # before any test imports Triton, directly or not
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -16,7 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop import comparison, results, timing, versions  # noqa: E402
+from workshop import results, versions  # noqa: E402
+from workshop.compare import comparison  # noqa: E402
+from workshop.run import timing  # noqa: E402
 
 PROCESSES = (2, 3, 5)
 H200 = ROOT / "results" / "reference" / "nvidia_h200"

@@ -20,7 +20,7 @@ import triton_rope
 import triton_swiglu
 from torch import Tensor
 
-from workshop.parity import MULTIPLE
+from workshop.gate.parity import MULTIPLE
 
 DEVICE = "cpu" if triton_kernels.INTERPRETED else "cuda"
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from workshop import audit, data, parity, results, trainer, versions
-from workshop.audit import Course, Reference
-from workshop.parity import Setting
-from workshop.precision import get_precision
+from workshop import results, versions
+from workshop.gate import audit, parity
+from workshop.gate.audit import Course, Reference
+from workshop.gate.parity import Setting
+from workshop.run import data, trainer
+from workshop.run.precision import get_precision
 
 V1 = versions.load("v1")
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import triton_launch
 import autotune_kernels
 from kernel_cases import DEVICE
 
-from workshop import presets
+from workshop.run import presets
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from version3_triton import benchmark_kernels as tool  # noqa: E402
 from version3_triton import benchmark_measure as measure  # noqa: E402
 from version3_triton.benchmark_cases import BACKWARD, BOTH, FORWARD, GBS, OURS, TFLOPS  # noqa: E402
 from version3_triton.benchmark_measure import Row, Setting  # noqa: E402
-from workshop import timing  # noqa: E402
-from workshop.precision import PRECISIONS  # noqa: E402
+from workshop.run import timing  # noqa: E402
+from workshop.run.precision import PRECISIONS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "version3_triton"

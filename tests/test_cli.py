@@ -19,9 +19,10 @@ from conftest import HANGS_S
 from test_compare import NO_TRITON, copy_repository, needs_triton
 from test_results import files
 
-from workshop import cli, first_use, precision, results, trainer, versions
+from workshop import cli, results, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
+from workshop.run import first_use, precision, trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 Finished = subprocess.CompletedProcess[str]

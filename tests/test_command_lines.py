@@ -20,9 +20,12 @@ import pytest
 import stored_runs
 import torch
 
-from workshop import errors, parity, regression, results, trainer
+from workshop import errors, results
 from workshop.arguments import count
+from workshop.compare import regression
 from workshop.exercises import copies
+from workshop.gate import parity
+from workshop.run import trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERNAL = {
@@ -330,7 +333,7 @@ def test_the_gate_refuses_them_in_python_too(shape: dict[str, int], odd_config) 
 INTERRUPT = """
 import signal, subprocess, sys
 
-FIRST = ("", "errors", "needed", "waiting")
+FIRST = ("", "errors", "needed", "run", "run.waiting")
 
 class Finder:
     def find_spec(self, name, *_):
@@ -414,8 +417,8 @@ def _end_unread(program: str, stderr: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "typed",
     [
-        command("workshop/seats.py", "--help"),
-        command("workshop/plausibility.py", "tests/fixtures/published_tables.json"),
+        command("workshop/classroom/check_machine.py", "--help"),
+        command("workshop/gate/plausibility.py", "tests/fixtures/published_tables.json"),
         command("setup/validation_scripts/test_rocm_installation.py"),
         [str(ROOT / "version1_pytorch_baseline/run_ncu.sh"), "--help"],
     ],

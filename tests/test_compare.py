@@ -22,15 +22,9 @@ from conftest import HANGS_S
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import (
-    comparison,
-    comparison_figure,
-    comparison_tables,
-    results,
-    sessions,
-    versions,
-)
-from workshop.comparison import Row
+from workshop import results, versions
+from workshop.compare import comparison, comparison_figure, comparison_tables, sessions
+from workshop.compare.comparison import Row
 from workshop.dashboard import data, figures
 from workshop.results import RunResult
 
@@ -510,7 +504,7 @@ NEVER_WAITS = ("    now = seconds_without_processor()\n", "    return 0.0\n")
 def copy_repository(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
     """The repository's code in another place, with one text replaced in some of its files. However
     busy this machine is, no run there is disturbed."""
-    changes = {"workshop/waiting.py": NEVER_WAITS} | changes
+    changes = {"workshop/run/waiting.py": NEVER_WAITS} | changes
     names = ["workshop", "analysis_tools", *(v.folder for v in versions.VERSIONS.values())]
     for name in names:
         if (ROOT / name).is_dir():
@@ -530,7 +524,7 @@ def tool(*words: str | Path) -> list[str | Path]:
 
 def copy_with_v3(folder: Path, text: str) -> Path:
     """A small repository whose V3 is this text: nothing that Triton's interpreter makes slow."""
-    copy_repository(folder, {"workshop/presets.py": SHRINK_PRESET})
+    copy_repository(folder, {"workshop/run/presets.py": SHRINK_PRESET})
     place = folder / versions.VERSIONS["v3"].folder / "tiny_llama_v3.py"
     place.parent.mkdir(exist_ok=True)
     place.write_text(text)
@@ -566,7 +560,7 @@ def started(
     copy_repository(
         broken / "code",
         {
-            "workshop/presets.py": SHRINK_PRESET,
+            "workshop/run/presets.py": SHRINK_PRESET,
             "version2_pytorch_fused/tiny_llama_v2.py": ("F.silu", "F.relu"),
             "version4_pytorch_sdpa/tiny_llama_v4.py": (
                 "import torch\n",
@@ -577,7 +571,7 @@ def started(
     copy_repository(
         deceived / "code",
         {
-            "workshop/presets.py": SHRINK_PRESET,
+            "workshop/run/presets.py": SHRINK_PRESET,
             "version2_pytorch_fused/tiny_llama_v2.py": (
                 "import torch.nn.functional as F\n",
                 "import torch.nn.functional as F\n\nF.silu = F.relu  # V1's in this process, too\n",
@@ -951,7 +945,7 @@ def running(text: str | Path) -> list[str]:
 @pytest.fixture(scope="module")
 def small_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "code"
-    return copy_repository(folder, {"workshop/presets.py": SHRINK_PRESET})
+    return copy_repository(folder, {"workshop/run/presets.py": SHRINK_PRESET})
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")

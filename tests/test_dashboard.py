@@ -19,8 +19,9 @@ import pytest
 import stored_runs
 
 from analysis_tools import performance_dashboard
-from workshop import comparison, results, studies, versions
-from workshop.collection import Collection
+from workshop import results, versions
+from workshop.compare import comparison, studies
+from workshop.compare.collection import Collection
 from workshop.dashboard import blocks, data, export, server
 from workshop.dashboard.data import Choice, Live, Snapshot
 from workshop.report import comparisons

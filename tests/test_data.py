@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workshop import data
 from workshop.errors import WorkshopError
+from workshop.run import data
 
 Draw = Callable[..., Tensor]
 SHAPE = {"steps": 5, "batch_size": 4, "seq_len": 8}

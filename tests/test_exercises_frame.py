@@ -613,8 +613,8 @@ def test_the_bottleneck_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_the_sizes_that_the_sheet_quotes_are_the_presets() -> None:
-    from workshop import flops
-    from workshop.presets import PRESETS
+    from workshop.run import flops
+    from workshop.run.presets import PRESETS
 
     text = (V1 / "memory_analysis" / "README.md").read_text(encoding="utf-8")
     for name in ("tiny", "small"):

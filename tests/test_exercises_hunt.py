@@ -20,9 +20,9 @@ from conftest import HANGS_S
 
 pytest.importorskip("triton")
 
-from workshop import parity, plausibility
 from workshop.exercises import frame, sheet
 from workshop.exercises.frame import Item, Work
+from workshop.gate import parity, plausibility
 from workshop.versions import ROOT
 
 FOLDER = ROOT / "version3_triton" / "exercises" / "performance_debugging"

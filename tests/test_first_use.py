@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workshop import first_use
+from workshop.run import first_use
 
 
 @pytest.fixture(autouse=True)

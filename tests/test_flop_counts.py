@@ -19,10 +19,12 @@ from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_versions import ON_CPU
 from torch.utils.flop_counter import flop_registry
 
-from workshop import errors, flops, interpreter, parity, profile_run, results, trainer, versions
-from workshop.precision import get_precision
-from workshop.profilers import flop_counts
+from workshop import errors, results, versions
+from workshop.gate import parity
+from workshop.profilers import flop_counts, profile_run
 from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Utilisation, Work
+from workshop.run import flops, interpreter, trainer
+from workshop.run.precision import get_precision
 
 NAME = "run_deepspeed_flops.py"
 B, T = 3, 17

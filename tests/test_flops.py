@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from workshop import flops, versions
-from workshop.presets import PRESETS
+from workshop import versions
+from workshop.run import flops
+from workshop.run.presets import PRESETS
 
 
 def sizes(preset: str) -> flops.Sizes:

@@ -15,8 +15,10 @@ import triton_kernels
 import triton_linear
 from kernel_cases import MODULES, Case, all_cases, heads, normal, tables, worst_excess
 
-from workshop import chips, data, hardware, parity, presets, results, trainer, versions
-from workshop.precision import get_precision
+from workshop import results, versions
+from workshop.gate import parity
+from workshop.run import chips, data, hardware, presets, trainer
+from workshop.run.precision import get_precision
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workshop import chips, hardware
+from workshop.run import chips, hardware
 
 NAMES = {
     "NVIDIA H200": "H200 SXM",

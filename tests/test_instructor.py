@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from analysis_tools import update_docs
+from workshop.classroom.instructor import GUIDE
 from workshop.errors import WorkshopError
 from workshop.exercises import sheet
-from workshop.instructor import GUIDE
 from workshop.versions import ROOT
 
 TEXT = GUIDE.read_text(encoding="utf-8")

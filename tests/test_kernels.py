@@ -19,7 +19,8 @@ import triton_swiglu
 from kernel_cases import DEVICE, MODULES, all_cases, normal, poisoned_memory, worst_excess
 from torch.utils.flop_counter import FlopCounterMode
 
-from workshop import flops, versions
+from workshop import versions
+from workshop.run import flops
 
 CASES = {case.label: case for case in all_cases()}
 

@@ -15,10 +15,11 @@ import nbformat
 import pytest
 from conftest import HANGS_S
 
-from workshop import notebook, parity
+from workshop.classroom import notebook
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item
-from workshop.parity import Measure, ParityReport
+from workshop.gate import parity
+from workshop.gate.parity import Measure, ParityReport
 from workshop.profilers.advisor import advise, headline
 from workshop.profilers.load import load, recorded_run
 from workshop.report.pictures import Chart
@@ -31,7 +32,7 @@ CODE = [source for cell, source in zip(CELLS, SOURCES, strict=True) if cell["cel
 MOST_LINES = 32
 """Of a cell; the one with the imports is the longest."""
 SMALLER = """
-from workshop import presets
+from workshop.run import presets
 
 presets.PRESETS["tiny"] = presets.Preset(64, 1, 2, seq_len=64, batch_size=2)
 """

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workshop import flops, interpreter, parity, presets, versions
-from workshop.precision import get_precision
+from workshop import versions
+from workshop.gate import parity
+from workshop.run import flops, interpreter, presets
+from workshop.run.precision import get_precision
 
 Patch = Callable[[ModuleType, pytest.MonkeyPatch], Callable[[object], nn.Module]]
 FAULTS: dict[str, tuple[Patch, str]] = {}

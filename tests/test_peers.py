@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from workshop import errors, parity, results, versions
+from workshop import errors, results, versions
+from workshop.gate import parity
 
 pytest.importorskip("transformers")
 

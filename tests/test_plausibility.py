@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from workshop import flops, plausibility
-from workshop.plausibility import Claim, check
+from workshop.gate import plausibility
+from workshop.gate.plausibility import Claim, check
+from workshop.run import flops
 
 TABLES = Path(__file__).parent / "fixtures" / "published_tables.json"
 
@@ -99,12 +100,12 @@ def test_state_that_fits_a_cache_may_be_updated_faster_than_memory_is() -> None:
 
 
 def test_the_command_line(type_command, tmp_path) -> None:
-    answer = type_command("python", "-m", "workshop.plausibility", str(TABLES))
+    answer = type_command("python", "-m", "workshop.gate.plausibility", str(TABLES))
     assert answer.returncode == 1
     assert "small V1: nothing here is impossible" in answer.stdout
     broken = tmp_path / "claims.json"
     broken.write_text('[{"name": "x", "model": {}, "speed": 3}]')
-    answer = type_command("python", "-m", "workshop.plausibility", str(broken))
+    answer = type_command("python", "-m", "workshop.gate.plausibility", str(broken))
     assert answer.returncode == 2
     assert "claim 1: unknown field 'speed'" in answer.stderr
 

@@ -30,7 +30,7 @@ time.sleep(1e6)
 # Programs, each given a folder with a CHILD to start in its own way.
 PROGRAMS = {
     "comparison": """
-from workshop import sessions
+from workshop.compare import sessions
 sessions._Child._command = lambda self: [sys.executable, str(here / "child.py")]
 arguments = argparse.Namespace(repeats=1, device="cpu", output_dir=here / "out")
 sessions.run_plans([sessions.Plan("v1", "tiny", "fp32", repeat=0)], arguments, "1")
@@ -56,9 +56,9 @@ arguments = argparse.Namespace(device="cpu", output_dir=here)
 run_all_stages._run_one(here / "child.py", arguments, print)
 """,
     "the check of a seat": """
-from workshop import seats
-seats._SECONDS = 1e6
-seats._run([sys.executable, str(here / "child.py")])
+from workshop.classroom import check_machine
+check_machine._SECONDS = 1e6
+check_machine._run([sys.executable, str(here / "child.py")])
 """,
 }
 BEGINNING = """

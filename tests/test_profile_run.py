@@ -24,10 +24,12 @@ from conftest import HANGS_S
 from test_cli import AT_A_KEYBOARD, ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_compare import NO_TRITON, needs_triton
 
-from workshop import cli, markers, parity, profile_run, results, trainer, versions
+from workshop import cli, results, versions
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
-from workshop.precision import get_precision
-from workshop.profilers import kineto, torch_profiler
+from workshop.gate import parity
+from workshop.profilers import kineto, profile_run, torch_profiler
+from workshop.run import markers, trainer
+from workshop.run.precision import get_precision
 
 EAGER = ["v1", "v2", pytest.param("v3", marks=needs_triton)]
 SCRIPTS = [*EAGER, "v4"]

@@ -17,14 +17,14 @@ from test_results import make_result
 from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 
-from workshop import flops
-from workshop.presets import PRESETS
 from workshop.profilers import advisor, kineto, ncu, proton
 from workshop.profilers.advisor import NOTE, WARNING, Advice, advise, headline
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.load import load, recorded_run
 from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
 from workshop.results import Gradients, RunResult
+from workshop.run import flops
+from workshop.run.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures" / "profilers"

@@ -15,9 +15,9 @@ from test_compare import SHRINK_PRESET, TypeCommand, copy_repository
 from test_results import files, make_result
 
 from analysis_tools import regression_tester
-from workshop import errors, regression, results, timing
-from workshop.errors import WorkshopError
-from workshop.regression import (
+from workshop import errors, results
+from workshop.compare import regression
+from workshop.compare.regression import (
     FAILED,
     FASTER,
     GONE,
@@ -30,7 +30,9 @@ from workshop.regression import (
     TOO_NOISY,
     Finding,
 )
+from workshop.errors import WorkshopError
 from workshop.results import RunResult
+from workshop.run import timing
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
@@ -632,7 +634,7 @@ def with_clock(folder: Path, milliseconds: float) -> Path:
     old = "self._marks.append(time.perf_counter())"
     tick = f"{milliseconds / 1e3} * (1 + __import__('os').getpid() % 7 / 1e3)"
     new = f"self._marks.append(len(self._marks) * {tick})"
-    changes = {"workshop/presets.py": SHRINK_PRESET, "workshop/timing.py": (old, new)}
+    changes = {"workshop/run/presets.py": SHRINK_PRESET, "workshop/run/timing.py": (old, new)}
     return copy_repository(folder, changes)
 
 

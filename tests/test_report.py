@@ -21,7 +21,7 @@ from conftest import HANGS_S
 from stored_runs import REFERENCE, ROOT, reference, write
 
 from workshop import versions
-from workshop.collection import Collection
+from workshop.compare.collection import Collection
 from workshop.report import content, pages
 
 H200 = REFERENCE / "nvidia_h200"

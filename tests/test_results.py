@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workshop import comparison, comparison_tables, results
+from workshop import results
+from workshop.compare import comparison, comparison_tables
 from workshop.errors import WorkshopError
 from workshop.results import Audit, Gradients, Parity, RunResult
 from workshop.versions import VERSIONS

@@ -18,21 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis_tools import roofline_analysis
-from workshop import (
-    ceilings,
-    flops,
-    results,
-    roofline,
-    roofline_figures,
-    roofline_inputs,
-    roofline_labels,
-    versions,
-)
+from workshop import results, versions
 from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file
 from workshop.profilers.load import load as load_table
 from workshop.profilers.table import Kernel, KernelTable
-from workshop.roofline import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Ceiling, Point, Roofline
+from workshop.roofline import ceilings
+from workshop.roofline import figures as roofline_figures
+from workshop.roofline import inputs as roofline_inputs
+from workshop.roofline import labels as roofline_labels
+from workshop.roofline import model as roofline
+from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Ceiling, Point, Roofline
+from workshop.run import flops
 
 ROOT = Path(__file__).parents[1]
 NCU = ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv"

@@ -16,31 +16,18 @@ from test_compare import SHRINK_PRESET, Terminal, copy_repository, running
 from test_results import files, make_result
 
 from analysis_tools import compare_versions, update_docs
-from workshop import (
-    cli,
-    flops,
-    gate_size,
-    hardware,
-    memory,
-    parity,
-    precision,
-    presets,
-    results,
-    sessions,
-    sweep,
-    sweep_figure,
-    sweep_tables,
-    trainer,
-    versions,
-)
-from workshop.collection import Collection
-from workshop.comparison_tables import FORMATS
+from workshop import cli, results, versions
+from workshop.compare import sessions, sweep, sweep_figure, sweep_tables
+from workshop.compare.collection import Collection
+from workshop.compare.comparison_tables import FORMATS
+from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.dashboard import blocks
 from workshop.dashboard.data import Choice, Snapshot, group_of
 from workshop.errors import WorkshopError
+from workshop.gate import gate_size, parity
 from workshop.report import content
 from workshop.results import RunResult
-from workshop.sweep import AXES, Curve, Sweep
+from workshop.run import flops, hardware, memory, precision, presets, trainer
 
 TOOL = Path("analysis_tools") / "compare_versions.py"
 Finished = subprocess.CompletedProcess[str]
@@ -602,7 +589,7 @@ FAILS_AT_32 = (
 def poor_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small repository whose V2 has no memory for 32 tokens."""
     changes = {
-        "workshop/presets.py": SHRINK_PRESET,
+        "workshop/run/presets.py": SHRINK_PRESET,
         "version2_pytorch_fused/tiny_llama_v2.py": FAILS_AT_32,
     }
     return copy_repository(tmp_path_factory.mktemp("poor") / "code", changes)

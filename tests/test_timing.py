@@ -7,7 +7,7 @@ import pytest
 import torch
 from false_alarms import PROCESSES, mean_share, normal, recorded, share
 
-from workshop import timing
+from workshop.run import timing
 from workshop.versions import VERSIONS
 
 

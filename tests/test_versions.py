@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop import interpreter, parity, versions
+from workshop import versions
+from workshop.gate import parity
+from workshop.run import interpreter
 from workshop.versions import VERSIONS
 
 KEYS = versions.available()

@@ -12,8 +12,10 @@ import pytest
 from test_compare import FEW_STEPS, NEVER_WAITS, SHRINK_PRESET, copy_repository, tool
 from test_results import make_result
 
-from workshop import comparison, regression, results, timing, waiting, waterfall
+from workshop import results
+from workshop.compare import comparison, regression, waterfall
 from workshop.dashboard import data
+from workshop.run import timing, waiting
 
 TypeCommand = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = "--hidden-dim 32 --num-layers 1 --num-heads 2 --num-kv-heads 1 --batch-size 1 --seq-len 8"
@@ -132,7 +134,7 @@ def test_a_disturbed_run_is_measured_again_once_and_both_are_kept(
     type_command: TypeCommand,
     tmp_path: Path,
 ) -> None:
-    changes = {"workshop/presets.py": SHRINK_PRESET, "workshop/waiting.py": planted}
+    changes = {"workshop/run/presets.py": SHRINK_PRESET, "workshop/run/waiting.py": planted}
     code, folder = copy_repository(tmp_path / "code", changes), tmp_path / "out"
     words = tool("--config", "tiny", "--versions", "v1", *FEW_STEPS, "--output-dir", folder)
     done = type_command(*words, folder=code)

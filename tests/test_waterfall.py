@@ -19,28 +19,20 @@ from test_versions import Recorder
 from torch import nn
 
 from analysis_tools import compare_versions
-from workshop import (
-    cli,
-    comparison,
-    instructor,
-    interpreter,
-    parity,
-    results,
-    roofline_inputs,
-    sessions,
-    versions,
-    waterfall,
-    waterfall_figure,
-    waterfall_tables,
-)
-from workshop.collection import Collection
-from workshop.comparison_tables import FORMATS
+from workshop import cli, results, versions
+from workshop.classroom import instructor
+from workshop.compare import comparison, sessions, waterfall, waterfall_figure, waterfall_tables
+from workshop.compare.collection import Collection
+from workshop.compare.comparison_tables import FORMATS
+from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
-from workshop.precision import PRECISIONS
+from workshop.gate import parity
 from workshop.results import RunResult
-from workshop.roofline_inputs import STEP
+from workshop.roofline import inputs as roofline_inputs
+from workshop.roofline.inputs import STEP
+from workshop.run import interpreter
+from workshop.run.precision import PRECISIONS
 from workshop.versions import VERSIONS
-from workshop.waterfall import NEEDS_GPU, Rung
 
 TOOL = Path("analysis_tools") / "compare_versions.py"
 Finished = subprocess.CompletedProcess[str]
@@ -517,7 +509,7 @@ NO_MASK = (
 def broken_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small repository whose V2 forgets the mask if it repeats k and v before SDPA."""
     changes = {
-        "workshop/presets.py": SHRINK_PRESET,
+        "workshop/run/presets.py": SHRINK_PRESET,
         "version2_pytorch_fused/tiny_llama_v2.py": NO_MASK,
     }
     return copy_repository(tmp_path_factory.mktemp("broken") / "code", changes)

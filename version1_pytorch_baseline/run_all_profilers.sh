@@ -4,8 +4,8 @@
 #
 # Usage: ./run_all_profilers.sh [options] [-- flags of the model]
 
-# shellcheck source-path=SCRIPTDIR source=../workshop/profile_lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../workshop/profile_lib.sh"
+# shellcheck source-path=SCRIPTDIR source=../workshop/profilers/profile_lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../workshop/profilers/profile_lib.sh"
 begin "$@"
 
 run_all \

@@ -19,10 +19,10 @@ if __name__ == "__main__":  # PyTorch is not everywhere
 
 import torch
 
-from workshop import cli, errors, profile_run
-from workshop.profilers import flop_counts
+from workshop import cli, errors
+from workshop.profilers import flop_counts, profile_run
 from workshop.profilers.flop_counts import Operators
-from workshop.trainer import EagerStep
+from workshop.run.trainer import EagerStep
 
 
 def count_with_torch(step: EagerStep) -> tuple[Operators, Operators]:

@@ -25,10 +25,11 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from workshop import errors, hardware, presets, versions  # noqa: E402
+from workshop import errors, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.precision import get_precision  # noqa: E402
+from workshop.run import hardware, presets  # noqa: E402
+from workshop.run.precision import get_precision  # noqa: E402
 
 TOLERANCE = 0.02
 """Relative RMS between two tiles: sums in another order, rounded to 16 bits."""

@@ -54,10 +54,11 @@ from version3_triton.benchmark_measure import (
     measure_case,
     time_contenders,
 )
-from workshop import chips, errors, hardware, interpreter, results, timing, versions
+from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
-from workshop.precision import Precision, get_precision
+from workshop.run import chips, hardware, interpreter, timing
+from workshop.run.precision import Precision, get_precision
 
 SCHEMA_VERSION = 1
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"

@@ -30,9 +30,10 @@ from version3_triton.benchmark_cases import (
     Function,
     Tensors,
 )
-from workshop import plausibility, timing, trainer
-from workshop.precision import Precision
-from workshop.timing import StepClock
+from workshop.gate import plausibility
+from workshop.run import timing, trainer
+from workshop.run.precision import Precision
+from workshop.run.timing import StepClock
 
 OK, WRONG, ABSENT, FAILED = "ok", "WRONG", "absent", "failed"
 

@@ -41,11 +41,12 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from workshop import errors, presets, results  # noqa: E402
+from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.precision import PRECISIONS, Precision  # noqa: E402
-from workshop.presets import Preset  # noqa: E402
+from workshop.run import presets  # noqa: E402
+from workshop.run.precision import PRECISIONS, Precision  # noqa: E402
+from workshop.run.presets import Preset  # noqa: E402
 
 SCHEMA_VERSION = 1
 KIB = 1024

@@ -19,8 +19,9 @@ if __name__ == "__main__":  # PyTorch is not everywhere
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-from workshop import cli, errors, markers, profile_run
-from workshop.profilers import torch_profiler
+from workshop import cli, errors
+from workshop.profilers import profile_run, torch_profiler
+from workshop.run import markers
 
 WAIT, WARMUP = 1, 1
 """Steps that are not recorded, and steps whose records are thrown away: a profiler starts slow."""

@@ -14,28 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workshop import (
-    audit,
-    chips,
-    data,
-    errors,
-    first_use,
-    flops,
-    gate_size,
-    hardware,
-    interpreter,
-    parity,
-    plausibility,
-    results,
-    timing,
-    trainer,
-    versions,
-)
+from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import OutOfMemory, WorkshopError
-from workshop.precision import Precision, get_precision
-from workshop.presets import PRESETS, default_preset, get_preset
+from workshop.gate import audit, gate_size, parity, plausibility
 from workshop.results import RunResult
+from workshop.run import chips, data, first_use, flops, hardware, interpreter, timing, trainer
+from workshop.run.precision import Precision, get_precision
+from workshop.run.presets import PRESETS, default_preset, get_preset
 from workshop.versions import Version
 
 _SIZES = (
@@ -380,7 +366,7 @@ def _execution(
 
 def _run(request: Request) -> int:
     if request.arguments.profile_steps:
-        from workshop import profile_run  # which takes its requests from here
+        from workshop.profilers import profile_run  # which takes its requests from here
 
         return profile_run.profile(request)
     return within_memory(request, lambda: _gate_train_save(request))

@@ -6,7 +6,8 @@ It imports nothing but Python's own at its top.
 import os
 import sys
 
-from workshop import errors, waiting
+from workshop import errors
+from workshop.run import waiting
 
 
 def import_torch() -> None:

@@ -22,8 +22,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
-from workshop import flops
 from workshop.errors import WorkshopError
+from workshop.run import flops
 from workshop.versions import ALL, ROOT
 
 SCHEMA_VERSION = 1

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop import comparison, precision, roofline_figures
-from workshop.collection import Profile
-from workshop.comparison import Row
+from workshop.compare import comparison
+from workshop.compare.collection import Profile
+from workshop.compare.comparison import Row
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import SWEPT, Choice, Group, Snapshot
 from workshop.errors import WorkshopError
@@ -18,7 +18,9 @@ from workshop.profilers.names import display_name, printable
 from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
 from workshop.results import Parity
-from workshop.roofline import Roofline, flags, sentences
+from workshop.roofline import figures as roofline_figures
+from workshop.roofline.model import Roofline, flags, sentences
+from workshop.run import precision
 from workshop.versions import ALL, BASELINE
 
 ROOFLINE, KERNELS = "Roofline", "Kernels"

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop import ceilings, comparison, presets, roofline_inputs, studies, timing
-from workshop.collection import Benchmark, Broken, Collection, Profile, StoredRun
-from workshop.comparison import Row
+from workshop.compare import comparison, studies
+from workshop.compare.collection import Benchmark, Broken, Collection, Profile, StoredRun
+from workshop.compare.comparison import Row
+from workshop.compare.sweep import AXES, kept_by
 from workshop.profilers.names import printable
 from workshop.results import RunResult
-from workshop.roofline import Roofline
-from workshop.sweep import AXES, kept_by
+from workshop.roofline import ceilings
+from workshop.roofline import inputs as roofline_inputs
+from workshop.roofline.model import Roofline
+from workshop.run import presets, timing
 from workshop.versions import ALL, BASELINE
 
 _AXES = {axis.field: axis for axis in AXES.values()}

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import plotly.graph_objects as go
 
-from workshop import colours
-from workshop.comparison import Row
+from workshop.compare import colours
+from workshop.compare.comparison import Row
 from workshop.dashboard.data import SWEPT, LossCurve, SweepPoint
-from workshop.interpreter import NOT_COMPARABLE
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.table import KernelTable
+from workshop.run.interpreter import NOT_COMPARABLE
 
 SYMBOLS = {
     "v1": "circle",

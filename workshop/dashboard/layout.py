@@ -9,8 +9,8 @@ from dash.development.base_component import Component
 from workshop.dashboard import data
 from workshop.dashboard.blocks import BAD, KERNELS, ROOFLINE, VIEWS, Block, Cell, Table, view
 from workshop.dashboard.data import Choice, Snapshot
-from workshop.presets import PRESETS
 from workshop.profilers.names import printable
+from workshop.run.presets import PRESETS
 
 POLL_MS = 2000
 TITLE = "Performance dashboard"

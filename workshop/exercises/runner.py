@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from workshop import processes, waiting
 from workshop.errors import NotOnThisMachine
 from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.sheet import CHECK
+from workshop.run import processes, waiting
 from workshop.versions import ROOT
 
 LIMIT_S = 120.0

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workshop import flops
-from workshop.interpreter import NOT_COMPARABLE
-from workshop.plausibility import LEAST_BACKWARD_SHARE
+from workshop.gate.plausibility import LEAST_BACKWARD_SHARE
 from workshop.profilers.figures import (
     LAUNCH_NS,
     LONGEST_LAUNCH_GAP_NS,
@@ -27,6 +25,8 @@ from workshop.profilers.figures import (
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.results import RunResult
+from workshop.run import flops
+from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import VERSIONS
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def _host_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
         "for data, for Python between the steps, or for start-up, in which code is loaded and "
         "compiled, if the profile covers it.",
         "Look at what the host's threads do in the gaps of the timeline, which "
-        "run_pytorch_profiler.py writes in each version's folder; workshop/data.py makes all "
+        "run_pytorch_profiler.py writes in each version's folder; workshop/run/data.py makes all "
         "batches before the first step.",
         at_stake_ns=idle_ns,
     )
@@ -616,7 +616,7 @@ def _host_copies(figures: Figures) -> Iterator[Advice]:
         sentence += " Some are from or to pageable memory, where a copy holds the host up."
     treatment = (
         "Keep on the device what is used again; pin the host's memory and copy with "
-        "non_blocking=True, as Runner does with the batches (workshop/trainer.py)."
+        "non_blocking=True, as Runner does with the batches (workshop/run/trainer.py)."
     )
     yield _of_group(figures, "copy", sentence, treatment, ns)
 
@@ -654,7 +654,7 @@ def _waits(figures: Figures) -> Iterator[Advice]:
         f"{figures.time(waits.total_ns)}. A thread that waits launches nothing: once the GPU has "
         "done what all streams hold, it idles until the next launch reaches it.",
         "Leave out of the loop what reads a result on the host: .item(), .cpu(), printing a "
-        "tensor, copies without non_blocking=True. Runner (workshop/trainer.py) looks at the "
+        "tensor, copies without non_blocking=True. Runner (workshop/run/trainer.py) looks at the "
         "losses after the run.",
         at_stake_ns=min(waits.total_ns, line.idle_ns) if line else waits.total_ns,
     )
@@ -721,8 +721,8 @@ def _ask_the_gate(run: RunResult | None) -> str:
     version = f" --version {run.version}" if run else ""
     return (
         f"No time of such a step counts. python -m workshop.parity{version} (the gate, "
-        "workshop/parity.py) compares every parameter's gradient with V1's; look for a detach(), "
-        "a no_grad(), a kernel without a backward pass."
+        "workshop/gate/parity.py) compares every parameter's gradient with V1's; look for a "
+        "detach(), a no_grad(), a kernel without a backward pass."
     )
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import re
 from functools import cached_property
 
-from workshop import chips, flops
 from workshop.profilers.table import HostCall, Kernel, KernelTable
 from workshop.results import RunResult
+from workshop.run import chips, flops
 
 CLEARLY_IDLE = 0.6
 """Of the timeline. A profiler may make the host half as fast; even without it, the GPU would then

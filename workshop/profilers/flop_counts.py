@@ -1,9 +1,9 @@
 """The floating-point operations of one training step by three counters, and why they differ.
 
 FlopCounterMode watches the operators that PyTorch dispatches, DeepSpeed the Python functions that
-it has patched, and `workshop.flops` multiplies sizes. Each difference is measured here, then looked
-for among the things that can cause it; one that is none of them, to the operation, is printed as
-not explained.
+it has patched, and `workshop.run.flops` multiplies sizes. Each difference is measured here, then
+looked for among the things that can cause it; one that is none of them, to the operation, is
+printed as not explained.
 
 The step is counted as it runs operation by operation: no counter sees into a compiled function or
 a captured graph, and the products are the same there.
@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop import cli, errors, flops, hardware, interpreter, parity, results, timing, trainer
-from workshop.flops import ModelSizes, StepFlops
-from workshop.trainer import EagerStep
+from workshop import cli, errors, results
+from workshop.gate import parity
+from workshop.run import flops, hardware, interpreter, timing, trainer
+from workshop.run.flops import ModelSizes, StepFlops
+from workshop.run.trainer import EagerStep
 
 if TYPE_CHECKING:
     # It imports Triton, which V3 has to import first: to choose its interpreter without a GPU.

@@ -9,7 +9,6 @@ from types import ModuleType
 
 from workshop import results
 from workshop.errors import WorkshopError
-from workshop.interpreter import NOT_COMPARABLE
 from workshop.profilers import (
     kernel_file,
     kineto,
@@ -24,6 +23,7 @@ from workshop.profilers.names import printable
 from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
+from workshop.run.interpreter import NOT_COMPARABLE
 
 _START = 1 << 16
 """Characters of a text that tell what it is."""

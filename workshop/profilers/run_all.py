@@ -20,12 +20,13 @@ from workshop import errors
 if __name__ == "__main__":
     errors.begin()
 
-from workshop import processes, versions
+from workshop import versions
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import summary
 from workshop.profilers.runner_files import COMMAND_FILE
 from workshop.profilers.summary import Outcome
+from workshop.run import processes
 from workshop.versions import Version
 
 SECONDS_TO_STOP = 20

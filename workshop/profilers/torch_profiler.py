@@ -15,7 +15,7 @@ import torch
 from torch.profiler import profile
 
 from workshop import results
-from workshop.profile_run import ProfileRun, gradients_sentence
+from workshop.profilers.profile_run import ProfileRun, gradients_sentence
 
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 SNAPSHOT_STEPS = 1

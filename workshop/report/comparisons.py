@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import comparison, comparison_tables, precision, presets, results
-from workshop.collection import StoredRun
-from workshop.comparison import Row
-from workshop.comparison_figure import MEMORY_COLOURS
+from workshop import results
+from workshop.compare import comparison, comparison_tables
+from workshop.compare.collection import StoredRun
+from workshop.compare.comparison import Row
+from workshop.compare.comparison_figure import MEMORY_COLOURS
 from workshop.profilers.names import printable
 from workshop.report import charts
 from workshop.report.parts import (
@@ -26,8 +27,9 @@ from workshop.report.parts import (
 )
 from workshop.report.pictures import Picture, RooflinePicture, read_roofline
 from workshop.results import RunResult
-from workshop.roofline import flags, sentences
-from workshop.roofline_inputs import STEP
+from workshop.roofline.inputs import STEP
+from workshop.roofline.model import flags, sentences
+from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
 _TONES = {"failed": BAD, "skipped": DIM, "interpreted": DIM}

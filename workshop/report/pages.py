@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from workshop.markdown import Markdown, code, escape, escape_block, table_line
+from workshop.compare.markdown import Markdown, code, escape, escape_block, table_line
 from workshop.report.content import Tell
 from workshop.report.parts import Cell, Link, Report, Section, Table
 from workshop.report.pictures import Picture

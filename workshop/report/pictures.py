@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from workshop import ceilings, roofline_figures, roofline_inputs
 from workshop.errors import WorkshopError
-from workshop.roofline import Roofline, sentences
+from workshop.roofline import ceilings
+from workshop.roofline import figures as roofline_figures
+from workshop.roofline import inputs as roofline_inputs
+from workshop.roofline.model import Roofline, sentences
 
 INK, LINE, PAPER = "#1a2027", "#d4dae1", "#fefefe"
 """Of letters, of grids and of what lies behind: on a page they follow its theme."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from version3_triton import benchmark_kernels
-from workshop import ceilings, presets, results
-from workshop.collection import Collection, Profile
+from workshop import results
+from workshop.compare.collection import Collection, Profile
 from workshop.errors import WorkshopError
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
@@ -31,7 +31,9 @@ from workshop.report.parts import (
     cells,
 )
 from workshop.report.pictures import Picture, RooflinePicture, read_roofline
-from workshop.roofline import flags, sentences
+from workshop.roofline import ceilings
+from workshop.roofline.model import flags, sentences
+from workshop.run import presets
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from workshop import (
+from workshop.compare import (
     studies,
     sweep,
     sweep_figure,
@@ -13,8 +13,10 @@ from workshop import (
     waterfall_figure,
     waterfall_tables,
 )
-from workshop.collection import StoredRun
-from workshop.comparison import Row
+from workshop.compare.collection import StoredRun
+from workshop.compare.comparison import Row
+from workshop.compare.sweep import AXES, Point, Sweep
+from workshop.compare.waterfall import Step, Waterfall
 from workshop.profilers.names import printable
 from workshop.report.parts import (
     BAD,
@@ -31,8 +33,6 @@ from workshop.report.parts import (
 )
 from workshop.report.pictures import DrawnPicture
 from workshop.results import RunResult
-from workshop.sweep import AXES, Point, Sweep
-from workshop.waterfall import Step, Waterfall
 
 WATERFALL = (
     "From V1 at fp32 one change at a time, each in processes of its own (compare_versions.py "

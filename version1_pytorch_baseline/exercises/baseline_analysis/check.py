@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import flops, presets, timing
-from workshop.collection import StoredRun
+from workshop.compare.collection import StoredRun
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Found, Predicted, ask
 from workshop.results import RunResult
+from workshop.run import flops, presets, timing
 
 RUN = "python version1_pytorch_baseline/tiny_llama_v1.py"
 CLAIM = 1.05

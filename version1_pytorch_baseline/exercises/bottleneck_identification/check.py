@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Found, Predicted, ask
-from workshop.presets import PRESETS
 from workshop.profilers import advisor
 from workshop.profilers.names import ELLIPSIS, display_name
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
+from workshop.run.presets import PRESETS
 
 RUNNER = "python version1_pytorch_baseline/run_pytorch_profiler.py --steps 2"
 SINGLE = "batch_1"

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from workshop import flops
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Found, Predicted, ask
 from workshop.results import RunResult
+from workshop.run import flops
 
 RUN = (
     "python version1_pytorch_baseline/tiny_llama_v1.py --num-steps 2 --warmup-steps 1 "

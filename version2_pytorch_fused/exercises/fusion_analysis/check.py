@@ -4,12 +4,13 @@ are set beside what was measured, the findings must agree with the files."""
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from workshop import comparison, timing
+from workshop.compare import comparison
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import prediction
 from workshop.profilers.reading import CsvTable, Problems
 from workshop.results import RunResult
+from workshop.run import timing
 
 ROUNDS = 2
 """Runs of each variant that the sheet's loop makes: older ones are left out."""

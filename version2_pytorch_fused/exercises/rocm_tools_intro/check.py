@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from workshop import chips
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import prediction
@@ -15,6 +14,7 @@ from workshop.profilers import rocprofv3
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.reading import CsvTable, Problems
 from workshop.profilers.table import Kernel, KernelTable
+from workshop.run import chips
 from workshop.versions import VERSIONS
 
 FOLDER = Path(__file__).parent

@@ -14,7 +14,7 @@ from torch import Tensor
 from version3_triton.exercises.guarded_memory import Output, device, guarded, with_nan_told
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
-from workshop.parity import MULTIPLE
+from workshop.gate.parity import MULTIPLE
 
 EPS = 1e-5
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from workshop import flops, plausibility
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
-from workshop.plausibility import Claim
+from workshop.gate import plausibility
+from workshop.gate.plausibility import Claim
+from workshop.run import flops
 from workshop.versions import ROOT
 
 TABLES = ROOT / "tests" / "fixtures" / "published_tables.json"

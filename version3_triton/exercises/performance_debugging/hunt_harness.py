@@ -30,21 +30,13 @@ import torch  # noqa: E402
 from hunt_results import StageResult, add_flags, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from workshop import (  # noqa: E402
-    data,
-    errors,
-    hardware,
-    interpreter,
-    parity,
-    presets,
-    results,
-    timing,
-    versions,
-)
+from workshop import errors, results, versions  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.cli import leave_if_missing  # noqa: E402
-from workshop.precision import Precision, get_precision  # noqa: E402
-from workshop.trainer import Runner, Schedule  # noqa: E402
+from workshop.gate import parity  # noqa: E402
+from workshop.run import data, hardware, interpreter, presets, timing  # noqa: E402
+from workshop.run.precision import Precision, get_precision  # noqa: E402
+from workshop.run.trainer import Runner, Schedule  # noqa: E402
 
 leave_if_missing("v3")
 v3: Any = versions.load("v3")

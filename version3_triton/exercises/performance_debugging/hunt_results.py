@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import results, timing
+from workshop import results
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
+from workshop.run import timing
 
 FOLDER = results.DEFAULT_FOLDER / "performance_debugging"
 SCHEMA_VERSION = 1

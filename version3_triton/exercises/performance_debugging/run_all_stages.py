@@ -25,9 +25,10 @@ if __name__ == "__main__":
 
 from hunt_results import StageResult, add_flags, load_all, shown  # noqa: E402
 
-from workshop import errors, processes, results  # noqa: E402
+from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
+from workshop.run import processes  # noqa: E402
 
 if TYPE_CHECKING:
     from rich.table import Table

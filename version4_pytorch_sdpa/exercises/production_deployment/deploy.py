@@ -27,12 +27,13 @@ from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
     SERVICE_LIMIT,
     TABLE,
 )
-from workshop import data, errors, hardware, presets, results, trainer, versions
+from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises import faults, frame
 from workshop.exercises.compare import first_difference
-from workshop.presets import Preset
+from workshop.run import data, hardware, presets, trainer
+from workshop.run.presets import Preset
 
 HERE = Path(__file__).resolve().parent
 TIMES = ("p50_ms", "p95_ms", "max_ms")

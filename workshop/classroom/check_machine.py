@@ -1,0 +1,423 @@
+"""Is this seat ready? And all the others in the room?
+
+    python -m workshop.classroom.check_machine
+        checks this seat, leaves results/seats/NAME.json
+    python -m workshop.classroom.check_machine --collect DIR
+        a table of all seats whose files lie in DIR
+
+A file a seat, and no common one: thirty seats may write at once to a disk that they share.
+What is checked runs in processes of its own, and nothing but Python's own is imported here, so that
+a seat whose PyTorch is missing or broken gets its row like any other.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+from workshop import errors
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop.arguments import count, parse
+from workshop.errors import WorkshopError, printable
+from workshop.run import processes, waiting
+from workshop.versions import ROOT, VERSIONS
+
+SCHEMA_VERSION = 1
+SCRIPTS = ROOT / "setup" / "validation_scripts"
+ENVIRONMENT, ROCM, PROFILERS = "test_environment", "test_rocm_installation", "test_profiling_tools"
+_FLAGS = {ENVIRONMENT: ("--compile",), ROCM: (), PROFILERS: ()}
+"""The validation scripts, in the order in which they are run, and their flags."""
+_GATE = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33")
+"""A few tokens: V3's kernels may have to be interpreted."""
+_SECONDS = 400
+"""That a check may take: a kernel's first compilation, on a busy node."""
+PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
+_WIDEST = 10_000
+"""Columns of a table that is written to a file: no row is folded."""
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What was found at one seat. `attention` and `absent` are sentences: what must be mended
+    before the workshop, and what will be missing there and may be."""
+
+    name: str
+    checked: str
+    """When, in UTC."""
+    commit: str
+    """Of the checkout; "-dirty" behind it says that files were changed."""
+    python: str
+    torch: str
+    device: str
+    versions: dict[str, str]
+    """PASS, FAIL, SKIPPED or UNTRIED, of each version's gate on this seat's device."""
+    profilers: list[str]
+    attention: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return not self.attention
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m workshop.classroom.check_machine",
+        description="Checks that this seat is ready for the workshop: the three validation "
+        "scripts, torch.compile, and the gate of every version on a small model. Takes a minute "
+        "or two. Or shows the table of all seats; in Markdown, where it is written to a file.",
+        epilog="Exit status: 0 ready (with --collect: all seats are), 1 something needs attention, "
+        "2 wrong usage, 77 rich is missing.",
+    )
+    add = parser.add_argument
+    add("--seat", metavar="NAME", help="what this seat is called (default: the machine's name)")
+    add(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        default=ROOT / "results" / "seats",
+        help="NAME.json goes there (default: results/seats); a folder that all seats see saves "
+        "collecting the files",
+    )
+    add("--collect", type=Path, metavar="DIR", help="check nothing, show the seats in DIR")
+    add("--expect", type=count, metavar="N", help="with --collect: how many seats there are to be")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(build_parser(), argv)
+    work = partial(_collect if arguments.collect else _check, arguments)
+    return errors.exit_status(work, interrupted="interrupted: nothing is written")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    name = seat_name(arguments.seat)
+    target: Path = arguments.output_dir / f"{name}.json"
+    with _writing(target.parent):  # rather known now than when all is checked
+        target.parent.mkdir(parents=True, exist_ok=True)
+    seat = examine(name)
+    _write(target, json.dumps({"schema_version": SCHEMA_VERSION} | asdict(seat), indent=1) + "\n")
+    for line in _told(seat):
+        print(printable(line))
+    print(f"Written: {target}")
+    return errors.DONE if seat.ready else errors.ANSWER_IS_NO
+
+
+def seat_name(wanted: str | None) -> str:
+    """A name that can be a file's: the one that is wanted, else the machine's.
+
+    Raises:
+        WorkshopError: the wanted one can't.
+    """
+    if wanted is None:
+        return re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII).strip(".-")[:64] or "seat"
+    if not _NAME.fullmatch(wanted) or wanted[0] in ".-":
+        raise WorkshopError(
+            f"--seat {printable(wanted)!r}: letters, digits, dots, dashes and underscores, at "
+            "most 64, and a letter, digit or underscore first"
+        )
+    return wanted
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all. The package's own function for that is not for here: it
+    comes with PyTorch."""
+    temporary = path.with_name(f".{path.name}.new")
+    with _writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises WorkshopError: `path` can't be written by what is done meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise WorkshopError(
+            f"{path} can't be written ({error.strerror}): choose another --output-dir"
+        ) from None
+
+
+def _told(seat: Seat) -> Iterator[str]:
+    """A seat's own row, in lines."""
+    yield f"{seat.name}: {'ready' if seat.ready else 'NEEDS ATTENTION'}"
+    yield f"  device     {seat.device}"
+    yield f"  PyTorch    {seat.torch}, Python {seat.python}"
+    yield f"  gate       {_gates(seat)}"
+    yield f"  profilers  {', '.join(seat.profilers) or 'none'}"
+    yield from (f"  mend:      {sentence}" for sentence in seat.attention)
+    yield from (f"  without:   {sentence}" for sentence in seat.absent)
+
+
+# --- one seat ------------------------------------------------------------------------------------
+
+Rows = list[dict[str, typing.Any]]
+"""Of a validation script: what, found, version, purpose, remedy and needed of each thing."""
+
+
+def examine(name: str) -> Seat:
+    """Runs all checks on this machine, each in a process of its own, and says on stderr which."""
+    rows: dict[str, Rows] = {}
+    attention, absent = [], []
+    for script, flags in _FLAGS.items():
+        _tell(script.removeprefix("test_").replace("_", " "))
+        rows[script], problem = _script_rows(script, flags)
+        attention += [problem] if problem else []
+    found = {row["what"]: row for row in rows[ENVIRONMENT]}
+    torch = found.get("torch", {"found": "no", "version": ""})
+    for row in (row for its in rows.values() for row in its):
+        if _is_fault(row):
+            attention.append(_sentence(row))
+        elif _is_absent(row, torch["version"]):
+            absent.append(_sentence(row))
+    versions = dict.fromkeys(VERSIONS, UNTRIED)
+    for key in VERSIONS if torch["found"] == "yes" else ():
+        _tell(f"{key} on a small model")
+        versions[key], why = gate(key)
+        if versions[key] != PASS:
+            (absent if versions[key] == SKIPPED else attention).append(f"{key}: {why}")
+    return Seat(
+        name=name,
+        checked=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=_commit(),
+        python=platform.python_version(),
+        torch=torch["version"] or "missing",
+        device=found.get("device", {}).get("version") or "unknown",
+        versions=versions,
+        profilers=[row["what"] for row in rows[PROFILERS] if row["found"] == "yes"],
+        attention=list(dict.fromkeys(attention)),
+        absent=list(dict.fromkeys(absent)),
+    )
+
+
+def _tell(what: str) -> None:
+    print(f"checking {what} ...", file=sys.stderr, flush=True)
+
+
+def _script_rows(script: str, flags: Iterable[str]) -> tuple[Rows, str]:
+    """What a validation script found; or why it gave no answer. Nothing, where it is not for this
+    machine and so was promised nothing."""
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--json", *flags]
+    status, output, problem = _run(command)
+    try:
+        rows: Rows = json.loads(output)["rows"]
+    except (ValueError, KeyError, TypeError):
+        return [], f"{script}.py gave no answer: {problem or f'status {status}'}"
+    not_here = script == ROCM and status == errors.NOT_ON_THIS_MACHINE
+    return ([] if not_here else rows), ""
+
+
+def _is_fault(row: dict[str, typing.Any]) -> bool:
+    return row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"])
+
+
+def _is_absent(row: dict[str, typing.Any], torch: str) -> bool:
+    """Whether it is not there, need not be, and could be: no profiler of another maker's GPU."""
+    if row["found"] != "no" or row["needed"]:
+        return False
+    builds = {"AMD": "ROCm", "NVIDIA": "CUDA"}
+    maker = row["purpose"].partition(":")[0]
+    return maker not in builds or builds[maker] in torch
+
+
+def _sentence(row: dict[str, typing.Any]) -> str:
+    """As in "ncu (missing): Nsight Compute"."""
+    return f"{row['what']} ({row['version'] or 'missing'}): {row['remedy']}".removesuffix(": ")
+
+
+def _run(command: list[str]) -> tuple[int | None, str, str]:
+    """A command's exit status, its output, and in a line why there is none or the last it said on
+    stderr."""
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | waiting.short_spin(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return None, "", f"can't be started: {error.strerror}"
+    try:
+        with processes.ended_with_us(process):
+            output, complaints = process.communicate(timeout=_SECONDS)
+    except BaseException as ended:
+        # With those that it has started: a compiler at work would slow the next check.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(ended, subprocess.TimeoutExpired):
+            return None, "", f"no answer within {_SECONDS} s"
+        raise
+    last = next((line for line in reversed(complaints.splitlines()) if line.strip()), "")
+    if process.returncode < 0:
+        last = f"ended by signal {-process.returncode}"
+    return process.returncode, output, printable(last) if last else ""
+
+
+def gate(key: str) -> tuple[str, str]:
+    """Whether a version trains right on this seat's device; and why not, where it does not."""
+    status, output, problem = _run(
+        [sys.executable, "-m", "workshop.parity", "--version", key, *_GATE]
+    )
+    if status == errors.DONE:
+        return PASS, ""
+    said = output.strip().splitlines() or [problem.removeprefix("error: ")]
+    skipped = status == errors.NOT_ON_THIS_MACHINE
+    return SKIPPED if skipped else FAIL, said[-1].strip() or f"ended with status {status}"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    status, output, _ = _run(command)
+    return output.strip() if status == errors.DONE else "unknown"
+
+
+# --- all seats -----------------------------------------------------------------------------------
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    seats, problems = read_all(arguments.collect)
+    lacking = max(0, (arguments.expect or 0) - len(seats))
+    if lacking:
+        problems.append(f"{lacking} of {arguments.expect} seats left no file")
+    if not seats:
+        raise WorkshopError(
+            f"{arguments.collect}: no seat's file in it: run at each seat "
+            f"`python -m workshop.classroom.check_machine --output-dir {arguments.collect}`"
+        )
+    _show(seats, problems)
+    well = not problems and all(seat.ready for seat in seats)
+    return errors.DONE if well else errors.ANSWER_IS_NO
+
+
+def read_all(folder: Path) -> tuple[list[Seat], list[str]]:
+    """The seats whose files lie in a folder, by name as a person counts (seat2 before seat10), and
+    what is wrong with files that can't be read, in sentences.
+
+    Raises:
+        WorkshopError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise WorkshopError(f"--collect {folder}: no such folder")
+    seats, problems = [], []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            seats.append(_read(path))
+        except WorkshopError as error:
+            problems.append(str(error))
+    return sorted(seats, key=lambda seat: _counted(seat.name)), problems
+
+
+def _counted(name: str) -> list[tuple[int, str]]:
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _read(path: Path) -> Seat:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkshopError(f"{path.name}: can't be read ({error}): check that seat anew") from None
+    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
+        raise WorkshopError(f"{path.name}: not a seat's file of this checkout")
+    hints = typing.get_type_hints(Seat)
+    for name, hint in hints.items():
+        kind = typing.get_origin(hint) or hint
+        if not isinstance(content.get(name), kind):
+            raise WorkshopError(f"{path.name}: field {name} is missing or no {kind.__name__}")
+    return Seat(**{name: content[name] for name in hints})
+
+
+def _show(seats: list[Seat], problems: list[str]) -> None:
+    """Prints the table and the notes, in Markdown; a terminal folds the rows, a file does not."""
+    errors.require("rich")
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    width = None if sys.stdout.isatty() else _WIDEST
+    console = Console(width=width, highlight=False, markup=False)
+    table = Table(box=box.MARKDOWN)
+    for name in HEADER:
+        table.add_column(name, overflow="fold")
+    for seat in seats:
+        table.add_row(*cells(seat), style=None if seat.ready else "bold red")
+    with console.capture() as drawn:
+        console.print(table)
+    print(drawn.get().strip(), end="\n\n")  # rich puts an empty line above and below
+    for note in notes(seats, problems):
+        console.print(f"- {note}", soft_wrap=True)
+
+
+HEADER = ("seat", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
+
+
+def cells(seat: Seat) -> list[str]:
+    """A seat's row, of texts without control characters."""
+    texts = [seat.name, "ready" if seat.ready else "ATTENTION", seat.device, seat.torch]
+    texts += [_gates(seat), ", ".join(map(str, seat.profilers)) or "none"]
+    return [printable(text) for text in [*texts, seat.checked[:16].replace("T", " ")]]
+
+
+def _gates(seat: Seat) -> str:
+    """As in "pass v1 v2 v4; skipped v3"."""
+    by_status = _by_value(seat.versions.items())
+    return "; ".join(f"{status} {' '.join(keys)}" for status, keys in by_status.items())
+
+
+def notes(seats: list[Seat], problems: list[str]) -> list[str]:
+    """What must be mended, seat by seat; where seats differ that should be alike; what is missing,
+    with how to get it and the seats that lack it."""
+    ready = sum(seat.ready for seat in seats)
+    lines = [f"{ready} of {len(seats)} seats ready", *problems]
+    lines += [f"{seat.name}: mend {what}" for seat in seats for what in seat.attention]
+    for what, values in (
+        ("the checkout", [(seat.name, seat.commit) for seat in seats]),
+        ("PyTorch", [(seat.name, seat.torch) for seat in seats]),
+    ):
+        groups = _by_value(values)
+        if len(groups) > 1:
+            told = "; ".join(f"{value} at {_named(names)}" for value, names in groups.items())
+            lines.append(f"not the same everywhere, {what}: {told}")
+    absent = _by_value((seat.name, what) for seat in seats for what in seat.absent)
+    lines += [f"without {what} [{_named(names)}]" for what, names in absent.items()]
+    return [printable(line) for line in lines]
+
+
+def _by_value(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names by value, the most frequent value first."""
+    groups: dict[str, list[str]] = {}
+    for name, value in pairs:
+        groups.setdefault(str(value), []).append(name)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def _named(names: list[str], most: int = 6) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""What a notebook needs beside the tools: to run them from a cell, and to show what they made.
+
+No figure is made here: each comes from the gate or from a result file. Nothing of Jupyter is
+imported: an object that knows its HTML is all that it asks for.
+"""
+
+import base64
+import dataclasses
+import difflib
+import html
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workshop import versions
+from workshop.compare.collection import Collection
+from workshop.errors import DONE, WorkshopError
+from workshop.exercises.frame import Item
+from workshop.gate import parity
+from workshop.gate.parity import ParityReport
+from workshop.report import comparisons, studies
+from workshop.report.pictures import INK, LINE, Chart, Picture
+
+_THEME = (
+    "--ink: var(--jp-content-font-color1, currentColor); "
+    "--line: var(--jp-border-color2, #9aa3ad); --panel: transparent"
+)
+"""The names that a report's charts give their colours, as Jupyter's theme has them."""
+_CODE = "font-family: var(--jp-code-font-family, monospace); white-space: pre; line-height: 1.3"
+_ADDED, _TAKEN, _PLACE = "#2e9e5b40", "#d1495b40", "#80808030"
+"""Behind the lines of a diff: half transparent, so that letters stand out on light and dark."""
+_PASSED, _FAILED = "#2e9e5b", "#d1495b"
+_NEAREST, _FARTHEST = 1e-3, 1e6
+"""Shares of what the gate allows: for errors that hardly are any, and for those without number."""
+_WIDTH = "110"
+"""Columns of what a script prints into a cell."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """HTML that Jupyter draws below a cell."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def tool(main: Callable[[list[str]], int], *words: object) -> None:
+    """Runs a tool in this process, as its command line would.
+
+    Args:
+        main: of the tool; gives its exit status.
+        words: of the command line, after the tool's name.
+
+    Raises:
+        WorkshopError: the exit status is not 0.
+    """
+    _check(Path(inspect.getfile(main)), main([str(word) for word in words]))
+
+
+def script(path: Path, *words: object) -> None:
+    """Runs a Python file in a process of its own, and prints what it prints.
+
+    Raises:
+        WorkshopError: its exit status is not 0.
+    """
+    process = subprocess.Popen(
+        [sys.executable, str(path), *map(str, words)],
+        env=os.environ | {"COLUMNS": _WIDTH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="")
+    _check(path, process.returncode)
+
+
+def _check(path: Path, status: int) -> None:
+    if status != DONE:
+        raise WorkshopError(f"{path.name}: ended with status {status}, for the reason above")
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def changes(name: str, old: str, new: str) -> Shown:
+    """What a class or function of the model became from one version to another, as a diff.
+
+    Raises:
+        WorkshopError: one of the versions has no such definition.
+    """
+    lines = difflib.unified_diff(_source(old, name), _source(new, name), n=2, lineterm="")
+    _, _, *shown = [*lines] or ["", "", f"{name} is the same"]
+    title = f"<p><b>{html.escape(name)}, from {old} to {new}</b></p>"
+    return Shown(title + "".join(map(_diff_line, shown)))
+
+
+def _source(key: str, name: str) -> list[str]:
+    definition = getattr(versions.load(key), name, None)
+    if definition is None:
+        raise WorkshopError(f"{versions.get_version(key).path.name} defines no {name}")
+    return inspect.getsource(definition).splitlines()
+
+
+def _diff_line(line: str) -> str:
+    colour = {"+": _ADDED, "-": _TAKEN, "@": _PLACE}.get(line[:1], "transparent")
+    text = "⋯" if line[:1] == "@" else html.escape(line) or " "
+    return f'<div style="{_CODE}; background: {colour}">{text}</div>'
+
+
+def told(items: Iterable[Item]) -> Shown:
+    """Predictions and what became of them."""
+    lines = []
+    for item in items:
+        why = "<br>".join(html.escape(item.why).splitlines())
+        lines.append(f"<li><b>{html.escape(item.what)}</b>: {why}</li>")
+    return Shown(f"<ul>{''.join(lines)}</ul>")
+
+
+def image(path: Path, alt: str) -> Shown:
+    """A PNG, no wider than the cell.
+
+    Raises:
+        WorkshopError: it can't be read.
+    """
+    try:
+        content = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
+    style = "max-width: 100%; background: white"
+    source = f"data:image/png;base64,{content}"
+    return Shown(f'<img src="{source}" alt="{html.escape(alt)}" style="{style}">')
+
+
+def picture(drawn: Picture) -> Shown:
+    """A report's picture below its title."""
+    title = f"<p><b>{html.escape(drawn.title)}</b></p>"
+    return Shown(f'<div style="max-width: 50em; {_THEME}">{title}{drawn.markup()}</div>')
+
+
+def pictures(folder: Path) -> list[Shown]:
+    """The newest comparisons among the results in a folder: for each size where the time goes, what
+    fills the memory, and the losses; before them all speed-ups.
+
+    Raises:
+        WorkshopError: there is no such folder.
+    """
+    collection = Collection([folder])
+    collection.refresh()
+    _, of_ladders = studies.split(collection.runs)
+    groups = comparisons.groups(of_ladders or collection.runs)
+    drawn = comparisons.speedup_pictures("all", groups)
+    for group in groups:
+        drawn += comparisons.section(group, folder).pictures
+    charts = (one for one in drawn if isinstance(one, Chart))
+    # No two drawings of a page may share a name.
+    return [picture(dataclasses.replace(c, name=f"{folder.name}-{c.name}")) for c in charts]
+
+
+def gate(reports: Mapping[str, ParityReport]) -> Shown:
+    """All that the gate measured: a dot for each quantity, left of the line if it passed. One whose
+    error is no number stands farthest to the right, those without any farthest to the left.
+
+    Args:
+        reports: by what was checked; no two of a notebook have the same names.
+    """
+    alt = "; ".join(f"{label}: {report.summary()}" for label, report in reports.items())
+
+    def draw(figure: Any) -> None:
+        axis = figure.subplots()
+        for place, report in enumerate(reports.values()):
+            measures = report.measures.values()
+            shares = [min(max(parity.badness(m), _NEAREST), _FARTHEST) for m in measures]
+            colours = [_PASSED if measure.passed else _FAILED for measure in measures]
+            axis.scatter(shares, [place] * len(shares), s=90, c=colours, alpha=0.5, linewidths=0)
+        labels = [
+            f"{label}\n{report.tensors_with_grad} of {report.tensors_total} gradients"
+            for label, report in reports.items()
+        ]
+        axis.set_yticks(range(len(labels)), labels)
+        axis.set_ylim(len(labels) - 0.5, -0.5)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:,.6g}")
+        axis.axvline(1, color=INK, linewidth=1)
+        axis.set_xlabel("error, as a share of what is allowed")
+        axis.grid(axis="x", color=LINE)
+        axis.tick_params(length=0)
+        figure.tight_layout()
+
+    name = f"gate-{'-'.join(reports)}"
+    title = "Distance from V1, of logits, loss, loss curve, gradients and movements"
+    height = 1.2 + 0.7 * len(reports)
+    return picture(Chart(name.replace(" ", "-"), title, alt, (), draw, (7.5, height)))

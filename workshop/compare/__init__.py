@@ -1,0 +1,1 @@
+"""Comparisons: sessions of runs, their rows, waterfalls, sweeps, regressions."""

@@ -1,0 +1,202 @@
+"""All results below some folders, kept up to date while new ones are written.
+
+Result files, and the kernel tables of profilers with the record of what was profiled. A file is
+read once, and again when it has changed. One that is broken is listed, and harms no other.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop import results
+from workshop.errors import WorkshopError
+from workshop.profilers import kernel_file
+from workshop.profilers.runner_files import RUN_FILE
+from workshop.profilers.table import KernelTable
+from workshop.results import RunResult
+from workshop.roofline import ceilings
+from workshop.versions import VERSIONS
+
+RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
+"""What lies below them is meant to be a result file; and, if it has their name, a kernel table or
+the record of its run."""
+_SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
+_OF_A_RUN, _OF_A_TABLE, _OF_A_BENCHMARK = "version", "kernel_table", "session"
+_START = 4096
+"""Characters of a file that tell what it is."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A result file."""
+
+    path: Path
+    run: RunResult
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a profiler saw of a version: its folder's kernels.json, and run.json where it has one.
+
+    `version` is one of VERSIONS; or empty, if neither a record nor the folder's name tells it.
+    """
+
+    folder: Path
+    version: str
+    tool: str
+    table: KernelTable
+    run: RunResult | None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A result of V3's benchmark of kernels, and the name of the device that it ran on."""
+
+    path: Path
+    device: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A file of this workshop that can't be read; the reason names it and what is wrong."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file as it was read; `content` is None if it is none of this workshop's."""
+
+    stamp: tuple[int, int]
+    content: StoredRun | KernelTable | Benchmark | Broken | None
+
+
+class Collection:
+    """What lies below the folders. `refresh` fills and updates `runs` (oldest session first),
+    `profiles` (by folder), `benchmarks` and `broken` (by path); each time it puts new lists in
+    their place, so that who holds the old ones may go on reading them."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises WorkshopError: one of them is no folder."""
+        for folder in folders:
+            if not folder.is_dir():
+                raise WorkshopError(f"results {folder}: no such folder")
+        self.folders = tuple(dict.fromkeys(folder.resolve() for folder in folders))
+        self.runs: list[StoredRun] = []
+        self.profiles: list[Profile] = []
+        self.benchmarks: list[Benchmark] = []
+        self.broken: list[Broken] = []
+        self._files: dict[Path, _File] = {}
+
+    def refresh(self) -> bool:
+        """Reads what is new or has changed, forgets what is gone; whether anything changed."""
+        stamps = {path: stamp for folder in self.folders for path, stamp in _json_files(folder)}
+        before = self._files
+        self._files = {
+            path: before[path]
+            if path in before and before[path].stamp == stamp
+            else _File(stamp, self._read(path))
+            for path, stamp in stamps.items()
+        }
+        if _contents(before) == _contents(self._files):
+            return False
+        self._sort()
+        return True
+
+    def _read(self, path: Path) -> StoredRun | KernelTable | Benchmark | Broken | None:
+        try:
+            kind = self._kind(path)
+            if kind == _OF_A_TABLE:
+                return kernel_file.read(path)
+            if kind == _OF_A_BENCHMARK:
+                return _benchmark(path)
+            return StoredRun(path, results.load(path)) if kind == _OF_A_RUN else None
+        except WorkshopError as error:
+            return Broken(path, str(error))
+
+    def _kind(self, path: Path) -> str | None:
+        """Of a file of this workshop by its first keys, or by its place; None for another's.
+
+        Raises:
+            WorkshopError: it has the place of a result file, and is not even JSON.
+        """
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                match = _SECOND_KEY.match(file.read(_START))
+        except OSError as error:
+            raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
+        if match and match[1] in (_OF_A_RUN, _OF_A_TABLE):
+            return match[1]
+        if match and match[1] == _OF_A_BENCHMARK and path.name == kernel_file.JSON_FILE:
+            return _OF_A_BENCHMARK
+        if meant := self._meant(path):
+            return meant
+        if path.parent in self.folders and not match:
+            return _OF_A_RUN if "config_name" in results.read_json(path) else None
+        return None
+
+    def _meant(self, path: Path) -> str | None:
+        """What a file is by its place and name."""
+        top = next(folder for folder in self.folders if folder in path.parents)
+        within = {top.name, *path.parent.relative_to(top).parts}
+        if PROFILES_FOLDER in within:
+            return {kernel_file.JSON_FILE: _OF_A_TABLE, RUN_FILE: _OF_A_RUN}.get(path.name)
+        return _OF_A_RUN if RUNS_FOLDER in within and path.name not in results.DERIVED else None
+
+    def _sort(self) -> None:
+        found = {path: file.content for path, file in self._files.items() if file.content}
+        stored = {path: c for path, c in found.items() if isinstance(c, StoredRun)}
+        self.runs = sorted(
+            (run for path, run in stored.items() if path.name != RUN_FILE),
+            key=lambda stored: (stored.run.session, stored.path),
+        )
+        self.profiles = [
+            _profile(path.parent, table, stored)
+            for path, table in sorted(found.items())
+            if isinstance(table, KernelTable)
+        ]
+        self.benchmarks = [c for _, c in sorted(found.items()) if isinstance(c, Benchmark)]
+        self.broken = [c for _, c in sorted(found.items()) if isinstance(c, Broken)]
+
+
+def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
+    """Those below a folder that may be results, with the time of their last change and size.
+    Names that begin with a dot are files in the making. Folders may be links, to a larger disk."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        true_place = os.path.realpath(place)
+        if true_place in seen:  # a link back
+            folders.clear()
+            continue
+        seen.add(true_place)
+        for name in names:
+            if name.endswith(".json") and name[0] != ".":
+                path = Path(place, name)
+                try:
+                    status = path.stat()
+                except OSError:  # gone in the meantime
+                    continue
+                yield path, (status.st_mtime_ns, status.st_size)
+
+
+def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
+    return {path: file.stamp for path, file in files.items() if file.content is not None}
+
+
+def _benchmark(path: Path) -> Benchmark | None:
+    """None for one of Triton's interpreter, which measured no ceilings."""
+    content = results.read_json(path)
+    if not ceilings.is_benchmark(content) or not content["ceilings"]:
+        return None
+    return Benchmark(path, str(ceilings.load(path).device.get("name")))
+
+
+def _profile(folder: Path, table: KernelTable, stored: dict[Path, StoredRun]) -> Profile:
+    record = stored.get(folder / RUN_FILE) or stored.get(folder.parent / RUN_FILE)
+    by_place = folder.parent.name if folder.parent.name in VERSIONS else ""
+    version = record.run.version if record else by_place
+    return Profile(folder, version, table.tool, table, record.run if record else None)

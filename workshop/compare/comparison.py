@@ -1,0 +1,406 @@
+"""From result files to the rows of a comparison: one a version, size, precision and device."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from workshop.results import GATE_ONLY, RunResult
+from workshop.run import flops, presets, timing
+from workshop.run.interpreter import NOT_COMPARABLE
+from workshop.versions import ALL, BASELINE
+
+SCHEMA_VERSION = 1
+FIRST_USE = {"compile", "capture"}
+"""What of a run's `setup_s` the version costs before its first fast step. The gate is the
+harness's, and the warm-up trains."""
+ONE_PROCESS = "1 process"
+"""Of V1 or of the version: a speed-up then has no interval."""
+Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
+"""TFLOP/s and their source, by device, session and precision."""
+
+
+@dataclass
+class Row:
+    """One line of the table; None where there is nothing that may be printed.
+
+    Only a row whose `status` is "timed" has times. A "failed" one (its gate is red, or a run of it
+    ended in an error) has no figures, nor has a "skipped" one, which this machine can't run; an
+    "interpreted" one has no times and no ratios. `note` says why. `speedup` is V1's median step
+    over this one's, measured in the same session, and `speedup_ci` its 95% interval; None with one
+    process of either.
+    """
+
+    version: str
+    variant: str
+    config: str
+    precision: str
+    device: str
+    batch_size: int
+    seq_len: int
+    session: str
+    runs: int
+    parity: str
+    audit: str = "not run"
+    """The audit's word on all the timed runs: "pass", "fail", or "not run" if on one of them."""
+    gate_shape: tuple[int, int] | None = None
+    """Batch size and sequence length that the gate was run on."""
+    status: str = "timed"
+    plausibility: list[str] = field(default_factory=list)
+    note: str = ""
+    step_ms: float | None = None
+    step_spread: float | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    speedup: float | None = None
+    speedup_ci: list[float] | None = None
+    peak_memory_mb: float | None = None
+    memory_mb: dict[str, float | str] = field(default_factory=dict)
+    memory_reduction: float | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    params_total: int | None = None
+    params_with_grad: int | None = None
+    tensors_total: int | None = None
+    tensors_with_grad: int | None = None
+    tflops: float | None = None
+    peak_tflops: float | None = None
+    peak_share: float | None = None
+    peak_source: str | None = None
+    setup_s: dict[str, float] = field(default_factory=dict)
+    first_use_s: float | None = None
+    """Seconds to compile and capture, of the process that took longest: a later one finds the
+    compilers' caches filled, and `first_use_least_s` is the shortest."""
+    first_use_least_s: float | None = None
+    pays_back: str | None = None
+    """When that is made up for against V1: `after N steps`, `at once`, `never`; or `not known`,
+    where the step is not significantly shorter or longer, or of one process."""
+    pays_back_steps: int | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.version} {self.variant}".strip()
+
+    @property
+    def group(self) -> tuple[str, str, int, int, str]:
+        """Rows of one group are comparable: same device, size and precision."""
+        return (self.device, self.config, self.batch_size, self.seq_len, self.precision)
+
+    @property
+    def failed(self) -> bool:
+        return self.status == "failed"
+
+    @property
+    def gate_is_smaller(self) -> bool:
+        """Than the run: V1 in high precision would not fit, or an interpreter runs the version."""
+        return self.gate_shape not in (None, (self.batch_size, self.seq_len))
+
+    @property
+    def refused(self) -> str:
+        """What has shown that it is not V1's model, "gate" or "audit"; else empty."""
+        verdicts = {"gate": self.parity, "audit": self.audit}
+        return next((what for what, status in verdicts.items() if status == "fail"), "")
+
+    def proof(self, red: str) -> str:
+        """In a word: `red` for one that failed, "pass" for gate and audit, "gate only", or "not
+        run"; with a star if the gate was smaller."""
+        told = red if self.refused else self.parity
+        if told == "pass" and self.audit != "pass":
+            told = GATE_ONLY
+        return f"{told} *" if self.gate_is_smaller else told
+
+    def verdict(self) -> str:
+        """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
+        `1.80x (1 process)`, or a dash; or why there can be none."""
+        if self.status == "interpreted":
+            return NOT_COMPARABLE
+        if self.status == "skipped":
+            return self.status
+        if self.version == BASELINE and not self.variant and self.speedup is not None:
+            return "baseline"
+        if self.speedup is None:
+            return "-"
+        if self.speedup_ci is None:
+            return f"{self.speedup:.2f}x ({ONE_PROCESS})"
+        low, high = self.speedup_ci
+        if low <= 1.0 <= high:
+            return f"no significant difference [{low:.2f}, {high:.2f}]"
+        return f"{self.speedup:.2f}x [{low:.2f}, {high:.2f}]"
+
+    def short_verdict(self) -> str:
+        """The verdict without its interval, in lines for a place as wide as a bar."""
+        words = self.verdict().partition(" [")[0].replace(f" ({ONE_PROCESS})", f"\n{ONE_PROCESS}")
+        return words.replace("no significant difference", "no\ndifference")
+
+
+def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Row]:
+    """The rows of the newest session of each version and group, in the ladder's order.
+
+    Only runs of one session are set against each other: across sessions the machine may have
+    changed. A session that has no V1 gives way to an older one that has.
+
+    Args:
+        peaks: `session_peaks` of more runs than these, where their sessions have more.
+    """
+    runs = list(runs)
+    by_row: dict[tuple[object, ...], dict[str, list[RunResult]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    baselines: dict[tuple[object, ...], list[RunResult]] = defaultdict(list)
+    for run in runs:
+        by_row[_group(run), run.version, variant(run)][run.session].append(run)
+        if run.version == BASELINE and not variant(run):
+            baselines[_group(run), run.session].append(run)
+    rows = []
+    for (group, *_), sessions in by_row.items():
+        newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
+        rows.append(build_row(sessions[newest], baselines.get((group, newest), [])))
+    peaks = session_peaks(runs) if peaks is None else peaks
+    for row in rows:
+        _fill_share(row, peaks)
+    order = {key: index for index, key in enumerate(ALL)}
+    return sorted(rows, key=lambda row: (*_size_order(row), order[row.version], row.variant))
+
+
+def session_peaks(runs: Iterable[RunResult]) -> Peaks:
+    """The highest peak of each session: each process measures an unlisted chip's anew, and with
+    one of its own a row that ran in a busy minute would have the greater share."""
+    found: dict[tuple[object, ...], tuple[float, str | None]] = {}
+    for run in runs:
+        key = (str(run.device.get("name")), run.session, run.precision)
+        if run.peak_tflops and run.peak_tflops > found.get(key, (0.0, None))[0]:
+            found[key] = run.peak_tflops, run.peak_source
+    return found
+
+
+def _fill_share(row: Row, peaks: Peaks) -> None:
+    peak = peaks.get((row.device, row.session, row.precision))
+    if row.tflops is not None and peak is not None:
+        row.peak_tflops, row.peak_source = peak
+        row.peak_share = row.tflops / row.peak_tflops
+
+
+def _size_order(row: Row) -> tuple[object, ...]:
+    tokens = row.batch_size * row.seq_len
+    return (row.device, presets.rank(row.config), tokens, row.config, row.precision)
+
+
+def _group(run: RunResult) -> tuple[object, ...]:
+    sizes = tuple(sorted(run.config.items()))
+    return (run.device.get("name"), sizes, run.batch_size, run.seq_len, run.precision)
+
+
+def variant(run: RunResult) -> str:
+    """What of a run differs from its version's defaults, for example `no-fuse-qkv`; where more of
+    its switches are off than on, what is left: `only fuse-qkv`, or `unfused`."""
+    version, options = ALL[run.version], run.options
+    switches = {n.replace("_", "-"): on for n, on in options.items() if n.startswith("fuse_")}
+    left = [name for name, on in switches.items() if on]
+    parts = [f"no-{name}" for name, on in switches.items() if not on]
+    if len(parts) > len(left) > 0:
+        parts = [f"only {' '.join(left)}"]
+    elif len(parts) > 1 and not left:
+        parts = ["unfused"]
+    if options.get("compile", version.compile) != version.compile:
+        parts.append(f"compile={options['compile']}")
+    on_gpu = run.device.get("type") == "cuda"
+    default_graph = version.cuda_graph and on_gpu and not run.interpreted
+    if options.get("cuda_graph", default_graph) != default_graph:
+        parts.append("cuda-graph" if options["cuda_graph"] else "no-cuda-graph")
+    return " ".join(parts)
+
+
+def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
+    """One row, but for its share of the peak, which is its session's: `build_rows` fills it in.
+
+    Args:
+        runs: at least one, all of one session and kind.
+        baseline: what its speed-up is over; none is given without any.
+    """
+    first = runs[0]
+    row = Row(
+        version=first.version,
+        variant=variant(first),
+        config=first.config_name,
+        precision=first.precision,
+        device=str(first.device.get("name")),
+        batch_size=first.batch_size,
+        seq_len=first.seq_len,
+        session=first.session,
+        runs=len(runs),
+        parity=_parity(runs),
+        audit=_audit(runs),
+        gate_shape=_gate_shape(runs),
+    )
+    refused = next((run.refused for run in runs if run.refused), None)
+    if refused is not None:
+        what, failures = refused
+        row.status, row.note = "failed", f"{what} red: {failures[0]}"
+        if len(failures) > 1:
+            row.note += f" (and {len(failures) - 1} more)"
+        return row
+    broken = [run for run in runs if run.error]
+    timed = [run for run in runs if run.step_ms]
+    if broken or not timed:
+        skipped = bool(broken) and all(run.status == "skipped" for run in broken)
+        row.status = "skipped" if skipped else "failed"
+        row.note = (broken[0].error if broken else None) or "no timed step"
+        return row
+    _fill_proof(row, timed)
+    used = steady(timed)
+    if any(run.interpreted for run in timed):
+        row.status = "interpreted"
+        why = f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, and took memory of its own"
+        row.note = _join(why, row.note)
+        return row
+    _fill_times(row, used)
+    row.note = _join(row.note, _disturbance(timed))
+    _fill_speedup(row, used, baseline)
+    _fill_first_use(row, timed)
+    return row
+
+
+def steady(runs: list[RunResult]) -> list[RunResult]:
+    """The runs whose times count: without those that other programs disturbed, unless that were
+    all."""
+    return [run for run in runs if not run.disturbed] or runs
+
+
+def _disturbance(runs: list[RunResult]) -> str:
+    count = sum(run.disturbed for run in runs)
+    if count == 0:
+        return ""
+    effect = "the times are too long" if count == len(runs) else "not in the times"
+    return f"{count} of {len(runs)} runs disturbed by other programs: {effect}"
+
+
+def _parity(runs: list[RunResult]) -> str:
+    statuses = {run.parity.status for run in runs}
+    return next((status for status in ("fail", "pass") if status in statuses), "not run")
+
+
+def _audit(runs: list[RunResult]) -> str:
+    statuses = {run.audit.status for run in runs if run.step_ms}
+    return next((status for status in ("fail", "not run", "pass") if status in statuses), "not run")
+
+
+def _gate_shape(runs: list[RunResult]) -> tuple[int, int] | None:
+    shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
+    return next(((b, t) for b, t in shapes if b is not None and t is not None), None)
+
+
+def proof_notes(rows: Iterable[Row]) -> list[str]:
+    """What the words of `Row.proof` and `Row.verdict` stand for, where they are not plain: smaller
+    gates, runs that were not audited, and ratios without an interval."""
+    rows = list(rows)
+    lines = without_interval(rows)
+    shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
+    if shapes:
+        told = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
+        lines.append(f"*: the gate ran on fewer tokens than the run: {told}")
+    if any(row.proof(red="").startswith(GATE_ONLY) for row in rows):
+        lines.append(f"{GATE_ONLY}: the timed run itself was not compared with a run of V1")
+    return lines
+
+
+def without_interval(rows: Iterable[Row]) -> list[str]:
+    """Why some ratios have no interval, in a sentence; empty if all have."""
+    if not any(row.verdict().endswith(f"({ONE_PROCESS})") for row in rows):
+        return []
+    return [
+        f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each version"
+    ]
+
+
+def _fill_proof(row: Row, timed: list[RunResult]) -> None:
+    """All that says what was trained, and in how much memory."""
+    first = timed[0]
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
+    row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
+    if first.gradients is not None:
+        for name, value in dataclasses.asdict(first.gradients).items():
+            setattr(row, name, value)
+    row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
+    interrupted = sum(run.status == "interrupted" for run in timed)
+    if interrupted:
+        row.note = f"{interrupted} of {len(timed)} runs interrupted"
+
+
+def _fill_times(row: Row, timed: list[RunResult]) -> None:
+    """All that is a time or made of one."""
+    first = timed[0]
+    steps = [milliseconds for run in timed for milliseconds in run.step_ms]
+    row.step_ms = timing.median(steps)
+    row.step_spread = timing.spread(steps)
+    row.samples_per_s = row.batch_size / row.step_ms * 1e3
+    row.tokens_per_s = row.samples_per_s * row.seq_len
+    for name in ("forward_ms", "backward_ms", "optimizer_ms"):
+        samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
+        setattr(row, name, timing.median(samples) if samples else None)
+    names = [f.name for f in dataclasses.fields(flops.Sizes)]
+    sizes = flops.Sizes(**{name: int(first.config[name]) for name in names})
+    work = flops.step_flops(sizes, row.batch_size, row.seq_len)
+    row.tflops = work.total / (row.step_ms / 1e3) / 1e12
+
+
+def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -> None:
+    if row.parity != "pass":
+        row.note = _join(row.note, "gate not run: no speed-up")
+        return
+    if not baseline:
+        row.note = _join(row.note, "no V1 in the same session: no speed-up")
+        return
+    baseline_steps = [run.step_ms for run in steady(baseline) if run.step_ms]
+    broken = any(run.error for run in baseline) or _audit(baseline) == "fail"
+    if broken or _parity(baseline) != "pass" or not baseline_steps:
+        row.note = _join(row.note, "V1 failed in this session: no speed-up")
+        return
+    ratio = timing.speedup(baseline_steps, [run.step_ms for run in timed])
+    row.speedup, row.speedup_ci = ratio.value, list(ratio.interval) if ratio.interval else None
+    peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
+    if peaks and row.peak_memory_mb is not None:
+        row.memory_reduction = 1 - row.peak_memory_mb / max(peaks)
+
+
+def _fill_first_use(row: Row, timed: list[RunResult]) -> None:
+    told = [run.setup_s for run in timed if FIRST_USE <= run.setup_s.keys()]
+    if not told:
+        return
+    row.setup_s = max(told, key=_first_use)
+    row.first_use_s, row.first_use_least_s = _first_use(row.setup_s), min(map(_first_use, told))
+    if row.speedup is None or row.step_ms is None or row.verdict() == "baseline":
+        return
+    low, high = row.speedup_ci or (1.0, 1.0)
+    if low <= 1:
+        row.pays_back = "never" if high < 1 else "not known"
+        return
+    saved_s = row.step_ms * (row.speedup - 1) / 1e3
+    row.pays_back_steps = math.ceil(row.first_use_s / saved_s)
+    row.pays_back = f"after {row.pays_back_steps:,} steps" if row.pays_back_steps else "at once"
+
+
+def _first_use(setup_s: dict[str, float]) -> float:
+    return sum(setup_s[name] for name in FIRST_USE)
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def trained_differently(runs: Iterable[RunResult]) -> list[str]:
+    """In which of seed, learning rate and data some runs differ: none if all started from the same
+    weights and saw the same batches, so that their losses may be compared step by step."""
+    runs = list(runs)
+    courses = {
+        "seed": {str(run.options.get("seed")) for run in runs},
+        "learning rate": {str(run.options.get("learning_rate")) for run in runs},
+        "data": {str(run.data.get("sha256") or run.data.get("name")) for run in runs},
+    }
+    return [name for name, values in courses.items() if len(values) > 1]

@@ -1,0 +1,510 @@
+"""Is it slower than it was? A stored session of runs against a fresh one.
+
+A process is what a measurement repeats, as in `timing.speedup`: the steps of one share its clock,
+its memory layout and its neighbours, so that a hundred of them tell less of the next process than
+a second process does. Each process therefore counts once, with its median step. Neighbours only
+ever slow a process down, so the slowest three of ten on either side are set aside, and the change
+is the difference of the other logarithms' means. It is judged by Student's t on their winsorized
+scatter: the trimmed t-test (Yuen and Dixon, The approximate behaviour and performance of the
+two-sample trimmed t, Biometrika 60, 1973), trimmed at the slow end alone.
+
+A change is told when two things hold: it is at least the threshold, and its interval does not
+hold 0. All comparisons of a check share FALSE_ALARMS between them (Bonferroni). Where the interval
+is so wide that a change by the threshold could not leave it, the verdict is not "no difference"
+but "too noisy to tell", with the least change that would have been seen and the number of
+processes that would see the threshold.
+
+A bootstrap of a few processes draws from too few values for such small probabilities, and a rank
+test of 5 against 5 has none below 1 in 252. What the rule above does was simulated with processes
+that scatter as recorded ones do, 10 a side, 20 steps each, 500 checks of one version's step,
+phases and memory; a version is slowed by 5%, or not at all, and the threshold is 3%:
+
+    recorded on                                    false alarms   5% found   told: too noisy
+    H200, 6 versions and sizes that keep it busy      0 of 3000      100%       0%
+    H200, 6 that wait for the host (9 to 24%)        16 of 3000        1%      99%
+    a shared CPU whose processes differ by 18%        3 of  500       18%      82%
+    the same, 40 processes a side                     2 of  500       97%       2%
+    a shared CPU whose processes differ by 28%        2 of  500      0.4%      99%
+
+tests/test_regression.py repeats it, the first two with fewer checks, and fails if the rule is
+loosened.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workshop import errors, results
+from workshop.compare import comparison
+from workshop.errors import WorkshopError
+from workshop.results import RunResult
+from workshop.run import timing
+from workshop.versions import ALL
+
+SCHEMA_VERSION = 1
+FALSE_ALARMS = 0.005
+"""The share of checks of unchanged code in which t lets anything be slower, if processes scatter
+normally. They do not: what is left to 0.01 is for that."""
+LEAST_PROCESSES = 2
+"""Of each side, below which nothing is known of the scatter."""
+MOST_PROCESSES = 50
+"""Beyond which nobody waits."""
+
+SLOWER = "slower"
+FASTER = "faster"
+SAME = "no significant difference"
+TOO_NOISY = "too noisy to tell"
+NOT_COMPARABLE = "not comparable"
+NOT_TIMED = "not timed"
+NEW = "new"
+GONE = "gone"
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is compared: its name in a comparison's rows, its heading, its unit, and its value in
+    one process, None where the process did not measure it."""
+
+    name: str
+    heading: str
+    unit: str
+    of: Callable[[RunResult], float | None]
+
+
+def _median_of(samples: str) -> Callable[[RunResult], float | None]:
+    def median(run: RunResult) -> float | None:
+        measured = getattr(run, samples)
+        return timing.median(measured) if measured else None
+
+    return median
+
+
+def _peak(run: RunResult) -> float | None:
+    peak = run.memory_mb.get("peak")
+    return None if peak is None else float(peak)
+
+
+STEP = Metric("step_ms", "step", "ms", _median_of("step_ms"))
+METRICS = (
+    STEP,
+    Metric("forward_ms", "forward", "ms", _median_of("forward_ms")),
+    Metric("backward_ms", "backward", "ms", _median_of("backward_ms")),
+    Metric("optimizer_ms", "optimizer", "ms", _median_of("optimizer_ms")),
+    Metric("peak_memory_mb", "memory", "MB", _peak),
+)
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `before` to `after`, geometric means of the processes' values in the metric's unit.
+
+    `low` and `high` bound the ratio of the two. `scatter` is the (winsorized) standard deviation
+    of the logarithms between the processes of one side, and `tail` the probability on each side
+    of the interval.
+    """
+
+    before: float
+    after: float
+    low: float
+    high: float
+    scatter: float
+    tail: float
+
+    @property
+    def ratio(self) -> float:
+        return self.after / self.before
+
+    @property
+    def visible(self) -> float:
+        """The least slow-down that these processes can tell from none: 0.02 is 2%."""
+        return self.high / self.ratio - 1
+
+    def verdict(self, threshold: float) -> str:
+        """SLOWER, FASTER, SAME or TOO_NOISY; `threshold` 0.03 asks for changes by 3% or more."""
+        if self.low > 1 and self.ratio >= 1 + threshold:
+            return SLOWER
+        if self.high < 1 and self.ratio <= 1 / (1 + threshold):
+            return FASTER
+        return TOO_NOISY if self.visible > threshold else SAME
+
+    def processes_needed(self, threshold: float) -> int | None:
+        """How many of each side would tell a change by the threshold, if they scatter as these
+        do; None where MOST_PROCESSES do not."""
+        for count in range(LEAST_PROCESSES, MOST_PROCESSES + 1):
+            kept = _kept(count)
+            if _half_width(self.scatter, kept, kept, self.tail) <= math.log1p(threshold):
+                return count
+        return None
+
+
+def compare(before: Sequence[float], after: Sequence[float], *, comparisons: int = 1) -> Change:
+    """The change between two sets of processes.
+
+    Args:
+        before, after: one positive value a process, LEAST_PROCESSES or more each.
+        comparisons: of the whole check, which share FALSE_ALARMS between them.
+    """
+    sides = [_summarise([math.log(value) for value in side]) for side in (before, after)]
+    freedom = sum(side.kept for side in sides) - 2
+    scatter = math.sqrt(sum(side.squares for side in sides) / freedom)
+    tail = FALSE_ALARMS / comparisons
+    half = _half_width(scatter, sides[0].kept, sides[1].kept, tail)
+    log_ratio = sides[1].mean - sides[0].mean
+    return Change(
+        before=math.exp(sides[0].mean),
+        after=math.exp(sides[1].mean),
+        low=math.exp(log_ratio - half),
+        high=math.exp(log_ratio + half),
+        scatter=scatter,
+        tail=tail,
+    )
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Mean of the processes that were not set aside, how many they are, and the winsorized sum of
+    squares: those that were set aside count like the slowest that was not."""
+
+    mean: float
+    kept: int
+    squares: float
+
+
+def _summarise(values: Sequence[float]) -> _Side:
+    kept = sorted(values)[: _kept(len(values))]
+    winsorized = kept + [kept[-1]] * (len(values) - len(kept))
+    centre = statistics.fmean(winsorized)
+    squares = sum((value - centre) ** 2 for value in winsorized)
+    return _Side(statistics.fmean(kept), len(kept), squares)
+
+
+def _kept(processes: int) -> int:
+    """How many are left when the slowest three of ten are set aside."""
+    return processes - processes * 3 // 10
+
+
+def _half_width(scatter: float, before: int, after: int, tail: float) -> float:
+    """Of the interval of a difference of two means of so many values, in the unit of `scatter`."""
+    return timing.t_quantile(tail, before + after - 2) * scatter * math.sqrt(1 / before + 1 / after)
+
+
+# --- the baseline --------------------------------------------------------------------------------
+
+
+@dataclass
+class Baseline:
+    """What a check is held against: runs of one device and software, with their raw samples."""
+
+    created: str
+    git_commit: str | None
+    device: dict[str, str | int | float | None]
+    software: dict[str, str | None]
+    command: list[str]
+    runs: list[RunResult]
+    schema_version: int = SCHEMA_VERSION
+
+
+def make_baseline(
+    folders: Sequence[Sequence[RunResult]], command: list[str]
+) -> tuple[Baseline, list["Finding"]]:
+    """A baseline of each folder's newest session of each version and size, and the findings on
+    those that are left out: their gate is not green, or they have no times.
+
+    Args:
+        folders: the runs of one or several folders. Several tell how far sessions drift apart.
+        command: that made them.
+
+    Raises:
+        WorkshopError: nothing is left, or they are of several devices or software versions.
+    """
+    left_out, kept = [], []
+    for runs in folders:
+        for key, series in _newest(runs).items():
+            verdict, note = _fitness(series)
+            if verdict is None:
+                kept += series
+            else:
+                left_out.append(_finding(key, verdict, note))
+    if not kept:
+        reasons = "; ".join(f"{f.label}: {f.note}" for f in left_out)
+        raise WorkshopError(f"no run is fit for a baseline: {reasons}")
+    first = kept[0]
+    for run in kept:
+        differences = differing(first, run)
+        if differences:
+            raise WorkshopError(
+                f"a baseline is of one machine, but its runs differ in {', '.join(differences)}: "
+                "save one for each"
+            )
+    baseline = Baseline(
+        created=results.now(),
+        git_commit=_common_commit(kept),
+        device=first.device,
+        software=first.software,
+        command=command,
+        runs=kept,
+    )
+    return baseline, left_out
+
+
+def _common_commit(runs: Iterable[RunResult]) -> str | None:
+    commits = {run.git_commit for run in runs}
+    return commits.pop() if len(commits) == 1 else None
+
+
+def load_baseline(path: Path) -> Baseline:
+    """Raises WorkshopError, with the file and the field, for anything but a baseline."""
+    content = results.read_json(path)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION or "runs" not in content:
+        raise WorkshopError(
+            f"{path}: no baseline of schema_version {SCHEMA_VERSION}: make one with "
+            "`regression_tester.py baseline save`"
+        )
+    baseline = results.decode(Baseline, content, path, "")
+    if not baseline.runs:
+        raise WorkshopError(f"{path}: field runs is empty")
+    for index, run in enumerate(baseline.runs):
+        for where, wrong in results.senseless(run):
+            raise WorkshopError(f"{path}: field runs[{index}].{where} {wrong}")
+    return baseline
+
+
+def repeats(runs: Iterable[RunResult]) -> int:
+    """The most processes that a version and size has."""
+    return max(len(comparison.steady(series)) for series in _series(runs).values())
+
+
+# --- findings ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Finding:
+    """One verdict, on a metric of a version at a size and precision, or on the version itself
+    where `metric` is None. Figures are None where nothing was compared.
+
+    `change` is 0.05 for 5% more than `before`, `interval` its bounds, and `visible` the least
+    slow-down that would have been seen; `before` and `after` are in `unit`.
+    """
+
+    version: str
+    variant: str
+    config: str
+    precision: str
+    batch_size: int
+    seq_len: int
+    verdict: str
+    note: str = ""
+    metric: str | None = None
+    unit: str | None = None
+    processes: list[int] = field(default_factory=list)
+    before: float | None = None
+    after: float | None = None
+    change: float | None = None
+    interval: list[float] | None = None
+    visible: float | None = None
+
+    @property
+    def label(self) -> str:
+        return " ".join(filter(None, (self.version, self.variant, self.config, self.precision)))
+
+    @property
+    def heading(self) -> str:
+        return next((metric.heading for metric in METRICS if metric.name == self.metric), "")
+
+
+Key = tuple[str, str, str, str, int, int, tuple[tuple[str, float], ...]]
+"""Version, variant, config, precision, batch size, sequence length and the model's sizes."""
+
+
+def check(
+    baseline: Baseline, runs: Iterable[RunResult], *, threshold: float, force: bool = False
+) -> list[Finding]:
+    """The verdicts on each version and size of the baseline, then on those that are new.
+
+    Args:
+        runs: of which each version's and size's newest session counts.
+        threshold: the least change that is told, 0.03 for 3%.
+        force: compare other devices and software versions too.
+    """
+    before, after = _series(baseline.runs), _newest(runs, baseline.runs[0])
+    keys = sorted({*before, *after}, key=_order)
+    judged = {key: _judge(before.get(key), after.get(key), force) for key in keys}
+    compared = [
+        (key, metric)
+        for key, (verdict, _) in judged.items()
+        if verdict is None
+        for metric in METRICS
+        if _values(before[key], metric) or _values(after[key], metric)
+    ]
+    findings = []
+    for key, (verdict, note) in judged.items():
+        if verdict is not None:
+            findings.append(_finding(key, verdict, note))
+            continue
+        for metric in [metric for of, metric in compared if of == key]:
+            sides = _values(before[key], metric), _values(after[key], metric)
+            finding = _finding(key, NOT_COMPARABLE, note)
+            _fill(finding, metric, *sides, threshold=threshold, comparisons=len(compared))
+            findings.append(finding)
+    return findings
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """ANSWER_IS_NO where something is slower or failed; else NOT_ON_THIS_MACHINE where something
+    could not be compared, or the noise hid every version's step; else DONE."""
+    verdicts = [finding.verdict for finding in findings]
+    if SLOWER in verdicts or FAILED in verdicts:
+        return errors.ANSWER_IS_NO
+    steps = [finding.verdict for finding in findings if finding.metric == STEP.name]
+    blind = bool(steps) and all(verdict == TOO_NOISY for verdict in steps)
+    return errors.NOT_ON_THIS_MACHINE if NOT_COMPARABLE in verdicts or blind else errors.DONE
+
+
+def _judge(
+    before: list[RunResult] | None, after: list[RunResult] | None, force: bool
+) -> tuple[str | None, str]:
+    """A verdict on a version that can't be compared metric by metric, else None; and a note."""
+    if after is None:
+        return GONE, ""
+    verdict, note = _fitness(after)
+    if verdict == NOT_TIMED and before is not None:
+        return NOT_COMPARABLE, f"timed then, and now {note}"
+    if verdict is not None:
+        return verdict, note
+    if before is None:
+        step = timing.median([value for run in after for value in run.step_ms])
+        return NEW, f"{step:,.2f} ms a step"
+    told = "; ".join(differing(before[0], after[0]))
+    return (NOT_COMPARABLE if told and not force else None), told
+
+
+def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
+    """FAILED or NOT_TIMED with the reason, or None for runs with proven times."""
+    for run in runs:
+        if run.refused:
+            what, failures = run.refused
+            return FAILED, f"{what} red: {failures[0]}"
+    skipped = [run for run in runs if run.status == "skipped"]
+    if skipped:
+        return NOT_TIMED, f"skipped: {skipped[0].error}"
+    for run in runs:
+        if run.error:
+            return FAILED, run.error
+    if all(run.parity.status != "pass" for run in runs):
+        return FAILED, "gate not run: a time without proof"
+    if any(run.interpreted for run in runs):
+        return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"
+    if not any(run.step_ms for run in runs):
+        return FAILED, "no timed step"
+    return None, ""
+
+
+def differing(before: RunResult, after: RunResult) -> list[str]:
+    """What of device and software differs, each with both values."""
+    parts = []
+    for heading, then, now in (
+        ("device", before.device, after.device),
+        ("software", before.software, after.software),
+    ):
+        for name in sorted({*then, *now} - {"peaks_source"}):
+            if then.get(name) != now.get(name):
+                parts.append(f"{heading} {name}: {then.get(name)} then, {now.get(name)} now")
+    return parts
+
+
+def _fill(
+    finding: Finding,
+    metric: Metric,
+    before: list[float],
+    after: list[float],
+    *,
+    threshold: float,
+    comparisons: int,
+) -> None:
+    """Compares one metric and writes what came out into the finding."""
+    finding.metric, finding.unit = metric.name, metric.unit
+    finding.processes = [len(before), len(after)]
+    if min(finding.processes) < LEAST_PROCESSES:
+        finding.note = f"{min(finding.processes)} of {LEAST_PROCESSES} processes that it takes"
+        return
+    change = compare(before, after, comparisons=comparisons)
+    finding.before, finding.after = change.before, change.after
+    finding.change, finding.visible = change.ratio - 1, change.visible
+    finding.interval = [change.low - 1, change.high - 1]
+    finding.verdict = change.verdict(threshold)
+    if finding.verdict == TOO_NOISY:
+        finding.note = _join(finding.note, _advice(change, threshold, finding.processes))
+
+
+def _advice(change: Change, threshold: float, processes: list[int]) -> str:
+    needed = change.processes_needed(threshold)
+    remedy = (
+        f"use --repeats {needed} for the baseline and the check"
+        if needed is not None
+        else "calm the machine, or take a larger --config"
+    )
+    least = format(change.visible, ".1%" if change.visible < 0.1 else ".0%")
+    return f"can't see less than {least} with {processes[0]} and {processes[1]} processes: {remedy}"
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _values(runs: list[RunResult], metric: Metric) -> list[float]:
+    """One value a process, of those that measured any."""
+    values = (metric.of(run) for run in comparison.steady(runs))
+    return [value for value in values if value is not None and value > 0]
+
+
+def _finding(key: Key, verdict: str, note: str) -> Finding:
+    version, variant, config, precision, batch_size, seq_len, _ = key
+    return Finding(version, variant, config, precision, batch_size, seq_len, verdict, note)
+
+
+def _key(run: RunResult) -> Key:
+    return (
+        run.version,
+        comparison.variant(run),
+        run.config_name,
+        run.precision,
+        run.batch_size,
+        run.seq_len,
+        tuple(sorted(run.config.items())),
+    )
+
+
+def _order(key: Key) -> tuple[object, ...]:
+    """Small sizes first, and of one size the ladder's order."""
+    version, variant, config, precision, batch_size, seq_len, sizes = key
+    ladder = list(ALL).index(version)
+    return (batch_size * seq_len, config, precision, ladder, variant, sizes)
+
+
+def _series(runs: Iterable[RunResult]) -> dict[Key, list[RunResult]]:
+    series = defaultdict(list)
+    for run in runs:
+        series[_key(run)].append(run)
+    return dict(series)
+
+
+def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Key, list[RunResult]]:
+    """Of each version and size the newest session, before all others one on the device and
+    software of `like`."""
+
+    def order(run: RunResult) -> tuple[bool, str]:
+        return (like is None or not differing(like, run), run.session)
+
+    newest = {}
+    for key, series in _series(runs).items():
+        session = max(series, key=order).session
+        newest[key] = [run for run in series if run.session == session]
+    return newest

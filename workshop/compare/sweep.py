@@ -1,0 +1,515 @@
+"""Cost as work grows: every version over a range of one size, up to where its memory ends.
+
+The end is found, not crashed into: from a version's peaks at smaller sizes the next one's is
+predicted, and it is tried only if it may fit. A run that is out of memory all the same is recorded
+as such, and ends that version's curve.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workshop import results, versions
+from workshop.compare import comparison, sessions
+from workshop.compare.comparison import Row
+from workshop.compare.sessions import Plan
+from workshop.errors import NotOnThisMachine, WorkshopError, printable
+from workshop.gate import gate_size
+from workshop.results import RunResult
+from workshop.run import flops, hardware, interpreter, presets
+from workshop.run.memory import MB
+from workshop.run.precision import get_precision
+from workshop.run.presets import PRESETS, Preset
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A size that grows."""
+
+    flag: str
+    """As in `--sweep FLAG`."""
+    field: str
+    """Of a result: `batch_size`, `seq_len`, or of its config."""
+    words: str
+    degree: int
+    """Of the polynomial that memory is of it: V1's scores grow with the square of the sequence,
+    weights with that of the hidden dimension."""
+    least: int = 1
+
+    @property
+    def keeps_model(self) -> bool:
+        return self.field in ("batch_size", "seq_len")
+
+
+AXES = {
+    axis.flag: axis
+    for axis in (
+        Axis("seq-len", "seq_len", "sequence length", degree=2, least=2),
+        Axis("batch-size", "batch_size", "batch size", degree=1),
+        Axis("hidden-dim", "hidden_dim", "hidden dimension", degree=2),
+    )
+}
+ELLIPSIS = "..."
+LEEWAY = {"cuda": 1.1, "cpu": 0.8}
+"""A size is tried if its predicted peak is no more than this share of the free memory, by device: a
+fit is off by some."""
+_MOST_SIZE = 2**31
+_OUT_OF_MEMORY = ("out of memory", "SIGKILL")
+_ROPE_TABLE = 2048
+"""Rows of a model's RoPE tables, unless the sequence is longer."""
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
+    """`seq-len 128 256 512`, or `seq-len 128 ... 8192`, where each is twice the one before.
+
+    Raises:
+        WorkshopError: no such axis, or sizes that can't be.
+    """
+    flag, *numbers = words
+    if flag not in AXES:
+        raise WorkshopError(f"--sweep {flag}: choose from {', '.join(AXES)}")
+    axis = AXES[flag]
+    sizes: list[int] = []
+    for index, word in enumerate(numbers):
+        if word != ELLIPSIS:
+            sizes.append(_size(axis, word))
+        elif not sizes or index + 1 == len(numbers):
+            raise WorkshopError(f"--sweep {flag}: {ELLIPSIS} stands between two sizes")
+        else:
+            end = _size(axis, numbers[index + 1])
+            while 2 * sizes[-1] < end:
+                sizes.append(2 * sizes[-1])
+    return axis, sorted(set(sizes))
+
+
+def _size(axis: Axis, word: str) -> int:
+    # The length is looked at first: Python refuses to read a number of thousands of digits.
+    if not re.fullmatch(r"[0-9]{1,10}", word) or not axis.least <= int(word) <= _MOST_SIZE:
+        raise WorkshopError(
+            f"--sweep {axis.flag} {word:.20}: a size is a whole number from {axis.least} on, up to "
+            f"{_MOST_SIZE:,}"
+        )
+    return int(word)
+
+
+def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
+    """What differs from the preset at one point of a sweep.
+
+    Raises:
+        WorkshopError: a hidden dimension that is no pair of the preset's heads.
+    """
+    if axis.field == "seq_len" and size > _ROPE_TABLE:
+        return {"seq_len": size, "max_seq_len": size}
+    if axis.keeps_model:
+        return {axis.field: size}
+    pair = 2 * preset.hidden_dim // preset.num_heads
+    if size % pair:
+        raise WorkshopError(
+            f"--sweep {axis.flag} {size}: it must be a multiple of {pair}, since heads keep the "
+            f"preset's {pair // 2} and two of them share one of k and v"
+        )
+    heads = 2 * size // pair
+    return {"hidden_dim": size, "intermediate_dim": 4 * size, "num_heads": heads,
+            "num_kv_heads": heads // 2}  # fmt: skip
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """What is to be run: the versions over an axis, for each preset and precision."""
+
+    axis: Axis
+    sizes: list[int]
+    keys: list[str]
+    presets: list[str]
+    precisions: list[str]
+    free_bytes: int | None
+    left_out: list[str]
+    """In sentences."""
+
+    @property
+    def most_runs(self) -> int:
+        """Of each repeat."""
+        return len(self.sizes) * len(self.keys) * len(self.presets) * len(self.precisions)
+
+
+def plan(arguments: argparse.Namespace) -> Range:
+    """Turns compare_versions.py's arguments into a range.
+
+    Raises:
+        WorkshopError: a version, preset, precision, device, size or count that can't be.
+        NotOnThisMachine: all of the versions would be interpreted.
+    """
+    sessions.check_counts(arguments)
+    axis, sizes = parse(arguments.sweep)
+    if len(sizes) < 2:
+        raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
+    device = hardware.get_device(arguments.device)
+    asked = arguments.versions or versions.available()
+    keys = versions.baseline_first(asked)
+    slow = [key for key in keys if interpreter.serves(versions.get_version(key), device)]
+    if slow == keys:
+        raise NotOnThisMachine(f"--sweep: {', '.join(keys)} can only be interpreted here")
+    configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
+    for config, size in itertools.product(configs, sizes):
+        sizes_at(axis, size, presets.get_preset(config))
+    names = [get_precision(name, device).name for name in arguments.precision]
+    return Range(
+        axis=axis,
+        sizes=sizes,
+        keys=[key for key in keys if key not in slow],
+        presets=configs,
+        precisions=list(dict.fromkeys(names)),
+        free_bytes=hardware.free_memory_bytes(device),
+        left_out=[f"{key}: left out: interpreted, it has no times to compare" for key in slow],
+    )
+
+
+def plans(asked: Range, arguments: argparse.Namespace, session: str) -> Iterator[Plan]:
+    """The processes, size by size, of the versions that may have the memory for it: it looks at
+    what those before left."""
+    axis, device = asked.axis, hardware.get_device(arguments.device)
+    for config, precision in itertools.product(asked.presets, asked.precisions):
+        preset = presets.get_preset(config)
+        kept = _kept(axis, preset.model(), preset.batch_size, preset.seq_len)
+        left = asked.keys
+        for size in asked.sizes:
+            runs = [
+                run
+                for run in sessions.load_session(arguments.output_dir, session)
+                if run.precision == precision and kept_by(run, axis) == kept
+            ]
+            ended = {run.version for run in runs if out_of_memory(run)}
+            own = [
+                _plan(asked, Plan(key, config, precision, 0), size, runs, device)
+                for key in left
+                if key not in ended
+            ]
+            left = [plan.version for plan in own if not plan.left_out]
+            yield from sessions.alternate(own, arguments.repeats)
+
+
+def _plan(asked: Range, plan: Plan, size: int, runs: list[RunResult], device: torch.device) -> Plan:
+    """The plan at one size; left out if the smaller sizes' runs say that it can't fit."""
+    axis, preset = asked.axis, presets.get_preset(plan.config)
+    sizes = sizes_at(axis, size, preset)
+    plan = dataclasses.replace(plan, sizes=sizes, name=f"{axis.flag} {size}")
+    if asked.free_bytes is None:
+        return plan
+    shape = (sizes.get("batch_size", preset.batch_size), sizes.get("seq_len", preset.seq_len))
+    model = flops.Sizes(**{**preset.model(), **_model_sizes(sizes)})
+    free_mb = asked.free_bytes / MB
+    peaks = peaks_mb([run for run in runs if run.version == plan.version], axis)
+    # A GPU that runs out says so; a CPU's process is killed without a word.
+    cautious = device.type == "cpu"
+    predicted_mb = predict(peaks, size, axis.degree, cautious=cautious)
+    if predicted_mb is None and cautious:
+        predicted_mb = estimate_mb(plan.version, model, *shape)
+    if predicted_mb is not None and predicted_mb > LEEWAY[device.type] * free_mb:
+        why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
+        told = {"predicted_mb": predicted_mb, "free_mb": free_mb}
+        return dataclasses.replace(plan, left_out=why, told=told)
+    return plan
+
+
+def _model_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    names = [f.name for f in dataclasses.fields(flops.Sizes)]
+    return {name: size for name, size in sizes.items() if name in names}
+
+
+def estimate_mb(version: str, model: flops.ModelSizes, batch_size: int, seq_len: int) -> float:
+    """About a version's peak in fp32 where none has been measured, in MB."""
+    numbers = gate_size.activations(model, batch_size, seq_len, scores=version == versions.BASELINE)
+    return _state_mb(model) + 4 * numbers / MB
+
+
+def _state_mb(model: flops.ModelSizes) -> float:
+    return flops.ADAMW_STATE_BYTES_PER_PARAMETER * flops.parameter_count(model) / MB
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def out_of_memory(run: RunResult) -> bool:
+    """Whether a run ended for want of memory: it said so, or was killed by the system."""
+    return run.status == "failed" and any(words in (run.error or "") for words in _OUT_OF_MEMORY)
+
+
+def peaks_mb(runs: Sequence[RunResult], axis: Axis) -> dict[float, float]:
+    """The highest peak of each size, in MB, smallest size first. Where the axis keeps the model,
+    size 0 stands before the measured ones with what does not grow: weights, gradients, moments."""
+    peaks: dict[float, float] = {}
+    for run in runs:
+        if run.memory_mb:
+            size = size_of(run, axis)
+            peaks[size] = max(peaks.get(size, 0.0), float(run.memory_mb["peak"]))
+    if peaks and axis.keeps_model:
+        names = [f.name for f in dataclasses.fields(flops.Sizes)]
+        peaks[0.0] = _state_mb(flops.Sizes(**{name: int(runs[0].config[name]) for name in names}))
+    return dict(sorted(peaks.items()))
+
+
+def predict(
+    peaks: Mapping[float, float], size: float, degree: int, *, cautious: bool = False
+) -> float | None:
+    """The peak at a larger size, in MB: the polynomial of `degree` through the last sizes, or a
+    lower one where that would fall or they are too few; from one alone, its share. None if there
+    is nothing to go by.
+
+    Args:
+        peaks: by size, smallest first, as `peaks_mb` gives them.
+        cautious: of fewer measured sizes than the polynomial needs, whether to take all growth for
+            that of the highest power. Else the lowest growth that they allow is predicted.
+    """
+    points = list(peaks.items())
+    if not points:
+        return None
+    if cautious and len(_measured(peaks)) <= degree:
+        powers = [(x**degree, y) for x, y in points]
+        return max(points[-1][1], _through([(0.0, 0.0), *powers][-2:], size**degree))
+    if len(points) == 1:
+        return points[0][1] * size / points[0][0]
+    for used in range(min(degree + 1, len(points)), 1, -1):
+        value = _through(points[-used:], size)
+        if value >= points[-1][1]:
+            return value
+    return points[-1][1]
+
+
+def _measured(peaks: Mapping[float, float]) -> list[float]:
+    return [size for size in peaks if size > 0]
+
+
+def _through(points: Sequence[tuple[float, float]], at: float) -> float:
+    """The value of the polynomial through the points (Lagrange's form)."""
+    total = 0.0
+    for i, (x, y) in enumerate(points):
+        others = [other for j, (other, _) in enumerate(points) if j != i]
+        for other in others:
+            y *= (at - other) / (x - other)
+        total += y
+    return total
+
+
+def size_that_fills(peaks: Mapping[float, float], free_mb: float, degree: int) -> float | None:
+    """The size at which the prediction reaches `free_mb`; None where no two peaks were measured,
+    or it is a thousand times the largest size."""
+    if len(_measured(peaks)) < 2:
+        return None
+    low, high = max(peaks), 1024 * max(peaks)
+    for _ in range(60):
+        middle = (low + high) / 2
+        predicted = predict(peaks, middle, degree)
+        low, high = (middle, high) if predicted is None or predicted < free_mb else (low, middle)
+    return None if high == 1024 * max(peaks) else low
+
+
+# --- from results --------------------------------------------------------------------------------
+
+
+def size_of(run: RunResult, axis: Axis) -> float:
+    """Of a run, along the axis."""
+    sizes: dict[str, Any] = {**run.config, "batch_size": run.batch_size, "seq_len": run.seq_len}
+    return float(sizes[axis.field])
+
+
+def kept_by(run: RunResult, axis: Axis) -> tuple[tuple[str, float], ...]:
+    """What all runs of a sweep have in common: its sizes but for the one that grows, by name. Over
+    the hidden dimension that is the heads' size, not their number."""
+    return _kept(axis, run.config, run.batch_size, run.seq_len)
+
+
+def _kept(
+    axis: Axis, model: Mapping[str, float], batch_size: int, seq_len: int
+) -> tuple[tuple[str, float], ...]:
+    names = [f.name for f in dataclasses.fields(flops.Sizes)]
+    sizes = {name: float(model[name]) for name in names}
+    sizes |= {"batch_size": batch_size, "seq_len": seq_len}
+    if axis.field == "hidden_dim":
+        hidden = sizes.pop("hidden_dim")
+        heads, kv_heads = sizes.pop("num_heads"), sizes.pop("num_kv_heads")
+        sizes |= {"head size": hidden / heads, "heads to one of k and v": heads / kv_heads}
+        sizes["FFN to hidden"] = sizes.pop("intermediate_dim") / hidden
+    sizes.pop(axis.field, None)
+    return tuple(sorted(sizes.items()))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A version at one size. `predicted_mb` and `free_mb` are told of one that was not tried."""
+
+    size: int
+    row: Row
+    out_of_memory: bool
+    predicted_mb: float | None = None
+    free_mb: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed otherwise than for want of memory, which is an answer."""
+        return self.row.failed and not self.out_of_memory
+
+    @property
+    def ran(self) -> bool:
+        return self.row.status in ("timed", "interpreted")
+
+    @property
+    def told_by_memory(self) -> bool:
+        """Whether it did not run, or not to its end, for want of memory."""
+        return self.out_of_memory or self.predicted_mb is not None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A version over all sizes.
+
+    `fits` is the largest size that ran; `measured_limit` the size at which a run was out of memory,
+    `predicted_limit` the one that was not tried, and `predicted_end` where the prediction fills the
+    memory, if that is before the two; None where there is none.
+    """
+
+    version: str
+    label: str
+    points: list[Point]
+    fits: int | None
+    measured_limit: int | None
+    predicted_limit: int | None
+    predicted_end: float | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All versions over one size, with all else fixed, of one session."""
+
+    axis: str
+    config: str
+    precision: str
+    device: str
+    memory_mb: float | None
+    """Of the device; None where no file tells it."""
+    session: str
+    curves: list[Curve] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        words = AXES[self.axis].words
+        return printable(f"{words.capitalize()}, {self.config}, {self.precision}, {self.device}")
+
+    @property
+    def failed(self) -> bool:
+        return any(point.failed for curve in self.curves for point in curve.points)
+
+
+def build(
+    runs: Sequence[RunResult], axis: Axis, *, sizes: Sequence[int] = (), least: int = 2
+) -> list[Sweep]:
+    """The sweeps over an axis that the runs hold: of each device, precision and fixed sizes the
+    newest session's.
+
+    Args:
+        sizes: the only ones looked at; none for all.
+        least: a session is one of a sweep if it has so many sizes.
+    """
+    looked_at = [run for run in runs if not sizes or size_of(run, axis) in sizes]
+    sweeps = [_build(axis, own) for own in find(looked_at, axis, least=least)]
+    return sorted(sweeps, key=lambda sweep: (sweep.device, sweep.config, sweep.precision))
+
+
+def find(runs: Sequence[RunResult], axis: Axis, *, least: int = 2) -> list[list[RunResult]]:
+    """The runs of each sweep."""
+    kinds: dict[tuple[object, ...], dict[str, list[RunResult]]] = {}
+    for run in runs:
+        key = (str(run.device.get("name")), run.precision, kept_by(run, axis))
+        kinds.setdefault(key, {}).setdefault(run.session, []).append(run)
+    found = []
+    for by_session in kinds.values():
+        own = [by_session[session] for session in sorted(by_session)]
+        enough = [one for one in own if len({size_of(run, axis) for run in one}) >= least]
+        found += enough[-1:]
+    return found
+
+
+def _build(axis: Axis, runs: list[RunResult]) -> Sweep:
+    first = runs[0]
+    by_curve: dict[tuple[str, str], list[RunResult]] = {}
+    for run in runs:
+        by_curve.setdefault((run.version, comparison.variant(run)), []).append(run)
+    baseline = by_curve.get((versions.BASELINE, ""), [])
+    memory = first.device.get("memory_gb")
+    memory_mb = float(memory) * 1e3 if isinstance(memory, (int, float)) else None
+    keys = sorted(by_curve, key=lambda key: (list(versions.ALL).index(key[0]), key[1]))
+    return Sweep(
+        axis=axis.flag,
+        config=preset_name(axis, first),
+        precision=first.precision,
+        device=str(first.device.get("name")),
+        memory_mb=memory_mb,
+        session=first.session,
+        curves=[_curve(axis, by_curve[key], baseline, memory_mb) for key in keys],
+    )
+
+
+def preset_name(axis: Axis, run: RunResult) -> str:
+    """Of the preset whose sizes are kept along the sweep."""
+    kept = kept_by(run, axis)
+    for name, preset in PRESETS.items():
+        if _kept(axis, preset.model(), preset.batch_size, preset.seq_len) == kept:
+            return name
+    return "custom"
+
+
+def _curve(
+    axis: Axis, runs: list[RunResult], baseline: list[RunResult], memory_mb: float | None
+) -> Curve:
+    by_size: dict[float, list[RunResult]] = {}
+    for run in runs:
+        by_size.setdefault(size_of(run, axis), []).append(run)
+    points = [
+        _point(int(size), own, [run for run in baseline if size_of(run, axis) == size])
+        for size, own in sorted(by_size.items())
+    ]
+    beyond = [point.size for point in points if point.out_of_memory]
+    not_tried = [point for point in points if point.predicted_mb is not None]
+    free_mb = next((point.free_mb for point in not_tried), memory_mb)
+    end = size_that_fills(peaks_mb(runs, axis), free_mb, axis.degree) if free_mb else None
+    # What was left out was predicted with more caution than the end is.
+    limits = [*beyond, *(point.size for point in not_tried)]
+    return Curve(
+        version=runs[0].version,
+        label=printable(points[0].row.label),
+        points=points,
+        fits=max((point.size for point in points if point.ran), default=None),
+        measured_limit=min(beyond, default=None),
+        predicted_limit=min((point.size for point in not_tried), default=None),
+        predicted_end=end if end is not None and end < min(limits, default=math.inf) else None,
+    )
+
+
+def _point(size: int, runs: list[RunResult], baseline: list[RunResult]) -> Point:
+    told = runs[0].options
+    figures = [told.get(name) for name in ("predicted_mb", "free_mb")]
+    known = [
+        float(figure)
+        for figure in figures
+        if isinstance(figure, (int, float)) and 0 <= figure <= results.MOST
+    ]
+    predicted_mb, free_mb = known if len(known) == len(figures) else (None, None)
+    return Point(
+        size=size,
+        row=comparison.build_row(runs, baseline),
+        out_of_memory=any(out_of_memory(run) for run in runs),
+        predicted_mb=predicted_mb,
+        free_mb=free_mb,
+    )

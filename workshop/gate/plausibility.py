@@ -1,0 +1,238 @@
+"""The physics: figures that no machine could give, whoever printed them.
+
+The gate asks whether a version trains the right model; this asks whether its figures can be true
+at all, from nothing but the sizes, the times and the chip. It needs no access to the code, so it
+judges published tables as well as our own runs.
+
+    python -m workshop.gate.plausibility claims.json
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from workshop import errors
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop import results
+from workshop.arguments import parse
+from workshop.errors import WorkshopError
+from workshop.run import flops
+from workshop.run.flops import ModelSizes
+
+LEAST_BACKWARD_SHARE = 0.5
+"""A backward pass multiplies twice as much as its forward. Where launches and not products take
+the time it may come out somewhat shorter (autograd launches from C++), but not by half."""
+
+LAST_LEVEL_CACHE_BYTES = 256e6
+"""The largest of today's GPUs (MI300's). State that fits can be updated faster than memory is."""
+
+FIRST_LOSS_MARGIN = 2.0
+"""How far from ln(vocab) the loss of a freshly initialised model may be, in nats."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Published or measured figures of one training run; None for what is not given.
+
+    `memory_mb` is in 10^6 bytes. If `memory_is_peak`, it was taken while weights, gradients and
+    both AdamW moments existed; otherwise it may have been read after the gradients were freed.
+    `peak_tflops` and `bandwidth_gbs` are the chip's limits at the precision of the run.
+    """
+
+    name: str
+    model: ModelSizes
+    batch_size: int
+    seq_len: int
+    step_ms: float | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    optimizer_ms: float | None = None
+    memory_mb: float | None = None
+    memory_is_peak: bool = False
+    params_with_grad: int | None = None
+    loss_first: float | None = None
+    peak_tflops: float | None = None
+    bandwidth_gbs: float | None = None
+
+
+def check(claim: Claim) -> list[str]:
+    """One sentence for each figure that can't be true; none if all can."""
+    senseless = list(_senseless(claim))
+    if senseless:  # the other checks would divide by it
+        return senseless
+    checks = (_rates, _backward_share, _optimizer_traffic, _memory, _gradients, _first_loss)
+    return [sentence for check_one in checks for sentence in check_one(claim)]
+
+
+def _senseless(claim: Claim) -> Iterator[str]:
+    """Figures that no run has, whatever the chip: times below zero, a batch of none."""
+    counts = {"batch_size": claim.batch_size, "seq_len": claim.seq_len}
+    counts |= {f"model.{f.name}": getattr(claim.model, f.name) for f in fields(flops.Sizes)}
+    names = "step_ms forward_ms backward_ms optimizer_ms memory_mb peak_tflops bandwidth_gbs"
+    amounts = {name: getattr(claim, name) for name in names.split()}
+    reached = {"params_with_grad": claim.params_with_grad}
+    for least, figures in ((1, counts), (results.LEAST, amounts), (0, reached)):
+        for name, figure in figures.items():
+            if figure is not None and not least <= figure <= results.MOST:
+                yield (
+                    f"{claim.name}: {name} is {figure!r:.20}, and in any run lies between "
+                    f"{least:g} and {results.MOST:g}"
+                )
+
+
+def _rates(claim: Claim) -> list[str]:
+    """Operations over time may not exceed the chip's rate, in the step or in any part of it."""
+    work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len)
+    parts = (
+        ("step", work.total, claim.step_ms),
+        ("forward pass", work.forward, claim.forward_ms),
+        ("backward pass", work.backward, claim.backward_ms),
+    )
+    sentences = []
+    for part, operations, milliseconds in parts:
+        if claim.peak_tflops is None or milliseconds is None:
+            continue
+        rate = operations / (milliseconds / 1e3) / 1e12
+        if rate > claim.peak_tflops:
+            sentences.append(
+                f"{claim.name}: a {part} of {milliseconds:.3g} ms means {rate:,.0f} TFLOP/s "
+                f"({operations / 1e12:.3g} TFLOP), more than the chip's {claim.peak_tflops:,.0f}"
+            )
+    return sentences
+
+
+def _backward_share(claim: Claim) -> list[str]:
+    if claim.forward_ms is None or claim.backward_ms is None:
+        return []
+    if claim.backward_ms >= LEAST_BACKWARD_SHARE * claim.forward_ms:
+        return []
+    return [
+        f"{claim.name}: the backward pass takes {claim.backward_ms:.3g} ms, "
+        f"{claim.backward_ms / claim.forward_ms:.2f} of the forward's {claim.forward_ms:.3g} ms, "
+        "yet has twice its operations to do"
+    ]
+
+
+def _optimizer_traffic(claim: Claim) -> list[str]:
+    """AdamW reads and writes 28 bytes a parameter, however it is written."""
+    parameters = flops.parameter_count(claim.model)
+    in_cache = parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER <= LAST_LEVEL_CACHE_BYTES
+    if claim.optimizer_ms is None or claim.bandwidth_gbs is None or in_cache:
+        return []
+    gigabytes = parameters * flops.ADAMW_BYTES_PER_PARAMETER / 1e9
+    rate = gigabytes / (claim.optimizer_ms / 1e3)
+    if rate <= claim.bandwidth_gbs:
+        return []
+    return [
+        f"{claim.name}: an AdamW update in {claim.optimizer_ms:.3g} ms moves {gigabytes:.3g} GB at "
+        f"{rate:,.0f} GB/s, more than the memory's {claim.bandwidth_gbs:,.0f}: it can't have "
+        f"updated all {parameters / 1e6:,.1f} M parameters"
+    ]
+
+
+def _memory(claim: Claim) -> list[str]:
+    if claim.memory_mb is None:
+        return []
+    needed = flops.ADAMW_STATE_BYTES_PER_PARAMETER
+    what = "weights, gradients and AdamW's two moments"
+    if not claim.memory_is_peak:
+        needed, what = needed - 4, "weights and AdamW's two moments"
+    parameters = flops.parameter_count(claim.model)
+    least_mb = parameters * needed / 1e6
+    # A table that does not say so may count in MiB, whose figures are 4.6% smaller.
+    if claim.memory_mb * (1 if claim.memory_is_peak else 2**20 / 1e6) >= least_mb:
+        return []
+    return [
+        f"{claim.name}: {claim.memory_mb:,.0f} MB can't hold the {what} of "
+        f"{parameters / 1e6:,.1f} M parameters, {least_mb:,.0f} MB in fp32"
+    ]
+
+
+def _gradients(claim: Claim) -> list[str]:
+    total = flops.parameter_count(claim.model)
+    found = claim.params_with_grad
+    if found is None or found == total:
+        return []
+    if found > total:
+        return [f"{claim.name}: {found:,} parameters received a gradient, of {total:,} there are"]
+    return [
+        f"{claim.name}: only {found:,} of {total:,} parameters ({found / total:.1%}) received a "
+        "gradient"
+    ]
+
+
+def _first_loss(claim: Claim) -> list[str]:
+    if claim.loss_first is None:
+        return []
+    expected = math.log(claim.model.vocab_size)
+    if abs(claim.loss_first - expected) <= FIRST_LOSS_MARGIN:
+        return []
+    return [
+        f"{claim.name}: the first loss is {claim.loss_first:.4g}, where a freshly initialised "
+        f"model gives about ln({claim.model.vocab_size}) = {expected:.2f}"
+    ]
+
+
+# --- command line ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Written(Claim):
+    """A claim as a file has it."""
+
+    model: flops.Sizes
+
+
+def read_claims(path: Path) -> list[Claim]:
+    """Claims from a JSON list of objects with Claim's fields.
+
+    Raises:
+        WorkshopError: the file or one of its fields is not as it should be.
+    """
+    entries = results.parse_json(path)
+    if not isinstance(entries, list) or not entries:
+        raise WorkshopError(f"{path}: expected a list of claims, each an object")
+    return [_claim(entry, path, f"claim {i + 1}") for i, entry in enumerate(entries)]
+
+
+def _claim(entry: Any, path: Path, where: str) -> Claim:
+    if isinstance(entry, dict):
+        names = [f.name for f in fields(Claim)]
+        unknown = sorted(set(entry) - set(names))
+        if unknown:
+            raise WorkshopError(
+                f"{path}: {where}: unknown field {unknown[0]!r}; known are {', '.join(names)}"
+            )
+        entry = {f.name: f.default for f in fields(Claim) if f.default is not MISSING} | entry
+    return results.decode(_Written, entry, path, f"{where}.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m workshop.gate.plausibility",
+        description="Says which claims of a JSON list can't be true. Exit 0: all can; 1: some not.",
+    )
+    parser.add_argument("claims", type=Path, help="JSON list of objects with Claim's fields")
+    arguments = parse(parser, argv)
+    return errors.exit_status(lambda: _show(arguments.claims), interrupted="interrupted")
+
+
+def _show(path: Path) -> int:
+    flagged = False
+    for claim in read_claims(path):
+        sentences = check(claim)
+        flagged = flagged or bool(sentences)
+        for sentence in sentences or [f"{claim.name}: nothing here is impossible"]:
+            print(errors.printable(sentence))
+    return errors.ANSWER_IS_NO if flagged else errors.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+# shellcheck shell=bash
+# What the version folders' run_*.sh scripts share: arguments, checks of the machine, the output
+# folder, running. They source it. Written for bash 3.2 (macOS) and later.
+#
+# A script may set DEFAULT_STEPS and MODES, then calls `begin "$@"`, which sets
+#   OUT     the folder for its outputs, absolute
+#   STEPS   training steps under the profiler
+#   PYTHON  a Python that has PyTorch
+#   TRAIN   the program to profile, an array: the version's file, with its flags
+set -euo pipefail
+unset CDPATH
+
+SCRIPT=${BASH_SOURCE[1]}
+FOLDER=$(cd "$(dirname "$SCRIPT")" && pwd)
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+MODEL=$(echo "$FOLDER"/tiny_llama_v[0-9].py)
+VERSION=${MODEL##*/tiny_llama_}
+VERSION=${VERSION%.py}
+TOOL=$(basename "$SCRIPT" .sh)
+TOOL=${TOOL#run_}
+COMMAND_FILE=command.txt # in OUT: what was run; also the mark of a folder that may be replaced
+OUTPUT_FILE=output.txt   # in OUT: what the commands printed
+
+DEFAULT_STEPS=3
+MODES=""
+MODE=all
+DRY_RUN=no
+STARTED=no # whether OUT is ours by now
+LOCK=""    # the file that says so to other runs
+PARTIAL="" # a file that is being written
+FAILED=""  # commands of `attempt` that failed
+SKIP_PATTERN="" SKIP_REASON=""
+
+usage() {
+  local steps=$DEFAULT_STEPS
+  [[ -n $steps ]] || steps="each tool's own"
+  sed -n '2,/^$/ s/^# \{0,1\}//p' "$SCRIPT" # its first comment
+  cat <<END
+
+  --steps N         training steps under the profiler (default: $steps)
+  --output-dir DIR  where the outputs go; a folder that a profiler's script filled is replaced
+                    (default: ${OUT#"$ROOT/"})
+${MODES:+  --mode MODE       only one of: $MODES
+}  --dry-run         print the commands and run nothing; needs neither the tool nor a GPU
+  --help            this text
+  -- FLAGS          flags of $(basename "$MODEL"), such as --config small
+
+PYTHON names the Python to run (default: python, or the one of .venv, whichever has PyTorch).
+Exit status: 0 done, 1 a command failed, 2 wrong usage, 77 this machine lacks what it needs,
+130 interrupted.
+END
+}
+
+note() { printf '# %s\n' "$*"; }
+say() { printf '%s\n' "$*" >&2; }
+fail() { # fail STATUS MESSAGE...
+  say "error: $(basename "$SCRIPT"): ${*:2}"
+  exit "$1"
+}
+skip() {
+  say "skipped: $*"
+  exit 77
+}
+
+# --- Arguments -----------------------------------------------------------------------------------
+
+begin() {
+  local word previous=""
+  OUT=$ROOT/results/profiles/$VERSION/$TOOL
+  if [[ $TOOL == all_profilers ]]; then
+    DEFAULT_STEPS=""
+    OUT=$ROOT/results/profiles
+  fi
+  STEPS=$DEFAULT_STEPS
+  FLAGS=()
+  while [[ $# -gt 0 ]]; do
+    case $1 in
+      --steps=* | --output-dir=* | --mode=*)
+        word=$1 && shift
+        set -- "${word%%=*}" "${word#*=}" "$@"
+        ;;
+      --steps | --output-dir | --mode)
+        [[ -n ${2:-} ]] || fail 2 "$1 needs a value; see --help"
+        case $1 in --steps) STEPS=$2 ;; --output-dir) OUT=$2 ;; --mode) choose_mode "$2" ;; esac
+        shift 2
+        ;;
+      --dry-run) DRY_RUN=yes && shift ;;
+      --help | -h)
+        usage
+        exit 0
+        ;;
+      --) shift && break ;;
+      *) fail 2 "unknown option '$1' (flags of the model go after --); see --help" ;;
+    esac
+  done
+  case $STEPS in
+    "$DEFAULT_STEPS") ;;
+    0* | *[!0-9]*) fail 2 "--steps $STEPS: it must be a whole number of at least 1" ;;
+  esac
+  OUT=$(absolute "$OUT")
+  # The same folder may be named for all versions.
+  [[ $TOOL != all_profilers ]] || OUT=$OUT/$VERSION
+  for word in "$@"; do
+    refuse_own_flag "$word"
+    case $previous:$word in # some tools want to run in another folder
+      --text-file:*) word=$(absolute "$word") ;;
+      *:--text-file=*) word=--text-file=$(absolute "${word#*=}") ;;
+    esac
+    FLAGS+=("$word")
+    previous=$word
+  done
+  choose_python
+  # shellcheck disable=SC2034 # it is for the scripts
+  TRAIN=("$PYTHON" "$MODEL" --profile-steps "$STEPS" --output-dir "$OUT" ${FLAGS[@]+"${FLAGS[@]}"})
+  trap on_exit EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+}
+
+absolute() { # absolute PATH
+  case $1 in /*) printf '%s' "$1" ;; *) printf '%s' "$PWD/$1" ;; esac
+}
+
+# The model would take the flag, or its beginning, and the profile would be of something else than
+# this script says.
+refuse_own_flag() { # refuse_own_flag WORD
+  local flag name=${1%%=*}
+  for flag in --output-dir --profile-steps --num-steps; do
+    [[ $name == --?* && $flag == "$name"* ]] || continue
+    [[ $flag == --output-dir ]] || flag=--steps
+    fail 2 "$name, after --, is no flag for a profile: use $flag of $(basename "$SCRIPT")"
+  done
+}
+
+choose_mode() {
+  case " $MODES " in
+    *" $1 "*) MODE=$1 ;;
+    "  ") fail 2 "unknown option '--mode'; see --help" ;;
+    *) fail 2 "--mode $1: must be one of $MODES" ;;
+  esac
+}
+
+wanted() { [[ $MODE == all || $MODE == "$1" ]]; } # wanted MODE
+
+choose_python() {
+  local candidate
+  if [[ -n ${PYTHON:-} ]]; then
+    case $PYTHON in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac
+    [[ $DRY_RUN == yes ]] || has_module "$PYTHON" torch ||
+      fail 2 "PYTHON=$PYTHON can't be run or has no PyTorch: name another one, or run 'make setup'"
+    return 0
+  fi
+  for candidate in python python3 "$ROOT/.venv/bin/python"; do
+    if has_module "$candidate" torch; then PYTHON=$candidate && return; fi
+  done
+  PYTHON=python
+  [[ $DRY_RUN == yes ]] || fail 2 "no Python with PyTorch: run 'make setup', load your site's" \
+    "PyTorch module, or name the Python with PYTHON=..."
+}
+
+# Without importing it, which takes PyTorch seconds.
+has_module() { # has_module PYTHON MODULE
+  "$1" -c "import importlib.util as i, sys; sys.exit(i.find_spec('$2') is None)" 2>/dev/null
+}
+
+# --- What the machine has ------------------------------------------------------------------------
+
+# Each ends the script as skipped if the machine lacks it; a dry run needs nothing.
+
+need() { # need PROGRAM WHERE-IT-COMES-FROM
+  [[ $DRY_RUN == yes ]] || command -v "$1" >/dev/null || skip "$1 is not installed: $2"
+}
+
+need_module() { # need_module MODULE WHERE-IT-COMES-FROM
+  [[ $DRY_RUN == yes ]] || has_module "$PYTHON" "$1" || skip "$PYTHON has no module $1: $2"
+}
+
+need_gpu() { # need_gpu nvidia|amd|any
+  [[ $DRY_RUN == no ]] || return 0
+  case $1 in
+    nvidia) has_nvidia || skip "no NVIDIA GPU here (nvidia-smi -L lists none)" ;;
+    amd) has_amd || skip "no AMD GPU here (there is no /dev/kfd)" ;;
+    any) has_nvidia || has_amd || skip "no GPU here (neither nvidia-smi -L nor /dev/kfd has one)" ;;
+  esac
+  # Last, because it takes seconds.
+  "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+    skip "PyTorch sees no GPU here (is it a CPU build?)"
+}
+
+has_nvidia() { case "$(nvidia-smi -L 2>/dev/null || true)" in GPU*) ;; *) return 1 ;; esac; }
+has_amd() { [[ -e /dev/kfd || -n $(amd_architecture) ]]; }
+
+# Of the first GPU, such as gfx942; nothing where there is none. gfx000 stands for a CPU.
+amd_architecture() {
+  { rocm_agent_enumerator || rocminfo || true; } 2>/dev/null | first_match 'gfx[1-9][0-9a-f]*'
+}
+
+version_of() { # version_of PROGRAM: nothing where it is not installed
+  command -v "$1" >/dev/null || return 0
+  # Standard error comes last: a warning may have a number too.
+  { printf '%s\n' "$({ "$1" --version || true; } 2>&1 >&3)"; } 3>&1 |
+    first_match '[0-9]+[.][0-9]+([.][0-9]+)?'
+}
+
+first_match() {
+  awk -v wanted="$1" '!found && match($0, wanted) { found = 1; print substr($0, RSTART, RLENGTH) }'
+}
+
+# Sets TOOL_VERSION, by which options are chosen: a program's, or the newest that we know where it
+# is not installed, which only a dry run gets to.
+find_version() { # find_version PROGRAM NEWEST
+  TOOL_VERSION=$(version_of "$1")
+  [[ -z $TOOL_VERSION ]] || return 0
+  TOOL_VERSION=$2
+  note "$1 doesn't tell its version: these are the options of $2"
+}
+
+at_least() { # at_least VERSION WANTED
+  [[ $(printf '%s\n%s\n' "$2" "$1" | sort -t. -k1,1n -k2,2n -k3,3n | head -n 1) == "$2" ]]
+}
+
+# --- Running -------------------------------------------------------------------------------------
+
+# Each of these prints the command, so that it can be pasted, keeps it in COMMAND_FILE, and runs it
+# unless this is a dry run.
+
+run() { # run COMMAND...: the script ends if it fails
+  local status=0
+  announce "$(quoted "$@")"
+  execute "$@" || status=$?
+  case $status in
+    0) ;;
+    77) skip "$(last_error "the machine lacks something")" ;;
+    130) exit 130 ;;
+    *)
+      fail 1 "$(program "$@") failed with exit status $status; what it printed is in" \
+        "$OUT/$OUTPUT_FILE"
+      ;;
+  esac
+}
+
+attempt() { # attempt WHAT COMMAND...: the script goes on if it fails, and tells at the end
+  local status=0
+  announce "$(quoted "${@:2}")"
+  execute "${@:2}" || status=$?
+  [[ $status -ne 130 ]] || exit 130
+  [[ $status -eq 0 ]] || failed_attempt "$1"
+}
+
+attempt_to() { # attempt_to FILE COMMAND...: as attempt, with its standard output written to FILE
+  announce "$(quoted "${@:2}") >$(quoted "$1")"
+  [[ $DRY_RUN == no ]] || return 0
+  PARTIAL=$1.part
+  if "${@:2}" >"$PARTIAL"; then
+    mv "$PARTIAL" "$1"
+  else
+    rm -f "$PARTIAL"
+    failed_attempt "$(basename "$1")"
+  fi
+}
+
+failed_attempt() {
+  FAILED+="${FAILED:+, }$1"
+  say "failed: $1"
+}
+
+enter() { # enter FOLDER: for a tool that writes to where it is run
+  announce "cd$(quoted "$1")"
+  [[ $DRY_RUN == yes ]] || cd "$1"
+}
+
+# A tool may fail for want of a right, saying so in its own words and with any exit status.
+skip_if_printed() { SKIP_PATTERN=$1 SKIP_REASON=$2; } # skip_if_printed TEXT REASON
+
+execute() {
+  local status=0
+  [[ $DRY_RUN == no ]] || return 0
+  # tee ignores Ctrl-C, so that it is there for the command's last words.
+  PYTHONUNBUFFERED=1 "$@" 2>&1 | tee -ai "$OUT/$OUTPUT_FILE" || status=${PIPESTATUS[0]}
+  if [[ -n $SKIP_PATTERN ]] && grep -q "$SKIP_PATTERN" "$OUT/$OUTPUT_FILE"; then
+    skip "$SKIP_REASON"
+  fi
+  return "$status"
+}
+
+announce() {
+  prepare_output
+  printf '%s\n' "${1# }"
+  record "${1# }"
+}
+
+record() { # record LINE
+  if [[ $STARTED == yes && $DRY_RUN == no ]]; then printf '%s\n' "$1" >>"$OUT/$COMMAND_FILE"; fi
+}
+
+# Once the machine is known to have what it takes: a script that is skipped leaves what is there.
+prepare_output() {
+  [[ $STARTED == no ]] || return 0
+  [[ $DRY_RUN == yes ]] || take_folder
+  STARTED=yes
+  announce "mkdir -p$(quoted "$OUT")"
+}
+
+take_folder() {
+  [[ ! -e $OUT || -d $OUT ]] || fail 2 "--output-dir $OUT: it is a file"
+  mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
+  take_lock
+  if [[ -n $(ls -A "$OUT") ]] && ! filled_by_us; then
+    fail 2 "--output-dir $OUT: it is not empty, and not written by this script: choose another one"
+  fi
+  # The mark outlives the rest: deleting can be interrupted too.
+  find "$OUT/" -mindepth 1 -maxdepth 1 ! -name "$COMMAND_FILE" -exec rm -rf {} +
+  note "$(basename "$SCRIPT") of $VERSION, $(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$OUT/$COMMAND_FILE" ||
+    fail 2 "--output-dir $OUT: it can't be written"
+}
+
+# Two runs would mix their files. One that was killed leaves its lock, and a host can ask after its
+# own processes alone. A lock that stays empty is of a run that was killed, or found the disk full,
+# before it wrote its name.
+take_lock() {
+  local folder file host process
+  folder=$(cd "$OUT" && pwd -P)
+  file=${folder%/*}/.${folder##*/}.lock
+  [[ -w ${file%/*}/ ]] || return 0 # nobody may write there
+  until (set -o noclobber && : >"$file") 2>/dev/null; do
+    [[ -s $file ]] || sleep 1
+    if [[ -s $file ]]; then
+      read -r host process <"$file" || true
+      if [[ $host != "$(uname -n)" ]] || is_running "$process"; then
+        fail 2 "another run is filling $OUT (process ${process:-?} on ${host:-?}): wait for it," \
+          "choose another --output-dir, or delete $file"
+      fi
+    fi
+    rm "$file" 2>/dev/null ||
+      fail 2 "$file can't be written or deleted: choose another --output-dir"
+  done
+  LOCK=$file
+  echo "$(uname -n) $$" 2>/dev/null >"$file" || fail 2 "$file can't be written: is the disk full?"
+}
+
+# Only ps sees those of another user; not every container has it.
+is_running() { # is_running PROCESS
+  kill -0 "$1" 2>/dev/null || ps -p "$1" >/dev/null 2>&1
+}
+
+filled_by_us() {
+  local first=""
+  [[ ! -f $OUT/$COMMAND_FILE ]] || read -r first <"$OUT/$COMMAND_FILE" || true
+  [[ $first == "# run_"* ]]
+}
+
+program() { # program COMMAND...: its name, past the variables that env sets
+  local word
+  for word in "$@"; do
+    case $word in env | *=*) ;; *) basename "$word" && return ;; esac
+  done
+}
+
+quoted() { # each word as a shell reads it, with a space before it
+  local word
+  local escaped="'\\''"
+  for word in "$@"; do
+    case $word in '' | *[!a-zA-Z0-9_./:=,+%@-]*) word="'${word//\'/$escaped}'" ;; esac
+    printf ' %s' "$word"
+  done
+}
+
+last_error() { # last_error OTHERWISE: the last line that a program of ours calls an error
+  local line
+  line=$(sed -n 's/^error: //p' "$OUT/$OUTPUT_FILE" | tail -n 1)
+  printf '%s' "${line:-$1}"
+}
+
+# --- The end -------------------------------------------------------------------------------------
+
+show() { # the kernel table of what OUT holds
+  [[ $DRY_RUN == no ]] || return 0
+  ours -m workshop.profilers show "$OUT" --output-dir "$OUT" ||
+    fail 1 "the profile in $OUT has no kernel table (see above)"
+}
+
+# Tells what opens the files that no table is made of; an error if there are none.
+timelines() { # timelines PATTERN ADVICE [PATTERN ADVICE]...
+  local found all=""
+  [[ $DRY_RUN == no ]] || return 0
+  while [[ $# -gt 0 ]]; do
+    found=$(find "$OUT" -name "$1" | sort | sed "s#\$#: $2#")
+    [[ -z $found ]] || printf '%s\n' "$found"
+    all+=$found
+    shift 2
+  done
+  [[ -n $all ]] || fail 1 "the tool wrote no trace; what it printed is in $OUT/$OUTPUT_FILE"
+}
+
+# Where rocprof-compute puts a workload, below the folder that it runs in: it adds the GPU's model.
+workload() { # workload NAME
+  local folder
+  for folder in "workloads/$1"/*/; do
+    if [[ -d $folder ]]; then printf '%s' "${folder%/}" && return; fi
+  done
+  printf '%s' "workloads/$1/MODEL"
+}
+
+ours() { PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" "$@"; }
+
+on_exit() {
+  local status=$?
+  if [[ $status -eq 0 && -n $FAILED ]]; then
+    status=1
+    say "error: $(basename "$SCRIPT"): failed: $FAILED; the rest is in $OUT"
+  fi
+  case $status:$STARTED in
+    130:yes | 143:yes) say "interrupted: $OUT is not complete" ;;
+    130:no | 143:no) say "interrupted before anything was run" ;;
+  esac
+  record "# exit status $status"
+  [[ -z $PARTIAL ]] || rm -f "$PARTIAL"
+  [[ -z $LOCK ]] || rm -f "$LOCK"
+  exit "$status"
+}
+
+# Runs the other scripts of the folder, which get the same arguments, and shows how they ended.
+run_all() { # run_all SCRIPT...
+  local -a options
+  options=(--folder "$FOLDER" --output-dir "$OUT")
+  [[ -z $STEPS ]] || options+=(--steps "$STEPS")
+  if [[ $DRY_RUN == yes ]]; then
+    options+=(--dry-run)
+  else
+    mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
+    take_lock
+    [[ -z $LOCK ]] || options+=(--lock "$LOCK") # exec keeps the process that it names
+  fi
+  export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+  exec "$PYTHON" -m workshop.profilers.run_all "${options[@]}" "$@" \
+    -- ${FLAGS[@]+"${FLAGS[@]}"}
+}

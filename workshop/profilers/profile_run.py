@@ -1,0 +1,379 @@
+"""What profilers look at: a version that trains a few steps, warmed up, with marker ranges.
+
+`tiny_llama_vN.py --profile-steps N` runs `profile` for the profilers that start a program of their
+own accord; run_pytorch_profiler.py calls `prepare` and steps by itself.
+"""
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from workshop import cli, errors, results, versions
+from workshop.arguments import parse
+from workshop.errors import WorkshopError
+from workshop.gate import parity
+from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
+from workshop.run import chips, hardware, markers, trainer
+from workshop.versions import Version
+
+_OF_THE_RUNNER = {
+    "output_dir": "--output-dir",
+    "profile_steps": "--steps",
+    "num_steps": "--steps",
+}
+"""The model's flags that a runner sets or has no use for, and what its own are called."""
+
+
+@dataclass
+class ProfileRun:
+    """A version after its warm-up, ready to train the steps that a profiler watches."""
+
+    request: cli.Request
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    runner: trainer.Runner
+    range: markers.Range
+    record: results.RunResult
+    _parts: trainer.Phases
+
+    def step(self) -> None:
+        """Trains one step; there are as many as `prepare` was asked for."""
+        self.runner.marked_step(self._parts, self.range)
+
+    def eager_step(self) -> None:
+        """Trains one step operation by operation, also where `step` replays a graph."""
+        self.runner.marked_step(self.runner.eager, self.range)
+
+    def batch(self) -> Tensor:
+        """The batch of the last step, on the device: tokens and targets, int64 (2, B, T)."""
+        return self.runner.inputs
+
+    def layer_ranges(self) -> ExitStack:
+        """The layers' marker ranges, as long as it is entered: none where a compiler or a graph
+        has dissolved the layers."""
+        stack = ExitStack()
+        if self.request.compile_mode == "none" and not self.request.cuda_graph:
+            stack.enter_context(markers.layer_ranges(self.model, self.range))
+        return stack
+
+    def save_record(self, folder: Path) -> Path:
+        """Writes RUN_FILE: what was profiled, and what its last backward pass reached."""
+        self.runner.wait()
+        self.record.gradients = parity.count_gradients(self.model)
+        self.record.losses = []
+        return results.save_as(folder / RUN_FILE, self.record)
+
+
+def make_request(version: Version, model_flags: list[str], steps: int) -> cli.Request:
+    """What `tiny_llama_vN.py --profile-steps STEPS` would run with these flags.
+
+    Raises:
+        WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.
+    """
+    module = versions.load(version.key)
+    parser = cli.build_parser(version, module)
+    parser.prog = version.path.name
+    arguments = parse(parser, model_flags)
+    for name, instead in _OF_THE_RUNNER.items():
+        if getattr(arguments, name) is not None:
+            flag = name.replace("_", "-")
+            raise WorkshopError(
+                f"--{flag}, after --, is no flag for a profile: use {instead} of this script"
+            )
+    arguments.profile_steps = steps
+    request = cli.check_arguments(version, module, arguments)
+    request.build_on(torch.device("meta"))  # says for nothing if the sizes won't do
+    return request
+
+
+def prepare(request: cli.Request, data: cli.Data, *, range_: markers.Range) -> ProfileRun:
+    """Builds the model with V1's initial weights, trains the warm-up, captures what is captured;
+    prints the configuration first.
+
+    A captured step is taken in three graphs, so that marker ranges can tell its parts.
+    """
+    batches, data_record = data
+    cli.print_configuration(request, data_record)
+    record = cli.new_result(request, data_record)
+    record.status = "profiled"
+    peaks = chips.find_peaks(hardware.device_name(request.device))
+    if request.device.type == "cuda" and peaks:
+        record.peak_tflops = peaks.tflops.get(request.precision.name)
+        record.peak_source = peaks.source
+    model = request.build()
+    arguments = request.arguments
+    parity.load_canonical(model, parity.canonical_state(request.config, arguments.seed))
+    request.precision.set_matmul_mode()
+    optimizer = request.module.configure_optimizer(model, arguments.learning_rate)
+    runner = trainer.Runner(
+        model, optimizer, batches, request.precision, cuda_graph=request.cuda_graph
+    )
+    print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
+    parts = runner.warm_up_parts(request.schedule.warmup)
+    runner.wait()
+    return ProfileRun(request, model, optimizer, runner, range_, record, parts)
+
+
+def profile(request: cli.Request) -> int:
+    """`--profile-steps`: trains the steps between the calls that start and stop NVIDIA's
+    profilers; the exit status."""
+    return cli.within_memory(request, lambda: _profile(request))
+
+
+def _profile(request: cli.Request) -> int:
+    data, steps = cli.load_data(request), request.schedule.timed
+    results.prepare_folder(request.output_dir)
+    run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
+    # A range belongs to the thread that opened it. In a thread of autograd's own, the backward
+    # pass would lie outside of them all, and some tools lose what other threads do.
+    with run.layer_ranges(), torch.autograd.set_multithreading_enabled(False):
+        _start_profiler(request.device)
+        for _ in range(steps):
+            run.step()
+        run.runner.wait()
+        _stop_profiler(request.device)
+    path = run.save_record(request.output_dir)
+    trained = f"{steps} step{'s' if steps > 1 else ''}"
+    print(f"Profiled: {trained} after {request.schedule.warmup} of warm-up; nothing was timed")
+    print(f"  {gradients_sentence(run.record)}")
+    print(f"Record: {path}")
+    return errors.DONE
+
+
+def gradients_sentence(record: results.RunResult) -> str:
+    """Whether the profiled steps really trained the model; for a record that was saved."""
+    g = record.gradients
+    assert g is not None
+    whole = g.params_with_grad == g.params_total
+    return (
+        f"{'gradients' if whole else 'SEVERED: gradients'} reached {g.tensors_with_grad} of "
+        f"{g.tensors_total} tensors, {g.params_with_grad:,} of {g.params_total:,} parameters"
+    )
+
+
+def _start_profiler(device: torch.device) -> None:
+    # ROCm has no counterpart: its tools watch the whole run, and the ranges tell the steps.
+    if device.type == "cuda" and torch.version.cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.profiler.start()
+
+
+def _stop_profiler(device: torch.device) -> None:
+    if device.type == "cuda" and torch.version.cuda:
+        torch.cuda.profiler.stop()
+
+
+# --- the runners in Python -----------------------------------------------------------------------
+
+Work = Callable[[cli.Data], int]
+"""What a runner does with the data of its request; its exit status."""
+
+
+def runner_arguments(
+    description: str,
+    *,
+    steps: int,
+    argv: list[str],
+    add: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.Namespace:
+    """Parses `[--steps N] [--output-dir DIR] [--dry-run] [-- FLAGS OF THE MODEL]`.
+
+    Args:
+        steps: the default of --steps.
+        argv: the whole command line. Its first word is the runner's file, whose folder tells the
+            version and whose name the tool.
+        add: adds the runner's own flags.
+
+    Returns:
+        version, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
+        would type it to run what a dry run only shows.
+    """
+    script = Path(argv[0]).resolve()
+    version = next(v for v in versions.VERSIONS.values() if v.folder == script.parent.name)
+    tool = script.stem.removeprefix("run_")
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage=f"{script.name} [options] [-- flags of {version.path.name}]",
+        epilog="Exit status: 0 done, 1 memory ran out or a counter failed, 2 wrong usage, 77 this "
+        "machine lacks what it needs, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--steps", type=int, default=steps, metavar="N", help="training steps (default %(default)s)"
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        default=cli.PROFILES / version.key / tool,
+        help=f"where the outputs go (default: results/profiles/{version.key}/{tool})",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
+    if add:
+        add(parser)
+    arguments = parse(parser, argv[1:split])
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: it must be at least 1")
+    words = [word for word in argv[:split] if word != "--dry-run"]
+    arguments.command = shlex.join(["python", *words, *argv[split:]])
+    arguments.version, arguments.model_flags = version, argv[split + 1 :]
+    return arguments
+
+
+def run(request: cli.Request, arguments: argparse.Namespace, work: Work) -> int:
+    """Prints a runner's command, and unless this is a dry run does its work; the exit status.
+
+    The work finds the output folder empty but for COMMAND_FILE, to which the exit status is added:
+    what an earlier run left is deleted, once all is known to be there that this one needs.
+
+    Args:
+        arguments: of `runner_arguments`.
+
+    Raises:
+        WorkshopError: the folder holds what no runner has written, can't be made, or another run
+            is filling it.
+    """
+    print(arguments.command, flush=True)
+    if arguments.dry_run:
+        return errors.DONE
+    folder, command = arguments.output_dir, arguments.command
+    return cli.within_memory(
+        request, lambda: _fill(folder, command, partial(work, cli.load_data(request)))
+    )
+
+
+def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:
+    if folder.exists() and not folder.is_dir():
+        raise WorkshopError(f"--output-dir {folder}: it is a file")
+    results.prepare_folder(folder)
+    with _locked(folder):
+        _empty(folder)
+        record = f"# {Path(shlex.split(command)[1]).name}\n{command}\n"
+        results.write_text(folder / COMMAND_FILE, record)
+        status = errors.ANSWER_IS_NO  # as of an error that nobody foresaw
+        try:
+            status = work()
+        except WorkshopError as error:
+            status = error.exit_code
+            raise
+        except KeyboardInterrupt:
+            print(f"interrupted: {folder} is not complete", file=sys.stderr)
+            status = errors.INTERRUPTED
+        finally:
+            results.write_text(folder / COMMAND_FILE, f"{record}# exit status {status}\n")
+    return status
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder, in which two would mix their files, by a file beside it;
+    where nobody may write that file, there is no lock. profile_lib.sh does the same."""
+    folder = folder.resolve()
+    lock = folder.parent / f".{folder.name}.lock"
+    if not os.access(lock.parent, os.W_OK):
+        yield
+        return
+    try:
+        while not _made(lock):
+            _remove_abandoned(lock, folder)
+    except OSError as error:
+        raise WorkshopError(
+            f"{lock} can't be written ({error.strerror}): choose another --output-dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _made(lock: Path) -> bool:
+    """Makes the file, unless it is there."""
+    try:
+        file = lock.open("x", encoding="utf-8")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(f"{platform.node()} {os.getpid()}\n")
+    except OSError:
+        lock.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _remove_abandoned(lock: Path, folder: Path) -> None:
+    """Removes what a process that was killed has left: a host can ask after its own ones alone.
+    A lock that stays empty is of one that was killed before it wrote its name.
+
+    Raises:
+        WorkshopError: somebody may still be at work.
+    """
+    text = _text(lock)
+    if not text:
+        time.sleep(1)
+        text = _text(lock)
+    words = text.split()
+    host, process = words if len(words) == 2 else ("?", "?")
+    if text and (host != platform.node() or _is_running(process)):
+        raise WorkshopError(
+            f"another run is filling {folder} (process {process} on {host}): wait for it, choose "
+            f"another --output-dir, or delete {lock}"
+        )
+    lock.unlink(missing_ok=True)
+
+
+def _text(lock: Path) -> str:
+    return lock.read_text(encoding="utf-8", errors="replace") if lock.exists() else ""
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError, ValueError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _empty(folder: Path) -> None:
+    """Deletes what a runner has left in a folder.
+
+    Raises:
+        WorkshopError: no runner has filled it, or its files can't be deleted.
+    """
+    if any(folder.iterdir()) and not _filled_by_a_runner(folder):
+        raise WorkshopError(
+            f"--output-dir {folder}: it is not empty, and no profiler's script filled it; "
+            "choose another one"
+        )
+    try:
+        # The mark outlives the rest: deleting can be interrupted too.
+        for path in folder.iterdir():
+            if path.name != COMMAND_FILE:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as error:
+        raise WorkshopError(
+            f"--output-dir {folder} can't be emptied ({error.strerror}): choose another one"
+        ) from None
+
+
+def _filled_by_a_runner(folder: Path) -> bool:
+    try:
+        with (folder / COMMAND_FILE).open(encoding="utf-8", errors="replace") as file:
+            return file.readline().startswith(COMMAND_MARK)
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""Rooflines: what limits a kernel, a step, a machine."""

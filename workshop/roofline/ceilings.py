@@ -1,0 +1,254 @@
+"""What a machine's limits are known to be: from data sheets, and measured with a large copy and
+large matrix products.
+
+Measurements are kept by device, so that a roofline of a chip that no table lists has ceilings too,
+and one of a listed chip shows what can be reached of them in practice.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workshop import results
+from workshop.errors import WorkshopError
+from workshop.profilers.names import printable
+from workshop.roofline.model import (
+    COMPUTE,
+    DATA_SHEET,
+    MAIN_MEMORY,
+    MEASURED,
+    MEMORY,
+    Ceiling,
+    Roofline,
+)
+from workshop.run import chips, hardware
+from workshop.run.precision import PRECISIONS, kept_matmul_mode, supported
+
+SCHEMA_VERSION = 1
+FOLDER = "ceilings"
+BENCHMARK = Path("kernels", "kernels.json")
+"""Of a results folder, in which measurements are kept."""
+Say = Callable[[str], object]
+
+
+@dataclass
+class Measurement:
+    """What one device reached, on one day, with one version of its libraries."""
+
+    device: dict[str, str | int | float | None]
+    software: dict[str, str | None]
+    created: str
+    copy_gbs: float
+    """Read and written, of its memory."""
+    tflops: dict[str, float]
+    """Of a large matrix product, by precision."""
+    session: str = ""
+    git_commit: str | None = None
+    seconds: float = 0.0
+    """That measuring took."""
+
+    def ceilings(self) -> list[Ceiling]:
+        """As lines of a roofline."""
+        torch_version = printable(str(self.software.get("torch")))
+        source = f"a large copy and product, {printable(self.created[:10])}, torch {torch_version}"
+        copy = Ceiling(MEMORY, MAIN_MEMORY, self.copy_gbs * 1e9, MEASURED, source)
+        rates = self.tflops.items()
+        return [
+            copy,
+            *(Ceiling(COMPUTE, printable(p), r * 1e12, MEASURED, source) for p, r in rates),
+        ]
+
+
+def from_data_sheet(device_name: str) -> list[Ceiling]:
+    """The listed limits of a chip; none for one that is not listed."""
+    peaks = chips.find_peaks(device_name)
+    if peaks is None:
+        return []
+    memory = Ceiling(MEMORY, MAIN_MEMORY, peaks.bandwidth_gbs * 1e9, DATA_SHEET, peaks.source)
+    rates = peaks.tflops.items()
+    return [
+        memory,
+        *(Ceiling(COMPUTE, name, rate * 1e12, DATA_SHEET, peaks.source) for name, rate in rates),
+    ]
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def measure(device: torch.device, say: Say = lambda what: None) -> Measurement:
+    """Measures the copy bandwidth and a product at each precision that the device has: seconds, on
+    a CPU as well.
+
+    Args:
+        say: told before each what is measured.
+    """
+    start = time.perf_counter()
+    say("copy")
+    copy_gbs = hardware.measure_copy_gbs(device)
+    tflops = {}
+    with kept_matmul_mode():
+        for name in supported(device):
+            say(f"{name} product")
+            PRECISIONS[name].set_matmul_mode()
+            tflops[name] = hardware.measure_matmul_tflops(device, PRECISIONS[name].autocast_dtype)
+    return Measurement(
+        device=hardware.describe(device),
+        software=results.describe_software(),
+        created=results.now(),
+        copy_gbs=copy_gbs,
+        tflops=tflops,
+        session=results.new_session(),
+        git_commit=results.git_commit(),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def save(measurement: Measurement, folder: Path | None = None) -> Path:
+    """Writes `folder/ceilings/DEVICE.json` (default: the checkout's results), in the place of what
+    was measured of that device before; its path."""
+    target = results.prepare_folder((folder or results.DEFAULT_FOLDER) / FOLDER)
+    name = re.sub(r"[^a-z0-9]+", "_", str(measurement.device.get("name")).lower()).strip("_")
+    threads = measurement.device.get("threads")
+    path = target / f"{name or 'device'}{f'_{threads}_threads' if threads else ''}.json"
+    content = {"schema_version": SCHEMA_VERSION, "ceilings": "measured"}
+    results.write_json(path, content | dataclasses.asdict(measurement))
+    return path
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Measurement:
+    """Reads what `save` wrote, or the ceilings in a result of V3's benchmark_kernels.py.
+
+    Raises:
+        WorkshopError: it is neither, or broken; the message names the file and the field.
+    """
+    content = results.read_json(path)
+    if is_benchmark(content):
+        content = _of_benchmark(content)
+    elif content.pop("schema_version", None) != SCHEMA_VERSION or not content.pop("ceilings", None):
+        raise WorkshopError(f"{path}: no measured ceilings; measure them again with --measure")
+    measurement = results.decode(Measurement, content, path, "")
+    for where, rate in (("copy_gbs", measurement.copy_gbs), *measurement.tflops.items()):
+        if not results.LEAST <= rate <= results.MOST:
+            raise WorkshopError(f"{path}: field {where} is {rate!r:.40}, no rate of a machine")
+    return measurement
+
+
+def is_benchmark(content: dict[str, Any]) -> bool:
+    """Whether a JSON object is a result of V3's benchmark_kernels.py."""
+    return isinstance(content.get("rows"), list) and isinstance(content.get("ceilings"), dict)
+
+
+def find(
+    device_name: str,
+    threads: object = None,
+    folder: Path | None = None,
+    *,
+    broken: list[str] | None = None,
+) -> list[Ceiling]:
+    """What was measured of a device, the newest figure of each kind; none if nothing was.
+
+    Args:
+        threads: of a CPU, where they are known: with others it reaches other figures.
+        folder: of results (default: the checkout's), whose measurements and benchmark of kernels
+            are looked at, beside those of the checkout's reference results.
+        broken: takes a sentence for each file that is broken, which is left out. Without it the
+            first of them is an error.
+
+    Raises:
+        WorkshopError: a file there is broken.
+    """
+    newest: dict[tuple[str, str], Ceiling] = {}
+    found = []
+    for path in _files(folder or results.DEFAULT_FOLDER):
+        try:
+            measurement = _load_measured(path)
+        except WorkshopError as error:
+            if broken is None:
+                raise
+            broken.append(f"left out: {error}")
+            continue
+        if measurement is not None and _is_of(measurement, device_name, threads):
+            found.append(measurement)
+    for measurement in sorted(found, key=lambda m: m.created):
+        newest |= {(c.kind, c.name): c for c in measurement.ceilings()}
+    return list(newest.values())
+
+
+def attach(
+    roofline: Roofline,
+    *,
+    given: Sequence[Ceiling] = (),
+    chip: str | None = None,
+    folder: Path | None = None,
+) -> None:
+    """Adds all ceilings that are known of a roofline's device: typed ones, its data sheet's, and
+    what was measured of it; with a note where its chip is not listed, and on a broken file with
+    measurements.
+
+    Args:
+        chip: the name of a listed chip, in the place of the device's own.
+        folder: of results, as for `find`.
+
+    Raises:
+        WorkshopError: `chip` is not listed.
+    """
+    listed = from_data_sheet(chip or roofline.device or "")
+    if chip and not listed:
+        raise WorkshopError(f"--chip {chip}: not listed; known are {', '.join(chips.names())}")
+    measured: list[Ceiling] = []
+    if roofline.device:
+        measured = find(roofline.device, roofline.threads, folder, broken=roofline.notes)
+    roofline.ceilings = [*given, *listed, *roofline.ceilings, *measured]
+    name = roofline.device or "an unknown chip"
+    if not roofline.ceilings:
+        roofline.notes.append(
+            f"no ceiling of {name} is known: only what was achieved is shown. --measure, on that "
+            "machine, measures them; --chip names a listed chip"
+        )
+    elif not listed and not given:
+        roofline.notes.append(
+            f"no data sheet of {name} is listed: its ceilings are measured ones, which something "
+            "faster may exceed"
+        )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for place in (folder, *sorted(results.DEFAULT_FOLDER.glob("reference/*"))):
+        yield from sorted((place / FOLDER).glob("[!.]*.json"))
+        if (place / BENCHMARK).is_file():
+            yield place / BENCHMARK
+
+
+def _load_measured(path: Path) -> Measurement | None:
+    """None for a benchmark of kernels in Triton's interpreter, which measured no ceilings."""
+    if path.name == BENCHMARK.name and not results.read_json(path).get("ceilings"):
+        return None
+    return load(path)
+
+
+def _is_of(measurement: Measurement, device_name: str, threads: object) -> bool:
+    own = measurement.device.get("threads")
+    return measurement.device.get("name") == device_name and (
+        threads is None or own is None or own == threads
+    )
+
+
+def _of_benchmark(content: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Measurement."""
+    rates = content["ceilings"]
+    fields = {name: content.get(name) for name in ("device", "software", "created", "session")}
+    return fields | {
+        "copy_gbs": rates.get("GB/s"),
+        "tflops": {str(content.get("precision")): rates.get("TFLOP/s")},
+        "git_commit": content.get("git_commit"),
+        "seconds": 0.0,
+    }

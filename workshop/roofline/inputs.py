@@ -1,0 +1,548 @@
+"""Makes a roofline of what there is: result files, kernel tables, V3's benchmark, plain numbers.
+
+What a tool counted is taken as it is. Where nothing was counted, the model's sizes tell what a
+training step must compute and must at least move.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from workshop import results
+from workshop.compare import comparison, studies
+from workshop.errors import WorkshopError
+from workshop.gate import plausibility
+from workshop.profilers import figures, reading, rocprof_compute
+from workshop.profilers import load as profiles
+from workshop.profilers.categories import categorize
+from workshop.profilers.names import display_name, printable
+from workshop.profilers.runner_files import RUN_FILE
+from workshop.profilers.table import Kernel, KernelTable
+from workshop.results import RunResult
+from workshop.roofline import ceilings
+from workshop.roofline.model import (
+    COMPUTE,
+    GIVEN,
+    MAIN_MEMORY,
+    MEASURED,
+    MEMORY,
+    Ceiling,
+    Point,
+    Roofline,
+)
+from workshop.run import flops, timing
+from workshop.run.precision import PRECISIONS
+
+STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
+"""Categories of a training step's parts."""
+PLAIN_NUMBERS = "numbers"
+"""Category of points that were typed."""
+OURS = "Triton (V3)"
+"""Whose rows of a benchmark are shown."""
+MOST_WITH_PARTS = 4
+"""Runs whose parts are points of their own; of more, only the whole steps."""
+FORWARD_BYTES, BACKWARD_BYTES = 4, 8
+"""A parameter, at the least: the forward pass reads every weight, the backward pass reads it again
+and writes its gradient, in fp32, as this workshop keeps them."""
+LONGEST_LABEL = 60
+ASSUMED = "bf16"
+"""Precision of products that nothing tells it of."""
+LEAST_SEEN = 0.05
+"""Of a profile's time: with fewer kernels counted, it is one without counters."""
+LEAST_COUNTED = 0.9
+"""Of a profile's time, whose bytes must be counted for their sum to be those of a step."""
+BENCHMARK_FILE = "kernels.json"
+
+RUN_BYTES = (
+    "whole steps: operations are those of the products, from the sizes; bytes are a lower bound: "
+    "weights, gradients and AdamW's state, "
+    f"{FORWARD_BYTES} + {BACKWARD_BYTES} + {flops.ADAMW_BYTES_PER_PARAMETER} bytes a parameter. "
+    "Activations are not in it, so the true points lie further left"
+)
+MODEL_BYTES = (
+    "the profile has no counters: operations and bytes are from the model's sizes, every operand "
+    "passing through memory once, so the true points lie further left, unless a cache holds them"
+)
+NEEDS_COUNTERS = (
+    "bytes and operations of each kernel need counters: profile with run_ncu.sh on NVIDIA, "
+    "run_rocprof_compute.sh or run_rocprofv3.sh on AMD"
+)
+_RUN, _BENCHMARK, _CEILINGS = "version", "session", "ceilings"
+"""Second keys of the files that are no profiles."""
+_START = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)"')
+_ROCPROF_LEVELS = {"HBM": MAIN_MEMORY}
+_ROCPROF_RATES = {
+    "FP32": "fp32 vector",
+    "MFMAF32": "fp32",
+    "MFMAXF32": "tf32",
+    "MFMABF16": "bf16",
+    "MFMAF16": "fp16",
+}
+"""Our names for what rocprof-compute calls its ceilings; those of other data types are left out."""
+
+
+@dataclass
+class Inputs:
+    """What was found in the files."""
+
+    runs: list[RunResult] = field(default_factory=list)
+    tables: list[tuple[KernelTable, RunResult | None]] = field(default_factory=list)
+    """Each with the record of its run, where it has one."""
+    benchmarks: list[Path] = field(default_factory=list)
+    ceilings: list[Ceiling] = field(default_factory=list)
+    """That a tool measured beside its profile."""
+    names: list[str] = field(default_factory=list)
+
+
+def load(
+    paths: Sequence[Path], *, precision: str | None = None, config: str | None = None
+) -> Roofline:
+    """The roofline of files and folders; what each is is found out from its content. With a kernel
+    table that has counters and steps, the bytes of that run's whole step are no lower bound.
+
+    Args:
+        precision: of runs, only those of it; of kernels, that of the products where no record
+            tells it.
+        config: of runs, only those of this preset.
+
+    Raises:
+        WorkshopError: nothing in them can be read, or nothing in them has a place on a roofline.
+    """
+    found = Inputs()
+    for path in paths:
+        _collect(path, found)
+    roofline = Roofline(", ".join(found.names), None, [])
+    _add_runs(roofline, found, precision, config)
+    for table, run in found.tables:
+        _add_table(roofline, table, run, precision)
+    for path in found.benchmarks:
+        _add_benchmark(roofline, path)
+    if not roofline.points:
+        reason = "; ".join(roofline.notes) or "no timed run, no kernel with counters"
+        raise WorkshopError(f"{roofline.title}: nothing for a roofline: {reason}")
+    roofline.notes = list(dict.fromkeys(roofline.notes))
+    roofline.ceilings += found.ceilings
+    return roofline
+
+
+def from_numbers(
+    intensities: Sequence[float], gflops: Sequence[float], labels: Sequence[str], precision: str
+) -> Roofline:
+    """The roofline of typed figures: FLOP a byte, 10^9 FLOP a second, and a label each.
+
+    Raises:
+        WorkshopError: their numbers differ, or one is not positive.
+    """
+    if len(intensities) != len(gflops):
+        raise WorkshopError(
+            f"--ai is given {len(intensities)} times, --gflops {len(gflops)}: a point needs both"
+        )
+    if labels and len(labels) != len(gflops):
+        raise WorkshopError(f"--label is given {len(labels)} times for {len(gflops)} points")
+    for name, values in (("--ai", intensities), ("--gflops", gflops)):
+        for value in values:
+            check_figure(name, value)
+    texts = [printable(label) for label in labels] or [f"point {i + 1}" for i in range(len(gflops))]
+    points = [
+        Point(label, PLAIN_NUMBERS, precision, rate * 1e9, rate * 1e9 / intensity)
+        for label, rate, intensity in zip(texts, gflops, intensities, strict=True)
+    ]
+    return Roofline(", ".join(texts), None, points)
+
+
+def given_ceilings(
+    compute_tflops: float | None, bandwidth_gbs: float | None, precision: str
+) -> list[Ceiling]:
+    """Ceilings that were typed, in TFLOP/s and GB/s.
+
+    Raises:
+        WorkshopError: one is not positive.
+    """
+    found = []
+    if bandwidth_gbs is not None:
+        check_figure("--peak-bw", bandwidth_gbs)
+        found.append(Ceiling(MEMORY, MAIN_MEMORY, bandwidth_gbs * 1e9, GIVEN, "--peak-bw"))
+    if compute_tflops is not None:
+        check_figure("--peak-compute", compute_tflops)
+        found.append(Ceiling(COMPUTE, precision, compute_tflops * 1e12, GIVEN, "--peak-compute"))
+    return found
+
+
+def check_figure(name: str, value: float) -> None:
+    """Raises WorkshopError for a figure that is no rate or intensity."""
+    if not results.LEAST <= value <= results.MOST:
+        raise WorkshopError(f"{name} {value}: it must lie between {results.LEAST:g} and 1e15")
+
+
+# --- what a path is ------------------------------------------------------------------------------
+
+
+def _collect(path: Path, found: Inputs) -> None:
+    found.names.append(printable(str(path)))
+    kind = _kind(path)
+    if kind == _RUN:
+        found.runs += results.load_folder(path)
+    elif kind == _BENCHMARK:
+        found.benchmarks.append(path / BENCHMARK_FILE if path.is_dir() else path)
+    elif kind == _CEILINGS:
+        found.ceilings += ceilings.load(path).ceilings()
+    elif path.name == "roofline.csv":
+        found.ceilings += _rocprof_ceilings(path, rocprof_compute.read_roofline(path))
+    else:
+        found.tables.append((profiles.load(path), profiles.recorded_run(path)))
+        if path.is_dir():
+            found.ceilings += _rocprof_ceilings(path, rocprof_compute.ceilings(path))
+
+
+def _kind(path: Path) -> str | None:
+    """What of this workshop's a file is by its second key, or a folder by its files; None for a
+    profile."""
+    if not path.is_dir():
+        return _second_key(path) if path.is_file() else None
+    if (path / RUN_FILE).is_file():
+        return None
+    if _second_key(path / BENCHMARK_FILE) == _BENCHMARK:
+        return _BENCHMARK
+    files = (*path.glob("*.json"), *path.rglob("runs/**/*.json"))
+    return _RUN if any(_second_key(file) == _RUN for file in files) else None
+
+
+def _second_key(path: Path) -> str | None:
+    """The first is schema_version in all that this workshop writes."""
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    match = _START.match("".join(islice(reading.lines(path), 3)))
+    return match[1] if match else None
+
+
+def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list[Ceiling]:
+    """Those of the first GPU."""
+    if not found:
+        return []
+    source = f"rocprof-compute's micro-benchmarks, GPU {found[0].device}: {printable(path.name)}"
+    return [
+        *(
+            Ceiling(MEMORY, _ROCPROF_LEVELS.get(name, name), c.value * 1e9, MEASURED, source)
+            for name, c in found[0].bandwidths_gbs.items()
+        ),
+        *(
+            Ceiling(COMPUTE, _ROCPROF_RATES[name], c.value * 1e9, MEASURED, source)
+            for name, c in found[0].rates_gflops.items()
+            if name in _ROCPROF_RATES
+        ),
+    ]
+
+
+# --- whole steps ---------------------------------------------------------------------------------
+
+
+def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: str | None) -> None:
+    runs = _of_one_device(found.runs, roofline)
+    wanted = [
+        run
+        for run in runs
+        if precision in (None, run.precision) and config in (None, run.config_name)
+    ]
+    if runs and not wanted:
+        have = ", ".join(sorted({f"{run.config_name} {run.precision}" for run in runs}))
+        raise WorkshopError(
+            f"no run is {config or 'of any size'} {precision or ''}: there is {have}"
+        )
+    chosen = studies.preferred(wanted, among=runs)
+    rows = [row for row in comparison.build_rows(chosen) if row.step_ms]
+    if not rows:
+        return
+    _set_device(roofline, next(run for run in wanted if _is_of(run, rows[0])).device)
+    several = len({(row.config, row.precision) for row in rows}) > 1
+    if len(rows) > MOST_WITH_PARTS:
+        roofline.notes.append(
+            f"only whole steps of {len(rows)} versions and sizes are shown; with fewer (--config, "
+            "--precision) the parts of a step are points too"
+        )
+    points: list[Point] = []
+    for row in rows:
+        label = f"{row.label} {row.config} {row.precision}" if several else row.label
+        run = next(run for run in wanted if _is_of(run, row))
+        parts = len(rows) <= MOST_WITH_PARTS
+        points += _run_points(label, row, run, _counted_bytes(run, found), parts=parts)
+        roofline.warnings += row.plausibility
+    roofline.points += sorted(points, key=lambda point: point.category != STEP)
+    roofline.notes.append(RUN_BYTES)
+
+
+def _of_one_device(runs: list[RunResult], roofline: Roofline) -> list[RunResult]:
+    """Those of the device that the newest session ran on."""
+    if not runs:
+        return []
+    newest = max(runs, key=lambda run: run.session).device.get("name")
+    others = {str(run.device.get("name")) for run in runs} - {str(newest)}
+    if others:
+        roofline.notes.append(
+            f"a roofline is of one device: {newest}, which ran last. Left out: "
+            + ", ".join(sorted(map(printable, others)))
+        )
+    return [run for run in runs if run.device.get("name") == newest]
+
+
+def _is_of(run: RunResult, row: comparison.Row) -> bool:
+    names = ("session", "version", "precision", "batch_size", "seq_len")
+    return run.config_name == row.config and all(
+        getattr(run, name) == getattr(row, name) for name in names
+    )
+
+
+def _run_points(
+    label: str, row: comparison.Row, run: RunResult, counted: float | None, *, parts: bool
+) -> Iterator[Point]:
+    """The step, and its parts if wanted. AdamW does no products: it has bytes only."""
+    sizes = _sizes(run)
+    work = flops.step_flops(sizes, row.batch_size, row.seq_len)
+    parameters = flops.parameter_count(sizes)
+    adamw_bytes = flops.ADAMW_BYTES_PER_PARAMETER
+    step_bytes = FORWARD_BYTES + BACKWARD_BYTES + adamw_bytes
+    rows: list[tuple[str, str, float | None, float | None, float]] = [
+        (STEP, label, row.step_ms, work.total, step_bytes)
+    ]
+    if parts:
+        rows += [
+            (FORWARD, f"{label} forward", row.forward_ms, work.forward, FORWARD_BYTES),
+            (BACKWARD, f"{label} backward", row.backward_ms, work.backward, BACKWARD_BYTES),
+            (ADAMW, f"{label} AdamW", row.optimizer_ms, None, adamw_bytes),
+        ]
+    for category, name, milliseconds, operations, bytes_each in rows:
+        if not milliseconds:
+            continue
+        seconds = milliseconds / 1e3
+        moved = float(parameters * bytes_each) if _fills_memory(parameters) else None
+        if category == STEP and counted is not None:
+            moved = counted
+        yield Point(
+            label=printable(name),
+            category=category,
+            precision=row.precision,
+            flops_per_s=None if operations is None else operations / seconds,
+            bytes_per_s=None if moved is None else moved / seconds,
+            seconds=seconds,
+            share=milliseconds / row.step_ms if row.step_ms else None,
+            at_least=moved is not counted,
+        )
+
+
+def _fills_memory(parameters: int) -> bool:
+    """Whether weights, gradients and moments are too large for any cache, which could keep them
+    from one part of a step to the next."""
+    return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > plausibility.LAST_LEVEL_CACHE_BYTES
+
+
+def _sizes(run: RunResult) -> flops.Sizes:
+    names = [size.name for size in dataclasses.fields(flops.Sizes)]
+    return flops.Sizes(**{name: int(run.config[name]) for name in names})
+
+
+def _counted_bytes(run: RunResult, found: Inputs) -> float | None:
+    """Of a step, from a profile of the same version, size and precision; None without one."""
+    for table, profiled in found.tables:
+        steps = figures.Figures(table, profiled).steps
+        counted = [kernel for kernel in table.kernels if kernel.bytes is not None]
+        counted_ns = sum(kernel.total_ns for kernel in counted)
+        if (
+            profiled is not None
+            and steps
+            and _same_work(profiled, run)
+            and counted_ns >= LEAST_COUNTED * table.total_ns
+        ):
+            return sum(kernel.bytes or 0.0 for kernel in counted) / steps
+    return None
+
+
+def _same_work(one: RunResult, other: RunResult) -> bool:
+    names = ("version", "config", "batch_size", "seq_len", "precision")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def _add_table(
+    roofline: Roofline, table: KernelTable, run: RunResult | None, precision: str | None
+) -> None:
+    _set_device(roofline, run.device if run else {"name": table.device}, table.path)
+    roofline.notes += [printable(warning) for warning in table.warnings]
+    counted = [kernel for kernel in table.kernels if _is_counted(kernel)]
+    # A trace tells the bytes of copies and memsets, without any counter.
+    if sum(table.share(kernel) for kernel in counted) >= LEAST_SEEN:
+        _add_kernels(roofline, table, counted, run, precision)
+        return
+    if run is not None:
+        _add_products(roofline, figures.Figures(table, run), run)
+    roofline.notes.append(NEEDS_COUNTERS)
+
+
+def _set_device(roofline: Roofline, device: Mapping[str, object], path: Path | None = None) -> None:
+    """Raises WorkshopError for another device than that of the inputs before."""
+    name = printable(str(device.get("name") or "")) or None
+    if name and roofline.device not in (None, name):
+        raise WorkshopError(
+            f"{path}: is of {name}, other inputs of {roofline.device}: a roofline is of one device"
+        )
+    roofline.device = roofline.device or name
+    roofline.threads = roofline.threads or device.get("threads")
+
+
+def _is_counted(kernel: Kernel) -> bool:
+    return kernel.total_ns > 0 and (kernel.bytes is not None or kernel.flops is not None)
+
+
+def _add_kernels(
+    roofline: Roofline,
+    table: KernelTable,
+    counted: list[Kernel],
+    run: RunResult | None,
+    precision: str | None,
+) -> None:
+    of_products = precision or (run.precision if run else None)
+    if of_products is None:
+        of_products = ASSUMED
+        roofline.notes.append(
+            f"nothing tells the run's precision: products are held against {ASSUMED}; --precision "
+            "says otherwise"
+        )
+    for kernel in counted:
+        seconds = kernel.total_ns / 1e9
+        roofline.points.append(
+            Point(
+                label=display_name(kernel.name, LONGEST_LABEL),
+                category=kernel.category,
+                precision=of_products if figures.is_product(kernel) else "fp32",
+                flops_per_s=None if kernel.flops is None else kernel.flops / seconds,
+                bytes_per_s=None if kernel.bytes is None else kernel.bytes / seconds,
+                seconds=seconds,
+                share=table.share(kernel),
+                calls=kernel.calls,
+            )
+        )
+    without = len(table.kernels) - len(counted)
+    if without:
+        missed = 1 - sum(table.share(kernel) for kernel in counted)
+        roofline.notes.append(
+            f"{without} of {len(table.kernels)} kernels, {missed:.0%} of the time, have no "
+            "counters or no time, and are left out"
+        )
+
+
+def _add_products(roofline: Roofline, known: figures.Figures, run: RunResult) -> None:
+    """Of a profile without counters: all products, all fused attention and AdamW as a point each,
+    as far as the model's sizes tell what they do."""
+    reached = run.gradients
+    if known.steps is None or (reached and reached.params_with_grad < reached.params_total):
+        return  # how often, or whether, the work was done is not known
+    sizes, tokens = _sizes(run), run.batch_size * run.seq_len
+    times = known.groups_ns
+    width = 4 if PRECISIONS[run.precision].autocast_dtype is None else 2
+    attention = 3 * flops.attention_flops(sizes, run.batch_size, run.seq_len)
+    products = 3 * flops.matmul_flops(sizes, tokens)
+    fused = times["attention"] > 0
+    parameters = flops.parameter_count(sizes)
+    parts: list[tuple[str, str, float | None, float]] = [
+        # Without a kernel of its own, attention's products are among the others.
+        ("GEMM", "all matrix products", products + (0 if fused else attention),
+         _product_bytes(sizes, tokens, width)),
+        ("attention", "all fused attention", attention, _attention_bytes(sizes, tokens, width)),
+    ]  # fmt: skip
+    if _fills_memory(parameters):
+        moved = float(flops.ADAMW_BYTES_PER_PARAMETER * parameters)
+        parts.append(("optimizer", "all of AdamW", None, moved))
+    for category, label, operations, moved in parts:
+        seconds = times[category] / known.steps / 1e9
+        if not seconds:
+            continue
+        roofline.points.append(
+            Point(
+                label=f"{label} of a step",
+                category=category,
+                precision=run.precision,
+                flops_per_s=None if operations is None else operations / seconds,
+                bytes_per_s=moved / seconds,
+                seconds=seconds,
+                share=times[category] / known.total_ns,
+                at_least=True,
+            )
+        )
+    roofline.notes.append(MODEL_BYTES)
+
+
+def _product_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
+    """Of a step's products with weights: forward, gradient of the inputs, gradient of the weights.
+    Each has the same three matrices as operands and result, of `width` bytes a number. q, k and v
+    count as one product, and so do gate and up: fused, they read their input once."""
+    hidden, inner = sizes.hidden_dim, sizes.intermediate_dim
+    kv = sizes.num_kv_heads * hidden // sizes.num_heads
+    layer = ((hidden, hidden + 2 * kv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden))
+    shapes = (*layer * sizes.num_layers, (hidden, sizes.vocab_size))
+    return 3.0 * width * sum(tokens * (k + n) + k * n for k, n in shapes)
+
+
+def _attention_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
+    """Of a step's fused attention. Forward: reads q, k, v and writes o; backward: reads them and
+    o's gradient, and writes those of q, k and v."""
+    kv = sizes.num_kv_heads * sizes.hidden_dim // sizes.num_heads
+    return 6.0 * width * tokens * (sizes.hidden_dim + kv) * sizes.num_layers
+
+
+# --- V3's benchmark ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Row:
+    """The fields of a benchmark's row that a point needs."""
+
+    op: str
+    size: str
+    contender: str
+    unit: str
+    amounts: dict[str, float]
+    samples: dict[str, list[float]]
+
+
+def _add_benchmark(roofline: Roofline, path: Path) -> None:
+    """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
+    content = results.read_json(path)
+    measurement = ceilings.load(path)
+    _set_device(roofline, measurement.device, path)
+    names = [name.name for name in dataclasses.fields(_Row)]
+    points: list[Point] = []
+    for index, record in enumerate(content["rows"]):
+        where = f"rows[{index}]."
+        kept = {k: v for k, v in record.items() if k in names} if isinstance(record, dict) else {}
+        row = results.decode(_Row, kept, path, where)
+        if row.contender == OURS:
+            points += _benchmark_points(row, str(content.get("precision")))
+    roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
+    roofline.notes.append(
+        "the benchmark counts the bytes of element-wise kernels and the operations of products: "
+        "each point has one of the two, and stands at the edge of the picture"
+    )
+
+
+def _benchmark_points(row: _Row, precision: str) -> Iterator[Point]:
+    of_products = row.unit == "TFLOP/s"
+    category = categorize(row.op)
+    if of_products and category != "attention":
+        category = "GEMM"
+    for phase, samples in row.samples.items():
+        if not samples or not row.amounts.get(phase):
+            continue
+        seconds = timing.median(samples) / 1e3
+        rate = row.amounts[phase] / seconds
+        yield Point(
+            label=printable(f"{row.op} {row.size}, {phase}"),
+            category=category,
+            precision=precision if of_products else "fp32",
+            flops_per_s=rate if of_products else None,
+            bytes_per_s=None if of_products else rate,
+            seconds=seconds,
+            calls=1,
+        )

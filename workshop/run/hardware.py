@@ -1,0 +1,174 @@
+"""Which device runs, and what a large product and copy reach on it."""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import torch
+
+from workshop.errors import WorkshopError
+from workshop.run import chips
+
+
+def get_device(name: str) -> torch.device:
+    """`auto` is the first GPU, else the CPU; `cpu`, `cuda` and `cuda:N` as PyTorch spells them
+    (ROCm's devices are `cuda` too).
+
+    Raises:
+        WorkshopError: no such device here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise WorkshopError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise WorkshopError(
+            f"device {name}: PyTorch {torch.__version__} sees no GPU here; use --device cpu, or "
+            "run setup/validation_scripts/test_environment.py to find out why"
+        )
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= torch.cuda.device_count():
+        raise WorkshopError(f"device {name}: this machine has {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    return _cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """All of the device's memory; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+class _CgroupFiles(NamedTuple):
+    """Where a version of Linux's control groups keeps what it says of memory."""
+
+    controller: str
+    """As /proc/self/cgroup names it."""
+    tree: str
+    limit: str
+    usage: str
+    prefix: str
+    """In memory.stat, of sums over a group and all below it."""
+
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_CGROUP_VERSIONS = (
+    _CgroupFiles("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    _CgroupFiles("", "", "memory.max", "memory.current", ""),
+)
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """What a new process could have of the device's memory, on the CPU within the limits of its
+    container or batch job; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_PROC / "meminfo"), re.MULTILINE)
+    of_machine = int(match.group(1)) * 1024 if match else memory_bytes(device)
+    found = [of_machine, *(_left_bytes(*group) for group in _cgroups())]
+    return min((left for left in found if left is not None), default=None)
+
+
+def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
+    """The control groups around this process, each in those above it."""
+    for line in _read(_PROC / "self" / "cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        for files in _CGROUP_VERSIONS:
+            if files.controller in controllers.split(","):
+                own = PurePosixPath(place.lstrip("/"))
+                # A container may be told its host's place, but see the tree from its own on.
+                for folder in (own, *own.parents):
+                    yield _CGROUPS / files.tree / folder, files
+
+
+def _left_bytes(folder: Path, files: _CgroupFiles) -> int | None:
+    """What a control group has left; None where it has no limit or is not there."""
+    limit, used = (_read(folder / name).strip() for name in (files.limit, files.usage))
+    if not (limit.isdigit() and used.isdigit()):  # "max"
+        return None
+    # Its use includes cached files, which give way where memory is short.
+    cached = rf"^{files.prefix}(?:in)?active_file (\d+)$"
+    found = re.findall(cached, _read(folder / "memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - int(used) + sum(map(int, found)))
+
+
+def _read(path: Path) -> str:
+    """A file's text; nothing where there is none that can be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def describe(device: torch.device) -> dict[str, str | int | float | None]:
+    """What a result file says of its device."""
+    peaks = chips.find_peaks(device_name(device)) if device.type == "cuda" else None
+    record: dict[str, str | int | float | None] = {
+        "type": device.type,
+        "name": device_name(device),
+        "peaks_source": peaks.source if peaks else None,
+    }
+    if device.type == "cpu":
+        return record | {"threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    architecture = f"sm_{properties.major}{properties.minor}"
+    if torch.version.hip:
+        architecture = properties.gcnArchName.split(":")[0]
+    return record | {
+        "architecture": architecture,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+    }
+
+
+def measure_matmul_tflops(device: torch.device, autocast_dtype: torch.dtype | None) -> float:
+    """The best of several large square products, in TFLOP/s: what the library reaches here."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=device, dtype=autocast_dtype or torch.float32)
+    b = torch.randn(size, size, device=device, dtype=a.dtype)
+    seconds = _best_seconds(lambda: a @ b, device)
+    return 2 * size**3 / seconds / 1e12
+
+
+def measure_copy_gbs(device: torch.device) -> float:
+    """The best of several copies of 256 MB (GPU: 2 GB), in GB/s, read and write both counted."""
+    count = (64 if device.type == "cpu" else 512) * 10**6
+    source = torch.ones(count, device=device)
+    target = torch.empty_like(source)
+    return 2 * 4 * count / _best_seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """The shortest of a few runs: a ceiling is what the machine can do undisturbed."""
+    durations = []
+    for _ in range(repeats + 1):  # the first is the warm-up
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])

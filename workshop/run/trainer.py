@@ -1,0 +1,533 @@
+"""Training: one step (eager, compiled or captured), the timed loop, the phases, the memory."""
+
+import gc
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from workshop.errors import WorkshopError
+from workshop.run import first_use, markers, memory, waiting
+from workshop.run.precision import Precision
+from workshop.run.timing import StepClock
+
+COMPILE_MODES = (
+    "none",
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
+EAGER_STEPS_BEFORE_CAPTURE = 3
+"""Steps that really train before a graph is captured: they compile, choose kernels and create
+the optimizer's state, none of which a capture may do."""
+Progress = Callable[[int, float, float, Callable[[], int]], None]
+"""Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
+that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many steps a run trains for what, in this order; at least 1 of the first two."""
+
+    warmup: int
+    timed: int
+    phases: int
+
+    @property
+    def batches(self) -> int:
+        """All steps: with them the one that tells the peak of memory on the CPU."""
+        return self.warmup + self.timed + self.phases + 1
+
+
+class Phases(Protocol):
+    """A training step in its parts."""
+
+    def clear(self) -> None: ...
+    def forward(self) -> Tensor: ...
+    def backward(self, loss: Tensor) -> None: ...
+    def update(self) -> None: ...
+
+
+class EagerStep:
+    """zero_grad, forward, backward, update: the whole step, launched operation by operation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        inputs: Tensor,
+    ) -> None:
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self.inputs = inputs
+        self.device_type = inputs.device.type
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision.loss_scaling)
+
+    def forward(self) -> Tensor:
+        with self.precision.autocast(self.device_type):
+            loss: Tensor = self.model(self.inputs[0], self.inputs[1])
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:  # a version whose backward pass is cut still has a time to show
+            self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self) -> Tensor:
+        self.clear()
+        loss = self.forward()
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+    def settle_scale(self) -> None:
+        """Halves fp16's loss scale until the present batch's gradients don't overflow, and once
+        more for the batches to come; trains nothing. A GradScaler would leave out a step each time,
+        and not the same in all versions: where a product sums the embedding's gradient in fp16 it
+        overflows, in fp32 it does not."""
+        fits = False
+        while not fits and self.scaler.get_scale() > 1:  # a NaN at any scale is no overflow
+            self.clear()
+            self.backward(self.forward())
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            fits = all(bool(gradient.isfinite().all()) for gradient in gradients)
+            scale = self.scaler.get_scale() / 2
+            self.scaler = torch.amp.GradScaler(self.device_type, init_scale=scale)
+
+
+class GraphedStep:
+    """The whole step captured once and replayed with one launch.
+
+    Everything that changes from step to step lives on the device, where the graph finds it: the
+    batch (copied into the step's inputs), the learning rate and step count (`make_capturable`),
+    the loss scale. The capture itself trains nothing.
+    """
+
+    def __init__(self, step: EagerStep, stream: torch.cuda.Stream) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        step.clear()  # so that the gradients are allocated inside the graph's memory
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss = step()
+
+    def __call__(self) -> Tensor:
+        self.graph.replay()
+        return self.loss
+
+
+class GraphedPhases:
+    """Forward, backward and update captured apart, so that each can be timed as it runs."""
+
+    def __init__(self, step: EagerStep, stream: torch.cuda.Stream) -> None:
+        self._forward, self._backward, self._update = (torch.cuda.CUDAGraph() for _ in range(3))
+        pool = torch.cuda.graph_pool_handle()
+        step.clear()
+        with torch.cuda.graph(self._forward, pool=pool, stream=stream):
+            self._loss = step.forward()
+        with torch.cuda.graph(self._backward, pool=pool, stream=stream):
+            step.backward(self._loss)
+        with torch.cuda.graph(self._update, pool=pool, stream=stream):
+            step.update()
+
+    def clear(self) -> None:
+        """Nothing: the captured backward pass overwrites the gradients."""
+
+    def forward(self) -> Tensor:
+        self._forward.replay()
+        return self._loss
+
+    def backward(self, loss: Tensor) -> None:
+        self._backward.replay()
+
+    def update(self) -> None:
+        self._update.replay()
+
+
+@dataclass
+class Training:
+    """What a training run measured. Times in ms, memory in MB, set-up in seconds: `capture`, and
+    `warm_up` without it and without what compilers took meanwhile."""
+
+    step_ms: list[float] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    memory_mb: dict[str, float | str] = field(default_factory=dict)
+    setup_s: dict[str, float] = field(default_factory=dict)
+    waited_share: float | None = None
+    """As a result has it."""
+    interrupted: bool = False
+    no_memory_for_phases: bool = False
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the learning rate and step count on the device, where a captured graph reads them
+    anew at each replay. Call it before the first step."""
+    for group in optimizer.param_groups:
+        device = group["params"][0].device
+        group["capturable"] = True
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+
+
+def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    if precision.loss_scaling and not optimizer.defaults.get("fused"):
+        raise WorkshopError(
+            "--precision fp16 with --cuda-graph needs a fused optimizer: the plain one asks the "
+            "host at every step whether a gradient overflowed, which a graph can't"
+        )
+
+
+def missing_for_compile(device: torch.device) -> str | None:
+    """What torch.compile would call for and not find here, or None: a C++ compiler ($CXX or the
+    system's) for the CPU, a C compiler for the launchers of GPU kernels, Python's headers; and for
+    the CPU folders without spaces."""
+    if device.type == "cpu":
+        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
+    else:
+        names = [os.environ.get("CC", "gcc"), "clang"]
+    if not any(shutil.which(name) for name in names):
+        return f"a compiler ({names[0]})"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        return "Python's headers (Python.h, in python3-dev or python3-devel)"
+    places = (torch.__file__, sysconfig.get_paths()["include"], tempfile.gettempdir())
+    spaced = [place for place in places if " " in place]
+    if device.type == "cpu" and spaced:  # which PyTorch hands to the compiler without quotes
+        return f"a path without spaces to {spaced[0]}"
+    return None
+
+
+def check_options(
+    device: torch.device, precision: Precision, compile_mode: str, cuda_graph: bool
+) -> None:
+    """Raises WorkshopError for a combination that can't run here."""
+    missing = missing_for_compile(device) if compile_mode != "none" else None
+    if missing:
+        raise WorkshopError(f"--compile needs {missing}; install it or use --compile none")
+    if not cuda_graph:
+        return
+    if device.type == "cpu":
+        raise WorkshopError("--cuda-graph needs a GPU; use --no-cuda-graph")
+    if compile_mode in ("reduce-overhead", "max-autotune"):
+        raise WorkshopError(
+            f"--compile {compile_mode} captures graphs of its own, which can't be captured again: "
+            "use --no-cuda-graph, or --compile default or max-autotune-no-cudagraphs"
+        )
+
+
+class Runner:
+    """Carries a model through its batches: load a batch, step, note the loss, all without waiting
+    for the device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: Tensor,
+        precision: Precision,
+        *,
+        cuda_graph: bool,
+    ) -> None:
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.model, self.optimizer = model, optimizer
+        self.done = 0
+        self.capture_s = 0.0
+        """Seconds that the capture of the whole step took."""
+        self._cpu_peak = 0
+        self._batches = batches
+        self.inputs = torch.empty_like(batches[0], device=self.device)
+        self._losses = torch.empty(len(batches), dtype=parameter.dtype)
+        if self.device.type == "cuda":
+            # From pinned memory, and into it, copies run in the stream while the host goes on.
+            self._batches = batches if batches.is_cuda else batches.pin_memory()
+            self._losses = self._losses.pin_memory()
+        self._stream = torch.cuda.Stream(self.device) if cuda_graph else None
+        if cuda_graph:
+            _check_capturable(optimizer, precision)
+            make_capturable(optimizer)
+        self.eager = EagerStep(model, optimizer, precision, self.inputs)
+        self._step: Callable[[], Tensor] = self.eager
+
+    def load(self) -> None:
+        """Puts the next batch where the step reads it."""
+        self.inputs.copy_(self._batches[self.done], non_blocking=True)
+
+    def advance(self) -> None:
+        self.load()
+        loss = self._step()
+        self._losses[self.done].copy_(loss, non_blocking=True)
+        self.done += 1
+
+    def loss(self, index: int) -> float:
+        """The loss of a step that the device has finished."""
+        return float(self._losses[index])
+
+    def losses(self) -> Tensor:
+        """The losses so far, (done,), after waiting for the device."""
+        self.wait()
+        return self._losses[: self.done].clone()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def warm_up(self, steps: int) -> None:
+        """Trains `steps` steps (at least 1) in which compilers and allocators settle; then the
+        graph is captured, if one is wanted, and the peak of memory counted anew."""
+        left = self._settle(steps)
+        # The allocator sees a graph's memory only while it is captured: the peak counts from here.
+        self._count_peak_anew()
+        if self._stream is not None:
+            start = time.perf_counter()
+            self._step = GraphedStep(self.eager, self._stream)
+            self.wait()
+            self.capture_s = time.perf_counter() - start
+        for _ in range(left):
+            self.advance()
+
+    def warm_up_parts(self, steps: int) -> Phases:
+        """As `warm_up`, for a step that runs in its parts alone, which it returns: the whole one is
+        never captured."""
+        left = self._settle(steps)
+        parts = self.parts()
+        for _ in range(left):
+            self.marked_step(parts, nullcontext)
+        return parts
+
+    def _settle(self, steps: int) -> int:
+        """Trains those of `steps` that come before a capture, or all; how many are left."""
+        if self._stream is None:
+            self._settle_scale()
+            for _ in range(steps):
+                self.advance()
+            return 0
+        eager_steps = min(steps, EAGER_STEPS_BEFORE_CAPTURE)
+        # A capture runs on a side stream, and autograd's nodes stay with the first they meet.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._settle_scale()
+            for _ in range(eager_steps):
+                self.advance()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return steps - eager_steps
+
+    def _settle_scale(self) -> None:
+        if self.eager.scaler.is_enabled():
+            self.load()
+            self.eager.settle_scale()
+
+    def _count_peak_anew(self) -> None:
+        if self.device.type == "cuda":
+            self.wait()
+            gc.collect()
+            # cuBLAS keeps a workspace for every stream that ever called it, also for the gate's.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def profile_cpu_peak(self) -> None:
+        """Trains one step under the profiler to find its peak: PyTorch keeps none for the CPU."""
+        self.eager.clear()
+        gc.collect()  # what the step would release, but earlier ones allocated
+        self._cpu_peak = memory.cpu_step_peak(self.advance, self._live_bytes)
+
+    def peak_bytes(self) -> int:
+        """The peak since the warm-up; on the CPU that of the profiled step."""
+        if self.device.type == "cpu":
+            return self._cpu_peak
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def memory_mb(self) -> dict[str, float | str]:
+        """The peak, and what it is made of."""
+        self.wait()
+        on_gpu = self.device.type == "cuda"
+        source = "allocator" if on_gpu else "profiled allocations"
+        breakdown = memory.break_down(self.peak_bytes(), self.model, self.optimizer, source)
+        if on_gpu:
+            breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
+        return breakdown
+
+    def _live_bytes(self) -> int:
+        state = memory.optimizer_tensors(self.optimizer)
+        return memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
+
+    def parts(self) -> Phases:
+        """The step in its parts: three graphs, if it is captured. Its whole graph is given up with
+        the memory that it holds."""
+        if self._stream is None:
+            return self.eager
+        self._step = self.eager
+        self._count_peak_anew()
+        return GraphedPhases(self.eager, self._stream)
+
+    def marked_step(self, parts: Phases, range_: markers.Range) -> None:
+        """Trains one step in a marker range, with ranges around its parts, for a profiler."""
+        with range_("step"):
+            self.load()
+            parts.clear()
+            with range_("forward"):
+                loss = parts.forward()
+            with range_("backward"):
+                parts.backward(loss)
+            with range_("optimizer"):
+                parts.update()
+        self.done += 1
+
+    def phases(self, steps: int) -> tuple[list[float], list[float], list[float]]:
+        """Trains `steps` more steps with marks between their parts; the forward, backward and
+        optimizer times in ms. Kept apart from the timed steps, which the marks would slow."""
+        parts = self.parts()
+        clock = StepClock(self.device)
+        for _ in range(steps):
+            self.load()
+            clock.mark()
+            parts.clear()
+            clock.mark()
+            loss = parts.forward()
+            clock.mark()
+            parts.backward(loss)
+            clock.mark()
+            parts.update()
+            clock.mark()
+            self.done += 1
+        self.wait()
+        starts = range(0, 5 * steps, 5)
+        forward = [clock.between_ms(i + 1, i + 2) for i in starts]
+        backward = [clock.between_ms(i + 2, i + 3) for i in starts]
+        optimizer = [clock.between_ms(i, i + 1) + clock.between_ms(i + 3, i + 4) for i in starts]
+        return forward, backward, optimizer
+
+
+def train_losses(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Tensor,
+    precision: Precision,
+    *,
+    cuda_graph: bool = False,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Tensor:
+    """Trains on each of `batches` (n, 2, B, T) once, as `train` does; the losses, (n,).
+
+    Args:
+        tell: is given which step begins, of those after the warm-up.
+    """
+    runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
+    runner.warm_up(min(EAGER_STEPS_BEFORE_CAPTURE, len(batches)))
+    while runner.done < len(batches):
+        tell(f"training step {runner.done + 1}/{len(batches)}")
+        runner.advance()
+    return runner.losses()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Tensor,
+    precision: Precision,
+    *,
+    schedule: Schedule,
+    cuda_graph: bool,
+    progress: Progress | None = None,
+    after_clock: Callable[[Tensor], None] | None = None,
+) -> Training:
+    """Trains the schedule's steps: warm-up, timed, and those whose parts are timed. On the CPU
+    one step between the first two tells the peak of memory.
+
+    Args:
+        batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own
+            batch to the device, and that copy is in its time.
+        after_clock: called with the losses so far, (steps,), when the timed steps are over and
+            the weights and gradients are still theirs.
+
+    A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
+    marked `interrupted`, without phases. These are left out, too, if there is no memory for the
+    graphs that they are captured in.
+    """
+    runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
+    start, compiled = time.perf_counter(), first_use.compile_seconds()
+    runner.warm_up(schedule.warmup)
+    runner.wait()
+    apart = runner.capture_s + first_use.compile_seconds() - compiled
+    warm_up = max(0.0, time.perf_counter() - start - apart)
+    training = Training(setup_s={"capture": runner.capture_s, "warm_up": warm_up})
+    if runner.device.type == "cpu":
+        runner.profile_cpu_peak()
+
+    first, clock = runner.done, StepClock(runner.device)
+    start, waited = time.perf_counter(), waiting.seconds_without_processor()
+    try:
+        _timed_steps(runner, clock, schedule.timed, progress)
+        training.waited_share = waiting.longest_share(waited, time.perf_counter() - start)
+        training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
+        if after_clock is not None:
+            after_clock(runner.losses())
+        if schedule.phases:
+            _time_phases(runner, schedule.phases, training)
+    except KeyboardInterrupt:
+        training.interrupted = True
+    training.step_ms = clock.durations_ms()
+    training.losses = runner.losses()[: first + len(training.step_ms)].tolist()
+    training.memory_mb = training.memory_mb or runner.memory_mb()
+    return training
+
+
+def _time_phases(runner: Runner, steps: int, training: Training) -> None:
+    try:
+        phases = runner.phases(steps)
+    except (RuntimeError, MemoryError) as error:
+        if memory_asked_for(error) is None:
+            raise
+        training.no_memory_for_phases = True
+    else:
+        training.forward_ms, training.backward_ms, training.optimizer_ms = phases
+
+
+def memory_asked_for(error: BaseException) -> str | None:
+    """How much the allocation that failed asked for; None for an error of another kind. A capture
+    that it breaks off ends in an error of its own, behind which it is found."""
+    match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    if match and match[2] == "bytes":
+        return f"{int(match[1]) / 1e9:,.2f} GB"
+    if match:
+        return f"{match[1]} {match[2]}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "block"
+    behind = error.__cause__ or error.__context__
+    return None if behind is None else memory_asked_for(behind)
+
+
+def _timed_steps(
+    runner: Runner, clock: StepClock, num_steps: int, progress: Progress | None
+) -> None:
+    """Enqueues the steps; reports those that the device has meanwhile finished, never waiting."""
+    first, reported = runner.done, 0
+    clock.mark()
+    for step in range(1, num_steps + 1):
+        runner.advance()
+        clock.mark()
+        if step == num_steps:
+            runner.wait()
+        while progress and reported < step and clock.reached(reported + 1):
+            reported += 1
+            time_ms = clock.between_ms(reported - 1, reported)
+            loss = runner.loss(first + reported - 1)
+            progress(reported, loss, time_ms, runner.peak_bytes)
