@@ -258,7 +258,8 @@ def test_a_scale_that_overflows_is_halved_before_the_first_step() -> None:
     model.forward = lambda tokens, targets: (model.weight * 2.0**-10).sum()  # type: ignore[method-assign]
     model.weight.register_hook(lambda gradient: gradient.where(gradient < 9, torch.inf))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = trainer.EagerStep(model, optimizer, get_precision("bf16", CPU), torch.zeros(2, 1))
+    bf16 = get_precision("bf16", CPU)
+    step = trainer.Runner(model, optimizer, torch.zeros(1, 2, 1), bf16, cuda_graph=False)
     step.scaler = torch.amp.GradScaler("cpu")
     before = model.weight.detach().clone()
     step.settle_scale()

@@ -23,7 +23,7 @@ from workshop import errors, results, versions
 from workshop.gate import parity
 from workshop.profilers import flop_counts, profile_run
 from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Utilisation, Work
-from workshop.run import flops, interpreter, trainer
+from workshop.run import flops, interpreter
 from workshop.run.precision import get_precision
 
 NAME = "run_deepspeed_flops.py"
@@ -44,21 +44,16 @@ def load_script() -> ModuleType:
 SCRIPT = load_script()
 
 
-def make_step(key: str, config, precision: str = "fp32") -> trainer.EagerStep:
+def make_step(key: str, config, precision: str = "fp32") -> flop_counts.CountedStep:
     module = versions.load(key)
     torch.manual_seed(0)
     model = module.TinyLlama(config)
     tokens = torch.randint(config.vocab_size, (2, B, T))
     device = torch.device("cpu")
-    return trainer.EagerStep(
-        model,
-        module.configure_optimizer(model, 1e-3),
-        get_precision(precision, device),
-        tokens,
-    )
+    return flop_counts.CountedStep(model, get_precision(precision, device), tokens)
 
 
-def explain(step: trainer.EagerStep, config) -> tuple[TorchCount, Work, list[Remark]]:
+def explain(step: flop_counts.CountedStep, config) -> tuple[TorchCount, Work, list[Remark]]:
     """FlopCounterMode's count of a step and the remarks on it, which account for all of it."""
     counted = flop_counts.count_with_torch(step, SCRIPT.count_with_torch)
     work = Work.of(config, B, T)

@@ -241,7 +241,7 @@ def bare_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callable[
 
 
 def captured(step: Callable[[], None], optimizer) -> torch.cuda.CUDAGraph:
-    trainer.make_capturable(optimizer)
+    versions.load("v4").make_capturable(optimizer)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop import versions
+from workshop.errors import WorkshopError
 from workshop.gate import parity
-from workshop.run import interpreter
+from workshop.run import interpreter, presets
 from workshop.versions import VERSIONS
 
 KEYS = versions.available()
@@ -41,8 +42,11 @@ def test_a_version_changes_what_the_registry_says_and_nothing_else(key: str) -> 
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_config_is_the_same_in_every_version(key: str) -> None:
-    assert definitions(key)["TinyLlamaConfig"] == definitions("v1")["TinyLlamaConfig"]
+def test_config_and_training_step_are_the_same_in_every_version(key: str) -> None:
+    for name in ("TinyLlamaConfig", "train_step"):
+        assert definitions(key)[name] == definitions("v1")[name]
+    for name in ("make_capturable", "capture_step"):
+        assert definitions(key).get(name) in (None, definitions("v4")[name])
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -118,8 +122,8 @@ def test_initialisation_starts_at_the_loss_of_guessing(key: str) -> None:
     ],
 )
 def test_sizes_that_make_no_model_are_refused(sizes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        versions.load("v1").TinyLlamaConfig(**sizes)
+    with pytest.raises(WorkshopError, match=message):
+        presets.check_sizes(versions.load("v1").TinyLlamaConfig(**sizes))
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -22,8 +22,11 @@ Shapes in the comments:
 """
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # PyTorch and Triton are not everywhere, and take seconds to import
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,25 +39,8 @@ if __name__ == "__main__":  # PyTorch and Triton are not everywhere, and take se
     leave_if_missing("v3")
 
 import torch
+import triton_kernels as tk
 from torch import Tensor, nn
-from triton_kernels import (
-    HEAD_SIZES,
-    AdamW,
-    add_rms_norm,
-    add_rms_norm_reference,
-    embedding,
-    embedding_reference,
-    linear,
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-    linear_reference,
-    qkv_attention,
-    qkv_attention_reference,
-    rms_norm,
-    rms_norm_reference,
-    swiglu_linear,
-    swiglu_linear_reference,
-)
 
 
 @dataclass
@@ -74,24 +60,6 @@ class TinyLlamaConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_dim // self.num_heads
-
-    def __post_init__(self) -> None:
-        """Raises ValueError, one line, for sizes that do not make a model."""
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: it must be positive")
-        if self.hidden_dim % self.num_heads:
-            raise ValueError(
-                f"hidden_dim {self.hidden_dim} is not divisible by num_heads {self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head size {self.head_dim} (hidden_dim / num_heads) is odd: RoPE rotates pairs"
-            )
 
 
 @dataclass(frozen=True)
@@ -114,8 +82,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.norm = rms_norm if fusions.fuse_norm else rms_norm_reference
-        self.add_norm = add_rms_norm if fusions.fuse_norm else add_rms_norm_reference
+        self.norm = tk.rms_norm if fusions.fuse_norm else tk.rms_norm_reference
+        self.add_norm = tk.add_rms_norm if fusions.fuse_norm else tk.add_rms_norm_reference
 
     def forward(self, stream: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         """Adds the branch, if there is one, to the residual stream: the sum's norm, and the sum."""
@@ -138,18 +106,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: TinyLlamaConfig, fusions: Fusions) -> None:
         super().__init__()
-        if config.head_dim not in HEAD_SIZES:
+        if config.head_dim not in tk.HEAD_SIZES:
             raise ValueError(
                 f"head size {config.head_dim} (hidden_dim / num_heads): V3's attention has kernels "
-                f"for {', '.join(map(str, HEAD_SIZES))}"
+                f"for {', '.join(map(str, tk.HEAD_SIZES))}"
             )
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = nn.Linear(config.hidden_dim, q_rows + 2 * kv_rows, bias=False)
         self.o_proj = nn.Linear(q_rows, config.hidden_dim, bias=False)
-        self.attend = qkv_attention if fusions.fuse_attention else qkv_attention_reference
-        self.linear = linear if fusions.fuse_linear else linear_reference
+        self.attend = tk.qkv_attention if fusions.fuse_attention else tk.qkv_attention_reference
+        self.linear = tk.linear if fusions.fuse_linear else tk.linear_reference
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = self.num_heads, self.num_kv_heads
@@ -165,8 +133,8 @@ class FeedForward(nn.Module):
         rows = 2 * config.intermediate_dim
         self.gate_up_proj = nn.Linear(config.hidden_dim, rows, bias=False)
         self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
-        self.linear = linear if fusions.fuse_linear else linear_reference
-        self.swiglu_linear = swiglu_linear if fusions.fuse_swiglu else swiglu_linear_reference
+        self.linear = tk.linear if fusions.fuse_linear else tk.linear_reference
+        self.swiglu_linear = tk.swiglu_linear if fusions.fuse_swiglu else tk.swiglu_linear_reference
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.linear(x, self.gate_up_proj.weight)  # (B, T, 2F)
@@ -219,8 +187,10 @@ class TinyLlama(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, fusions)
         self.lm_head = nn.Linear(config.hidden_dim, config.vocab_size, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.embed = embedding if fusions.fuse_embedding else embedding_reference
-        self.loss = linear_cross_entropy if fusions.fuse_loss else linear_cross_entropy_reference
+        self.embed = tk.embedding if fusions.fuse_embedding else tk.embedding_reference
+        self.loss = (
+            tk.linear_cross_entropy if fusions.fuse_loss else tk.linear_cross_entropy_reference
+        )
         cos, sin = rope_tables(config)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
@@ -250,8 +220,63 @@ class TinyLlama(nn.Module):
 def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:
     """AdamW in one kernel, which also leaves the weights rounded for the next step's products."""
     if model.fusions.fuse_optimizer:
-        return AdamW(model.parameters(), lr=learning_rate)
+        return tk.AdamW(model.parameters(), lr=learning_rate)
     return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    tokens: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype = torch.float32,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """One training step; its loss, from before the update.
+
+    Args:
+        scaler: multiplies the loss at fp16, where small gradients would vanish; else does nothing.
+        dtype: of the products under autocast. Weights, gradients and AdamW's moments stay fp32.
+        phase: what the harness puts around each part: a marker range, a clock, a graph's capture.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    autocast = torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32)
+    with phase("forward"), autocast:
+        loss: Tensor = model(tokens, targets)
+    with phase("backward"):
+        scaler.scale(loss).backward()
+    with phase("optimizer"):
+        scaler.step(optimizer)
+        scaler.update()
+    return loss.detach()
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the learning rate and step count on the device, where each replay of a graph reads them
+    anew. Call it before the first step."""
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+
+
+def capture_step(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
+    """The whole step as one CUDA/HIP graph: hundreds of kernels, one launch by the host.
+
+    A replay runs the same kernels on the same addresses, so whatever changes from step to step must
+    lie on the device: the batch is copied into the tensors that `step` reads, the loss comes out
+    in one tensor. Capturing trains nothing. Before it, `step` has run on `stream` a few times: it
+    has compiled its kernels and allocated the optimizer's state.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
 
 
 if __name__ == "__main__":

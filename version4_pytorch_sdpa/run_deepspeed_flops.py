@@ -21,11 +21,10 @@ import torch
 
 from workshop import cli, errors
 from workshop.profilers import flop_counts, profile_run
-from workshop.profilers.flop_counts import Operators
-from workshop.run.trainer import EagerStep
+from workshop.profilers.flop_counts import CountedStep, Operators
 
 
-def count_with_torch(step: EagerStep) -> tuple[Operators, Operators]:
+def count_with_torch(step: CountedStep) -> tuple[Operators, Operators]:
     """FLOP of the operators that PyTorch dispatches, forward and backward, by formulas for each."""
     # Not above: it imports Triton, which V3's kernels must have done first.
     from torch.utils.flop_counter import FlopCounterMode
@@ -37,7 +36,7 @@ def count_with_torch(step: EagerStep) -> tuple[Operators, Operators]:
     return flop_counts.by_operator(forward), flop_counts.by_operator(backward)
 
 
-def count_with_deepspeed(step: EagerStep, report: Path) -> tuple[int, int]:
+def count_with_deepspeed(step: CountedStep, report: Path) -> tuple[int, int]:
     """FLOP and multiply-accumulates of a forward pass, in the functions that DeepSpeed patches."""
     from deepspeed.profiling.flops_profiler import FlopsProfiler
 

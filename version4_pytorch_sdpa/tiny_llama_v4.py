@@ -1,15 +1,18 @@
 """Tiny-LLaMA, version 4: the library and the compiler.
 
-Changed since V2: no switches and no hand-fused element-wise code. The large pieces are the
-library's (matrix products, scaled_dot_product_attention, fused AdamW); whatever lies between
-them is written plainly again and left to torch.compile, and the whole training step is replayed
-as one CUDA/HIP graph. The harness compiles and captures (`--compile`, `--cuda-graph`); this
-version asks for both by default.
-    RMSNorm, Attention    V2's fused form, unconditionally
+Changed since V2: the large pieces are the library's (matrix products, scaled_dot_product_attention,
+fused AdamW); what lies between them is written plainly again, for torch.compile to join; and the
+host launches a whole training step as one CUDA/HIP graph.
+    Attention             V2's fused form, unconditionally: one QKV product, SDPA, native GQA
+    compile_model         torch.compile, which the harness calls first (`--compile none`: not)
+    make_capturable,
+    capture_step          the graph, on a GPU (`--no-cuda-graph`: not)
+    RMSNorm               V2's fused form, unconditionally
     apply_rope            V1's again, in fp32: inside a compiled kernel that costs nothing
     FeedForward           V1's again: two products suit the compiler better than one of both
-    Linear                its weight's gradient is left in fp32 at once
     Block, TinyLlama      no switches to hand down
+    Fusions, WideLinear   an extra: the gradients of weights come out of their product in fp32
+                          (`--no-fuse-weight-grads`: not)
 
 Shapes in the comments:
     B batch   T tokens of a sequence   V vocabulary
@@ -17,6 +20,8 @@ Shapes in the comments:
 """
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,23 +55,12 @@ class TinyLlamaConfig:
     def head_dim(self) -> int:
         return self.hidden_dim // self.num_heads
 
-    def __post_init__(self) -> None:
-        """Raises ValueError, one line, for sizes that do not make a model."""
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}: it must be positive")
-        if self.hidden_dim % self.num_heads:
-            raise ValueError(
-                f"hidden_dim {self.hidden_dim} is not divisible by num_heads {self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head size {self.head_dim} (hidden_dim / num_heads) is odd: RoPE rotates pairs"
-            )
+
+@dataclass(frozen=True)
+class Fusions:
+    """What can be left out of this version, beside the compiler and the graph."""
+
+    fuse_weight_grads: bool = True  # WideLinear
 
 
 class RMSNorm(nn.Module):
@@ -97,42 +91,6 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + rotated * sin).to(x.dtype)
 
 
-HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype_out") and torch.version.hip is None
-"""Whether PyTorch leaves a product of 16-bit matrices in fp32: from 2.8 on; ROCm refused."""
-
-
-class _WideGradient(torch.autograd.Function):
-    """x weight'; the weight's gradient leaves its product in fp32, in which it is summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.x_dtype = x.dtype
-        x, weight = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        dweight = torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2), out_dtype=torch.float32)
-        return (dy @ weight).to(ctx.x_dtype), dweight, None
-
-
-class Linear(nn.Linear):
-    """Without a bias. Autocast's own backward pass would round the weight's gradient to 16 bits and
-    copy it to fp32: a pass over every weight, which the compiler can't join to a library's product.
-    """
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        is_training = x.is_cuda and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
-        if HAS_WIDE_PRODUCTS and is_training:
-            return _WideGradient.apply(x, self.weight, torch.get_autocast_dtype("cuda"))
-        return super().forward(x)
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped query heads; the (T, T) scores are never stored."""
 
@@ -141,8 +99,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(config.hidden_dim, q_rows + 2 * kv_rows)
-        self.o_proj = Linear(q_rows, config.hidden_dim)
+        self.qkv_proj = nn.Linear(config.hidden_dim, q_rows + 2 * kv_rows, bias=False)
+        self.o_proj = nn.Linear(q_rows, config.hidden_dim, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, T, D), k and v (B, K, T, D) of x (B, T, C); q and k rotated."""
@@ -170,9 +128,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: TinyLlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_dim, config.intermediate_dim)
-        self.up_proj = Linear(config.hidden_dim, config.intermediate_dim)
-        self.down_proj = Linear(config.intermediate_dim, config.hidden_dim)
+        self.gate_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.up_proj = nn.Linear(config.hidden_dim, config.intermediate_dim, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_dim, config.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -207,7 +165,7 @@ class TinyLlama(nn.Module):
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     }
 
-    def __init__(self, config: TinyLlamaConfig) -> None:
+    def __init__(self, config: TinyLlamaConfig, fusions: Fusions = Fusions()) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
@@ -219,6 +177,8 @@ class TinyLlama(nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         self.apply(self._init_weights)
+        if fusions.fuse_weight_grads:
+            use_wide_gradients(self.layers)
 
     @staticmethod
     def _init_weights(module: nn.Module) -> None:
@@ -244,6 +204,111 @@ class TinyLlama(nn.Module):
 def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:
     """AdamW in one kernel, which passes once over the parameters and both moments."""
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    tokens: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype = torch.float32,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """One training step; its loss, from before the update.
+
+    Args:
+        scaler: multiplies the loss at fp16, where small gradients would vanish; else does nothing.
+        dtype: of the products under autocast. Weights, gradients and AdamW's moments stay fp32.
+        phase: what the harness puts around each part: a marker range, a clock, a graph's capture.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    autocast = torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32)
+    with phase("forward"), autocast:
+        loss: Tensor = model(tokens, targets)
+    with phase("backward"):
+        scaler.scale(loss).backward()
+    with phase("optimizer"):
+        scaler.step(optimizer)
+        scaler.update()
+    return loss.detach()
+
+
+def compile_model(model: nn.Module, mode: str = "default") -> None:
+    """Lets torch.compile join what lies between the library's operations into a few kernels, in
+    both passes, when they first run. They are made for one shape of batch."""
+    model.compile(mode=mode, dynamic=False)
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps the learning rate and step count on the device, where each replay of a graph reads them
+    anew. Call it before the first step."""
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+
+
+def capture_step(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
+    """The whole step as one CUDA/HIP graph: hundreds of kernels, one launch by the host.
+
+    A replay runs the same kernels on the same addresses, so whatever changes from step to step must
+    lie on the device: the batch is copied into the tensors that `step` reads, the loss comes out
+    in one tensor. Capturing trains nothing. Before it, `step` has run on `stream` a few times: it
+    has compiled its kernels and allocated the optimizer's state.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+# --- an extra: gradients of weights that are not rounded to 16 bits ---------------------------
+
+HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype_out") and torch.version.hip is None
+"""Whether PyTorch can leave a product of 16-bit matrices in fp32: from 2.8 on, not on ROCm."""
+
+
+class WideLinear(nn.Linear):
+    """A linear layer without bias whose weight's gradient leaves its product in fp32.
+
+    Autocast's own backward pass rounds that gradient to 16 bits and copies it to fp32: one more
+    pass over every weight, which the compiler can't join to a library's product.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_training = x.is_cuda and torch.is_grad_enabled() and torch.is_autocast_enabled("cuda")
+        if HAS_WIDE_PRODUCTS and is_training:
+            return _WideProduct.apply(x, self.weight, torch.get_autocast_dtype("cuda"))
+        return super().forward(x)
+
+
+class _WideProduct(torch.autograd.Function):
+    """x weight'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.x_dtype = x.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        dweight = torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2), out_dtype=torch.float32)
+        return (dy @ weight).to(ctx.x_dtype), dweight, None
+
+
+def use_wide_gradients(layers: nn.ModuleList) -> None:
+    """Turns the linear layers of `layers` into WideLinear; their weights stay what they are."""
+    for module in layers.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = WideLinear
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from workshop.gate import audit, gate_size, parity, plausibility
 from workshop.results import RunResult
 from workshop.run import chips, data, first_use, flops, hardware, interpreter, timing, trainer
 from workshop.run.precision import Precision, get_precision
-from workshop.run.presets import PRESETS, default_preset, get_preset
+from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
 from workshop.versions import Version
 
 _SIZES = (
@@ -68,7 +68,7 @@ class Request:
         """The model as it will be timed: its switches set, on the device, compiled if asked."""
         model = self.build_on(self.device)  # the weights are loaded later: draw these quickly
         if self.compile_mode != "none":
-            model.compile(mode=self.compile_mode, dynamic=False)
+            trainer.part_of_version(model, "compile_model")(model, self.compile_mode)
         return model
 
     def build_on(self, device: torch.device) -> nn.Module:
@@ -307,10 +307,8 @@ def _model_config(
     sizes = preset.model()
     given = {size: getattr(arguments, size) for size in _SIZES}
     overrides = {size: value for size, value in given.items() if value is not None}
-    try:
-        config = module.TinyLlamaConfig(**(sizes | overrides))
-    except ValueError as error:
-        raise WorkshopError(str(error)) from None
+    config = module.TinyLlamaConfig(**(sizes | overrides))
+    check_sizes(config)
     batch_size = arguments.batch_size or preset.batch_size
     seq_len = arguments.seq_len or preset.seq_len
     as_named = config == module.TinyLlamaConfig(**sizes) and (batch_size, seq_len) == (

@@ -68,7 +68,7 @@ VERSIONS = {
             parent="v2",
             changes=frozenset(
                 "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
-                " configure_optimizer".split()
+                " configure_optimizer make_capturable capture_step".split()
             ),
             cuda_graph=True,
             triton=True,
@@ -79,8 +79,9 @@ VERSIONS = {
             "version4_pytorch_sdpa",
             parent="v2",
             changes=frozenset(
-                "Fusions RMSNorm apply_rope _WideGradient Linear Attention FeedForward Block"
-                " TinyLlama configure_optimizer".split()
+                "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
+                " configure_optimizer compile_model make_capturable capture_step"
+                " WideLinear _WideProduct use_wide_gradients".split()
             ),
             compile="default",
             cuda_graph=True,

@@ -532,9 +532,12 @@ def _run(
     before = {name: weight.clone() for name, weight in canonical_weights(model).items()}
     optimizer = configure_optimizer(model, setting.learning_rate)
     tell("training")
-    curve = trainer.train_losses(
-        model, optimizer, batches[1:], precision, cuda_graph=cuda_graph, tell=tell
-    )
+    try:
+        curve = trainer.train_losses(
+            model, optimizer, batches[1:], precision, cuda_graph=cuda_graph, tell=tell
+        )
+    except trainer.NoGradient:
+        curve = torch.full((CURVE_STEPS,), math.nan)
     after = canonical_weights(model)
     moved = {name: _relative_rms(after[name], before[name]) for name in before}
     sizes = {name: weight.numel() for name, weight in before.items()}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +30,7 @@ from workshop import cli, errors, results
 from workshop.gate import parity
 from workshop.run import flops, hardware, interpreter, timing, trainer
 from workshop.run.flops import ModelSizes, StepFlops
-from workshop.run.trainer import EagerStep
+from workshop.run.precision import Precision
 
 if TYPE_CHECKING:
     # It imports Triton, which V3 has to import first: to choose its interpreter without a GPU.
@@ -45,9 +45,27 @@ _SDPA = "scaled_dot_product"
 
 Operators = dict[str, int]
 """FLOP by operator, under PyTorch's name for it, such as aten.mm."""
-CountWithTorch = Callable[[EagerStep], tuple[Operators, Operators]]
+
+
+class CountedStep:
+    """Forward and backward pass on one batch, int64 (2, B, T), operation by operation."""
+
+    def __init__(self, model: nn.Module, precision: Precision, inputs: Tensor) -> None:
+        self.model, self.precision, self.inputs = model, precision, inputs
+
+    def forward(self) -> Tensor:
+        self.model.zero_grad(set_to_none=True)
+        with self.precision.autocast(self.inputs.device.type):
+            loss: Tensor = self.model(*self.inputs)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+CountWithTorch = Callable[[CountedStep], tuple[Operators, Operators]]
 """Runs a step's forward and backward passes under FlopCounterMode: the operators of each."""
-CountWithDeepSpeed = Callable[[EagerStep, Path], tuple[int, int]]
+CountWithDeepSpeed = Callable[[CountedStep, Path], tuple[int, int]]
 """Runs a step's forward pass under DeepSpeed's profiler, which writes its report to the path:
 FLOP, and multiply-accumulate operations."""
 
@@ -122,13 +140,12 @@ class Remark:
 # --- counting ------------------------------------------------------------------------------------
 
 
-def eager_step(request: cli.Request, tokens: Tensor) -> EagerStep:
+def eager_step(request: cli.Request, tokens: Tensor) -> CountedStep:
     """The request's model, not compiled and not captured, ready to run on `tokens`, int64
     (2, B, T)."""
     model = request.build_on(request.device)
     request.precision.set_matmul_mode()
-    optimizer = request.module.configure_optimizer(model, request.arguments.learning_rate)
-    return EagerStep(model, optimizer, request.precision, tokens.to(request.device))
+    return CountedStep(model, request.precision, tokens.to(request.device))
 
 
 def by_operator(counter: "FlopCounterMode") -> Operators:
@@ -153,7 +170,7 @@ class _OperatorsSeen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_with_torch(step: EagerStep, count: CountWithTorch) -> TorchCount:
+def count_with_torch(step: CountedStep, count: CountWithTorch) -> TorchCount:
     """What FlopCounterMode counts. Where it has no formula for the operator behind
     scaled_dot_product_attention, or refuses it, the step is counted again with the backend that
     is made of plain products."""
@@ -176,15 +193,14 @@ def count_with_torch(step: EagerStep, count: CountWithTorch) -> TorchCount:
     return counted
 
 
-def _observe(step: EagerStep, count: CountWithTorch) -> TorchCount:
-    step.clear()
+def _observe(step: CountedStep, count: CountWithTorch) -> TorchCount:
     with _OperatorsSeen() as seen:
         forward, backward = count(step)
     return TorchCount(forward, backward, dict(seen.without_formula))
 
 
 def count_with_deepspeed(
-    step: EagerStep, count: CountWithDeepSpeed, report: Path
+    step: CountedStep, count: CountWithDeepSpeed, report: Path
 ) -> tuple[DeepSpeedCount | None, str]:
     """What DeepSpeed counts; or None, and why: it is not installed, or it failed."""
     if importlib.util.find_spec("deepspeed") is None:
@@ -448,7 +464,6 @@ def count(
     for phase in (counted.forward, counted.backward):
         phase.update({operator: scale * amount for operator, amount in phase.items()})
     gradients = parity.count_gradients(step.model)
-    step.clear()
     deepspeed, lack = count_with_deepspeed(step, with_deepspeed, deepspeed_report)
     if deepspeed:
         deepspeed = DeepSpeedCount(scale * deepspeed.flops, scale * deepspeed.macs)

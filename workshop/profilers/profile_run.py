@@ -46,15 +46,15 @@ class ProfileRun:
     runner: trainer.Runner
     range: markers.Range
     record: results.RunResult
-    _parts: trainer.Phases
+    _step: trainer.Step
 
     def step(self) -> None:
         """Trains one step; there are as many as `prepare` was asked for."""
-        self.runner.marked_step(self._parts, self.range)
+        self.runner.marked_step(self._step, self.range)
 
     def eager_step(self) -> None:
         """Trains one step operation by operation, also where `step` replays a graph."""
-        self.runner.marked_step(self.runner.eager, self.range)
+        self.runner.marked_step(self.runner.eager_step, self.range)
 
     def batch(self) -> Tensor:
         """The batch of the last step, on the device: tokens and targets, int64 (2, B, T)."""
@@ -121,9 +121,9 @@ def prepare(request: cli.Request, data: cli.Data, *, range_: markers.Range) -> P
         model, optimizer, batches, request.precision, cuda_graph=request.cuda_graph
     )
     print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
-    parts = runner.warm_up_parts(request.schedule.warmup)
+    step = runner.warm_up_parts(request.schedule.warmup)
     runner.wait()
-    return ProfileRun(request, model, optimizer, runner, range_, record, parts)
+    return ProfileRun(request, model, optimizer, runner, range_, record, step)
 
 
 def profile(request: cli.Request) -> int:

@@ -1,6 +1,7 @@
 """The named sizes: `--config tiny`, ..., `very_large`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from workshop.errors import WorkshopError
 
@@ -36,6 +37,25 @@ PRESETS = {
     "large": Preset(2048, 16, 32, seq_len=1024, batch_size=8, vocab_size=32000),
     "very_large": Preset(4096, 24, 32, seq_len=2048, batch_size=4, vocab_size=32000),
 }
+
+
+def check_sizes(config: Any) -> None:
+    """Raises WorkshopError, one line, if a `TinyLlamaConfig`'s sizes do not make a model."""
+    for name, value in vars(config).items():
+        if not value > 0:
+            raise WorkshopError(f"{name} is {value}: it must be positive")
+    if config.hidden_dim % config.num_heads:
+        raise WorkshopError(
+            f"hidden_dim {config.hidden_dim} is not divisible by num_heads {config.num_heads}"
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise WorkshopError(
+            f"num_heads {config.num_heads} is not divisible by num_kv_heads {config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise WorkshopError(
+            f"head size {config.head_dim} (hidden_dim / num_heads) is odd: RoPE rotates pairs"
+        )
 
 
 def rank(name: str) -> int:

@@ -1,4 +1,8 @@
-"""Training: one step (eager, compiled or captured), the timed loop, the phases, the memory."""
+"""Training: the timed loop around a version's own step, its phases, its memory.
+
+The step, its compilation and its capture are in the version's file (`train_step`, `compile_model`,
+`make_capturable`, `capture_step`).
+"""
 
 import gc
 import os
@@ -8,15 +12,17 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from workshop import versions
 from workshop.errors import WorkshopError
 from workshop.run import first_use, markers, memory, waiting
 from workshop.run.precision import Precision
@@ -51,113 +57,40 @@ class Schedule:
         return self.warmup + self.timed + self.phases + 1
 
 
-class Phases(Protocol):
-    """A training step in its parts."""
-
-    def clear(self) -> None: ...
-    def forward(self) -> Tensor: ...
-    def backward(self, loss: Tensor) -> None: ...
-    def update(self) -> None: ...
+class NoGradient(WorkshopError):
+    """The loss does not depend on any weight that is trained: the whole backward pass is cut."""
 
 
-class EagerStep:
-    """zero_grad, forward, backward, update: the whole step, launched operation by operation."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        inputs: Tensor,
-    ) -> None:
-        self.model, self.optimizer, self.precision = model, optimizer, precision
-        self.inputs = inputs
-        self.device_type = inputs.device.type
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=precision.loss_scaling)
-
-    def forward(self) -> Tensor:
-        with self.precision.autocast(self.device_type):
-            loss: Tensor = self.model(self.inputs[0], self.inputs[1])
-        return loss
-
-    def backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:  # a version whose backward pass is cut still has a time to show
-            self.scaler.scale(loss).backward()
-
-    def update(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def __call__(self) -> Tensor:
-        self.clear()
-        loss = self.forward()
-        self.backward(loss)
-        self.update()
-        return loss.detach()
-
-    def settle_scale(self) -> None:
-        """Halves fp16's loss scale until the present batch's gradients don't overflow, and once
-        more for the batches to come; trains nothing. A GradScaler would leave out a step each time,
-        and not the same in all versions: where a product sums the embedding's gradient in fp16 it
-        overflows, in fp32 it does not."""
-        fits = False
-        while not fits and self.scaler.get_scale() > 1:  # a NaN at any scale is no overflow
-            self.clear()
-            self.backward(self.forward())
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            fits = all(bool(gradient.isfinite().all()) for gradient in gradients)
-            scale = self.scaler.get_scale() / 2
-            self.scaler = torch.amp.GradScaler(self.device_type, init_scale=scale)
+Step = Callable[[markers.Range], Tensor]
+"""Trains one step with a range around each of its phases; returns its loss."""
 
 
-class GraphedStep:
-    """The whole step captured once and replayed with one launch.
-
-    Everything that changes from step to step lives on the device, where the graph finds it: the
-    batch (copied into the step's inputs), the learning rate and step count (`make_capturable`),
-    the loss scale. The capture itself trains nothing.
-    """
-
-    def __init__(self, step: EagerStep, stream: torch.cuda.Stream) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        step.clear()  # so that the gradients are allocated inside the graph's memory
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.loss = step()
-
-    def __call__(self) -> Tensor:
-        self.graph.replay()
-        return self.loss
+def part_of_version(model: nn.Module, name: str) -> Callable[..., Any]:
+    """A function of the file that defines the model's class, such as `train_step`; V4's where it
+    has none of its own, so that every version and peer can be compiled and captured."""
+    file = sys.modules.get(type(model).__module__)
+    found: Callable[..., Any] = getattr(file, name, None) or getattr(versions.load("v4"), name)
+    return found
 
 
 class GraphedPhases:
     """Forward, backward and update captured apart, so that each can be timed as it runs."""
 
-    def __init__(self, step: EagerStep, stream: torch.cuda.Stream) -> None:
-        self._forward, self._backward, self._update = (torch.cuda.CUDAGraph() for _ in range(3))
+    def __init__(self, step: Step, stream: torch.cuda.Stream) -> None:
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
-        step.clear()
-        with torch.cuda.graph(self._forward, pool=pool, stream=stream):
-            self._loss = step.forward()
-        with torch.cuda.graph(self._backward, pool=pool, stream=stream):
-            step.backward(self._loss)
-        with torch.cuda.graph(self._update, pool=pool, stream=stream):
-            step.update()
 
-    def clear(self) -> None:
-        """Nothing: the captured backward pass overwrites the gradients."""
+        def capture(phase: str) -> torch.cuda.graph:
+            self._graphs[phase] = torch.cuda.CUDAGraph()
+            return torch.cuda.graph(self._graphs[phase], pool=pool, stream=stream)
 
-    def forward(self) -> Tensor:
-        self._forward.replay()
+        self._loss = step(capture)
+
+    def __call__(self, range_: markers.Range) -> Tensor:
+        for phase, graph in self._graphs.items():
+            with range_(phase):
+                graph.replay()
         return self._loss
-
-    def backward(self, loss: Tensor) -> None:
-        self._backward.replay()
-
-    def update(self) -> None:
-        self._update.replay()
 
 
 @dataclass
@@ -176,15 +109,6 @@ class Training:
     """As a result has it."""
     interrupted: bool = False
     no_memory_for_phases: bool = False
-
-
-def make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Keeps the learning rate and step count on the device, where a captured graph reads them
-    anew at each replay. Call it before the first step."""
-    for group in optimizer.param_groups:
-        device = group["params"][0].device
-        group["capturable"] = True
-        group["lr"] = torch.tensor(float(group["lr"]), device=device)
 
 
 def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
@@ -262,9 +186,20 @@ class Runner:
         self._stream = torch.cuda.Stream(self.device) if cuda_graph else None
         if cuda_graph:
             _check_capturable(optimizer, precision)
-            make_capturable(optimizer)
-        self.eager = EagerStep(model, optimizer, precision, self.inputs)
-        self._step: Callable[[], Tensor] = self.eager
+            part_of_version(model, "make_capturable")(optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision.loss_scaling)
+        self.precision = precision
+        self._train_step = part_of_version(model, "train_step")
+        self._step: Callable[[], Tensor] = self.eager_step
+
+    def eager_step(self, range_: markers.Range = nullcontext) -> Tensor:
+        """The version's own step, launched operation by operation; its loss."""
+        dtype = self.precision.autocast_dtype or torch.float32
+        tokens, targets = self.inputs
+        loss: Tensor = self._train_step(
+            self.model, self.optimizer, self.scaler, tokens, targets, dtype, range_
+        )
+        return loss
 
     def load(self) -> None:
         """Puts the next batch where the step reads it."""
@@ -297,42 +232,63 @@ class Runner:
         self._count_peak_anew()
         if self._stream is not None:
             start = time.perf_counter()
-            self._step = GraphedStep(self.eager, self._stream)
+            self.optimizer.zero_grad(set_to_none=True)  # the graph allocates them in its memory
+            capture = part_of_version(self.model, "capture_step")
+            self._step = capture(self.eager_step, self._stream)
             self.wait()
             self.capture_s = time.perf_counter() - start
         for _ in range(left):
             self.advance()
 
-    def warm_up_parts(self, steps: int) -> Phases:
-        """As `warm_up`, for a step that runs in its parts alone, which it returns: the whole one is
+    def warm_up_parts(self, steps: int) -> Step:
+        """As `warm_up`, for a step whose phases run apart, which it returns: the whole one is
         never captured."""
         left = self._settle(steps)
-        parts = self.parts()
+        step = self.step_in_parts()
         for _ in range(left):
-            self.marked_step(parts, nullcontext)
-        return parts
+            self.marked_step(step, nullcontext)
+        return step
 
     def _settle(self, steps: int) -> int:
         """Trains those of `steps` that come before a capture, or all; how many are left."""
         if self._stream is None:
-            self._settle_scale()
-            for _ in range(steps):
-                self.advance()
+            self._first_steps(steps)
             return 0
         eager_steps = min(steps, EAGER_STEPS_BEFORE_CAPTURE)
         # A capture runs on a side stream, and autograd's nodes stay with the first they meet.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._settle_scale()
-            for _ in range(eager_steps):
-                self.advance()
+            self._first_steps(eager_steps)
         torch.cuda.current_stream().wait_stream(self._stream)
         return steps - eager_steps
 
-    def _settle_scale(self) -> None:
-        if self.eager.scaler.is_enabled():
+    def _first_steps(self, steps: int) -> None:
+        if self.scaler.is_enabled():
             self.load()
-            self.eager.settle_scale()
+            self.settle_scale()
+        try:
+            for _ in range(steps):
+                self.advance()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise NoGradient("the loss has no gradient: the whole backward pass is cut") from None
+
+    def settle_scale(self) -> None:
+        """Halves fp16's loss scale until the present batch's gradients don't overflow, and once
+        more for the batches to come; trains nothing. A GradScaler would leave out a step each time,
+        and not the same in all versions: where a product sums the embedding's gradient in fp16 it
+        overflows, in fp32 it does not."""
+        fits = False
+        while not fits and self.scaler.get_scale() > 1:  # a NaN at any scale is no overflow
+            self.optimizer.zero_grad(set_to_none=True)
+            with self.precision.autocast(self.device.type):
+                loss = self.model(*self.inputs)
+            self.scaler.scale(loss).backward()
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            fits = all(bool(gradient.isfinite().all()) for gradient in gradients)
+            scale = self.scaler.get_scale() / 2
+            self.scaler = torch.amp.GradScaler(self.device.type, init_scale=scale)
 
     def _count_peak_anew(self) -> None:
         if self.device.type == "cuda":
@@ -345,7 +301,7 @@ class Runner:
 
     def profile_cpu_peak(self) -> None:
         """Trains one step under the profiler to find its peak: PyTorch keeps none for the CPU."""
-        self.eager.clear()
+        self.optimizer.zero_grad(set_to_none=True)
         gc.collect()  # what the step would release, but earlier ones allocated
         self._cpu_peak = memory.cpu_step_peak(self.advance, self._live_bytes)
 
@@ -369,44 +325,33 @@ class Runner:
         state = memory.optimizer_tensors(self.optimizer)
         return memory.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
-    def parts(self) -> Phases:
-        """The step in its parts: three graphs, if it is captured. Its whole graph is given up with
-        the memory that it holds."""
+    def step_in_parts(self) -> Step:
+        """The step with its phases apart: three graphs, if it is captured. Its whole graph is given
+        up with the memory that it holds."""
         if self._stream is None:
-            return self.eager
-        self._step = self.eager
+            return self.eager_step
+        self._step = self.eager_step
         self._count_peak_anew()
-        return GraphedPhases(self.eager, self._stream)
+        self.optimizer.zero_grad(set_to_none=True)
+        return GraphedPhases(self.eager_step, self._stream)
 
-    def marked_step(self, parts: Phases, range_: markers.Range) -> None:
-        """Trains one step in a marker range, with ranges around its parts, for a profiler."""
+    def marked_step(self, step: Step, range_: markers.Range) -> None:
+        """Trains one step in a marker range, with ranges around its phases, for a profiler."""
         with range_("step"):
             self.load()
-            parts.clear()
-            with range_("forward"):
-                loss = parts.forward()
-            with range_("backward"):
-                parts.backward(loss)
-            with range_("optimizer"):
-                parts.update()
+            step(range_)
         self.done += 1
 
     def phases(self, steps: int) -> tuple[list[float], list[float], list[float]]:
-        """Trains `steps` more steps with marks between their parts; the forward, backward and
-        optimizer times in ms. Kept apart from the timed steps, which the marks would slow."""
-        parts = self.parts()
+        """Trains `steps` more steps with marks between their phases; the forward, backward and
+        optimizer times in ms; clearing the gradients counts as the optimizer's. Kept apart from
+        the timed steps, which the marks would slow."""
+        step = self.step_in_parts()
         clock = StepClock(self.device)
         for _ in range(steps):
             self.load()
             clock.mark()
-            parts.clear()
-            clock.mark()
-            loss = parts.forward()
-            clock.mark()
-            parts.backward(loss)
-            clock.mark()
-            parts.update()
-            clock.mark()
+            step(partial(_marked, clock))
             self.done += 1
         self.wait()
         starts = range(0, 5 * steps, 5)
@@ -414,6 +359,15 @@ class Runner:
         backward = [clock.between_ms(i + 2, i + 3) for i in starts]
         optimizer = [clock.between_ms(i, i + 1) + clock.between_ms(i + 3, i + 4) for i in starts]
         return forward, backward, optimizer
+
+
+@contextmanager
+def _marked(clock: StepClock, phase: str) -> Iterator[None]:
+    """A mark at a phase's end, which is where the next begins; before the first one, too."""
+    if phase == "forward":
+        clock.mark()
+    yield
+    clock.mark()
 
 
 def train_losses(
