@@ -17,13 +17,13 @@ TOUR = exercises/notebooks/workshop_tour.ipynb
 MY_TOUR = results/tour/workshop_tour.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare profile dashboard report notebook test lint docs clean environment \
+.PHONY: help setup compare profile dashboard report notebook test test-all lint docs clean environment \
 	test-environment notebook-environment
 # Two targets at once would prepare the same environment at once.
 .NOTPARALLEL:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo 'Options go into ARGS: make compare ARGS="--help"'
 
 setup: environment ## prepare the Python environment (VENV, BUILD, PYTHON)
@@ -52,8 +52,13 @@ notebook: notebook-environment ## open the tour of the workshop in JupyterLab
 	@$(RUN) -m jupyterlab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
 		$(ARGS) $(MY_TOUR)
 
-test: test-environment ## run the tests (on the CPU; those for a GPU where there is one)
-	@$(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST = $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+test: test-environment ## run the tests that take minutes (those for a GPU where there is one)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: test-environment ## run all tests
+	@$(PYTEST) $(ARGS)
 
 lint: test-environment ## check style, formatting and types
 	@$(RUN) -m ruff check .
