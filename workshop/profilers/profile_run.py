@@ -200,8 +200,13 @@ def runner_arguments(
         version, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
         would type it to run what a dry run only shows.
     """
-    script = Path(argv[0]).resolve()
-    version = next(v for v in versions.VERSIONS.values() if v.folder == script.parent.name)
+    script = Path(argv[0])
+    folder = script.parent.resolve().name  # of the link that was called
+    version = next((v for v in versions.VERSIONS.values() if v.folder == folder), None)
+    if version is None:
+        example = f"{versions.VERSIONS['v1'].folder}/{script.name}"
+        print(f"error: call it in a version's folder, such as {example}", file=sys.stderr)
+        sys.exit(errors.WRONG_USAGE)
     tool = script.stem.removeprefix("run_")
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(

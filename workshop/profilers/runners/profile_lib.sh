@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# What the version folders' run_*.sh scripts share: arguments, checks of the machine, the output
-# folder, running. They source it. Written for bash 3.2 (macOS) and later.
+# What the run_*.sh scripts share: arguments, checks of the machine, the output folder, running.
+# They source it. Each version's folder has links to the scripts: the folder of the link that was
+# called chooses the version. Written for bash 3.2 (macOS) and later.
 #
 # A script may set DEFAULT_STEPS and MODES, then calls `begin "$@"`, which sets
 #   OUT     the folder for its outputs, absolute
@@ -12,7 +13,7 @@ unset CDPATH
 
 SCRIPT=${BASH_SOURCE[1]}
 FOLDER=$(cd "$(dirname "$SCRIPT")" && pwd)
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+ROOT=$(dirname "$FOLDER")
 MODEL=$(echo "$FOLDER"/tiny_llama_v[0-9].py)
 VERSION=${MODEL##*/tiny_llama_}
 VERSION=${VERSION%.py}
@@ -61,6 +62,9 @@ skip() {
   say "skipped: $*"
   exit 77
 }
+
+[[ -f $MODEL ]] ||
+  fail 2 "call it in a version's folder, such as version1_pytorch_baseline/$(basename "$SCRIPT")"
 
 # --- Arguments -----------------------------------------------------------------------------------
 
