@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream
+from workshop.profilers import json_stream, reading
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, NoNumber, Problems, count, nanoseconds, number
 from workshop.profilers.table import HostCall, KernelTable, Sums, Timeline, timeline
@@ -62,7 +62,7 @@ def read(path: Path) -> KernelTable:
         warnings = []
     problems, trace = Problems(path), _Trace()
     row = 0
-    for row, event in json_stream.file_items(path, "traceEvents", problems):
+    for row, event in json_stream.items(path, "traceEvents", problems):
         try:
             trace.add(event)
         except (NoNumber, _NoEvent) as error:
@@ -111,7 +111,7 @@ def newest_trace(folder: Path) -> tuple[Path, list[str]]:
         for file in folder.rglob("*.json*")
         if file.name.endswith((".json", ".json.gz"))
         and file.is_file()
-        and recognises_json(json_stream.head(file))
+        and recognises_json(reading.head(file))
     ]
     if not traces:
         raise WorkshopError(f"{folder}: no trace of torch.profiler (.json, .json.gz) in it")
@@ -412,7 +412,7 @@ def _table(
 
 def device_names(path: Path) -> dict[int, str]:
     """Of the GPUs that a trace tells of, by number."""
-    devices = json_stream.value(json_stream.head(path), "deviceProperties")
+    devices = json_stream.value(reading.head(path), "deviceProperties")
     return {
         device["id"]: printable(device["name"])
         for device in (devices if isinstance(devices, list) else [])

@@ -8,7 +8,7 @@ import csv
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ MOST_NS = 1e18
 """No time in a profile is longer (30 years): what is comes from a corrupt file."""
 MOST_COUNTED = 1e24
 """No program computes or moves more, in operations or bytes."""
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _HEAD = 1 << 20, 1 << 16
 
 csv.field_size_limit(1 << 24)  # a templated kernel name can pass the default of 128 KiB
 
@@ -140,30 +140,28 @@ def lines(path: Path) -> Iterator[str]:
             yield line.replace("\0", "\ufffd")
 
 
+def head(path: Path) -> str:
+    """The text with which a file begins, as `lines`: at least 64 KiB, or all there is."""
+    start = ""
+    for line in lines(path):
+        start += line
+        if len(start) >= _HEAD:
+            break
+    return start
+
+
 def text(path: Path) -> str:
     """The whole text of a file; as `lines`.
 
     Raises:
         WorkshopError: it can't be read, or its text is longer than MOST_HELD.
     """
-    return joined(path, lines(path))
-
-
-def joined(path: Path, parts: Iterable[str]) -> str:
-    """The text of a file that these are the parts of.
-
-    Raises:
-        WorkshopError: it is longer than MOST_HELD.
-    """
     held, left = [], MOST_HELD
-    for part in parts:
-        held.append(part)
-        left -= len(part)
+    for line in lines(path):
+        held.append(line)
+        left -= len(line)
         if left < 0:
-            raise WorkshopError(
-                f"{path}: too much to be read at once: its text is longer than "
-                f"{MOST_HELD >> 20} MiB"
-            )
+            raise WorkshopError(f"{path}: its text is longer than {MOST_HELD >> 20} MiB")
     return "".join(held)
 
 

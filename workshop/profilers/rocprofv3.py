@@ -1,8 +1,8 @@
-"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them;
+"""What rocprofv3 writes: CSV of ROCm 6.3 and later, rocpd databases, and folders of them.
 rocprof-sys writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
-`<prefix>_results.db` or `.json`. By default they lie in a folder with the host's name and the
+`<prefix>_results.db`. By default they lie in a folder with the host's name and the
 prefix is the process's number; the passes of a run under counters get folders of their own. A
 domain without events leaves no file.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, reading
+from workshop.profilers import reading
 from workshop.profilers.amd_counters import MOST, Counters
 from workshop.profilers.names import printable
 from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
@@ -29,7 +29,6 @@ from workshop.profilers.rocprofv3_formats import (
     Rows,
     Sum,
     from_database,
-    from_json,
     from_tables,
     interval,
 )
@@ -70,7 +69,6 @@ _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_inf
 _CSV_NAME = re.compile(
     rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
 )
-_JSON_NAME = re.compile(r"(?P<prefix>.*?)_?results\.json(?:\.gz)?")
 _RowT = TypeVar("_RowT", bound=tuple)
 
 
@@ -116,11 +114,6 @@ def recognises_header(columns: list[str]) -> bool:
     return _table_with(columns) is not None
 
 
-def recognises_json(text_start: str) -> bool:
-    """Whether a JSON text that begins so is rocprofv3's."""
-    return '"rocprofiler-sdk-tool"' in text_start
-
-
 def is_database(path: Path) -> bool:
     """Whether a file is an SQLite database, whatever its name."""
     if not path.is_file():
@@ -142,9 +135,6 @@ def _set_of(path: Path) -> Files:
     files = Files(path.parent)
     if is_database(path):
         files.database = path
-        return files
-    if _is_json(path):
-        files.json = path
         return files
     columns = CsvTable(path, Problems(path)).columns
     table = _table_with(columns)
@@ -180,8 +170,6 @@ def _sets_below(folder: Path) -> list[Files]:
             set_of(path, match["prefix"] or "").tables[match["table"]] = path
         elif path.suffix == ".db" and is_database(path):
             set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
-        elif (match := _JSON_NAME.fullmatch(path.name)) and _is_json(path):
-            set_of(path, match["prefix"]).json = path
     return list(sets.values()) or list(_sets_by_content(paths))
 
 
@@ -189,12 +177,8 @@ def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
     for path in paths:
         with contextlib.suppress(WorkshopError):
             name = path.name.removesuffix(".gz")
-            if name.endswith(".csv") or (name.endswith(".json") and _is_json(path)):
+            if name.endswith(".csv"):
                 yield _set_of(path)
-
-
-def _is_json(path: Path) -> bool:
-    return recognises_json(json_stream.head(path))
 
 
 # --- the table, from what the processes did ---
@@ -244,8 +228,6 @@ def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list
         formats.append(lambda: from_database(files, stack))
     if files.tables.keys() - {"agent_info"}:
         formats.append(lambda: [from_tables(files)])
-    if files.json is not None:
-        formats.append(lambda: from_json(files))
     for read_format in formats:
         try:
             return read_format()
