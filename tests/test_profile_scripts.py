@@ -179,7 +179,7 @@ def test_the_folder_of_the_link_chooses_the_version(capsys: pytest.CaptureFixtur
     ):
         done = run(*words, cwd=cwd)
         assert f"{folder}/tiny_llama_v2.py" in done.stdout, done.stderr
-    done = run(sys.executable, "run_pytorch_profiler.py", "--", "--device", "cpu", cwd=folder)
+    done = run(sys.executable, "run_pytorch_profiler.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     for path in (folder / "run_x.py", other / ".." / folder.name / "run_x.py"):
         arguments = profile_run.runner_arguments("x", steps=1, argv=[str(path)])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reading_cost
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -148,12 +147,6 @@ def test_ncu_operations(write: Write, counters: dict[str, object], flops: float 
     assert only.flops == flops
 
 
-def test_ncu_says_why_it_tells_no_operations(write: Write) -> None:
-    page = raw_page({TIME: "ns", sass("ffma"): "inst"}, {TIME: "5", sass("ffma"): "3"})
-    (warning,) = ncu.read(write("raw.csv", page)).warnings
-    assert warning.startswith("no operations are told: without the metrics of the tensor cores")
-
-
 def test_ncu_on_blackwell(write: Write) -> None:
     """It has other names for the memory's traffic."""
     read, written = READ.replace("bytes", "bytes_op"), WRITTEN.replace("bytes", "bytes_op")
@@ -199,26 +192,6 @@ def test_ncu_sections_call_the_time_otherwise(write: Write) -> None:
     ]
     (only,) = ncu.read(write("details.csv", rows_text(rows, quote=csv.QUOTE_ALL))).kernels
     assert (only.calls, only.total_ns) == (2, pytest.approx(2_406_240))  # of two processes
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no header"),
-        ("no\ncsv\n", "no header"),
-        ('"ID","Kernel Name"\n', "no kernels with a time in it; was ncu run with --metrics"),
-        (raw_page({READ: "byte"}, {READ: "5"}), "row 3: has no gpu__time_duration.sum"),
-        (raw_page({TIME: "cycle"}, {TIME: "5"}), "row 3: 'cycle' is no unit of time"),
-        (raw_page({TIME: "ns"}, {TIME: "1e300"}), "row 3: '1e300' is no duration"),
-        ('"ID","Metric Name"\n', "no column Kernel Name"),
-    ],
-)
-def test_ncu_says_in_a_line_why_there_is_nothing(write: Write, text: str, message: str) -> None:
-    path = write("page.csv", text)
-    with pytest.raises(WorkshopError) as caught:
-        ncu.read(path)
-    assert str(path) in str(caught.value) and message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 # --- nsys ----------------------------------------------------------------------------------------
@@ -382,48 +355,6 @@ def test_nsys_leaves_out_what_is_broken(write: Write, tmp_path: Path) -> None:
         nsys.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no header of a report"),
-        (report(KERN_SUM), "no kernels in it"),
-        (report(KERN_SUM, kern_row("k", 2, 100, 60, 70)), "row 2: '100' does not lie between"),
-        (report(KERN_SUM, kern_row("k", 2, 100, 10, 20)), "row 2: '100' does not lie between"),
-        (report(KERN_SUM, kern_row("", 2, 100, 10, 90)), "row 2: has no name"),
-        (KERNELS.replace("Total Time (ns)", "Total Time (h)"), "'h' is no unit of time"),
-        (report(["Time (%)", "Total Time (ns)", "Style"]) + KERNELS, "has no column Instances"),
-        (report([KERN_SUM[0], *KERN_SUM], {})[:-3], "row 2: has only 9 fields"),
-        ("SKIPPED: rep.sqlite does not contain CUDA kernel data.\n", "no header of a report"),
-    ],
-)
-def test_nsys_says_in_a_line_why_there_is_nothing(write: Write, text: str, message: str) -> None:
-    path = write("rep_cuda_gpu_kern_sum.csv", text)
-    with pytest.raises(WorkshopError) as caught:
-        nsys.read(path)
-    assert str(path) in str(caught.value) and message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_nsys_headers() -> None:
-    assert nsys.recognises_header(KERN_SUM)
-    assert nsys.recognises_header(TRACE)
-    assert not nsys.recognises_header(["Name", "Calls", "TotalDurationNs", "AverageNs"])
-    assert not nsys.recognises_header([])
-
-
-@pytest.mark.slow
-def test_nsys_trace_of_a_million_kernels(tmp_path: Path) -> None:
-    path = tmp_path / "rep_cuda_gpu_trace.csv"
-    with path.open("w") as file:
-        file.write(report(TRACE))
-        for i in range(1_000_000):
-            row = trace_row(f"kernel_{i % 200}(float *; int)", 2_000 * i, 1_000)
-            file.write(",".join(str(row.get(column, "1")) for column in TRACE) + "\n")
-    reading = reading_cost.read("nsys", path)
-    assert (reading.launches, reading.busy_ns) == (1_000_000, 1e9)
-    assert reading.peak_bytes < 1e9
-
-
 # --- Proton --------------------------------------------------------------------------------------
 
 
@@ -518,33 +449,34 @@ def test_proton_leaves_out_what_is_broken(write: Write) -> None:
     ]
 
 
-def test_proton_of_deep_python_frames(write: Write) -> None:
-    tree: object = leaf("gemm", 1, 10)
-    for _ in range(200):
-        tree = node("frame", tree)
-    path = write("p.hatchet", hatchet(tree))
-    assert proton.read(path).total_ns == 10
-    deeper = '[{"children": ' * 100_000 + "]" * 100_000
-    with pytest.raises(WorkshopError, match="nested too deeply"):
-        proton.read(write("p.hatchet", deeper))
+# --- nothing to read -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        ("", "no JSON, or cut off"),
-        (hatchet(leaf("gemm", 1, 10))[:-40], "no JSON, or cut off"),
-        ("[]", "no tree of Proton's"),
-        ('{"children": []}', "no tree of Proton's"),
-        ("[1]", "no kernels in it"),
-        (hatchet(), "no kernels in it"),
-        (hatchet(leaf("gemm", 1, math.nan)), "no kernels in it"),
+        ("raw.csv", "", "no header"),
+        ("raw.csv", '"ID","Kernel Name"\n', "no kernels with a time in it; was ncu run with"),
+        ("raw.csv", raw_page({READ: "byte"}, {READ: "5"}), "row 3: has no gpu__time_duration.sum"),
+        ("raw.csv", raw_page({TIME: "cycle"}, {TIME: "5"}), "row 3: 'cycle' is no unit of time"),
+        ("raw.csv", '"ID","Metric Name"\n', "no column Kernel Name"),
+        ("rep_cuda_gpu_kern_sum.csv", "", "no header of a report"),
+        ("rep_cuda_gpu_kern_sum.csv", report(KERN_SUM), "no kernels in it"),
+        ("rep_cuda_gpu_kern_sum.csv", report(KERN_SUM, kern_row("k", 2, 100, 60, 70)),
+         "row 2: '100' does not lie between"),
+        ("rep_cuda_gpu_kern_sum.csv", KERNELS.replace("Total Time (ns)", "Total Time (h)"),
+         "'h' is no unit of time"),
+        ("p.hatchet", hatchet(leaf("gemm", 1, 10))[:-40], "no JSON, or cut off"),
+        ("p.hatchet", '{"children": []}', "no tree of Proton's"),
+        ("p.hatchet", hatchet(leaf("gemm", 1, math.nan)), "no kernels in it"),
     ],
-)
-def test_proton_says_in_a_line_why_there_is_nothing(write: Write, text: str, message: str) -> None:
-    path = write("p.hatchet", text)
+)  # fmt: skip
+def test_a_file_without_kernels_is_one_line(
+    write: Write, name: str, text: str, message: str
+) -> None:
+    path = write(name, text)
     with pytest.raises(WorkshopError) as caught:
-        proton.read(path)
+        CASES[name][0](path)
     assert str(path) in str(caught.value) and message in str(caught.value)
     assert "\n" not in str(caught.value)
 
