@@ -32,7 +32,7 @@ def items(path: Path, key: str, problems: Problems) -> Iterator[tuple[int, Any]]
     noted in `problems`.
 
     Raises:
-        WorkshopError: the file can't be read, or its text is longer than reading.MOST_BYTES.
+        WorkshopError: the file can't be read.
     """
     blocks = _blocks(path)
     held = next(blocks, "")

@@ -15,10 +15,6 @@ from pathlib import Path
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
 
-MOST_BYTES = 8 << 30
-"""Of a file's text, unpacked. A gigabyte of gzip can hold a terabyte of it."""
-MOST_HELD = 256 << 20
-"""Of a text that has to be held as a whole: no profile of a few steps comes near it."""
 MOST_NS = 1e18
 """No time in a profile is longer (30 years): what is comes from a corrupt file."""
 MOST_COUNTED = 1e24
@@ -122,10 +118,9 @@ def lines(path: Path) -> Iterator[str]:
     can be unpacked.
 
     Raises:
-        WorkshopError: it can't be read, or its text is longer than MOST_BYTES.
+        WorkshopError: it can't be read.
     """
     opener: Callable = gzip.open if is_gzip(path) else open
-    left = MOST_BYTES
     with readable(path), opener(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
         while True:
             try:
@@ -134,9 +129,6 @@ def lines(path: Path) -> Iterator[str]:
                 return
             if not line:
                 return
-            left -= len(line)
-            if left < 0:
-                raise WorkshopError(f"{path}: its text is longer than {MOST_BYTES >> 30} GiB")
             yield line.replace("\0", "\ufffd")
 
 
@@ -151,18 +143,8 @@ def head(path: Path) -> str:
 
 
 def text(path: Path) -> str:
-    """The whole text of a file; as `lines`.
-
-    Raises:
-        WorkshopError: it can't be read, or its text is longer than MOST_HELD.
-    """
-    held, left = [], MOST_HELD
-    for line in lines(path):
-        held.append(line)
-        left -= len(line)
-        if left < 0:
-            raise WorkshopError(f"{path}: its text is longer than {MOST_HELD >> 20} MiB")
-    return "".join(held)
+    """The whole text of a file; as `lines`."""
+    return "".join(lines(path))
 
 
 def is_gzip(path: Path) -> bool:

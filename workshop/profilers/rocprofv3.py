@@ -10,7 +10,7 @@ domain without events leaves no file.
 import contextlib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -54,17 +54,6 @@ _HEADERS: Mapping[str, frozenset[str]] = {
 """The columns that tell a table; the first that fits it is."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
 _SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
-_OTHER_SUMS = tuple(
-    f"{domain}_stats"
-    for domain in (
-        "domain",
-        "marker_api",
-        "hsa_api",
-        "rccl_api",
-        "memory_allocation",
-        "scratch_memory",
-    )
-)
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
     rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
@@ -146,17 +135,17 @@ def _set_of(path: Path) -> Files:
     if table == "api_trace":  # one header for all domains, which the rows name
         files.tables = dict.fromkeys(_API_TRACES, path)
     elif table == "stats":
-        if any(other in path.name for other in _OTHER_SUMS):
-            raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
-        files.tables = {next((name for name in _SUMS if name in path.name), _SUMS[0]): path}
+        of = next((name for name in _SUMS if name in path.name), None)
+        if of is None:
+            raise WorkshopError(f"{path}: not the sums of kernels, copies or HIP calls")
+        files.tables = {of: path}
     else:
         files.tables = {table: path}
     return files
 
 
 def _sets_below(folder: Path) -> list[Files]:
-    """All files below a folder that rocprofv3 may have written, by process. Where none has a name
-    that the tool gives, they are known by their content, each for itself."""
+    """All files below a folder that rocprofv3 has written, by process."""
     sets: dict[tuple[Path, str], Files] = {}
 
     def set_of(path: Path, prefix: str) -> Files:
@@ -164,21 +153,12 @@ def _sets_below(folder: Path) -> list[Files]:
         run = path.parent.parent if prefix.isdigit() else path.parent
         return sets.setdefault((path.parent, prefix), Files(run))
 
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in paths:
+    for path in sorted(folder.rglob("*")):
         if match := _CSV_NAME.fullmatch(path.name):
             set_of(path, match["prefix"] or "").tables[match["table"]] = path
         elif path.suffix == ".db" and is_database(path):
             set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
-    return list(sets.values()) or list(_sets_by_content(paths))
-
-
-def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
-    for path in paths:
-        with contextlib.suppress(WorkshopError):
-            name = path.name.removesuffix(".gz")
-            if name.endswith(".csv"):
-                yield _set_of(path)
+    return list(sets.values())
 
 
 # --- the table, from what the processes did ---

@@ -174,13 +174,6 @@ def _joined(names: Iterable[Any]) -> str | None:
 
 # --- rocpd ---
 
-_LONGEST = 1 << 16
-"""Characters of a text that are read: a made-up one can be a gigabyte."""
-_INSTRUCTIONS = 1_000_000
-_INSTRUCTIONS_PER_BYTE = 200
-"""SQLite may spend so many on a file, and more with its size. Honest views take a few hundred a
-row; a made-up one can go on forever."""
-
 # Views by what they are called in the versions of the schema, with their columns.
 _COUNTS = {
     "counters_collection": ("kernel_name", "counter_name", "value"),
@@ -207,27 +200,18 @@ def from_database(files: Files, stack: contextlib.ExitStack) -> list[Process]:
 class _Database:
     def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
         self._path = path
-        self._left = _INSTRUCTIONS + _INSTRUCTIONS_PER_BYTE * path.stat().st_size
         with self._errors():
             # Read-only by its address: nothing, not even a journal, is written beside it.
             uri = f"{path.resolve().as_uri()}?mode=ro"
             self._connection = sqlite3.connect(uri, uri=True)
         stack.callback(self._connection.close)
-        self._connection.set_progress_handler(self._spend, 10_000)
-
-    def _spend(self) -> bool:
-        self._left -= 10_000
-        return self._left < 0
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
-            # The second in place of the first, where SQLite's message quotes a damaged name.
-            damaged = isinstance(error, UnicodeDecodeError)
-            told = "a name in it is no text" if damaged else printable(str(error))
-            reason = "its views never end" if self._left < 0 else f"{told}; is the file cut off?"
+            reason = f"{printable(str(error))}; is the file cut off?"
             raise WorkshopError(f"{self._path}: can't be read as a database: {reason}") from None
 
     def _query(self, query: str) -> Iterator[tuple]:
@@ -270,7 +254,7 @@ class _Database:
     def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
         """The text of a query; columns that the view lacks come as NULL."""
         has = self.columns(view)
-        names = ", ".join(_shortened(name) if name in has else "NULL" for name in columns)
+        names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
         where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"
         return f"SELECT {names} FROM [{view}] {where} {more}"
 
@@ -329,13 +313,6 @@ def _of_domain(domain: str) -> str:
     """The condition, in SQL, on a region of a domain such as "HIP"; rocprof-sys has it as in
     "rocm_hip_api"."""
     return f"AND ([category] LIKE '{domain}%' OR [category] LIKE 'rocm_{domain}%')"
-
-
-def _shortened(column: str) -> str:
-    """A column's value, in SQL."""
-    # Brackets, because SQLite takes an unknown name in quotation marks for a text.
-    cut = f"WHEN length([{column}]) > {_LONGEST} THEN substr([{column}], 1, {_LONGEST})"
-    return f"CASE {cut} ELSE [{column}] END AS [{column}]"
 
 
 def _message(data: Any) -> Any:
