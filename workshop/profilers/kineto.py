@@ -20,11 +20,18 @@ from workshop.errors import WorkshopError
 from workshop.profilers import json_stream, reading
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, NoNumber, Problems, count, nanoseconds, number
-from workshop.profilers.table import HostCall, KernelTable, Sums, Timeline, timeline
+from workshop.profilers.table import (
+    PHASES,
+    STEP,
+    HostCall,
+    KernelTable,
+    Ranges,
+    Sums,
+    Timeline,
+    timeline,
+)
 
-PHASES = ("forward", "backward", "optimizer")
-
-_STEP_RANGES = ("ProfilerStep", "step")
+_STEP_RANGES = ("ProfilerStep", STEP)
 """The profiler's own and this workshop's: the first of them that the trace has counts."""
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _OPTIMIZER_RANGE = "Optimizer.step"
@@ -395,7 +402,7 @@ def _table(
         tool="torch.profiler",
         kernels=sums.kernels(),
         steps=_steps(trace, sorted(instant for instant, _ in started)),
-        phases_ns=_phases(trace).sum(started),
+        phases_ns=_phases_ns(trace, started),
     )
 
 
@@ -425,9 +432,10 @@ def _steps(trace: _Trace, instants: list[float]) -> int | None:
     return None
 
 
-def _phases(trace: _Trace) -> "_Phases":
-    """From the ranges of that name; where a trace has none, backward from autograd's own operators
-    and optimizer from the range that PyTorch sets itself."""
+def _phases_ns(trace: _Trace, started: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """Time by phase, of (instant, time); 0 for a phase whose ranges hold none of them. The phases
+    are the ranges of that name; where a trace has none, backward is autograd's own operators, and
+    optimizer the range that PyTorch sets itself."""
     intervals = {phase: trace.ranges[phase] for phase in PHASES}
     if not intervals["backward"]:
         intervals["backward"] = [
@@ -437,43 +445,12 @@ def _phases(trace: _Trace) -> "_Phases":
         ]
     if not intervals["optimizer"]:
         intervals["optimizer"] = trace.ranges[_OPTIMIZER_RANGE]
-    return _Phases(intervals)
-
-
-class _Phases:
-    """Which phase the host was in at an instant. Of ranges within each other the outermost counts:
-    a forward that the backward pass repeats, to save memory, is part of the backward pass."""
-
-    def __init__(self, intervals: dict[str, list[_Interval]]) -> None:
-        ordered = sorted(
-            (interval.start, -interval.end, phase)
-            for phase, ranges in intervals.items()
-            for interval in ranges
-        )
-        self._known = [phase for phase, ranges in intervals.items() if ranges]
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-        self._phases: list[str] = []
-        reached = -math.inf
-        for start, minus_end, phase in ordered:
-            if -minus_end > reached:
-                self._starts.append(max(start, reached))
-                self._ends.append(-minus_end)
-                self._phases.append(phase)
-                reached = -minus_end
-
-    def at(self, instant: float) -> str | None:
-        index = bisect_right(self._starts, instant) - 1
-        return self._phases[index] if index >= 0 and instant <= self._ends[index] else None
-
-    def sum(self, started: Iterable[tuple[float, float]]) -> dict[str, float]:
-        """Time by phase, of (instant, time); 0 for a phase whose ranges hold none of them."""
-        sums = dict.fromkeys(self._known, 0.0)
-        for instant, time in started:
-            phase = self.at(instant)
-            if phase is not None:
-                sums[phase] += time
-        return sums
+    ranges = Ranges((*one, phase) for phase, found in intervals.items() for one in found)
+    sums = {phase: 0.0 for phase, found in intervals.items() if found}
+    for instant, time in started:
+        if phase := ranges.at(instant):
+            sums[phase] += time
+    return sums
 
 
 def _own_times(operators: list[_Operator]) -> Iterator[tuple[float, float, str]]:

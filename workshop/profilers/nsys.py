@@ -17,7 +17,7 @@ from pathlib import Path
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
 from workshop.profilers.reading import CsvTable, NoNumber, Problems, count, nanoseconds
-from workshop.profilers.table import HostCall, KernelTable, Sums
+from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Sums
 
 _KERNELS, _COPIES, _TRACE = "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum", "cuda_gpu_trace"
 _HOST_CALLS, _RANGE_KERNELS = "cuda_api_sum", "nvtx_kern_sum"
@@ -36,8 +36,6 @@ _FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS}
 """The report by the end of its file's name."""
 
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
-_STEP = "step"
-_PHASES = ("forward", "backward", "optimizer")
 
 
 def recognises_header(columns: Iterable[str]) -> bool:
@@ -255,7 +253,7 @@ def _count_steps(report: _Report, table: KernelTable) -> None:
     instances, range_ = report.index("Instances"), report.index("Range")
 
     def add(fields: list[str]) -> None:
-        if _range_name(fields[range_]) == _STEP:
+        if _range_name(fields[range_]) == STEP:
             table.steps = max(table.steps or 0, count(fields[instances]))
 
     report.each(add)
@@ -270,7 +268,7 @@ def _add_phases(report: _Report, table: KernelTable) -> None:
 
     def add(fields: list[str]) -> None:
         phase = _range_name(fields[range_])
-        if phase in _PHASES:
+        if phase in PHASES:
             phases[phase] = phases.get(phase, 0.0) + nanoseconds(fields[total], unit_ns)
 
     report.each(add)

@@ -9,7 +9,6 @@ domain without events leaves no file.
 
 import contextlib
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -32,11 +31,7 @@ from workshop.profilers.rocprofv3_formats import (
     from_tables,
     interval,
 )
-from workshop.profilers.table import HostCall, KernelTable, Sums
-
-STEP = "step"
-PHASES = ("forward", "backward", "optimizer")
-"""The marker ranges in a training step whose kernels are summed."""
+from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Ranges, Sums
 
 _COPY = "MEMORY_COPY_"
 
@@ -362,8 +357,9 @@ class _Run:
         launches, each, whole = _Launches(), self._notes.each, self._whole
         before = whole.kernels, self._in_steps.kernels
         if each(process.markers, partial(self._add_range, launches)):
+            launches.close_ranges()
             each(process.hsa_calls, partial(_place_call, launches))
-        self._steps = max(self._steps, launches.steps)
+        self._steps = max(self._steps, len(launches.steps))
         if each(process.host_calls, partial(self._add_call, launches)):
             self._calls_traced = True
         else:
@@ -413,37 +409,6 @@ class _Run:
         return (self._whole, self._in_steps) if in_step else (self._whole,)
 
 
-class _Ranges:
-    """Named ranges of time. Of those within each other the outermost counts: a forward pass that
-    the backward pass repeats, to save memory, is part of the backward pass."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, str]] = []
-        self._starts: list[int] | None = None
-
-    def add(self, start: int, end: int, name: str) -> None:
-        self._ranges.append((start, end, name))
-        self._starts = None
-
-    def at(self, instant: int) -> str:
-        """The name of the range that an instant lies in; "" for none."""
-        if self._starts is None:
-            self._flatten()
-        index = bisect_right(self._starts or (), instant) - 1
-        return self._ranges[index][2] if index >= 0 and instant < self._ranges[index][1] else ""
-
-    def _flatten(self) -> None:
-        """Leaves those that lie in no other, in order."""
-        reached = 0
-        outermost = []
-        for start, end, name in sorted(self._ranges, key=lambda one: (one[0], -one[1])):
-            if end > reached:
-                outermost.append((start, end, name))
-                reached = end
-        self._ranges = outermost
-        self._starts = [start for start, _, _ in outermost]
-
-
 class _Launches:
     """Which step and phase launched what, in one process. Ranges come before host calls, and those
     before what they launched.
@@ -455,18 +420,22 @@ class _Launches:
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._step_ranges, self._phase_ranges = _Ranges(), _Ranges()
+        self.steps: list[tuple[float, float, str]] = []
+        self._phases: list[tuple[float, float, str]] = []
+        self._step_ranges = self._phase_ranges = Ranges(())
         self._places: dict[Hashable, tuple[bool, str]] = {}
 
     def add_range(self, name: object, start: int, ns: int) -> None:
         if not ns:  # a mark, no range
             return
         if name == STEP:
-            self.steps += 1
-            self._step_ranges.add(start, start + ns, STEP)
+            self.steps.append((start, start + ns, STEP))
         elif isinstance(name, str) and name in PHASES:
-            self._phase_ranges.add(start, start + ns, name)
+            self._phases.append((start, start + ns, name))
+
+    def close_ranges(self) -> None:
+        """All ranges were added."""
+        self._step_ranges, self._phase_ranges = Ranges(self.steps), Ranges(self._phases)
 
     def add_call(self, correlation: Hashable, start: int) -> bool:
         """Whether it began in a step."""
