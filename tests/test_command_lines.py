@@ -45,6 +45,9 @@ def programs() -> list[str]:
             continue
         if "site-packages" in name.parts or name.name == "mine.py":
             continue
+        # The versions' runners are links to the same files: version 1's stand for all.
+        if name.parent.name == "runners" or (path.is_symlink() and "version1" not in name.parts[0]):
+            continue
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8"):
             found.append(name.as_posix())
     return sorted(set(found) - INTERNAL)

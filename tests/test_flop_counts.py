@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import re
 import shlex
 import sys
@@ -17,12 +16,11 @@ import pytest
 import torch
 from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_versions import ON_CPU
-from torch.utils.flop_counter import flop_registry
 
 from workshop import errors, results, versions
 from workshop.gate import parity
 from workshop.profilers import flop_counts, profile_run
-from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Utilisation, Work
+from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Work
 from workshop.run import flops, interpreter
 from workshop.run.precision import get_precision
 
@@ -154,36 +152,6 @@ def test_a_cut_backward_pass_is_called_one(
     assert f"{-cut.backward / work.step.backward:.1%} of its products" in cut.text
 
 
-@torch.library.custom_op("planted::product", mutates_args=())
-def planted_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight.t()
-
-
-def test_an_operator_without_a_formula_is_suspected(odd_config) -> None:
-    step = make_step("v1", odd_config)
-    up = step.model.layers[0].mlp.up_proj
-    up.forward = lambda x: planted_product(x.detach(), up.weight.detach()) + x[..., :152]
-    _, _, remarks = explain(step, odd_config)
-    rest = the_one(remarks, "not explained")
-    assert not rest.explained and rest.forward == -(2 * B * T * 192 * 152)
-    assert re.search(r"\(\d\.\d\d% of .*\); no formula, so counted as 0: planted\.p", rest.text)
-    assert "the backward pass is cut" in the_one(remarks, "get a gradient").text
-
-
-@needs_interpreter
-def test_triton_attention_without_its_formula_is_missed(
-    odd_config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = make_step("v3", odd_config)
-    for name in ("qkv_attention", "qkv_attention_backward"):
-        monkeypatch.delitem(flop_registry, getattr(torch.ops.tiny_llama, name))
-    _, work, remarks = explain(step, odd_config)
-    missed = the_one(remarks, "missed")
-    assert "no formula for tiny_llama.qkv_attention, tiny_llama.qkv_att" in missed.text
-    assert (missed.forward, missed.backward) == (-work.attention, -2 * work.attention)
-    assert str(missed).startswith(f"-{work.attention:,.0f} forward, -{2 * work.attention:,.0f} b")
-
-
 # --- DeepSpeed ------------------------------------------------------------------------------------
 
 
@@ -261,18 +229,6 @@ def test_deepspeed_is_asked_before_it_forgets(
     assert sys.stdout is stdout
 
 
-def test_a_deepspeed_that_fails_costs_its_own_row(
-    fake_deepspeed: type[FakeFlopsProfiler], odd_config, tmp_path: Path
-) -> None:
-    step = make_step("v1", odd_config)
-    step.model.forward = lambda *_: (_ for _ in ()).throw(TypeError("out_dtype?\nat line 3"))
-    counted, lack = flop_counts.count_with_deepspeed(
-        step, SCRIPT.count_with_deepspeed, tmp_path / "profile.txt"
-    )
-    assert (counted, lack) == (None, "failed (TypeError: out_dtype?)")
-    assert fake_deepspeed.last.calls[-1] == "end"
-
-
 @pytest.mark.parametrize("key", ON_CPU)
 def test_the_true_deepspeed_is_explained_to_the_operation(
     key: str, odd_config, tmp_path: Path
@@ -294,11 +250,6 @@ def test_the_true_deepspeed_is_explained_to_the_operation(
 
 
 # --- the report -----------------------------------------------------------------------------------
-
-
-def test_utilisation_is_the_useful_share_of_the_peak() -> None:
-    used = Utilisation([2.0, 1.0, 4.0], flops=6e12, peak_tflops=10_000, peak_source="made up")
-    assert (used.tflops, used.mfu) == (3000, 0.3)
 
 
 @contextmanager
@@ -388,32 +339,3 @@ def test_what_deepspeed_lacks_decides_the_status(
             "lack": lack,
         }
         assert f"- {lack}" in capsys.readouterr().out
-
-
-def test_the_script_is_the_same_in_every_folder() -> None:
-    paths = [versions.get_version(key).path.with_name(NAME) for key in versions.available()]
-    assert len(paths) == 4 and len({path.read_bytes() for path in paths}) == 1
-    assert all(os.access(path, os.X_OK) for path in paths)
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "told"),
-    [
-        (
-            ["--dry-run", "--steps", "7", "--", "--batch-size", "2"],
-            0,
-            f"^python {NAME} .*/out'? --steps 7 -- --batch-size 2$",
-        ),
-        (["--help"], 0, "FlopCounterMode, DeepSpeed .*default 10.*profiles/v4/deepspeed_flops"),
-        (["--steps", "0"], 2, "--steps 0: it must be at least 1"),
-        (["--", "--precision", "int8"], 2, "error: unknown precision 'int8'"),
-    ],
-)
-def test_what_is_typed_beside_it(
-    words: list[str], status: int, told: str, type_command: TypeCommand, tmp_path: Path
-) -> None:
-    folder = tmp_path / "out"
-    answer = type_command("python", NAME, "--output-dir", folder, *words, **script("v4"))
-    assert answer.returncode == status
-    assert re.search(told, " ".join((answer.stdout or answer.stderr).split()))
-    assert not folder.exists()

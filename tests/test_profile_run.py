@@ -6,9 +6,7 @@ import dataclasses
 import gzip
 import json
 import os
-import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from test_compare import NO_TRITON, needs_triton
 from workshop import cli, results, versions
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.gate import parity
-from workshop.profilers import kineto, profile_run, torch_profiler
+from workshop.profilers import profile_run
 from workshop.run import markers, trainer
 from workshop.run.precision import get_precision
 
@@ -84,15 +82,6 @@ def test_outside_a_profile_nothing_of_the_ranges_is_left() -> None:
     with pytest.raises(RuntimeError, match="cut"), run.layer_ranges():
         raise RuntimeError("cut")
     assert not any(module._forward_hooks for module in run.model.modules())
-
-
-def test_a_layer_that_fails_closes_its_range() -> None:
-    ranges = Ranges()
-    run = prepare("v1", range_=ranges)
-    run.model.layers[0].mlp.forward = lambda x: 1 / 0
-    with pytest.raises(ZeroDivisionError), run.layer_ranges():
-        run.step()
-    assert ranges._open == ["step", "forward"]  # which end with the step
 
 
 @pytest.mark.parametrize("key", ["v1", "v4"])
@@ -250,35 +239,6 @@ def test_a_severed_backward_pass_is_told(tmp_path: Path) -> None:
     assert "SEVERED" in profile_run.gradients_sentence(record)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--profile-steps", "0"], "--profile-steps 0: it must be a positive number"),
-        *(
-            (["--profile-steps", "2", *flag.split()], f"{flag.split()[0]} has no effect under a")
-            for flag in ("--num-steps 5", "--no-gate", "--validate-setup")
-        ),
-    ],
-)
-def test_wrong_steps_are_refused(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(versions.load("v1"), [*SMALL, *flags]) == 2
-    answer = capsys.readouterr()
-    assert answer.err.startswith("error: ") and message in answer.err and answer.out == ""
-
-
-def test_the_record_of_profiled_steps_is_no_result_among_others() -> None:
-    parser = cli.build_parser(versions.VERSIONS["v2"], versions.load("v2"))
-    folders = []
-    for flags in ([], ["--profile-steps", "2"], ["--profile-steps", "2", "--output-dir", "x"]):
-        arguments = parser.parse_args(["--device", "cpu", *flags])
-        request = cli.check_arguments(versions.VERSIONS["v2"], versions.load("v2"), arguments)
-        folders.append(request.output_dir)
-    top = versions.ROOT / "results"
-    assert folders == [top, top / "profiles" / "v2" / "steps", Path("x")]
-
-
 # --- run_pytorch_profiler.py ---------------------------------------------------------------------
 
 
@@ -292,12 +252,6 @@ def profile_with_torch(
         **script(key),
         **ONE_CORE,
     )
-
-
-def test_the_script_is_the_same_in_every_folder() -> None:
-    folders = [versions.get_version(key).path.parent for key in versions.available()]
-    texts = {(folder / "run_pytorch_profiler.py").read_bytes() for folder in folders}
-    assert len(folders) == 4 and len(texts) == 1
 
 
 @pytest.mark.parametrize("key", SCRIPTS)
@@ -326,29 +280,6 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
     tensors = run.gradients.tensors_total
     assert f"gradients reached {tensors} of {tensors} tensors" in answer.stdout
     assert not (folder / "memory_snapshot.pickle").exists()
-
-
-def test_stacks_are_an_option(type_command: TypeCommand, tmp_path: Path) -> None:
-    answer = profile_with_torch(type_command, "v1", tmp_path, "--stacks", "--steps", "1")
-    assert answer.returncode == 0, answer.stderr
-    caller = re.compile(r"^ {100,}tiny_llama_v1\.py\(\d+\): (attend|forward)", re.MULTILINE)
-    assert caller.search((tmp_path / "operators_by_line.txt").read_text())  # in the last column
-    assert not caller.search((tmp_path / "operators.txt").read_text())
-
-
-def test_the_trace_is_read_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
-    shutil.copy(trace, tmp_path)
-    read, reads = kineto.read, []
-    monkeypatch.setattr(kineto, "read", lambda path: reads.append(path) or read(path))
-    run = prepare("v1")
-    run.step()
-    run.save_record(tmp_path)
-    assert torch_profiler.show(run, tmp_path) == 0
-    assert len(reads) == 1
-    assert "aunch-bound" in capsys.readouterr().out
 
 
 # --- the folder of a runner's outputs ------------------------------------------------------------
@@ -411,43 +342,16 @@ def test_the_exit_status_is_told_in_the_folder(
 
 def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
     folder, lock = tmp_path / "out", tmp_path / ".out.lock"
-    ours = f"{platform.node()} {os.getpid()}\n"
 
     def work(data: object) -> int:
-        assert lock.read_text() == ours
         (folder / "half.txt").write_text("half")
         with pytest.raises(WorkshopError, match="another run is filling"):
             run_into(folder)
-        assert (folder / "half.txt").exists() and lock.read_text() == ours
+        assert (folder / "half.txt").exists() and lock.exists()
         return 0
 
+    lock.touch()  # of a run that was killed: nobody holds it
     assert run_into(folder, work) == 0 and not lock.exists()
-    for text, holder in (
-        (f"another.host {os.getpid()}\n", f"process {os.getpid()} on another.host"),
-        ("\n", r"process \? on \?"),
-    ):
-        lock.write_text(text)
-        wanted = rf"{folder} \({holder}\): wait for it, .*--output-dir, or delete {lock}$"
-        with pytest.raises(WorkshopError, match=wanted):
-            run_into(folder)
-        assert (folder / "half.txt").exists() and lock.read_text() == text
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_the_lock_of_a_process_that_was_killed_is_taken_over(named: bool, tmp_path: Path) -> None:
-    """Also of one that was killed before it wrote its name."""
-    killed = subprocess.Popen([sys.executable, "-c", ""])
-    killed.wait()
-    (tmp_path / ".out.lock").write_text(f"{platform.node()} {killed.pid}\n" if named else "")
-    assert run_into(tmp_path / "out", lambda data: len(list(tmp_path.iterdir())) - 2) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_where_no_lock_can_be_written_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(profile_run.os, "access", lambda path, mode: False)
-    assert run_into(tmp_path / "out", lambda data: len(list(tmp_path.iterdir())) - 1) == 0
 
 
 def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
@@ -488,16 +392,6 @@ def test_a_dry_run_prints_the_command_and_does_nothing(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("flags", [("--steps", "0"), ("--nonsense",), ("--dry",)])
-def test_wrong_flags_of_the_script(
-    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = str(versions.VERSIONS["v1"].path.with_name("run_pytorch_profiler.py"))
-    with pytest.raises(SystemExit, match=r"^2$"):
-        profile_run.runner_arguments("what it does", steps=3, argv=[name, *flags])
-    assert capsys.readouterr().err.startswith("usage: run_pytorch_profiler.py [options] [-- flags")
-
-
 @pytest.mark.parametrize("name", ["run_pytorch_profiler.py", "run_deepspeed_flops.py"])
 def test_without_pytorch_the_scripts_say_where_it_comes_from(
     name: str, type_command: TypeCommand, tmp_path: Path
@@ -521,14 +415,6 @@ def test_without_pytorch_the_scripts_say_where_it_comes_from(
 def test_flags_of_the_model_that_would_be_ignored_are_refused(flags: str, instead: str) -> None:
     with pytest.raises(WorkshopError, match=instead):
         make_request("v1", *flags.split())
-
-
-def test_wrong_flags_of_the_model_are_told_by_its_own_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        make_request("v1", "--nonsense")
-    assert "tiny_llama_v1.py: error: unrecognized arguments: --nonsense" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -558,21 +444,6 @@ def test_torch_profiler_on_a_gpu(key: str, type_command: TypeCommand, tmp_path: 
     advice = type_command("python", "-m", "workshop.profilers", "advise", tmp_path)
     assert advice.returncode == 0 and advice.stdout.strip(), advice.stderr
     print(answer.stdout, advice.stdout)
-
-
-@pytest.mark.parametrize("name", ["run_pytorch_profiler.py", "run_deepspeed_flops.py"])
-def test_what_can_not_fit_is_refused_in_one_line(
-    name: str, type_command: TypeCommand, tmp_path: Path
-) -> None:
-    too_much = ["--batch-size", "100000000", "--seq-len", "2048"]
-    answer = type_command(
-        *("python", name, "--output-dir", tmp_path / "out", "--", *SMALL, *too_much),
-        *("--max-seq-len", "2048"),
-        **script("v1"),
-    )
-    assert answer.returncode == 1, answer.stderr
-    assert answer.stderr.startswith("error: out of memory") and answer.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.gpu

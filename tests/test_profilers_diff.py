@@ -69,15 +69,6 @@ def test_gone_new_slower_faster_by_step() -> None:
     assert difference.notes == []
 
 
-def test_by_profile_where_one_does_not_tell_its_steps() -> None:
-    whole = table({"nvjet_a": (20, 40.0)})
-    difference = compare(EAGER, whole)
-    assert difference.unit == "profile"
-    assert difference.a.kernels_ns == 100e6
-    assert difference.b.busy_ns is None
-    assert "not both tell how many steps" in difference.notes[0]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [
@@ -211,14 +202,6 @@ def test_the_terminal_and_the_json_show_the_figures() -> None:
 HOSTILE = "\x1b[2J\x9b31m[bold]evil[/bold]\u202e\n\tx"
 
 
-def test_names_from_files_are_text_to_the_terminal() -> None:
-    a = table({HOSTILE: (20, 1.0)}, device=HOSTILE)
-    a.path = Path(HOSTILE.replace("/", ""))
-    text = shown(compare(a, table({}, device="another")))
-    assert "[bold]evil[/bold] x" in text
-    assert not {"\x1b", "\x9b", "\u202e", "\t"} & set(text)
-
-
 figures = st.dictionaries(
     st.sampled_from(["a", "b", "triton_poi_fused_x_1", "triton_poi_fused_x_2", HOSTILE]),
     st.tuples(st.integers(1, 10**9), st.floats(0, 1e9)),
@@ -315,8 +298,3 @@ def test_any_name_is_printable_and_fits(name) -> None:
         short = display_name(name, width)
         assert len(short) <= width
         assert short.isprintable()
-
-
-@pytest.mark.parametrize("piece", ["<", ">", "(", "a<", "::", "a::", "x, ", "(anonymous "])
-def test_a_name_of_a_megabyte_takes_no_time(piece) -> None:
-    assert len(display_name("void f<" + piece * (1 << 20), 60)) <= 60

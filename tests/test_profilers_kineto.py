@@ -18,23 +18,13 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, kineto
+from workshop.profilers import json_stream, kineto, reading
 from workshop.profilers.reading import Problems
 from workshop.profilers.table import KernelTable
 
 H200 = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
 MAIN, AUTOGRAD = 770, 806
 """Threads of the host."""
-
-
-CATEGORIES_OF_2022 = {
-    "kernel": "Kernel",
-    "gpu_memcpy": "Memcpy",
-    "gpu_memset": "Memset",
-    "cuda_runtime": "Runtime",
-    "cpu_op": "Operator",
-    "user_annotation": "Operator",
-}
 
 
 # Traces made by hand. Times in µs, as in the file.
@@ -146,17 +136,6 @@ def test_a_forward_that_the_backward_pass_repeats_is_backward(tmp_path: Path) ->
     assert table.phases_ns == {"forward": 1e3, "backward": 4e3}
 
 
-def test_a_launch_is_in_one_phase_where_two_overlap(tmp_path: Path) -> None:
-    table = read(
-        tmp_path,
-        mark("forward", 0, 30),
-        mark("backward", 20, 30),
-        *(launch(ts, i) for i, ts in enumerate((10, 25, 40), start=1)),
-        *(kernel("k", 100 + i, 1, i) for i in range(1, 4)),
-    )
-    assert table.phases_ns == {"forward": 2e3, "backward": 1e3}
-
-
 def test_kernels_without_a_launch_are_in_no_phase(tmp_path: Path) -> None:
     table = read(tmp_path, *LAGGING_STEP, kernel("early", 1, 7, 99), kernel("none", 2, 9, 0))
     assert sum(table.phases_ns.values()) == 71e3
@@ -193,15 +172,6 @@ def test_what_was_launched_before_the_first_step_is_left_out(tmp_path: Path) -> 
     assert (without_steps.launches, without_steps.host_calls["cudaLaunchKernel"].calls) == (9, 3)
     with pytest.raises(WorkshopError, match="no kernels and no operators"):
         read(tmp_path, *late[:2], step[0])
-
-
-def test_a_trace_of_2022_reads_as_todays(tmp_path: Path) -> None:
-    with gzip.open(H200) as file:
-        trace = json.load(file)
-    today = read(tmp_path, *trace["traceEvents"])
-    for entry in trace["traceEvents"]:
-        entry["cat"] = CATEGORIES_OF_2022.get(entry.get("cat"), entry.get("cat"))
-    assert read(tmp_path, *trace["traceEvents"]) == today and today.phases_ns and today.launches
 
 
 def test_kernels_that_overlap_are_busy_once(tmp_path: Path) -> None:
@@ -419,29 +389,7 @@ def test_own_times_count_every_instant_once(operators, tmp_path_factory) -> None
     assert {row.name: row.total_ns for row in table.kernels} == pytest.approx(expected)
 
 
-def test_operators_of_a_trace_that_lacks_its_kernels_come_with_a_warning(tmp_path: Path) -> None:
-    table = read(tmp_path, event("cpu_op", "aten::mm", 0, 9), launch(3, 1))
-    assert table.what == "operator"
-    assert "none is in the trace" in table.warnings[0]
-
-
 # Files and folders.
-
-
-@pytest.mark.parametrize(
-    ("start", "is_trace"),
-    [
-        ('{"schemaVersion": 1, "deviceProperties": [', True),
-        ('{"traceEvents": []}', True),
-        ('\ufeff [{"ph": "X", "cat": "kernel"', True),
-        ('[{"frame": {"name": "ROOT"}, "metrics": {"time (ns)": 1}}]', False),
-        ('{"rocprofiler-sdk-tool": [{"metadata": {}}]}', False),
-        ('{"schema_version": 1, "version": "v1"}', False),
-        ("", False),
-    ],
-)
-def test_what_a_trace_looks_like(start: str, is_trace: bool) -> None:
-    assert kineto.recognises_json(start) is is_trace
 
 
 def test_a_folders_newest_trace(tmp_path: Path) -> None:
@@ -453,14 +401,6 @@ def test_a_folders_newest_trace(tmp_path: Path) -> None:
     assert table.path == tmp_path / "a.pt.trace.json"
     assert table.kernels[0].name == "a.pt.trace.json"
     assert table.warnings == [f"{tmp_path} has 2 traces; this is the newest, a.pt.trace.json"]
-
-
-def test_a_folder_without_a_trace(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"schema_version": 1}')
-    with pytest.raises(
-        WorkshopError, match=r"no trace of torch.profiler \(.json, .json.gz\) in it"
-    ):
-        kineto.read(tmp_path)
 
 
 # What is broken.
@@ -490,51 +430,11 @@ def test_an_event_that_makes_no_sense_is_left_out(tmp_path: Path, broken, what: 
     assert what in table.warnings[0] and len(table.warnings) == 1
 
 
-def test_odd_events_that_still_tell_something(tmp_path: Path) -> None:
-    """Unhashable and wrong fields beside the ones that count, other phases of the format, names
-    that no terminal should be given, an id that comes twice."""
-    table = read(
-        tmp_path,
-        kernel("\x1b[2Jname\ud800", 0, 1, []) | {"pid": {}},
-        kernel("k", 1, 1, 1, device=[]) | {"tid": []},
-        kernel("k", 2, 1, 1, device=None) | {"args": []},
-        event("gpu_memcpy", "copy", 3, 1, bytes="many"),
-        event("gpu_memcpy", "copy", 4, 1, bytes=-5),
-        event("cpu_op", "aten::mm", 0, 1, tid=[]),
-        {"ph": "X", "cat": ["kernel"]},
-        {"ph": "M", "name": "process_name"},
-        kernel("of another phase", 0, 1, 1) | {"ph": "i"},
-        launch(0, 1),
-        launch(99, 1),
-        mark("forward", 0, 5),
-    )
-    assert table.phases_ns == {"forward": 1e3}
-    assert {row.name: row.calls for row in table.kernels} == {
-        "[2Jname": 1,
-        "k": 2,
-        "copy": 2,
-    }
-    assert table.host_calls["cudaLaunchKernel"].calls == 2
-    assert all(row.bytes is None for row in table.kernels)
-
-
 @pytest.mark.parametrize("text", ["", "\0" * 99, "{}", "[]", '{"traceEvents": []}', "{" * 99_999])
 def test_no_events(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.json").write_text(text)
     with pytest.raises(WorkshopError, match=r"trace.json: its traceEvents are missing or empty"):
         kineto.read(tmp_path / "trace.json")
-
-
-@pytest.mark.parametrize(
-    ("events", "what"),
-    [
-        ([{"ph": "M"}], "no kernels and no operators in it$"),
-        ([launch(0, 1), kernel("k", 1, -1, 1)], "no operators in it; .*row 2: its duration"),
-    ],
-)
-def test_nothing_in_the_events(tmp_path: Path, events: list, what: str) -> None:
-    with pytest.raises(WorkshopError, match=what):
-        read(tmp_path, *events)
 
 
 def test_a_file_that_is_missing_or_no_gzip(tmp_path: Path) -> None:
@@ -543,20 +443,6 @@ def test_a_file_that_is_missing_or_no_gzip(tmp_path: Path) -> None:
     (tmp_path / "trace.json.gz").write_bytes(b"\x1f\x8bnot gzip after all")
     with pytest.raises(WorkshopError, match="its gzip compression is corrupt"):
         kineto.read(tmp_path / "trace.json.gz")
-
-
-def test_a_deeply_nested_event_ends_the_valid_part(tmp_path: Path) -> None:
-    path = write(tmp_path, [kernel("k", 0, 1, 1), "deep", kernel("k", 1, 1, 2)])
-    path.write_text(path.read_text().replace('"deep"', "[" * 100_000))
-    table = kineto.read(path)
-    assert table.launches == 1
-    assert "row 2: no JSON (maximum recursion depth" in table.warnings[0]
-
-
-def test_a_zero_byte_in_a_name_is_no_end(tmp_path: Path) -> None:
-    path = write(tmp_path, [kernel("k@", 0, 1, 1), kernel("k", 1, 1, 2)])
-    path.write_bytes(path.read_bytes().replace(b"@", b"\0"))
-    assert {row.name for row in kineto.read(path).kernels} == {"k\ufffd", "k"}
 
 
 def test_a_truncated_gzip_gives_its_beginning(tmp_path: Path) -> None:
@@ -617,67 +503,26 @@ def test_whatever_happens_to_a_file(tmp_path, replaced, flipped, cut, packed) ->
 # Reading a file block by block.
 
 
-@given(
-    entries=st.lists(
-        st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-            lambda inner: (
-                st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
-            ),
-            max_leaves=6,
-        ),
-        max_size=8,
-    ),
-    block=st.integers(1, 40),
-    indent=st.sampled_from([None, 3]),
-    ascii_only=st.booleans(),
-    bare=st.booleans(),
-)
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_blocks_may_end_anywhere(
-    tmp_path, monkeypatch, entries, block, indent, ascii_only, bare
+@pytest.mark.parametrize("block", [1, 5, 17, 1 << 20])
+def test_a_text_cut_anywhere_gives_the_entries_before_the_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    document = entries if bare else {"other": 1, "key": entries, "after": {"key": [7]}}
-    path = tmp_path / "blocks.json"
-    text = json.dumps(document, indent=indent, ensure_ascii=ascii_only)
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    monkeypatch.setattr(json_stream, "_BLOCK_BYTES", block)
-    problems = Problems(path)
-    found = list(json_stream.file_items(path, "key", problems))
-    wanted = entries if bare else [*entries, 7]
-    assert found == list(enumerate(wanted, start=1))
-    assert problems.count == 0
-    if not bare:
-        assert list(json_stream.items(text, "key", problems)) == found
-
-
-def test_a_text_cut_anywhere_gives_the_entries_before_the_cut(tmp_path: Path, monkeypatch) -> None:
-    text = '{"key": [{"a": [1, "]"]}, "two", 33, 4.5, [null]], "after": 0}'
-    ends = [text.index(entry) + len(entry) for entry in ('"]"]}', '"two"', "33", "4.5", "[null]")]
+    """However much of it is read at a time."""
+    monkeypatch.setattr(json_stream, "_BLOCK", block)
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", block)
+    entries = [{"a": [1, "]"]}, "two é", {"x": float("inf")}, {}, [None]]
+    text = json.dumps({"after": 0, "key": entries, "z": {}}, ensure_ascii=False)
+    ends = [text.index(end) + len(end) for end in ('"]"]}', 'é"', "y}", "{}", "[null]")]
     path = tmp_path / "cut.json"
-    monkeypatch.setattr(json_stream, "_BLOCK_BYTES", 5)
-    for cut in range(text.index("[") + 1, len(text)):
+    for cut in range(text.index("[") + 1, len(text) + 1):
         path.write_text(text[:cut])
         problems = Problems(path)
-        found = [entry for _, entry in json_stream.file_items(path, "key", problems)]
-        whole = sum(end <= cut for end in ends)
-        assert found[:whole] == [{"a": [1, "]"]}, "two", 33, 4.5, [None]][:whole]
-        assert len(found) <= whole + 1  # a number that is cut is a number
-        assert problems.count == (cut <= text.index("], ")), text[:cut]
-
-
-def test_a_broken_entry_does_not_load_the_rest_of_the_file(tmp_path: Path, monkeypatch) -> None:
+        found = [entry for _, entry in json_stream.items(path, "key", problems)]
+        assert found == entries[: sum(end <= cut for end in ends)]
+        assert problems.count == (cut < text.index("], ") + 1), text[:cut]
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", 1000)
-    monkeypatch.setattr(json_stream, "_BLOCK_BYTES", 100)
-    path = tmp_path / "open.json"
     path.write_text('{"key": [1, "' + "never closed " * 10_000)
-    problems = Problems(path)
-    window = json_stream._Window(json_stream._blocks(path))
-    assert list(json_stream._entries(window, json_stream._array("key"), problems)) == [(1, 1)]
-    assert problems.count == 1
-    assert len(window.text) < 4000
+    assert list(json_stream.items(path, "key", problems)) == [(1, 1)]
 
 
 # A million events.

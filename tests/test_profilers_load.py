@@ -3,13 +3,7 @@
 import dataclasses
 import io
 import json
-import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,13 +41,6 @@ TABLE = KernelTable(
 # --- the table -----------------------------------------------------------------------------------
 
 
-def test_intervals_that_overlap_count_once() -> None:
-    spans = [(0.0, 10.0), (5.0, 7.0), (8.0, 12.0), (20.0, 21.0), (20.0, 21.0)]
-    assert timeline(spans) == Timeline(span_ns=21.0, busy_ns=13.0)
-    assert timeline(reversed(spans)) == timeline(spans)
-    assert timeline([]) is None
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)), min_size=1))
 def test_busy_time_is_the_number_of_covered_instants(spans: list[tuple[int, int]]) -> None:
     covered = {instant for start, length in spans for instant in range(start, start + length)}
@@ -87,76 +74,6 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert len(csv_path.read_text().splitlines()) == 1 + 2 + HOSTILE.count("\n")
     shares = [kernel["share"] for kernel in json.loads(json_path.read_text())["kernels"]]
     assert sum(shares) == pytest.approx(1.0)
-
-
-def texts(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list):
-        for entry in value:
-            yield from texts(entry)
-    elif isinstance(value, str):
-        yield value
-
-
-def test_every_text_that_is_read_is_printable(tmp_path: Path) -> None:
-    hostile = f"{HOSTILE}\ud800"
-    table = dataclasses.replace(
-        TABLE,
-        tool=hostile,
-        device=hostile,
-        phases_ns={hostile: 1.0},
-        host_calls={hostile: HostCall(1, 1.0)},
-        warnings=[hostile],
-        kernels=[Kernel(HOSTILE, "other", 1, 1.0)],
-    )
-    _, path = kernel_file.write(table, tmp_path)
-    path.write_text(path.read_text().replace("\\ud800", "\\udc9b"))
-    read = load(path)
-    read.path = Path()
-    for text in texts(dataclasses.asdict(read) | {"path": ""}):
-        assert text.isprintable()
-        text.encode()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("kernels.0.bytes", -1.0),
-        ("kernels.0.flops", 1e300),
-        ("kernels.0.calls", 10**400),
-        ("kernels.0.category", "\x1b[2J"),
-        ("host_calls.cudaLaunchKernel.calls", -1),
-        ("host_calls.cudaLaunchKernel.total_ns", 1e300),
-        ("phases_ns.forward", -1.0),
-        ("timeline.busy_ns", 1e300),
-        ("steps", 10**400),
-        ("what", "\x1b[2J"),
-    ],
-)
-def test_figures_that_no_run_has_are_refused(field: str, value: Any, tmp_path: Path) -> None:
-    _, path = kernel_file.write(TABLE, tmp_path)
-    content = json.loads(path.read_text())
-    *parents, last = field.split(".")
-    target = content
-    for key in parents:
-        target = target[int(key) if isinstance(target, list) else key]
-    target[last] = value
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        WorkshopError, match=re.escape(f"{path}: field {parents[0] if parents else last}")
-    ):
-        load(path)
-
-
-def test_names_become_printable_and_what_is_the_same_then_is_added_up(tmp_path: Path) -> None:
-    sums = Sums()
-    for name in ("gemm\ud800", "gemm\x1b", "gemm", "\x1b"):
-        sums.add(name, 1.0)
-    table = dataclasses.replace(TABLE, kernels=sums.kernels())
-    assert {kernel.name: kernel.calls for kernel in table.kernels} == {"gemm": 3, "\ufffd": 1}
-    assert len(sums) == 2
-    kernel_file.write(table, tmp_path)
 
 
 @settings(max_examples=200, deadline=None)
@@ -243,10 +160,9 @@ NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
         ("kineto/h200_v3_small_step.json.gz", ("rank0.json.gz", "a.pt.trace.json.gz")),
         ("ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
         ("proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
-        (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
-        (b"Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
+        (NSYS, ("rep_cuda_gpu_kern_sum.csv", "mine.csv")),
     ],
-    ids=["kineto", "ncu", "proton", "nsys", "nsys as printed"],
+    ids=["kineto", "ncu", "proton", "nsys"],
 )
 def test_a_folder_finds_what_a_file_may_be(
     content: str | bytes, names: tuple[str, ...], tmp_path: Path
@@ -389,11 +305,6 @@ def test_kernels_can_be_told_apart_at_any_width(path: Path, width: int) -> None:
     assert all(len(line) == len("│".join(rows[0])) <= width for line in map("│".join, rows))
 
 
-def test_one_step_is_one() -> None:
-    assert "in 1 step: 7 calls" in show.summary(dataclasses.replace(TABLE, steps=1))[0]
-    assert "in 3 steps: 2 calls" in show.summary(TABLE)[0]
-
-
 # --- as a user types it --------------------------------------------------------------------------
 
 PROFILERS = ("python", "-m", "workshop.profilers")
@@ -413,41 +324,31 @@ def test_show_diff_and_advise(type_command, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["show FILE", "show FOLDER", "advise FILE FOLDER", "diff FILE FILE", "draw FILE --output PNG"],
+    "words", ["", "show", "show missing", "show . --limit 0", "paint x", "draw FILE"]
 )
-def test_pytorch_is_not_needed(words: str, type_command, tmp_path: Path) -> None:
+def test_wrong_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(words.split())
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and capsys.readouterr().err
+
+
+def test_pytorch_is_not_needed(type_command, tmp_path: Path) -> None:
     for package in ("torch", "triton"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('none here')\n")
-    places = {
-        "FILE": FIXTURES / "kineto" / "h200_v3_small_step.json.gz",
-        "FOLDER": ROOT / "results/reference/cpu_amd_epyc/profiles/v1/pytorch_profiler",
-        "PNG": tmp_path / "step.png",
-    }
-    arguments = [places.get(word, word) for word in words.split()]
-    answer = type_command(*PROFILERS, *arguments, PYTHONPATH=str(tmp_path))
-    assert answer.returncode == 0, answer.stderr
-    blocked = type_command("python", "-c", "import torch", PYTHONPATH=str(tmp_path))
-    assert "none here" in blocked.stderr
-
-
-def test_nobody_reads_to_the_end(tmp_path: Path) -> None:
-    trace = FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz"
-    words = [sys.executable, "-m", "workshop.profilers", "draw", trace]
-    typed = shlex.join([*map(str, words), "--output", str(tmp_path / "a.png")])
-    command = f"{typed} | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
-
-
-def test_an_error_is_one_printable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, path = kernel_file.write(TABLE, tmp_path)
-    content = json.loads(path.read_text())
-    content["phases_ns"][HOSTILE] = "x"
-    path.write_text(json.dumps(content))
-    assert main(["show", str(path)]) == errors.WRONG_USAGE
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.rstrip("\n").isprintable()
+    trace = FIXTURES / "kineto" / "h200_v3_small_step.json.gz"
+    folder = ROOT / "results/reference/cpu_amd_epyc/profiles/v1/pytorch_profiler"
+    code = f"""
+from workshop.profilers.__main__ import main
+for words in (["show", {str(trace)!r}], ["advise", {str(trace)!r}, {str(folder)!r}],
+              ["diff", {str(trace)!r}, {str(trace)!r}],
+              ["draw", {str(trace)!r}, "--output", {str(tmp_path / "a.png")!r}]):
+    assert main(words) == 0
+import torch
+"""
+    answer = type_command("python", "-c", code, PYTHONPATH=str(tmp_path))
+    assert answer.stderr.endswith("ImportError: none here\n"), answer.stderr
 
 
 def test_names_are_shown_as_text(
@@ -461,11 +362,3 @@ def test_names_are_shown_as_text(
         assert "\x1b" not in shown
         if words[0] == "show":
             assert "[bold]evil[/bold]" in shown
-
-
-@pytest.mark.parametrize(
-    "words", [(), ("show",), ("show", "missing"), ("show", ".", "--limit", "0"), ("paint", "x")]
-)
-def test_wrong_usage(words: tuple[str, ...], type_command) -> None:
-    answer = type_command(*PROFILERS, *words)
-    assert answer.returncode == 2 and "Traceback" not in answer.stderr and answer.stderr

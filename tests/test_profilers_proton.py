@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from conftest import HANGS_S
 from test_cli import ONE_CORE, SMALL
-from test_profilers_advisor import record
 
 from workshop import versions
 from workshop.profilers import proton
-from workshop.profilers.advisor import advise
 from workshop.profilers.table import KernelTable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -173,12 +171,3 @@ def test_what_another_thread_launched_is_not_lost_with_the_warm_up(read) -> None
     assert (gemm.calls, gemm.min_ns, gemm.max_ns) == (108, None, None)
     short = read(node("step", *phases(100, 10.4)), *WARM_UP)  # V3's, with a large vocabulary
     assert (short.phases_ns["backward"], short.launches) == (10.4, 24)
-
-
-def test_the_record_tells_how_many_steps_the_table_holds(read) -> None:
-    run = record("v1", options={"num_steps": 3})
-    scopes = phases(30e6, 60e6)
-    inside = advise(read(node("step", *scopes), *WARM_UP), run)
-    assert any("GEMM 30 ms a step" in advice.sentence for advice in inside)
-    whole = advise(read(*WARM_UP), run)
-    assert not any("a step" in advice.sentence for advice in whole)

@@ -15,12 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
-from test_profilers_kineto import CATEGORIES_OF_2022
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from workshop import errors
 from workshop.errors import WorkshopError
-from workshop.profilers import categories, picture, show, table, timeline
+from workshop.profilers import picture, table, timeline
 from workshop.profilers.timeline import CALLS, KERNELS, OPERATORS, RANGES, Slice, Window
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,12 +127,6 @@ def test_a_step_becomes_lanes(write: Callable[[list], Path]) -> None:
     assert lanes[2].slices[KERNELS][0][:2] == pytest.approx((0.8, 1.0))
 
 
-def test_a_trace_of_2022_is_drawn_as_todays(write: Callable[[list], Path]) -> None:
-    today = two_steps()
-    old = [e | {"cat": CATEGORIES_OF_2022.get(e.get("cat"), e.get("cat"))} for e in today]
-    assert timeline.read(write(old)) == timeline.read(write(today))
-
-
 def test_a_step_or_a_stretch_can_be_chosen(write: Callable[[list], Path]) -> None:
     trace = timeline.read(write(two_steps()))
 
@@ -156,22 +149,6 @@ def test_a_step_or_a_stretch_can_be_chosen(write: Callable[[list], Path]) -> Non
             timeline.choose_window(trace, *which)
     with pytest.raises(WorkshopError, match=r"nothing happens from 0\.010 to 0\.020 ms"):
         timeline.arrange(trace, Window(0.01, 0.02, ""))
-
-
-def test_the_profilers_own_steps_count_where_there_are_no_others(
-    write: Callable[[list], Path],
-) -> None:
-    events = [e for e in two_steps() if e["name"] != "step"]
-    trace = timeline.read(write(events))
-    window = timeline.choose_window(trace, None, None, None)
-    assert window == (pytest.approx(0.11), pytest.approx(2.6), "the whole trace")
-    with pytest.raises(WorkshopError, match="no step 1: it has 0"):
-        timeline.choose_window(trace, 1, None, None)
-    # The profiler leaves an empty one at the end.
-    for number, (start, length) in enumerate([(0, 1000), (1000, 1000), (2000, 30)]):
-        events.append(event("user_annotation", f"ProfilerStep#{number}", HOST, start, length))
-    trace = timeline.read(write(events))
-    assert timeline.choose_window(trace, 2, None, None).what == "step 2 of 2"
 
 
 def test_the_busiest_threads_and_streams_are_kept_and_the_one_with_the_ranges(
@@ -282,13 +259,6 @@ def test_busy_shares_and_gaps_are_those_of_the_union(slices: list[Slice], bins: 
     assert idle == pytest.approx(110 - busy, abs=1e-6)
 
 
-def test_busy_shares_and_gaps_tell_where() -> None:
-    slices, window = at((-1, 0.5), (0.2, 0.4), (2, 3.5)), Window(0, 4, "")
-    assert timeline.busy_shares(slices, window, 4) == [0.5, 0, 1, 0.5]
-    assert list(timeline.gaps(slices, window)) == [(0.5, 2), (3.5, 4)]
-    assert list(timeline.gaps([], window)) == [(0, 4)]
-
-
 def test_arrows_lead_from_launches_to_their_first_kernels(write: Callable[[list], Path]) -> None:
     events = [
         event("cuda_runtime", "cudaGraphLaunch", HOST, 0, 30, correlation=7),
@@ -308,12 +278,6 @@ def test_arrows_lead_from_launches_to_their_first_kernels(write: Callable[[list]
 
 
 # --- the picture ---------------------------------------------------------------------------------
-
-
-def test_every_category_has_a_colour_of_its_own() -> None:
-    assert list(picture.COLOURS)[: len(categories.CATEGORIES)] == list(show.COLOURS)
-    assert set(categories.CATEGORIES) < set(picture.COLOURS)
-    assert len(set(picture.COLOURS.values())) == len(picture.COLOURS)
 
 
 def test_the_pages_pictures_are_made_by_its_commands(tmp_path: Path) -> None:
@@ -360,18 +324,6 @@ def test_a_trace_without_a_gpu_has_the_hosts_lane_alone(
     assert capsys.readouterr().err == ""
 
 
-def test_any_name_can_be_drawn(write: Callable[[list], Path], tmp_path: Path) -> None:
-    nasty = ["$\\frac{$", "\x1b[31mred\n", "x" * 100_000, "日本語 🚀", "::", "kernel<" * 500, " "]
-    events = [
-        event(cat, name, track, number * 100, 90)
-        for number, name in enumerate(nasty)
-        for cat, track in (("user_annotation", HOST), ("cpu_op", HOST), ("kernel", STREAM))
-    ]
-    title = {"ph": "M", "name": "thread_name", "pid": 10, "tid": 10, "args": {"name": nasty[0]}}
-    picture.draw(write([*events, title]), tmp_path / "nasty.png")
-    assert (tmp_path / "nasty.png").is_file()
-
-
 def test_of_a_truncated_trace_the_rest_is_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,21 +338,6 @@ def test_of_a_truncated_trace_the_rest_is_drawn(
         told = capsys.readouterr().err
         assert told.startswith(f"warning: left out {tmp_path / name}, row ")
         assert told.count("\n") == 1
-
-
-def test_what_makes_no_sense_is_left_out(write: Callable[[list], Path]) -> None:
-    nonsense = [
-        event("cpu_op", "is years away", HOST, 1e30, 1),
-        event("cpu_op", "ends before it starts", HOST, 0, -1),
-        event("cpu_op", "", HOST, 0, 1),
-        event("kernel", None, STREAM, 0, 1),  # type: ignore[arg-type]
-        [],
-    ]
-    path = write([*two_steps(), *nonsense])
-    trace = timeline.read(path)
-    (warning,) = trace.warnings
-    assert re.match(rf"left out {path}, row 34: its start .* is years from .* 4 more rows", warning)
-    assert timeline.choose_window(trace, None, None, None).end == pytest.approx(1.6)
 
 
 def test_what_can_not_be_drawn_is_told_in_one_line(

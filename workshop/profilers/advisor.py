@@ -91,7 +91,6 @@ _LOG_SOFTMAX = re.compile(
 )
 """The loss's, which is no part of attention: some kernels say so in their fifth argument alone. The
 last is a truncated name, of the rows too long for the warps' kernel, as a vocabulary's are."""
-_SGEMM = re.compile(r"sgemm")
 _LONGEST = 1 << 14
 """Characters of a kernel's name that are looked at: a made-up one of a megabyte would cost the
 patterns above minutes."""
@@ -409,7 +408,6 @@ def _products(figures: Figures) -> Iterator[Advice]:
     sentences = [
         f"matrix products take {figures.of_all(ns)} ({parts}).",
         *_product_rate(figures),
-        *_single_precision(figures),
     ]
     yield _of_group(figures, kind, " ".join(sentences), _product_treatment(figures), ns)
 
@@ -436,15 +434,6 @@ def _product_rate(figures: Figures) -> list[str]:
         f"{told}: {digits(rate)} TFLOP/s, {rate / peak:.0%} of the {digits(peak)} that the data "
         f"sheet gives for {figures.run.precision}."
     ]
-
-
-def _single_precision(figures: Figures) -> list[str]:
-    """For profiles of other programs, whose precision no record tells."""
-    gemms = [kernel for kernel in figures.table.kernels if kernel.category == "GEMM"]
-    plain = sum(kernel.total_ns for kernel in gemms if _is_named(kernel, _SGEMM))
-    if figures.run or plain <= 0 or plain < figures.groups_ns["GEMM"] / 2:
-        return []
-    return [f"{_capital(figures.time(plain))} of it are sgemm kernels: fp32 without matrix units."]
 
 
 def _product_treatment(figures: Figures) -> str:

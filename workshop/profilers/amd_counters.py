@@ -5,7 +5,6 @@ are 32, 64 or 128 bytes long; operations from the instructions that the vector a
 issued.
 """
 
-import collections
 import re
 from collections.abc import Iterable, Mapping
 
@@ -29,15 +28,12 @@ _FLOPS = {
 } | {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F16", "BF16", "F32", "F64")}
 """Operations for each count, by counter."""
 _FLOPS_OF_NEWER_CHIPS = {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F8", "F6F4")}
-_FETCHED_KIB = ("FETCH_SIZE", "FetchSize")
-_WRITTEN_KIB = ("WRITE_SIZE", "WriteSize")
 _REQUESTS = re.compile(r"TCC_(EA0?_(RD|WR)REQ(_32B|_64B|_128B)?|BUBBLE)(_sum)?")
 _OF_MI350 = re.compile(r"TCC_EA0_RDREQ_(64|128)B(_sum)?|SQ_INSTS_VALU_MFMA_MOPS_F6F4")
 """Counters that earlier chips do not have."""
 _MI350 = re.compile(r"MI35\d|gfx950", re.IGNORECASE)
 _CHANNEL = re.compile(r"\[\d+\]$")
 _BINARY_SUFFIX = re.compile(r"(\s*\[clone [^\]]*\]|\s*\(\.kd\)|\.kd)+$")
-_OPENING = {")": "(", ">": "<"}
 
 
 def is_used(counter: str) -> bool:
@@ -45,37 +41,12 @@ def is_used(counter: str) -> bool:
     "TCC_EA0_RDREQ[3]"."""
     name = _CHANNEL.sub("", counter)
     known = name in _FLOPS or name in _FLOPS_OF_NEWER_CHIPS
-    return known or name in _FETCHED_KIB + _WRITTEN_KIB or _REQUESTS.fullmatch(name) is not None
+    return known or name in ("FETCH_SIZE", "WRITE_SIZE") or _REQUESTS.fullmatch(name) is not None
 
 
 def plain_name(kernel: str) -> str:
     """A kernel's name without what marks the binary's symbol: ".kd" and " [clone .kd]"."""
     return _BINARY_SUFFIX.sub("", kernel)
-
-
-def short_name(kernel: str) -> str:
-    """The name as `rocprofv3 --truncate-kernels` leaves it: without return type, namespaces,
-    template arguments and parameters."""
-    name = plain_name(kernel).rstrip()
-    while name and name[-1] in _OPENING:
-        opening = _matching(name)
-        if opening <= 0:
-            break
-        name = name[:opening].rstrip()
-    return re.split(r"[ :]", name)[-1] or kernel
-
-
-def _matching(name: str) -> int:
-    """Where the bracket opens that the name ends with; -1 if nowhere."""
-    closing, depth = name[-1], 0
-    for index in range(len(name) - 1, -1, -1):
-        if name[index] == closing:
-            depth += 1
-        elif name[index] == _OPENING[closing]:
-            depth -= 1
-            if not depth:
-                return index
-    return -1
 
 
 class Counters:
@@ -90,7 +61,6 @@ class Counters:
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, tuple[float, int]]] = {}
         self._collected: set[str] = set()
-        self._ambiguous = 0
         self._lengths_unknown = False
 
     def add(self, kernel: str, counter: str, value: str | float | None) -> None:
@@ -113,29 +83,15 @@ class Counters:
     def fill(self, kernels: Iterable[Kernel]) -> None:
         """Sets the bytes and operations of the kernels that have counters.
 
-        Kernels are the same if their names are, or else their short names: one tool truncates
-        names where another does not.
+        Kernels are the same if their names are, but for what marks the binary's symbol.
         """
-        kernels = list(kernels)
-        by_short_name = collections.defaultdict(list)
-        for name, sums in self._sums.items():
-            by_short_name[short_name(name)].append(sums)
-        sharing = collections.Counter(short_name(kernel.name) for kernel in kernels)
+        by_name = {plain_name(name): sums for name, sums in self._sums.items()}
         for kernel in kernels:
-            name = short_name(kernel.name)
-            if kernel.name in self._sums:
-                self._set(kernel, [self._sums[kernel.name]])
-            elif name in by_short_name and sharing[name] == 1:
-                self._set(kernel, by_short_name[name])
-            elif name in by_short_name:  # kernels can't share a mean that was taken over them all
-                self._ambiguous += 1
-
-    def _set(self, kernel: Kernel, sums: Iterable[Mapping[str, tuple[float, int]]]) -> None:
-        means = _means(sums)
-        moved, operations = _bytes(means), _flops(means)
-        kernel.bytes = None if moved is None else moved * kernel.calls
-        kernel.flops = None if operations is None else operations * kernel.calls
-        self._lengths_unknown |= moved is not None and _reads_by_length(means) is None
+            means = _means(by_name.get(plain_name(kernel.name), {}))
+            moved, operations = _bytes(means), _flops(means)
+            kernel.bytes = kernel.bytes if moved is None else moved * kernel.calls
+            kernel.flops = None if operations is None else operations * kernel.calls
+            self._lengths_unknown |= moved is not None and _reads_by_length(means) is None
 
     def warnings(self, device: str | None = None) -> list[str]:
         """Sentences: what the counters can't tell.
@@ -167,11 +123,6 @@ class Counters:
                 "bytes are a lower bound, a quarter low for a copy: on the MI350 series these "
                 "counters may take reads of 128 bytes for 64; collect TCC_EA0_RDREQ_{32B,64B,128B}"
             )
-        if self._ambiguous:
-            sentences.append(
-                f"{self._ambiguous} kernels have no bytes and operations: the counters' names are "
-                "truncated, and mean several kernels each"
-            )
         return sentences
 
     def _is_mi350(self, device: str | None) -> bool:
@@ -186,15 +137,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _means(sums: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """By counter, over all of the dispatches; those of a counter's channels are added up."""
-    totals: dict[str, tuple[float, int]] = {}
-    for one in sums:
-        for counter, (value, dispatches) in one.items():
-            total, count = totals.get(counter, (0.0, 0))
-            totals[counter] = total + value, count + dispatches
     means: dict[str, float] = {}
-    for counter, (total, count) in totals.items():
+    for counter, (total, count) in sums.items():
         name = _CHANNEL.sub("", counter)
         means[name] = means.get(name, 0.0) + total / count
     return means
@@ -223,9 +169,8 @@ def _read_bytes(means: Mapping[str, float]) -> float | None:
     by_length = _reads_by_length(means)
     if by_length is not None:
         return sum(length * requests for length, requests in by_length.items())
-    for counter in _FETCHED_KIB:
-        if counter in means:
-            return 1024 * means[counter]
+    if "FETCH_SIZE" in means:
+        return 1024 * means["FETCH_SIZE"]
     total, short = _requests(means, "RDREQ"), _requests(means, "RDREQ_32B")
     # Which request sizes there are depends on the chip: MI200 counts under "EA" and has no longer
     # ones; later chips count under "EA0", and the longer ones as bubbles.
@@ -249,9 +194,8 @@ def _reads_by_length(means: Mapping[str, float]) -> dict[int, float] | None:
 
 
 def _written_bytes(means: Mapping[str, float]) -> float | None:
-    for counter in _WRITTEN_KIB:
-        if counter in means:
-            return 1024 * means[counter]
+    if "WRITE_SIZE" in means:
+        return 1024 * means["WRITE_SIZE"]
     total, long = _requests(means, "WRREQ"), _requests(means, "WRREQ_64B")
     if total is None or long is None:
         return None

@@ -17,7 +17,7 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -605,17 +605,10 @@ def _table(report: Report) -> Iterator[str]:
         (TORCH, f"{forward:,}", f"{backward:,}", ratio),
         (ANALYTIC, f"{analytic.forward:,.0f}", f"{analytic.backward:,.0f}", "1.0000"),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        yield _line(row, widths)
+        yield "| {:<15} | {:>18} | {:>18} | {:>16} |".format(*row)
         if number == 0:
-            yield f"|{'-' * (widths[0] + 2)}|" + "".join(f"{'-' * (w + 1)}:|" for w in widths[1:])
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [row[0].ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-    return f"| {' | '.join(cells)} |"
+            yield f"|{'-' * 17}|{'-' * 19}:|{'-' * 19}:|{'-' * 17}:|"
 
 
 def _utilisation_line(report: Report) -> str:

@@ -17,26 +17,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream
+from workshop.profilers import json_stream, reading
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, NoNumber, Problems, count, nanoseconds, number
-from workshop.profilers.table import HostCall, KernelTable, Sums, Timeline, timeline
+from workshop.profilers.table import (
+    PHASES,
+    STEP,
+    HostCall,
+    KernelTable,
+    Ranges,
+    Sums,
+    Timeline,
+    timeline,
+)
 
-PHASES = ("forward", "backward", "optimizer")
-
-_STEP_RANGES = ("ProfilerStep", "step")
+_STEP_RANGES = ("ProfilerStep", STEP)
 """The profiler's own and this workshop's: the first of them that the trace has counts."""
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _OPTIMIZER_RANGE = "Optimizer.step"
 _RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE)
-_OLD_CATEGORIES = {
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Runtime": "cuda_runtime",
-    "Operator": "cpu_op",
-}
-"""Of traces until 2022."""
 _NS_PER_US = 1000.0
 _NO_CORRELATION = 0
 
@@ -62,7 +61,7 @@ def read(path: Path) -> KernelTable:
         warnings = []
     problems, trace = Problems(path), _Trace()
     row = 0
-    for row, event in json_stream.file_items(path, "traceEvents", problems):
+    for row, event in json_stream.items(path, "traceEvents", problems):
         try:
             trace.add(event)
         except (NoNumber, _NoEvent) as error:
@@ -84,15 +83,6 @@ def read(path: Path) -> KernelTable:
     return table
 
 
-def category(event: dict) -> str:
-    """What an event is, by the names that today's PyTorch has for it; "" where it does not say.
-    Until 2022 ranges were operators, too."""
-    found = event.get("cat")
-    if found == "Operator" and str(event.get("name")).partition("#")[0] in _RANGES:
-        return "user_annotation"
-    return _OLD_CATEGORIES.get(found, found) if isinstance(found, str) else ""
-
-
 def recognises_json(start: str) -> bool:
     """Whether a JSON text that begins so is a trace.
 
@@ -111,7 +101,7 @@ def newest_trace(folder: Path) -> tuple[Path, list[str]]:
         for file in folder.rglob("*.json*")
         if file.name.endswith((".json", ".json.gz"))
         and file.is_file()
-        and recognises_json(json_stream.head(file))
+        and recognises_json(reading.head(file))
     ]
     if not traces:
         raise WorkshopError(f"{folder}: no trace of torch.profiler (.json, .json.gz) in it")
@@ -119,6 +109,12 @@ def newest_trace(folder: Path) -> tuple[Path, list[str]]:
     if len(traces) == 1:
         return newest, []
     return newest, [f"{folder} has {len(traces)} traces; this is the newest, {newest.name}"]
+
+
+def category(event: dict) -> str:
+    """An event's kind, such as "kernel"; "" where it has none."""
+    found = event.get("cat")
+    return found if isinstance(found, str) else ""
 
 
 class _NoEvent(ValueError):
@@ -406,13 +402,13 @@ def _table(
         tool="torch.profiler",
         kernels=sums.kernels(),
         steps=_steps(trace, sorted(instant for instant, _ in started)),
-        phases_ns=_phases(trace).sum(started),
+        phases_ns=_phases_ns(trace, started),
     )
 
 
 def device_names(path: Path) -> dict[int, str]:
     """Of the GPUs that a trace tells of, by number."""
-    devices = json_stream.value(json_stream.head(path), "deviceProperties")
+    devices = json_stream.value(reading.head(path), "deviceProperties")
     return {
         device["id"]: printable(device["name"])
         for device in (devices if isinstance(devices, list) else [])
@@ -436,9 +432,10 @@ def _steps(trace: _Trace, instants: list[float]) -> int | None:
     return None
 
 
-def _phases(trace: _Trace) -> "_Phases":
-    """From the ranges of that name; where a trace has none, backward from autograd's own operators
-    and optimizer from the range that PyTorch sets itself."""
+def _phases_ns(trace: _Trace, started: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """Time by phase, of (instant, time); 0 for a phase whose ranges hold none of them. The phases
+    are the ranges of that name; where a trace has none, backward is autograd's own operators, and
+    optimizer the range that PyTorch sets itself."""
     intervals = {phase: trace.ranges[phase] for phase in PHASES}
     if not intervals["backward"]:
         intervals["backward"] = [
@@ -448,43 +445,12 @@ def _phases(trace: _Trace) -> "_Phases":
         ]
     if not intervals["optimizer"]:
         intervals["optimizer"] = trace.ranges[_OPTIMIZER_RANGE]
-    return _Phases(intervals)
-
-
-class _Phases:
-    """Which phase the host was in at an instant. Of ranges within each other the outermost counts:
-    a forward that the backward pass repeats, to save memory, is part of the backward pass."""
-
-    def __init__(self, intervals: dict[str, list[_Interval]]) -> None:
-        ordered = sorted(
-            (interval.start, -interval.end, phase)
-            for phase, ranges in intervals.items()
-            for interval in ranges
-        )
-        self._known = [phase for phase, ranges in intervals.items() if ranges]
-        self._starts: list[float] = []
-        self._ends: list[float] = []
-        self._phases: list[str] = []
-        reached = -math.inf
-        for start, minus_end, phase in ordered:
-            if -minus_end > reached:
-                self._starts.append(max(start, reached))
-                self._ends.append(-minus_end)
-                self._phases.append(phase)
-                reached = -minus_end
-
-    def at(self, instant: float) -> str | None:
-        index = bisect_right(self._starts, instant) - 1
-        return self._phases[index] if index >= 0 and instant <= self._ends[index] else None
-
-    def sum(self, started: Iterable[tuple[float, float]]) -> dict[str, float]:
-        """Time by phase, of (instant, time); 0 for a phase whose ranges hold none of them."""
-        sums = dict.fromkeys(self._known, 0.0)
-        for instant, time in started:
-            phase = self.at(instant)
-            if phase is not None:
-                sums[phase] += time
-        return sums
+    ranges = Ranges((*one, phase) for phase, found in intervals.items() for one in found)
+    sums = {phase: 0.0 for phase, found in intervals.items() if found}
+    for instant, time in started:
+        if phase := ranges.at(instant):
+            sums[phase] += time
+    return sums
 
 
 def _own_times(operators: list[_Operator]) -> Iterator[tuple[float, float, str]]:

@@ -25,8 +25,6 @@ from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
 from workshop.run.interpreter import NOT_COMPARABLE
 
-_START = 1 << 16
-"""Characters of a text that tell what it is."""
 _MOST_UNREADABLE = 0.05
 """Of a text's characters: with more that are none, or zero bytes, it is no text."""
 _MOST_NAMED = 10
@@ -44,7 +42,7 @@ _STATUS = "# exit status "
 _SUCCESS = f"{_STATUS}0"
 """A runner's last line."""
 _KNOWN = (
-    "rocprofv3's CSV, JSON and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
+    "rocprofv3's CSV and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
     "nsys's CSV, a trace of torch.profiler, Proton's .hatchet"
 )
 
@@ -175,7 +173,7 @@ def _reader(path: Path) -> tuple[ModuleType, Path]:
         return rocprofv3, path
     if path.suffix in _OTHERS_OPEN:
         raise WorkshopError(_to_open(path))
-    start = _start(path)
+    start = reading.head(path)
     if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
         raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
     if start.lstrip()[:1] in ("{", "["):
@@ -183,19 +181,12 @@ def _reader(path: Path) -> tuple[ModuleType, Path]:
     return _csv_reader(path)
 
 
-def _start(path: Path) -> str:
-    start = ""
-    for line in reading.lines(path):
-        start += line
-        if len(start) >= _START:
-            break
-    return start
-
-
 def _json_reader(path: Path, start: str) -> ModuleType:
-    for reader in (kernel_file, rocprofv3, kineto, proton):
+    for reader in (kernel_file, kineto, proton):
         if reader.recognises_json(start):
             return reader
+    if "rocprofiler-sdk-tool" in start:
+        raise WorkshopError(f"{path}: rocprofv3's JSON is not read: choose --output-format rocpd")
     raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
 
 

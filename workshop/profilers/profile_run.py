@@ -5,12 +5,10 @@ own accord; run_pytorch_profiler.py calls `prepare` and steps by itself.
 """
 
 import argparse
-import os
-import platform
+import fcntl
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -200,8 +198,13 @@ def runner_arguments(
         version, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
         would type it to run what a dry run only shows.
     """
-    script = Path(argv[0]).resolve()
-    version = next(v for v in versions.VERSIONS.values() if v.folder == script.parent.name)
+    script = Path(argv[0])
+    folder = script.parent.resolve().name  # of the link that was called
+    version = next((v for v in versions.VERSIONS.values() if v.folder == folder), None)
+    if version is None:
+        example = f"{versions.VERSIONS['v1'].folder}/{script.name}"
+        print(f"error: call it in a version's folder, such as {example}", file=sys.stderr)
+        sys.exit(errors.WRONG_USAGE)
     tool = script.stem.removeprefix("run_")
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
@@ -279,74 +282,28 @@ def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder, in which two would mix their files, by a file beside it;
-    where nobody may write that file, there is no lock. profile_lib.sh does the same."""
+    """Keeps other runs out of a folder, in which two would mix their files, by a lock on a file
+    beside it, which ends with the process at the latest. profile_lib.sh does the same."""
     folder = folder.resolve()
     lock = folder.parent / f".{folder.name}.lock"
-    if not os.access(lock.parent, os.W_OK):
+    try:
+        file = lock.open("a")
+    except OSError:  # no lock where this user can't write beside the folder
         yield
         return
-    try:
-        while not _made(lock):
-            _remove_abandoned(lock, folder)
-    except OSError as error:
-        raise WorkshopError(
-            f"{lock} can't be written ({error.strerror}): choose another --output-dir"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-
-
-def _made(lock: Path) -> bool:
-    """Makes the file, unless it is there."""
-    try:
-        file = lock.open("x", encoding="utf-8")
-    except FileExistsError:
-        return False
-    try:
-        with file:
-            file.write(f"{platform.node()} {os.getpid()}\n")
-    except OSError:
-        lock.unlink(missing_ok=True)
-        raise
-    return True
-
-
-def _remove_abandoned(lock: Path, folder: Path) -> None:
-    """Removes what a process that was killed has left: a host can ask after its own ones alone.
-    A lock that stays empty is of one that was killed before it wrote its name.
-
-    Raises:
-        WorkshopError: somebody may still be at work.
-    """
-    text = _text(lock)
-    if not text:
-        time.sleep(1)
-        text = _text(lock)
-    words = text.split()
-    host, process = words if len(words) == 2 else ("?", "?")
-    if text and (host != platform.node() or _is_running(process)):
-        raise WorkshopError(
-            f"another run is filling {folder} (process {process} on {host}): wait for it, choose "
-            f"another --output-dir, or delete {lock}"
-        )
-    lock.unlink(missing_ok=True)
-
-
-def _text(lock: Path) -> str:
-    return lock.read_text(encoding="utf-8", errors="replace") if lock.exists() else ""
-
-
-def _is_running(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, OverflowError, ValueError):
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkshopError(
+                f"another run is filling {folder}: wait for it, or choose another --output-dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _empty(folder: Path) -> None:

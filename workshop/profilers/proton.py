@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.profilers.reading import NoNumber, Problems, count, nanoseconds, number, text
-from workshop.profilers.table import Kernel, KernelTable, Sums
+from workshop.profilers.table import PHASES, STEP, Kernel, KernelTable, Sums
 
 _TIME = "time (ns)"
-_STEP = "step"
-_PHASES = ("forward", "backward", "optimizer")
 _OUTSIDE = ""
 """The phase of a kernel that stands in no scope of a step."""
 _LEAST_BACKWARD = 0.1
@@ -55,7 +53,7 @@ def read(path: Path) -> KernelTable:
     table = KernelTable(path, "proton", [])
     for node in _nodes(trees, problems):
         try:
-            if node.name == _STEP and "count" in node.metrics:
+            if node.name == STEP and "count" in node.metrics:
                 table.steps = (table.steps or 0) + count(node.metrics["count"])
             elif _TIME in node.metrics and node.metrics.get("count") != 0:  # the root has 0 calls
                 total = _Total.told_by(node.metrics)
@@ -76,7 +74,7 @@ def read(path: Path) -> KernelTable:
             "another"
         )
     else:
-        table.phases_ns = {phase: phases[phase] for phase in _PHASES if phase in phases}
+        table.phases_ns = {phase: phases[phase] for phase in PHASES if phase in phases}
         if in_steps and elsewhere:
             calls = sum(total.calls for total in elsewhere.values())
             table.warnings.append(
@@ -186,8 +184,8 @@ def _nodes(trees: list[Any], problems: Problems) -> Iterator[_Node]:
         if name == _OWN_SCOPE:
             continue
         yield _Node(row, name, phase, in_step, metrics)
-        below = name if name in _PHASES or (name == _STEP and phase == _OUTSIDE) else phase
-        stack += ((child, below, in_step or name == _STEP) for child in reversed(children))
+        below = name if name in PHASES or (name == STEP and phase == _OUTSIDE) else phase
+        stack += ((child, below, in_step or name == STEP) for child in reversed(children))
 
 
 def _device(metrics: dict[str, Any], info: dict[str, Any]) -> str | None:

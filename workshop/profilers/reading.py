@@ -8,22 +8,18 @@ import csv
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
 
-MOST_BYTES = 8 << 30
-"""Of a file's text, unpacked. A gigabyte of gzip can hold a terabyte of it."""
-MOST_HELD = 256 << 20
-"""Of a text that has to be held as a whole: no profile of a few steps comes near it."""
 MOST_NS = 1e18
 """No time in a profile is longer (30 years): what is comes from a corrupt file."""
 MOST_COUNTED = 1e24
 """No program computes or moves more, in operations or bytes."""
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _HEAD = 1 << 20, 1 << 16
 
 csv.field_size_limit(1 << 24)  # a templated kernel name can pass the default of 128 KiB
 
@@ -122,10 +118,9 @@ def lines(path: Path) -> Iterator[str]:
     can be unpacked.
 
     Raises:
-        WorkshopError: it can't be read, or its text is longer than MOST_BYTES.
+        WorkshopError: it can't be read.
     """
     opener: Callable = gzip.open if is_gzip(path) else open
-    left = MOST_BYTES
     with readable(path), opener(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
         while True:
             try:
@@ -134,37 +129,22 @@ def lines(path: Path) -> Iterator[str]:
                 return
             if not line:
                 return
-            left -= len(line)
-            if left < 0:
-                raise WorkshopError(f"{path}: its text is longer than {MOST_BYTES >> 30} GiB")
             yield line.replace("\0", "\ufffd")
 
 
+def head(path: Path) -> str:
+    """The text with which a file begins, as `lines`: at least 64 KiB, or all there is."""
+    start = ""
+    for line in lines(path):
+        start += line
+        if len(start) >= _HEAD:
+            break
+    return start
+
+
 def text(path: Path) -> str:
-    """The whole text of a file; as `lines`.
-
-    Raises:
-        WorkshopError: it can't be read, or its text is longer than MOST_HELD.
-    """
-    return joined(path, lines(path))
-
-
-def joined(path: Path, parts: Iterable[str]) -> str:
-    """The text of a file that these are the parts of.
-
-    Raises:
-        WorkshopError: it is longer than MOST_HELD.
-    """
-    held, left = [], MOST_HELD
-    for part in parts:
-        held.append(part)
-        left -= len(part)
-        if left < 0:
-            raise WorkshopError(
-                f"{path}: too much to be read at once: its text is longer than "
-                f"{MOST_HELD >> 20} MiB"
-            )
-    return "".join(held)
+    """The whole text of a file; as `lines`."""
+    return "".join(lines(path))
 
 
 def is_gzip(path: Path) -> bool:

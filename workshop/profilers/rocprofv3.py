@@ -1,23 +1,22 @@
-"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them;
+"""What rocprofv3 writes: CSV of ROCm 6.3 and later, rocpd databases, and folders of them.
 rocprof-sys writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
-`<prefix>_results.db` or `.json`. By default they lie in a folder with the host's name and the
+`<prefix>_results.db`. By default they lie in a folder with the host's name and the
 prefix is the process's number; the passes of a run under counters get folders of their own. A
 domain without events leaves no file.
 """
 
 import contextlib
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, reading
+from workshop.profilers import reading
 from workshop.profilers.amd_counters import MOST, Counters
 from workshop.profilers.names import printable
 from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
@@ -29,15 +28,10 @@ from workshop.profilers.rocprofv3_formats import (
     Rows,
     Sum,
     from_database,
-    from_json,
     from_tables,
     interval,
 )
-from workshop.profilers.table import HostCall, KernelTable, Sums
-
-STEP = "step"
-PHASES = ("forward", "backward", "optimizer")
-"""The marker ranges in a training step whose kernels are summed."""
+from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Ranges, Sums
 
 _COPY = "MEMORY_COPY_"
 
@@ -55,22 +49,10 @@ _HEADERS: Mapping[str, frozenset[str]] = {
 """The columns that tell a table; the first that fits it is."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
 _SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
-_OTHER_SUMS = tuple(
-    f"{domain}_stats"
-    for domain in (
-        "domain",
-        "marker_api",
-        "hsa_api",
-        "rccl_api",
-        "memory_allocation",
-        "scratch_memory",
-    )
-)
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
     rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
 )
-_JSON_NAME = re.compile(r"(?P<prefix>.*?)_?results\.json(?:\.gz)?")
 _RowT = TypeVar("_RowT", bound=tuple)
 
 
@@ -116,11 +98,6 @@ def recognises_header(columns: list[str]) -> bool:
     return _table_with(columns) is not None
 
 
-def recognises_json(text_start: str) -> bool:
-    """Whether a JSON text that begins so is rocprofv3's."""
-    return '"rocprofiler-sdk-tool"' in text_start
-
-
 def is_database(path: Path) -> bool:
     """Whether a file is an SQLite database, whatever its name."""
     if not path.is_file():
@@ -143,9 +120,6 @@ def _set_of(path: Path) -> Files:
     if is_database(path):
         files.database = path
         return files
-    if _is_json(path):
-        files.json = path
-        return files
     columns = CsvTable(path, Problems(path)).columns
     table = _table_with(columns)
     if table is None:
@@ -156,17 +130,17 @@ def _set_of(path: Path) -> Files:
     if table == "api_trace":  # one header for all domains, which the rows name
         files.tables = dict.fromkeys(_API_TRACES, path)
     elif table == "stats":
-        if any(other in path.name for other in _OTHER_SUMS):
-            raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
-        files.tables = {next((name for name in _SUMS if name in path.name), _SUMS[0]): path}
+        of = next((name for name in _SUMS if name in path.name), None)
+        if of is None:
+            raise WorkshopError(f"{path}: not the sums of kernels, copies or HIP calls")
+        files.tables = {of: path}
     else:
         files.tables = {table: path}
     return files
 
 
 def _sets_below(folder: Path) -> list[Files]:
-    """All files below a folder that rocprofv3 may have written, by process. Where none has a name
-    that the tool gives, they are known by their content, each for itself."""
+    """All files below a folder that rocprofv3 has written, by process."""
     sets: dict[tuple[Path, str], Files] = {}
 
     def set_of(path: Path, prefix: str) -> Files:
@@ -174,27 +148,12 @@ def _sets_below(folder: Path) -> list[Files]:
         run = path.parent.parent if prefix.isdigit() else path.parent
         return sets.setdefault((path.parent, prefix), Files(run))
 
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in paths:
+    for path in sorted(folder.rglob("*")):
         if match := _CSV_NAME.fullmatch(path.name):
             set_of(path, match["prefix"] or "").tables[match["table"]] = path
         elif path.suffix == ".db" and is_database(path):
             set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
-        elif (match := _JSON_NAME.fullmatch(path.name)) and _is_json(path):
-            set_of(path, match["prefix"]).json = path
-    return list(sets.values()) or list(_sets_by_content(paths))
-
-
-def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
-    for path in paths:
-        with contextlib.suppress(WorkshopError):
-            name = path.name.removesuffix(".gz")
-            if name.endswith(".csv") or (name.endswith(".json") and _is_json(path)):
-                yield _set_of(path)
-
-
-def _is_json(path: Path) -> bool:
-    return recognises_json(json_stream.head(path))
+    return list(sets.values())
 
 
 # --- the table, from what the processes did ---
@@ -244,8 +203,6 @@ def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list
         formats.append(lambda: from_database(files, stack))
     if files.tables.keys() - {"agent_info"}:
         formats.append(lambda: [from_tables(files)])
-    if files.json is not None:
-        formats.append(lambda: from_json(files))
     for read_format in formats:
         try:
             return read_format()
@@ -400,8 +357,9 @@ class _Run:
         launches, each, whole = _Launches(), self._notes.each, self._whole
         before = whole.kernels, self._in_steps.kernels
         if each(process.markers, partial(self._add_range, launches)):
+            launches.close_ranges()
             each(process.hsa_calls, partial(_place_call, launches))
-        self._steps = max(self._steps, launches.steps)
+        self._steps = max(self._steps, len(launches.steps))
         if each(process.host_calls, partial(self._add_call, launches)):
             self._calls_traced = True
         else:
@@ -451,37 +409,6 @@ class _Run:
         return (self._whole, self._in_steps) if in_step else (self._whole,)
 
 
-class _Ranges:
-    """Named ranges of time. Of those within each other the outermost counts: a forward pass that
-    the backward pass repeats, to save memory, is part of the backward pass."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, str]] = []
-        self._starts: list[int] | None = None
-
-    def add(self, start: int, end: int, name: str) -> None:
-        self._ranges.append((start, end, name))
-        self._starts = None
-
-    def at(self, instant: int) -> str:
-        """The name of the range that an instant lies in; "" for none."""
-        if self._starts is None:
-            self._flatten()
-        index = bisect_right(self._starts or (), instant) - 1
-        return self._ranges[index][2] if index >= 0 and instant < self._ranges[index][1] else ""
-
-    def _flatten(self) -> None:
-        """Leaves those that lie in no other, in order."""
-        reached = 0
-        outermost = []
-        for start, end, name in sorted(self._ranges, key=lambda one: (one[0], -one[1])):
-            if end > reached:
-                outermost.append((start, end, name))
-                reached = end
-        self._ranges = outermost
-        self._starts = [start for start, _, _ in outermost]
-
-
 class _Launches:
     """Which step and phase launched what, in one process. Ranges come before host calls, and those
     before what they launched.
@@ -493,18 +420,22 @@ class _Launches:
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._step_ranges, self._phase_ranges = _Ranges(), _Ranges()
+        self.steps: list[tuple[float, float, str]] = []
+        self._phases: list[tuple[float, float, str]] = []
+        self._step_ranges = self._phase_ranges = Ranges(())
         self._places: dict[Hashable, tuple[bool, str]] = {}
 
     def add_range(self, name: object, start: int, ns: int) -> None:
         if not ns:  # a mark, no range
             return
         if name == STEP:
-            self.steps += 1
-            self._step_ranges.add(start, start + ns, STEP)
+            self.steps.append((start, start + ns, STEP))
         elif isinstance(name, str) and name in PHASES:
-            self._phase_ranges.add(start, start + ns, name)
+            self._phases.append((start, start + ns, name))
+
+    def close_ranges(self) -> None:
+        """All ranges were added."""
+        self._step_ranges, self._phase_ranges = Ranges(self.steps), Ranges(self._phases)
 
     def add_call(self, correlation: Hashable, start: int) -> bool:
         """Whether it began in a step."""

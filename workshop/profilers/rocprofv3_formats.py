@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import sqlite3
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, reading
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, CsvTable, NoNumber, Problems, number
 
@@ -42,7 +40,6 @@ class Files:
     """The folder that it shares with the other processes of its run."""
     tables: dict[str, Path] = field(default_factory=dict)
     """CSV, by the domain in their names, such as "kernel_trace"."""
-    json: Path | None = None
     database: Path | None = None
 
 
@@ -175,164 +172,7 @@ def _joined(names: Iterable[Any]) -> str | None:
     return ", ".join(dict.fromkeys(str(name) for name in names if name)) or None
 
 
-# --- JSON ---
-
-_PROCESS_START = re.compile(r'"metadata"\s*:\s*\{\s*"(?:node|pid|init_time)"')
-_RECORDS_START = re.compile(r'"(?:callback|buffer)_records"\s*:\s*\{')
-_HELD_BYTES = 64 << 20
-"""Of a JSON file: a longer one is read block by block, once for each kind of record."""
-_NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What reading a field raises where a JSON entry is not of the form that it should be."""
-_GPU = 2
-"""The type of an agent in JSON."""
-_Items = Callable[[str, Problems], Iterator[tuple[int, Any]]]
-"""(number, entry) of the lists under a key."""
-
-
-def from_json(files: Files) -> list[Process]:
-    """The processes in a JSON file, which lists them; rocprofv3 gives each a file of its own.
-
-    Raises:
-        WorkshopError: it can't be read.
-    """
-    path = files.json
-    assert path is not None
-    if path.stat().st_size > _HELD_BYTES:
-        names = _names_text(path)
-        return [_JsonProcess(path, names, partial(json_stream.file_items, path)).read(files.run)]
-    text = reading.text(path)
-    starts = [match.start() for match in _PROCESS_START.finditer(text)][1:]
-    texts = [text[start:end] for start, end in zip([0, *starts], [*starts, None], strict=True)]
-    processes = [_JsonProcess(path, text, partial(json_stream.items, text)) for text in texts]
-    return [process.read(files.run) for process in processes]
-
-
-def _names_text(path: Path) -> str:
-    """What stands before the records: a small part of the text, with all names in it."""
-
-    def lines() -> Iterator[str]:
-        for line in reading.lines(path):
-            yield line
-            if _RECORDS_START.search(line):
-                return
-
-    return reading.joined(path, lines())
-
-
-class _JsonProcess:
-    """One process's part of a JSON text. Its records name nothing: kernels, operations, counters
-    and marker messages stand in lists of their own."""
-
-    def __init__(self, path: Path, names: str, items: _Items) -> None:
-        """Args:
-        names: the text with those lists in it.
-        items: gives the records.
-        """
-        self._path, self._names_text, self._items = path, names, items
-        # The first name that is given: without arguments only where the tool was asked for that.
-        keys = ("formatted_kernel_name", "truncated_kernel_name", "kernel_name")
-        self._kernels = self._names(
-            "kernel_symbols",
-            lambda entry: entry["kernel_id"],
-            lambda entry: next(entry[key] for key in keys if entry.get(key)),
-        )
-        self._counters = self._names(
-            "counters", lambda entry: entry["id"]["handle"], lambda entry: entry["name"]
-        )
-        self._messages = self._names(
-            "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
-        )
-        self._operations = [
-            entry.get("operations") if isinstance(entry, dict) else None
-            for _, entry in self._named("buffer_records")
-        ]
-
-    def _named(self, key: str) -> Iterator[tuple[int, Any]]:
-        return json_stream.items(self._names_text, key, Problems(self._path))
-
-    def read(self, run: Path) -> Process:
-        return Process(
-            run,
-            device=_joined(self._gpus()),
-            markers=self._rows("marker_api", self._markers),
-            host_calls=self._rows("hip_api", self._operation_events),
-            hsa_calls=self._rows("hsa_api", self._operation_events),
-            kernels=self._rows("kernel_dispatch", self._kernel_events),
-            copies=self._rows("memory_copy", self._operation_events),
-            counts=self._rows("counter_collection", self._counts),
-        )
-
-    def _rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
-        """Of the lists under `key`; None where they are all empty."""
-        problems = Problems(self._path)
-        if next(self._items(key, problems), None) is None and not problems.count:
-            return None
-        problems = Problems(self._path)
-
-        def rows() -> Iterator[_RowT]:
-            for row, entry in self._items(key, problems):
-                try:
-                    yield from rows_of(row, entry)
-                except _NO_ENTRY as error:
-                    problems.add(row, f"no record of {key} ({type(error).__name__}: {error!s:.60})")
-
-        return Rows(problems, rows())
-
-    def _names(
-        self, key: str, id_of: Callable[[Any], Any], name_of: Callable[[Any], Any]
-    ) -> dict[Hashable, Any]:
-        """Names by number; entries of another form are passed over."""
-        names: dict[Hashable, Any] = {}
-        for _, entry in self._named(key):
-            with contextlib.suppress(*_NO_ENTRY, StopIteration):
-                names[id_of(entry)] = name_of(entry)
-        return names
-
-    def _gpus(self) -> Iterator[Any]:
-        for _, entry in self._named("agents"):
-            if isinstance(entry, dict) and entry.get("type") == _GPU:
-                yield entry.get("product_name") or entry.get("name")
-
-    def _kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
-        yield _json_event(row, entry, self._kernels[entry["dispatch_info"]["kernel_id"]])
-
-    def _operation_events(self, row: int, entry: Any) -> Iterator[Event]:
-        yield _json_event(row, entry, self._operations[entry["kind"]][entry["operation"]])
-
-    def _markers(self, row: int, entry: Any) -> Iterator[Event]:
-        # The messages themselves stand in a list of the same name.
-        if "correlation_id" in entry:
-            message = self._messages.get(entry["correlation_id"]["internal"])
-            if message is not None:
-                yield _json_event(row, entry, message)
-
-    def _counts(self, row: int, entry: Any) -> Iterator[Count]:
-        data = entry["dispatch_data"]
-        info = data["dispatch_info"]
-        kernel, dispatch = self._kernels[info["kernel_id"]], int(info["dispatch_id"])
-        totals: dict[str, float] = {}
-        for record in entry["records"]:  # one for each instance of a hardware block
-            counter = str(self._counters[record["counter_id"]["handle"]])
-            totals[counter] = totals.get(counter, 0.0) + number(record["value"])
-        times = data.get("start_timestamp"), data.get("end_timestamp")
-        for counter, value in totals.items():
-            yield (row, kernel, counter, value, dispatch, *times)
-
-
-def _json_event(row: int, entry: Any, name: Any) -> Event:
-    correlation = int(entry["correlation_id"]["internal"])
-    times = entry["start_timestamp"], entry["end_timestamp"]
-    return (row, name, *times, correlation, entry.get("bytes"))
-
-
 # --- rocpd ---
-
-_LONGEST = 1 << 16
-"""Characters of a text that are read: a made-up one can be a gigabyte."""
-_INSTRUCTIONS = 1_000_000
-_INSTRUCTIONS_PER_BYTE = 200
-"""SQLite may spend so many on a file, and more with its size. Honest views take a few hundred a
-row; a made-up one can go on forever."""
 
 # Views by what they are called in the versions of the schema, with their columns.
 _COUNTS = {
@@ -360,27 +200,18 @@ def from_database(files: Files, stack: contextlib.ExitStack) -> list[Process]:
 class _Database:
     def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
         self._path = path
-        self._left = _INSTRUCTIONS + _INSTRUCTIONS_PER_BYTE * path.stat().st_size
         with self._errors():
             # Read-only by its address: nothing, not even a journal, is written beside it.
             uri = f"{path.resolve().as_uri()}?mode=ro"
             self._connection = sqlite3.connect(uri, uri=True)
         stack.callback(self._connection.close)
-        self._connection.set_progress_handler(self._spend, 10_000)
-
-    def _spend(self) -> bool:
-        self._left -= 10_000
-        return self._left < 0
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
-            # The second in place of the first, where SQLite's message quotes a damaged name.
-            damaged = isinstance(error, UnicodeDecodeError)
-            told = "a name in it is no text" if damaged else printable(str(error))
-            reason = "its views never end" if self._left < 0 else f"{told}; is the file cut off?"
+            reason = f"{printable(str(error))}; is the file cut off?"
             raise WorkshopError(f"{self._path}: can't be read as a database: {reason}") from None
 
     def _query(self, query: str) -> Iterator[tuple]:
@@ -423,7 +254,7 @@ class _Database:
     def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
         """The text of a query; columns that the view lacks come as NULL."""
         has = self.columns(view)
-        names = ", ".join(_shortened(name) if name in has else "NULL" for name in columns)
+        names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
         where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"
         return f"SELECT {names} FROM [{view}] {where} {more}"
 
@@ -484,15 +315,8 @@ def _of_domain(domain: str) -> str:
     return f"AND ([category] LIKE '{domain}%' OR [category] LIKE 'rocm_{domain}%')"
 
 
-def _shortened(column: str) -> str:
-    """A column's value, in SQL."""
-    # Brackets, because SQLite takes an unknown name in quotation marks for a text.
-    cut = f"WHEN length([{column}]) > {_LONGEST} THEN substr([{column}], 1, {_LONGEST})"
-    return f"CASE {cut} ELSE [{column}] END AS [{column}]"
-
-
 def _message(data: Any) -> Any:
     try:
         return json.loads(data)["message"]
-    except _NO_ENTRY:
+    except (LookupError, TypeError, ValueError):
         return None

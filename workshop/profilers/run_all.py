@@ -43,8 +43,6 @@ QUESTIONS = {
 """By tool: what its script answers, in the order of the ladder of tools."""
 
 _STYLES = {"ok": "green", "failed": "bold red"}
-_WIDE = 110
-"""Columns of a terminal that shows the questions too."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x00-\x1f\x7f-\x9f]")
 _TAIL = 1 << 14
 
@@ -334,13 +332,10 @@ def _show(version: Version, outcomes: list[Outcome], headline: str, folder: Path
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)
-    wide = console.width >= _WIDE
     title = Text(f"profilers of {version.key} ({version.title}); outputs in {folder}", "bold")
     console.print(title)
     table = Table()
     table.add_column("tool", no_wrap=True)
-    if wide:
-        table.add_column("question it answers", ratio=1)
     table.add_column("result", ratio=1)
     table.add_column("seconds", justify="right", no_wrap=True)
     for outcome in outcomes:
@@ -349,8 +344,8 @@ def _show(version: Version, outcomes: list[Outcome], headline: str, folder: Path
         result = outcome.shown_status + (f": {outcome.reason}" if outcome.reason else "")
         result += f" ({outcome.log})" if outcome.status == "failed" else ""
         seconds = f"{outcome.seconds:.0f}" if outcome.exit_status is not None else "-"
-        cells = (outcome.tool, *([outcome.question] if wide else []), result, seconds)
-        table.add_row(*(Text(cell) for cell in cells), style=_STYLES.get(outcome.status))
+        cells = map(Text, (outcome.tool, result, seconds))
+        table.add_row(*cells, style=_STYLES.get(outcome.status))
     if table.row_count:
         console.print(table)
     for reason, tools in summary.skipped(outcomes).items():

@@ -1,6 +1,9 @@
 """The one table that every profiler's output becomes."""
 
 import dataclasses
+import math
+import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +11,9 @@ from pathlib import Path
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import printable
 
-KINDS = ("kernel", "operator")
-"""What a table's rows are."""
+STEP = "step"
+PHASES = ("forward", "backward", "optimizer")
+"""The workshop's marker ranges: a training step, and its parts."""
 
 
 @dataclass(slots=True)
@@ -138,10 +142,10 @@ class Sums:
             min_ns = max_ns = total_ns
         kernel.calls += calls
         kernel.total_ns += total_ns
-        kernel.min_ns = _extreme(min, kernel.min_ns, min_ns)
-        kernel.max_ns = _extreme(max, kernel.max_ns, max_ns)
-        kernel.bytes = _plus(kernel.bytes, bytes)
-        kernel.flops = _plus(kernel.flops, flops)
+        kernel.min_ns = _joined(min, kernel.min_ns, min_ns)
+        kernel.max_ns = _joined(max, kernel.max_ns, max_ns)
+        kernel.bytes = _joined(operator.add, kernel.bytes, bytes)
+        kernel.flops = _joined(operator.add, kernel.flops, flops)
         if start_ns is not None:
             self._intervals.append((start_ns, start_ns + total_ns))
 
@@ -162,6 +166,28 @@ class Sums:
 
     def __len__(self) -> int:
         return len(self._kernels)
+
+
+class Ranges:
+    """Named ranges of time, from (start, end, name). Of ranges within each other the outermost
+    counts: a forward that the backward pass repeats, to save memory, is part of the backward pass.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[float, float, str]]) -> None:
+        self._starts: list[float] = []
+        self._ends_and_names: list[tuple[float, str]] = []
+        reached = -math.inf
+        for start, end, name in sorted(ranges, key=lambda range_: (range_[0], -range_[1])):
+            if end > reached:
+                self._starts.append(max(start, reached))
+                self._ends_and_names.append((end, name))
+                reached = end
+
+    def at(self, instant: float) -> str:
+        """The name of the range that an instant lies in; "" for none."""
+        index = bisect_right(self._starts, instant) - 1
+        end, name = self._ends_and_names[index] if index >= 0 else (-math.inf, "")
+        return name if instant <= end else ""
 
 
 def timeline(intervals: Iterable[tuple[float, float]]) -> Timeline | None:
@@ -186,15 +212,9 @@ def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:
     ]
 
 
-def _extreme(
-    choose: Callable[[float, float], float], old: float | None, new: float | None
+def _joined(
+    join: Callable[[float, float], float], old: float | None, new: float | None
 ) -> float | None:
     if old is None or new is None:
         return new if old is None else old
-    return choose(old, new)
-
-
-def _plus(old: float | None, new: float | None) -> float | None:
-    if old is None or new is None:
-        return new if old is None else old
-    return old + new
+    return join(old, new)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, kineto, names
+from workshop.profilers import json_stream, kineto, names, reading
 from workshop.profilers.categories import categorize
 from workshop.profilers.reading import MOST_NS, NoNumber, Problems, nanoseconds, number
 
@@ -125,11 +125,11 @@ def read(path: Path) -> Trace:
     others: list[str] = []
     if path.is_dir():
         path, others = kineto.newest_trace(path)
-    if not kineto.recognises_json(json_stream.head(path)):
+    if not kineto.recognises_json(reading.head(path)):
         raise WorkshopError(f"{path}: no trace of torch.profiler, the only one that can be drawn")
     trace, problems = Trace(path, warnings=others), Problems(path)
     reader = _Reader(trace)
-    for row, event in json_stream.file_items(path, "traceEvents", problems):
+    for row, event in json_stream.items(path, "traceEvents", problems):
         try:
             reader.add(event)
         except (NoNumber, _NoEvent) as error:

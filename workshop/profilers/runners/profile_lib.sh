@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# What the version folders' run_*.sh scripts share: arguments, checks of the machine, the output
-# folder, running. They source it. Written for bash 3.2 (macOS) and later.
+# What the run_*.sh scripts share: arguments, checks of the machine, the output folder, running.
+# They source it. Each version's folder has links to the scripts: the folder of the link that was
+# called chooses the version. Written for bash 3.2 (macOS) and later.
 #
 # A script may set DEFAULT_STEPS and MODES, then calls `begin "$@"`, which sets
 #   OUT     the folder for its outputs, absolute
@@ -12,7 +13,7 @@ unset CDPATH
 
 SCRIPT=${BASH_SOURCE[1]}
 FOLDER=$(cd "$(dirname "$SCRIPT")" && pwd)
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+ROOT=$(dirname "$FOLDER")
 MODEL=$(echo "$FOLDER"/tiny_llama_v[0-9].py)
 VERSION=${MODEL##*/tiny_llama_}
 VERSION=${VERSION%.py}
@@ -61,6 +62,9 @@ skip() {
   say "skipped: $*"
   exit 77
 }
+
+[[ -f $MODEL ]] ||
+  fail 2 "call it in a version's folder, such as version1_pytorch_baseline/$(basename "$SCRIPT")"
 
 # --- Arguments -----------------------------------------------------------------------------------
 
@@ -251,7 +255,7 @@ attempt_to() { # attempt_to FILE COMMAND...: as attempt, with its standard outpu
   announce "$(quoted "${@:2}") >$(quoted "$1")"
   [[ $DRY_RUN == no ]] || return 0
   PARTIAL=$1.part
-  if "${@:2}" >"$PARTIAL"; then
+  if "${@:2}" >"$PARTIAL" 9>&-; then
     mv "$PARTIAL" "$1"
   else
     rm -f "$PARTIAL"
@@ -276,7 +280,7 @@ execute() {
   local status=0
   [[ $DRY_RUN == no ]] || return 0
   # tee ignores Ctrl-C, so that it is there for the command's last words.
-  PYTHONUNBUFFERED=1 "$@" 2>&1 | tee -ai "$OUT/$OUTPUT_FILE" || status=${PIPESTATUS[0]}
+  PYTHONUNBUFFERED=1 "$@" 2>&1 9>&- | tee -ai "$OUT/$OUTPUT_FILE" || status=${PIPESTATUS[0]}
   if [[ -n $SKIP_PATTERN ]] && grep -q "$SKIP_PATTERN" "$OUT/$OUTPUT_FILE"; then
     skip "$SKIP_REASON"
   fi
@@ -314,33 +318,17 @@ take_folder() {
     fail 2 "--output-dir $OUT: it can't be written"
 }
 
-# Two runs would mix their files. One that was killed leaves its lock, and a host can ask after its
-# own processes alone. A lock that stays empty is of a run that was killed, or found the disk full,
-# before it wrote its name.
+# Two runs would mix their files. The lock ends with its process; no command that is run inherits it.
 take_lock() {
-  local folder file host process
+  local folder file
   folder=$(cd "$OUT" && pwd -P)
   file=${folder%/*}/.${folder##*/}.lock
-  [[ -w ${file%/*}/ ]] || return 0 # nobody may write there
-  until (set -o noclobber && : >"$file") 2>/dev/null; do
-    [[ -s $file ]] || sleep 1
-    if [[ -s $file ]]; then
-      read -r host process <"$file" || true
-      if [[ $host != "$(uname -n)" ]] || is_running "$process"; then
-        fail 2 "another run is filling $OUT (process ${process:-?} on ${host:-?}): wait for it," \
-          "choose another --output-dir, or delete $file"
-      fi
-    fi
-    rm "$file" 2>/dev/null ||
-      fail 2 "$file can't be written or deleted: choose another --output-dir"
-  done
+  # No lock where this user can't write beside the folder.
+  if [[ ! -w ${file%/*}/ ]] || ! command -v flock >/dev/null; then return 0; fi
+  exec 9>>"$file"
+  flock -n 9 || [[ $? -ne 1 ]] || # another status: a file system without locks
+    fail 2 "another run is filling $OUT: wait for it, or choose another --output-dir"
   LOCK=$file
-  echo "$(uname -n) $$" 2>/dev/null >"$file" || fail 2 "$file can't be written: is the disk full?"
-}
-
-# Only ps sees those of another user; not every container has it.
-is_running() { # is_running PROCESS
-  kill -0 "$1" 2>/dev/null || ps -p "$1" >/dev/null 2>&1
 }
 
 filled_by_us() {
@@ -429,7 +417,7 @@ run_all() { # run_all SCRIPT...
   else
     mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
     take_lock
-    [[ -z $LOCK ]] || options+=(--lock "$LOCK") # exec keeps the process that it names
+    [[ -z $LOCK ]] || options+=(--lock "$LOCK") # exec keeps it locked
   fi
   export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
   exec "$PYTHON" -m workshop.profilers.run_all "${options[@]}" "$@" \

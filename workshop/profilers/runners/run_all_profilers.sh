@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Every profiler that this machine has, one after the other; a table and a page of what came out.
+# What it lacks is skipped, and a failure is no end.
+#
+# Usage: ./run_all_profilers.sh [options] [-- flags of the model]
+
+# shellcheck source-path=SCRIPTDIR source=profile_lib.sh
+source "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/profile_lib.sh"
+begin "$@"
+
+run_all \
+  run_pytorch_profiler.py \
+  run_deepspeed_flops.py \
+  run_rocprofv3.sh \
+  run_rocprof_sys.sh \
+  run_rocprof_compute.sh \
+  run_ncu.sh \
+  run_nsys.sh \
+  run_proton.sh
