@@ -21,8 +21,9 @@ from test_results import files
 
 from workshop import cli, results, versions
 from workshop.errors import WorkshopError
+from workshop.request import Request, build_parser, check_arguments
 from workshop.results import RunResult
-from workshop.run import first_use, precision, trainer
+from workshop.run import first_use, hardware, precision, trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 Finished = subprocess.CompletedProcess[str]
@@ -613,13 +614,11 @@ def test_each_fusion_of_v2_can_be_switched_off(
 
 
 def test_a_preset_with_its_own_values_keeps_its_name(tmp_path: Path) -> None:
-    parser = cli.build_parser(versions.VERSIONS["v1"], versions.load("v1"))
+    parser = build_parser(versions.VERSIONS["v1"], versions.load("v1"))
 
     def name(*words: str) -> str:
         arguments = parser.parse_args(["--device", "cpu", *words])
-        return cli.check_arguments(
-            versions.VERSIONS["v1"], versions.load("v1"), arguments
-        ).config_name
+        return check_arguments(versions.VERSIONS["v1"], versions.load("v1"), arguments).config_name
 
     assert name() == "tiny"
     assert name("--config", "small", "--hidden-dim", "512") == "small"
@@ -635,15 +634,15 @@ def test_a_loss_that_is_not_finite_is_told_and_saved(
     assert the_run(tmp_path).losses[-1] is None
 
 
-def triton_request(monkeypatch: pytest.MonkeyPatch, device: str, *words: str) -> cli.Request:
+def triton_request(monkeypatch: pytest.MonkeyPatch, device: str, *words: str) -> Request:
     """What a Triton version's arguments come to on a device that need not be here. V2 stands in
     for the module, of which nothing but its sizes and switches is looked at."""
-    monkeypatch.setattr(cli.hardware, "get_device", torch.device)
+    monkeypatch.setattr(hardware, "get_device", torch.device)
     fp32 = precision.PRECISIONS["fp32"]
-    monkeypatch.setattr(cli, "get_precision", lambda *_: fp32)
+    monkeypatch.setattr("workshop.request.get_precision", lambda *_: fp32)
     version, module = versions.VERSIONS["v3"], versions.load("v2")
-    arguments = cli.build_parser(version, module).parse_args(["--device", device, *words])
-    return cli.check_arguments(version, module, arguments)
+    arguments = build_parser(version, module).parse_args(["--device", device, *words])
+    return check_arguments(version, module, arguments)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -758,11 +757,11 @@ def test_v4_goes_on_uncompiled_where_the_compiler_has_not_what_it_needs(
     else:
         monkeypatch.setattr(trainer.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     module, version = versions.load("v4"), versions.VERSIONS["v4"]
-    parser = cli.build_parser(version, module)
-    request = cli.check_arguments(version, module, parser.parse_args(["--device", "cpu"]))
+    parser = build_parser(version, module)
+    request = check_arguments(version, module, parser.parse_args(["--device", "cpu"]))
     assert request.compile_mode == "none"
     assert "not found, so this runs without torch.compile" in capsys.readouterr().out
     with pytest.raises(WorkshopError, match="--compile needs"):
-        cli.check_arguments(
+        check_arguments(
             version, module, parser.parse_args(["--device", "cpu", "--compile", "default"])
         )

@@ -18,7 +18,7 @@ from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_versions import ON_CPU
 
 from workshop import errors, results, versions
-from workshop.gate import parity
+from workshop.gate import canonical
 from workshop.profilers import flop_counts, profile_run
 from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Work
 from workshop.run import flops, interpreter
@@ -55,7 +55,7 @@ def explain(step: flop_counts.CountedStep, config) -> tuple[TorchCount, Work, li
     """FlopCounterMode's count of a step and the remarks on it, which account for all of it."""
     counted = flop_counts.count_with_torch(step, SCRIPT.count_with_torch)
     work = Work.of(config, B, T)
-    gradients = parity.count_gradients(step.model)
+    gradients = canonical.count_gradients(step.model)
     remarks = list(flop_counts.explain_torch(work, counted, gradients))
     accounted_for(work, counted.step_flops, remarks)
     return counted, work, remarks
@@ -146,7 +146,7 @@ def test_a_cut_backward_pass_is_called_one(
     _, work, remarks = explain(step, odd_config)
     assert all(remark.explained for remark in remarks)
     cut = the_one(remarks, "the backward pass is cut: ")
-    total = parity.count_gradients(step.model).tensors_total
+    total = canonical.count_gradients(step.model).tensors_total
     assert f"{total - severed} of {total} parameter tensors get a gradient" in cut.text
     assert cut.backward == -2 * B * T * 192 * columns - attention * work.attention
     assert f"{-cut.backward / work.step.backward:.1%} of its products" in cut.text

@@ -22,10 +22,11 @@ from conftest import HANGS_S
 from test_cli import AT_A_KEYBOARD, ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_compare import NO_TRITON, needs_triton
 
-from workshop import cli, results, versions
+from workshop import results, versions
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.gate import parity
 from workshop.profilers import profile_run
+from workshop.request import Request, load_data
 from workshop.run import markers, trainer
 from workshop.run.precision import get_precision
 
@@ -34,7 +35,7 @@ SCRIPTS = [*EAGER, "v4"]
 CPU = torch.device("cpu")
 
 
-def make_request(key: str, *flags: str, steps: int = 2, **other: object) -> cli.Request:
+def make_request(key: str, *flags: str, steps: int = 2, **other: object) -> Request:
     """Of a small model on the CPU; `other`: fields that no flag sets here."""
     wide = WIDE_HEADS if key == "v3" else []
     request = profile_run.make_request(versions.VERSIONS[key], [*SMALL, *wide, *flags], steps)
@@ -43,7 +44,7 @@ def make_request(key: str, *flags: str, steps: int = 2, **other: object) -> cli.
 
 def prepare(key: str, *flags: str, range_=markers.for_torch_profiler, **options: object):
     request = make_request(key, *flags, **options)
-    return profile_run.prepare(request, cli.load_data(request), range_=range_)
+    return profile_run.prepare(request, load_data(request), range_=range_)
 
 
 class Ranges:
@@ -93,7 +94,7 @@ def test_profiled_steps_train_what_timed_steps_train(key: str) -> None:
     model = request.build_on(CPU)
     parity.load_canonical(model, parity.canonical_state(request.config, 42))
     optimizer = request.module.configure_optimizer(model, 3e-4)
-    batches, _ = cli.load_data(request)
+    batches, _ = load_data(request)
     trainer.train_losses(model, optimizer, batches[:7], get_precision("fp32", CPU))
     for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -145,9 +146,7 @@ def test_captured_parts_train_as_eager_steps_do(warmup: int) -> None:
     for graph in ("--no-cuda-graph", "--cuda-graph"):
         flags = ["--config", "tiny", "--precision", "fp32", "--warmup-steps", str(warmup), graph]
         request = profile_run.make_request(versions.VERSIONS["v2"], flags, 20)
-        run = profile_run.prepare(
-            request, cli.load_data(request), range_=markers.for_torch_profiler
-        )
+        run = profile_run.prepare(request, load_data(request), range_=markers.for_torch_profiler)
         for _ in range(20):
             run.step()
         with torch.no_grad():

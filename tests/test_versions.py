@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop import versions
 from workshop.errors import WorkshopError
-from workshop.gate import parity
+from workshop.gate import canonical, parity
 from workshop.run import interpreter, presets
 from workshop.versions import VERSIONS
 
@@ -88,7 +88,7 @@ def test_weights_of_a_hugging_face_llama_give_its_logits_and_loss(key: str, odd_
         for parameter in theirs.parameters():  # large enough for attention to look somewhere
             parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.15)
     ours = versions.load(key).TinyLlama(odd_config)
-    parity.load_canonical(ours, parity.from_hugging_face(theirs.state_dict()))
+    parity.load_canonical(ours, canonical.from_hugging_face(theirs.state_dict()))
 
     tokens = torch.randint(odd_config.vocab_size, (3, 63))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -1,91 +1,35 @@
-"""The command line of every `tiny_llama_vN.py`: check the arguments, gate, train, print, save."""
+"""The command line of every `tiny_llama_vN.py`: gate, train, audit, print, save."""
 
-import argparse
 import contextlib
 import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from workshop import errors, results, versions
 from workshop.arguments import parse
-from workshop.errors import OutOfMemory, WorkshopError
-from workshop.gate import audit, gate_size, parity, plausibility
-from workshop.results import RunResult
-from workshop.run import chips, data, first_use, flops, hardware, interpreter, timing, trainer
-from workshop.run.precision import Precision, get_precision
-from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
-from workshop.versions import Version
-
-_SIZES = (
-    "vocab_size",
-    "hidden_dim",
-    "intermediate_dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "max_seq_len",
+from workshop.gate import audit, canonical, gate_size, parity, plausibility
+from workshop.profilers import profile_run
+from workshop.request import (
+    Request,
+    build_parser,
+    check_arguments,
+    load_data,
+    new_result,
+    peak,
+    print_configuration,
+    print_lines,
+    within_memory,
 )
+from workshop.results import RunResult
+from workshop.run import chips, first_use, flops, hardware, interpreter, timing, trainer
+
 _PROGRESS_LINES = 10
 _SECONDS_OF_SILENCE = 10.0
-_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
-_WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
-"""None that replays a captured step: Proton would count its kernels with those of the profiled."""
-_INTERPRETED_STEPS = trainer.Schedule(warmup=1, timed=3, phases=0)
-"""What Triton's interpreter trains by default: enough to see the loss fall."""
-PROFILES = results.DEFAULT_FOLDER / "profiles"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run that has been checked: everything in it exists here and fits together."""
-
-    module: ModuleType
-    version: Version
-    config_name: str
-    config: Any
-    batch_size: int
-    seq_len: int
-    precision: Precision
-    device: torch.device
-    compile_mode: str
-    cuda_graph: bool
-    interpreted: bool
-    """Whether Triton's interpreter runs its kernels."""
-    schedule: trainer.Schedule
-    switches: dict[str, bool]
-    output_dir: Path
-    arguments: argparse.Namespace
-
-    def build(self) -> nn.Module:
-        """The model as it will be timed: its switches set, on the device, compiled if asked."""
-        model = self.build_on(self.device)  # the weights are loaded later: draw these quickly
-        if self.compile_mode != "none":
-            trainer.part_of_version(model, "compile_model")(model, self.compile_mode)
-        return model
-
-    def build_on(self, device: torch.device) -> nn.Module:
-        """The model with its switches set.
-
-        Raises:
-            WorkshopError: the version has no code for these sizes.
-        """
-        options = {}
-        if self.switches:
-            options["fusions"] = self.module.Fusions(**self.switches)
-        try:
-            with torch.device(device):
-                model: nn.Module = self.module.TinyLlama(self.config, **options)
-        except ValueError as error:
-            raise WorkshopError(str(error)) from None
-        return model
 
 
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
@@ -107,285 +51,13 @@ def leave_if_missing(key: str) -> None:
         sys.exit(errors.NOT_ON_THIS_MACHINE)
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
-def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParser:
-    """The flags of one version; `Fusions` in its module adds a `--no-...` switch a field."""
-    parser = argparse.ArgumentParser(
-        description=f"Trains Tiny-LLaMA {version.key} ({version.title}), after showing that it "
-        "is V1's model, and prints what a step takes.",
-        epilog="Exit status: 0 done, 1 the gate is red or memory ran out, 2 wrong usage, "
-        f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted by Ctrl-C "
-        "or SIGTERM (the timed steps so far are saved).",
-    )
-    _add_model_flags(parser.add_argument_group("model"))
-    _add_training_flags(parser.add_argument_group("training"), version)
-    fields = dataclasses.fields(module.Fusions) if hasattr(module, "Fusions") else ()
-    if fields:
-        group = parser.add_argument_group("ablation: run plain PyTorch for one part")
-        for field in fields:
-            flag = f"--no-{field.name.replace('_', '-')}"
-            group.add_argument(flag, dest=field.name, action="store_false")
-    return parser
-
-
-def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--config",
-        metavar="PRESET",
-        help=f"{', '.join(PRESETS)}: model, batch size and sequence length, which the flags below "
-        "override (default: tiny without a GPU, else small)",
-    )
-    for name in _SIZES:
-        flag = f"--{name.replace('_', '-')}"
-        default = " (default 2048)" if name == "max_seq_len" else ""
-        group.add_argument(flag, type=int, metavar="N", help=f"overrides the preset's{default}")
-
-
-def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> None:
-    add = group.add_argument
-    add("--batch-size", type=int, metavar="N", help="sequences a step (default: the preset's)")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the preset's)")
-    few = _INTERPRETED_STEPS
-    warmup, timed = (
-        f"{usual}; {least} in Triton's interpreter" if version.triton else str(usual)
-        for usual, least in ((_WARMUP_STEPS, few.warmup), (_NUM_STEPS, few.timed))
-    )
-    add("--num-steps", type=int, metavar="N", help=f"timed steps (default {timed})")
-    add(
-        "--warmup-steps",
-        type=int,
-        metavar="N",
-        help=f"steps trained before the clock starts (default {warmup})",
-    )
-    add("--learning-rate", type=float, default=3e-4, help="AdamW's (default %(default)s)")
-    add("--seed", type=int, default=42, help="of weights and batches (default %(default)s)")
-    add(
-        "--precision",
-        default="auto",
-        help="fp32, tf32, bf16, fp16; auto is bf16 on a GPU that has it, else fp32 (default auto)",
-    )
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default auto: GPU if any)")
-    add("--data", choices=("text", "synthetic"), default="text", help="default %(default)s")
-    add(
-        "--text-file",
-        type=Path,
-        metavar="PATH",
-        help="the text, byte by byte (default: the Python standard library's sources)",
-    )
-    add(
-        "--compile",
-        nargs="?",
-        const="default",
-        choices=trainer.COMPILE_MODES,
-        help=f"torch.compile's mode (default here: {version.compile})",
-    )
-    add(
-        "--cuda-graph",
-        action=argparse.BooleanOptionalAction,
-        help="capture the whole step, CUDA or HIP, and replay it "
-        f"(default here: {'on a GPU' if version.cuda_graph else 'no'})",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        help="the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
-    )
-    add(
-        "--profile-steps",
-        type=int,
-        metavar="N",
-        help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
-        "marker ranges, between the calls that start and stop NVIDIA's profilers; no gate, no "
-        "clock; what was profiled goes to OUTPUT_DIR/run.json (default there: "
-        f"results/profiles/{version.key}/steps)",
-    )
-    add(
-        "--gate-shape",
-        type=int,
-        nargs=2,
-        metavar=("BATCH", "SEQ"),
-        help="what the gate runs on (default: the run's own batch size and sequence length, or as "
-        "much as V1 in high precision has the memory for)",
-    )
-    add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
-    add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
-    add(
-        "--no-gate",
-        action="store_true",
-        help="skip the comparison with V1; the result says so and earns no speed-up",
-    )
-    add(
-        "--validate-setup",
-        action="store_true",
-        help="check machine, arguments and gate, then stop without timing anything",
-    )
-
-
-def check_arguments(version: Version, module: ModuleType, arguments: argparse.Namespace) -> Request:
-    """Turns arguments into a Request.
-
-    Raises:
-        WorkshopError: something is wrong with them, in one line.
-    """
-    positive = "batch_size seq_len num_steps warmup_steps profile_steps learning_rate"
-    for name in positive.split():
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < 1e30:  # what AdamW computes with in fp32
-            flag = name.replace("_", "-")
-            raise WorkshopError(f"--{flag} {value}: it must be a positive number below 1e30")
-    if not 0 <= arguments.seed < 2**63:
-        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
-    if arguments.text_file is not None and arguments.data != "text":
-        raise WorkshopError("--text-file goes with --data text")
-    for name in ("num_steps", "no_gate", "validate_setup", "gate_shape"):
-        if arguments.profile_steps and getattr(arguments, name):
-            flag = name.replace("_", "-")
-            raise WorkshopError(f"--{flag} has no effect under a profiler: leave it out")
-    device = hardware.get_device(arguments.device)
-    interpreter.check_device(version, device)
-    interpreted = interpreter.serves(version, device)
-    precision = get_precision(arguments.precision, device)
-    preset = get_preset(arguments.config or default_preset(device.type))
-    config, config_name = _model_config(module, arguments, device)
-    seq_len = arguments.seq_len or preset.seq_len
-    if seq_len > config.max_seq_len:
-        raise WorkshopError(
-            f"--seq-len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}: "
-            "lower it or raise --max-seq-len"
-        )
-    if seq_len == 1:
-        raise WorkshopError(
-            "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
-        )
-    _check_gate_shape(arguments.gate_shape, config.max_seq_len)
-    compile_mode, cuda_graph = _execution(version, arguments, device, interpreted)
-    switches = {}
-    if hasattr(module, "Fusions"):
-        names = [field.name for field in dataclasses.fields(module.Fusions)]
-        switches = {name: getattr(arguments, name) for name in names}
-    request = Request(
-        module=module,
-        version=version,
-        config_name=config_name,
-        config=config,
-        batch_size=arguments.batch_size or preset.batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        device=device,
-        compile_mode=compile_mode,
-        cuda_graph=cuda_graph,
-        interpreted=interpreted,
-        schedule=_schedule(arguments, interpreted),
-        switches=switches,
-        output_dir=arguments.output_dir or _default_folder(version, arguments),
-        arguments=arguments,
-    )
-    trainer.check_options(device, precision, compile_mode, cuda_graph)
-    return request
-
-
-def _check_gate_shape(shape: list[int] | None, max_seq_len: int) -> None:
-    if shape is not None and not (shape[0] >= 1 and 2 <= shape[1] <= max_seq_len):
-        raise WorkshopError(
-            f"--gate-shape {shape[0]} {shape[1]}: use at least 1 sequence, of 2 to {max_seq_len} "
-            "tokens"
-        )
-
-
-def _default_folder(version: Version, arguments: argparse.Namespace) -> Path:
-    return PROFILES / version.key / "steps" if arguments.profile_steps else results.DEFAULT_FOLDER
-
-
-def _model_config(
-    module: ModuleType, arguments: argparse.Namespace, device: torch.device
-) -> tuple[Any, str]:
-    """The model's sizes and their name: a preset's, or `custom` once a flag differs from it."""
-    name = arguments.config or default_preset(device.type)
-    preset = get_preset(name)
-    sizes = preset.model()
-    given = {size: getattr(arguments, size) for size in _SIZES}
-    overrides = {size: value for size, value in given.items() if value is not None}
-    config = module.TinyLlamaConfig(**(sizes | overrides))
-    check_sizes(config)
-    batch_size = arguments.batch_size or preset.batch_size
-    seq_len = arguments.seq_len or preset.seq_len
-    as_named = config == module.TinyLlamaConfig(**sizes) and (batch_size, seq_len) == (
-        preset.batch_size,
-        preset.seq_len,
-    )
-    return config, name if as_named else "custom"
-
-
-def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Schedule:
-    """The steps that were asked for, else those that a user has the patience for; the parts of
-    an interpreted step tell nobody anything."""
-    usual = trainer.Schedule(_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS)
-    if arguments.profile_steps:
-        usual = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)
-    default = _INTERPRETED_STEPS if interpreted else usual
-    timed = arguments.profile_steps or arguments.num_steps or default.timed
-    return trainer.Schedule(
-        warmup=arguments.warmup_steps or default.warmup,
-        timed=timed,
-        phases=min(default.phases, timed),
-    )
-
-
-def _execution(
-    version: Version, arguments: argparse.Namespace, device: torch.device, interpreted: bool
-) -> tuple[str, bool]:
-    """Compile mode and graph: what was asked for, else the version's defaults where they work.
-
-    Raises:
-        WorkshopError: a graph was asked for of kernels that are interpreted.
-    """
-    compile_mode = arguments.compile
-    if compile_mode is None:
-        compile_mode = version.compile
-        missing = trainer.missing_for_compile(device) if compile_mode != "none" else None
-        if missing:
-            print(f"note: {missing} not found, so this runs without torch.compile")
-            compile_mode = "none"
-    cuda_graph = arguments.cuda_graph
-    if cuda_graph is None:
-        cuda_graph = version.cuda_graph and device.type == "cuda" and not interpreted
-    if cuda_graph and interpreted and device.type == "cuda":
-        raise WorkshopError(
-            "--cuda-graph can't capture what Triton's interpreter does on the host; use "
-            f"--no-cuda-graph, or unset {interpreter.VARIABLE}"
-        )
-    return compile_mode, cuda_graph
-
-
 # --- the run -------------------------------------------------------------------------------------
 
 
 def _run(request: Request) -> int:
     if request.arguments.profile_steps:
-        from workshop.profilers import profile_run  # which takes its requests from here
-
         return profile_run.profile(request)
     return within_memory(request, lambda: _gate_train_save(request))
-
-
-def within_memory(request: Request, work: Callable[[], int]) -> int:
-    """Does the work that a request asks for; its exit status.
-
-    Raises:
-        OutOfMemory: it can't fit, or did not.
-        WorkshopError: the version has no code for these sizes.
-    """
-    _check_memory(request)
-    request.build_on(torch.device("meta"))  # says at once, and for nothing, if the sizes won't do
-    try:
-        return work()
-    except (RuntimeError, MemoryError) as error:
-        asked = trainer.memory_asked_for(error)
-        if asked is None:
-            raise
-        raise OutOfMemory(_out_of_memory(request, f"a further {asked} was asked for")) from None
 
 
 def _gate_train_save(request: Request) -> int:
@@ -426,35 +98,6 @@ def _gate_train_save(request: Request) -> int:
         result.status = "audit failed"
         return _finish(request, result, errors.ANSWER_IS_NO)
     return _finish(request, result, errors.DONE)
-
-
-Data = tuple[Tensor, dict[str, str | int]]
-"""The batches of all steps, int64 (n, 2, B, T) on the host, and what they were cut from."""
-
-
-def load_data(request: Request) -> Data:
-    """Draws the batches of a request's steps.
-
-    Raises:
-        WorkshopError: there is no text for them.
-    """
-    arguments = request.arguments
-    shape: dict[str, int] = {
-        "steps": request.schedule.batches,
-        "batch_size": request.batch_size,
-        "seq_len": request.seq_len,
-        "vocab_size": request.config.vocab_size,
-        "seed": arguments.seed,
-    }
-    if arguments.data == "synthetic":
-        return data.synthetic_batches(**shape), {"name": "synthetic: uniformly random tokens"}
-    corpus = data.read_corpus(arguments.text_file)
-    record: dict[str, str | int] = {
-        "name": corpus.name,
-        "bytes": len(corpus.data),
-        "sha256": corpus.sha256,
-    }
-    return data.text_batches(corpus, **shape), record
 
 
 def _setting(request: Request) -> parity.Setting:
@@ -594,93 +237,7 @@ def _progress(request: Request) -> trainer.Progress:
     return report
 
 
-def _check_memory(request: Request) -> None:
-    """Refuses at once what can't fit: a CPU that runs out of memory is killed without a word.
-
-    The bound is a low one: the training state, RoPE's tables, and of the activations the
-    feed-forward layers' two products alone, which every version keeps for its backward pass; on
-    the host the batches, drawn before the clock starts.
-    """
-    c = request.config
-    tokens = request.batch_size * request.seq_len
-    bytes_each = 2 if request.precision.autocast_dtype else 4
-    on_device = {
-        "--hidden-dim, --num-layers or --vocab-size": flops.parameter_count(c)
-        * flops.ADAMW_STATE_BYTES_PER_PARAMETER,
-        "--max-seq-len": 2 * 4 * c.max_seq_len * c.head_dim,
-        "--batch-size or --seq-len": tokens * c.num_layers * 2 * c.intermediate_dim * bytes_each,
-    }
-    steps = request.schedule.batches
-    windows = 3 * 8 * tokens * steps  # in int64, beside the tokens and targets cut from them
-    on_host = {"--num-steps, --warmup-steps or --batch-size": windows}
-    for device, parts in ((request.device, on_device), (torch.device("cpu"), on_host)):
-        available, total = hardware.memory_bytes(device), sum(parts.values())
-        if available is not None and total > available:
-            needed = f"at least {total / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
-            raise OutOfMemory(_out_of_memory(request, needed, max(parts, key=lambda k: parts[k])))
-
-
-def _out_of_memory(request: Request, what: str, lower: str = "--batch-size or --seq-len") -> str:
-    state = flops.parameter_count(request.config) * flops.ADAMW_STATE_BYTES_PER_PARAMETER
-    return (
-        f"out of memory on {hardware.device_name(request.device)}: {what} at batch size "
-        f"{request.batch_size}, sequence length {request.seq_len}, hidden dimension "
-        f"{request.config.hidden_dim} (weights, gradients and AdamW alone take "
-        f"{state / 1e9:,.2f} GB); lower {lower}, or take a smaller --config"
-    )
-
-
 # --- the result ----------------------------------------------------------------------------------
-
-
-def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult:
-    """The record of a run that has not measured yet."""
-    arguments = request.arguments
-    options: dict[str, str | int | float | bool | None] = {
-        "compile": request.compile_mode,
-        "cuda_graph": request.cuda_graph,
-        "learning_rate": arguments.learning_rate,
-        "seed": arguments.seed,
-        "num_steps": request.schedule.timed,
-        **request.switches,
-    }
-    if request.version.triton:
-        options["interpreted"] = request.interpreted
-    return RunResult(
-        version=request.version.key,
-        session=arguments.session or results.new_session(),
-        config_name=request.config_name,
-        config=dataclasses.asdict(request.config),
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
-        precision=request.precision.name,
-        warmup_steps=request.schedule.warmup,
-        device=hardware.describe(request.device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
-        options=options,
-        command=_command(),
-        data=data_record,
-    )
-
-
-def _command() -> list[str]:
-    """The command line, without the folders in which this machine keeps things."""
-    return ["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]
-
-
-def peak(request: Request) -> tuple[float | None, str | None]:
-    """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches; and
-    where the figure is from."""
-    name = hardware.device_name(request.device)
-    peaks = chips.find_peaks(name) if request.device.type == "cuda" else None
-    if peaks and request.precision.name in peaks.tflops:
-        return peaks.tflops[request.precision.name], peaks.source
-    request.precision.set_matmul_mode()
-    dtype = request.precision.autocast_dtype
-    measured = hardware.measure_matmul_tflops(request.device, dtype)
-    return measured, "measured: a large matrix product"
 
 
 def _record_training(
@@ -698,7 +255,7 @@ def _record_training(
         print("note: no memory is left to time the parts of a step")
     # Either may have cut a backward pass short.
     if not (training.interrupted or training.no_memory_for_phases):
-        result.gradients = parity.count_gradients(model)
+        result.gradients = canonical.count_gradients(model)
     if result.step_ms:
         result.plausibility = plausibility.check(_claim(request, result))
 
@@ -743,36 +300,6 @@ def _finish(request: Request, result: RunResult, status: int) -> int:
 # --- printing ------------------------------------------------------------------------------------
 
 
-def _print_lines(rows: list[tuple[str, str]]) -> None:
-    for label, value in rows:
-        print(f"  {label:<18} {value}")
-
-
-def print_configuration(request: Request, data_record: dict[str, str | int]) -> None:
-    """Says what is about to run, before the first slow thing."""
-    c = request.config
-    print(f"Tiny-LLaMA {request.version.key}: {request.version.title}")
-    off = [name for name, on in request.switches.items() if not on]
-    _print_lines(
-        [
-            (
-                "model",
-                f"{request.config_name}: hidden {c.hidden_dim}, FFN {c.intermediate_dim}, "
-                f"{c.num_layers} layers, {c.num_heads} heads, {c.num_kv_heads} kv heads, "
-                f"vocab {c.vocab_size} ({flops.parameter_count(c) / 1e6:,.1f} M parameters)",
-            ),
-            ("batch", f"{request.batch_size} sequences of {request.seq_len} tokens"),
-            ("device", hardware.device_name(request.device)),
-            ("precision", request.precision.name),
-            ("compile", request.compile_mode),
-            ("graph", "whole step captured" if request.cuda_graph else "no"),
-            *([("kernels", "in Triton's interpreter, slow")] if request.interpreted else []),
-            ("data", str(data_record["name"])),
-            *([("switched off", ", ".join(off))] if off else []),
-        ]
-    )
-
-
 def _print_summary(request: Request, result: RunResult) -> None:
     speed = [("speed", interpreter.NOT_COMPARABLE)]
     rate = []
@@ -790,7 +317,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         ("audit", audit.summary(result.audit)),
     ]
     print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")
-    _print_lines(rows)
+    print_lines(rows)
     for sentence in result.plausibility:
         print(f"  IMPLAUSIBLE: {sentence}")
     if result.disturbed and not result.interpreted:

@@ -25,26 +25,29 @@ What passes all the same:
   a limit show that no value reaches here.
 - What only happens at the run's own size, after step 8 or when compiled for bf16, if it is small
   beside bf16's roundings. The run itself is audited for that (workshop/gate/audit.py).
-
-    python -m workshop.parity --version v2 --config tiny --precision fp32
 """
 
-import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workshop import errors, results, versions
-from workshop.arguments import parse
-from workshop.errors import OutOfMemory, WorkshopError
-from workshop.run import data, first_use, flops, hardware, interpreter, presets, trainer
+from workshop import results, versions
+from workshop.errors import WorkshopError
+from workshop.gate.canonical import (
+    build_baseline,
+    canonical_gradients,
+    canonical_state,
+    canonical_weights,
+    is_gradient,
+    load_canonical,
+)
+from workshop.run import data, first_use, flops, hardware, trainer
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode
 
 Build = Callable[[Any], nn.Module]
@@ -159,120 +162,6 @@ def as_recorded(measure: Measure) -> dict[str, float | str | None]:
 def badness(measure: Measure) -> float:
     """The error as a share of what is allowed; infinite where it is no number."""
     return math.inf if math.isnan(measure.error) else measure.error / measure.allowed
-
-
-# --- V1's names ------------------------------------------------------------------------------
-
-
-def build_baseline(config: Any) -> nn.Module:
-    """V1 with the sizes of `config`, whichever version's `TinyLlamaConfig` that is."""
-    v1 = versions.load(versions.BASELINE)
-    return v1.TinyLlama(v1.TinyLlamaConfig(**dataclasses.asdict(config)))
-
-
-def canonical_state(config: Any, seed: int) -> Mapping[str, Tensor]:
-    """V1's initial weights for a seed, drawn on the CPU: every version starts from these."""
-    return _canonical_state(dataclasses.astuple(config), seed)
-
-
-@functools.lru_cache(maxsize=1)  # the gate and then the run want the same, which takes seconds
-def _canonical_state(sizes: tuple[Any, ...], seed: int) -> Mapping[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        v1 = versions.load(versions.BASELINE)
-        return MappingProxyType(v1.TinyLlama(v1.TinyLlamaConfig(*sizes)).state_dict())
-
-
-def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A Hugging Face Llama's state_dict under V1's names, which lack the `model.` prefix."""
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads weights under V1's names into any version.
-
-    A version that stacks several of V1's weights in one declares `fused_weights`, for example
-    {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}; rows are stacked in that order.
-
-    Raises:
-        ValueError: a weight is missing, left over, or of another shape.
-    """
-    remaining = dict(state)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    if "lm_head.weight" in own and "lm_head.weight" not in remaining:
-        remaining["lm_head.weight"] = remaining["embed_tokens.weight"]  # tied
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parts = _canonical_parts(model, name)
-            missing = [part for part in parts if part not in remaining]
-            if missing:
-                raise ValueError(f"{missing[0]} is missing from the weights to load")
-            tensors = [remaining.pop(part) for part in parts]
-            value = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-            if value.shape != parameter.shape:
-                raise ValueError(
-                    f"{name} is {tuple(parameter.shape)}, the weights to load {tuple(value.shape)}"
-                )
-            parameter.copy_(value)
-    if remaining:
-        raise ValueError(f"{next(iter(remaining))} has no place in the model")
-
-
-def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Each parameter's gradient under V1's names, fused ones taken apart; None where there is
-    none. The tied head and embedding are one entry, `embed_tokens.weight`."""
-    return _take_apart(model, lambda parameter: parameter.grad)
-
-
-def count_gradients(model: nn.Module) -> results.Gradients:
-    """How many of V1's tensors, and of their weights, the last backward pass reached."""
-    weights, gradients = canonical_weights(model), canonical_gradients(model)
-    reached = [name for name, gradient in gradients.items() if _is_gradient(gradient)]
-    return results.Gradients(
-        tensors_total=len(weights),
-        tensors_with_grad=len(reached),
-        params_total=sum(weight.numel() for weight in weights.values()),
-        params_with_grad=sum(weights[name].numel() for name in reached),
-    )
-
-
-def canonical_weights(model: nn.Module) -> dict[str, Tensor]:
-    weights = _take_apart(model, lambda parameter: parameter.detach())
-    return {name: weight for name, weight in weights.items() if weight is not None}
-
-
-def _take_apart(
-    model: nn.Module, get: Callable[[nn.Parameter], Tensor | None]
-) -> dict[str, Tensor | None]:
-    rows = _canonical_rows(model)
-    tensors: dict[str, Tensor | None] = {}
-    for name, parameter in model.named_parameters():
-        parts, tensor = _canonical_parts(model, name), get(parameter)
-        if tensor is None or len(parts) == 1:
-            tensors.update(dict.fromkeys(parts, tensor))
-        else:
-            sections = [rows[part] for part in parts]
-            tensors.update(zip(parts, tensor.split(sections), strict=True))
-    return tensors
-
-
-def _canonical_parts(model: nn.Module, name: str) -> list[str]:
-    """The V1 names of what a parameter holds; its own name if it holds one weight."""
-    table: dict[str, tuple[str, ...]] = getattr(model, "fused_weights", {})
-    for fused, parts in table.items():
-        if name.endswith(f"{fused}.weight"):
-            prefix = name.removesuffix(f"{fused}.weight")
-            return [f"{prefix}{part}.weight" for part in parts]
-    return [name]
-
-
-def _canonical_rows(model: nn.Module) -> dict[str, int]:
-    """Rows of each of V1's weights, from a V1 that holds no memory."""
-    if not getattr(model, "fused_weights", None):
-        return {}
-    with torch.device("meta"):
-        baseline = build_baseline(model.config)
-    return {name: parameter.shape[0] for name, parameter in baseline.named_parameters()}
 
 
 # --- the check -------------------------------------------------------------------------------
@@ -396,7 +285,7 @@ def check(
         batch_size=batch_size,
         seq_len=min(config.max_seq_len, 65) if seq_len is None else seq_len,
     )
-    _check_shape(setting)
+    check_shape(setting)
     with torch.device(torch_device):  # so that large models are initialised where it is quick
         model = build(config).to(torch_device)
     return check_model(model, setting, configure_optimizer, cuda_graph=cuda_graph, build=build)
@@ -575,7 +464,7 @@ def _compare(
     candidate: _Outcome,
 ) -> None:
     report.tensors_total = len(truth.gradients)
-    report.tensors_with_grad = sum(_is_gradient(g) for g in candidate.gradients.values())
+    report.tensors_with_grad = sum(is_gradient(g) for g in candidate.gradients.values())
     _compare_outputs(report, setting, truth, baseline, candidate)
     _compare_gradients(report, setting, truth, baseline, candidate)
     if setting.precision.name != "fp32":
@@ -627,7 +516,7 @@ def _compare_gradients(
     typical = torch.tensor(list(own_errors.values())).median().item()
     for name, true in truth.gradients.items():
         found = candidate.gradients.get(name)
-        if found is None or not _is_gradient(found):
+        if found is None or not is_gradient(found):
             lack = "is missing" if found is None else "is all zeros"
             report.failures.append(
                 f"gradient of {name} {lack} (relative error 1.0): the backward pass does not "
@@ -651,7 +540,7 @@ def _compare_scales(
         {
             name: _projection(gradient, true) - 1
             for name, true in truth.gradients.items()
-            if _is_gradient(gradient := run.gradients.get(name))
+            if is_gradient(gradient := run.gradients.get(name))
         }
         for run in (candidate, baseline)
     )
@@ -689,10 +578,6 @@ def _compare_movements(
             )
 
 
-def _is_gradient(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.count_nonzero())
-
-
 def _judge(report: ParityReport, name: str, error: float, baseline: float, floor: float) -> None:
     measure = Measure(error, MULTIPLE * baseline + floor, baseline)
     report.measures[name] = measure
@@ -717,79 +602,7 @@ def _projection(found: Tensor | None, true: Tensor | None) -> float:
     return float((found.double() * true).sum() / true.square().sum())
 
 
-# --- command line ------------------------------------------------------------------------------
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m workshop.parity",
-        description="Shows whether a version trains the same model as V1. Exit 0: it does; 1: no; "
-        "77: the version needs what this machine lacks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--version", required=True, help=", ".join(versions.available()))
-    parser.add_argument("--config", default="tiny", help=", ".join(presets.PRESETS))
-    parser.add_argument("--precision", default="auto", help="fp32, tf32, bf16, fp16 or auto")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
-    parser.add_argument("--batch-size", type=int, default=3, help="sequences")
-    parser.add_argument("--seq-len", type=int, default=65, help="tokens of a sequence")
-    parser.add_argument("--verbose", action="store_true", help="print every measure")
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse(_parser(), argv)
-    return errors.exit_status(
-        lambda: _show(arguments), interrupted="interrupted before the comparison was complete"
-    )
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    report = _check_version(arguments)
-    print(f"{arguments.version} {arguments.config} {report.precision} on {report.device}, ", end="")
-    print(f"against {report.reference}: {report.summary()}")
-    for line in _measure_lines(report) if arguments.verbose else ():
-        print(line)
-    for failure in report.failures:
-        print(f"  {failure}")
-    return errors.DONE if report.passed else errors.ANSWER_IS_NO
-
-
-def _measure_lines(report: ParityReport) -> Iterator[str]:
-    for name, m in report.measures.items():
-        yield f"  {name:55} error {m.error:.2e}  allowed {m.allowed:.2e}  V1 {m.baseline:.2e}"
-
-
-def _check_version(arguments: argparse.Namespace) -> ParityReport:
-    module = versions.load(arguments.version)
-    config = module.TinyLlamaConfig(**presets.get_preset(arguments.config).model())
-    device = hardware.get_device(arguments.device)
-    interpreter.check_device(versions.get_version(arguments.version), device)
-    precision = get_precision(arguments.precision, device)
-    seed, batch_size, seq_len = arguments.seed, arguments.batch_size, arguments.seq_len
-    setting = Setting(config, precision, device, seed, batch_size, seq_len)
-    _check_shape(setting)
-    _check_memory(setting)
-    try:
-        return check(
-            module.TinyLlama,
-            config,
-            precision=precision.name,
-            device=device,
-            seed=seed,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            configure_optimizer=module.configure_optimizer,
-        )
-    except (RuntimeError, MemoryError) as error:
-        asked = trainer.memory_asked_for(error)
-        if asked is None:
-            raise
-        raise _out_of_memory(setting, f"a further {asked} was asked for") from None
-
-
-def _check_shape(setting: Setting) -> None:
+def check_shape(setting: Setting) -> None:
     """Raises WorkshopError for a batch, a length or a seed that no training step has."""
     if setting.batch_size < 1:
         raise WorkshopError(f"batch_size {setting.batch_size}: it must be at least 1")
@@ -800,27 +613,3 @@ def _check_shape(setting: Setting) -> None:
         )
     if not 0 <= setting.seed < 2**63:
         raise WorkshopError(f"seed {setting.seed}: it must lie between 0 and 2^63")
-
-
-def _check_memory(setting: Setting) -> None:
-    """Refuses at once what can't fit, by a low bound: the training state of V1 in high precision,
-    and what one of its steps keeps for the backward pass. A CPU that runs out of memory ends the
-    process without a word."""
-    from workshop.gate import gate_size  # which takes its settings from here
-
-    config, shape = setting.config, (setting.batch_size, setting.seq_len)
-    state = 4 * flops.parameter_count(config)  # weights, gradients, two moments
-    kept = gate_size.activations(config, *shape, scores=True)
-    needed = truth_dtype(setting).itemsize * (state + kept)
-    available = hardware.memory_bytes(setting.device)
-    if available is not None and needed > available:
-        told = f"at least {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
-        raise _out_of_memory(setting, told)
-
-
-def _out_of_memory(setting: Setting, what: str) -> OutOfMemory:
-    return OutOfMemory(
-        f"out of memory on {hardware.device_name(setting.device)}: {what} at --batch-size "
-        f"{setting.batch_size} and --seq-len {setting.seq_len}; lower them, or take a smaller "
-        "--config"
-    )

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop import cli, errors, results
-from workshop.gate import parity
+from workshop import errors, results
+from workshop.gate import canonical
+from workshop.request import Request, peak
 from workshop.run import flops, hardware, interpreter, timing, trainer
 from workshop.run.flops import ModelSizes, StepFlops
 from workshop.run.precision import Precision
@@ -140,7 +141,7 @@ class Remark:
 # --- counting ------------------------------------------------------------------------------------
 
 
-def eager_step(request: cli.Request, tokens: Tensor) -> CountedStep:
+def eager_step(request: Request, tokens: Tensor) -> CountedStep:
     """The request's model, not compiled and not captured, ready to run on `tokens`, int64
     (2, B, T)."""
     model = request.build_on(request.device)
@@ -387,7 +388,7 @@ class Utilisation:
         return flops / (timing.median(self.step_ms) / 1e3) / 1e12
 
 
-def measure_utilisation(request: cli.Request, batches: Tensor) -> Utilisation:
+def measure_utilisation(request: Request, batches: Tensor) -> Utilisation:
     """Times the request's steps as `tiny_llama_vN.py` does: compiled and captured as asked.
 
     Args:
@@ -407,10 +408,10 @@ def measure_utilisation(request: cli.Request, batches: Tensor) -> Utilisation:
     )
     if training.interrupted:
         raise KeyboardInterrupt
-    peak, source = cli.peak(request)
-    assert peak is not None and source is not None
+    ceiling, source = peak(request)
+    assert ceiling is not None and source is not None
     step = flops.step_flops(request.config, request.batch_size, request.seq_len)
-    return Utilisation(training.step_ms, step.total, peak, source)
+    return Utilisation(training.step_ms, step.total, ceiling, source)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -420,7 +421,7 @@ def measure_utilisation(request: cli.Request, batches: Tensor) -> Utilisation:
 class Report:
     """All that is known of the operations of a request's step."""
 
-    request: cli.Request
+    request: Request
     work: Work
     torch: TorchCount
     deepspeed: DeepSpeedCount | None
@@ -440,7 +441,7 @@ class Report:
 
 
 def count(
-    request: cli.Request,
+    request: Request,
     batch: Tensor,
     with_torch: CountWithTorch,
     with_deepspeed: CountWithDeepSpeed,
@@ -463,7 +464,7 @@ def count(
     counted = count_with_torch(step, with_torch)
     for phase in (counted.forward, counted.backward):
         phase.update({operator: scale * amount for operator, amount in phase.items()})
-    gradients = parity.count_gradients(step.model)
+    gradients = canonical.count_gradients(step.model)
     deepspeed, lack = count_with_deepspeed(step, with_deepspeed, deepspeed_report)
     if deepspeed:
         deepspeed = DeepSpeedCount(scale * deepspeed.flops, scale * deepspeed.macs)

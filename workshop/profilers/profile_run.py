@@ -18,11 +18,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from workshop import cli, errors, results, versions
+from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
-from workshop.gate import parity
+from workshop.gate import canonical, parity
 from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
+from workshop.request import (
+    PROFILES,
+    Data,
+    Request,
+    build_parser,
+    check_arguments,
+    load_data,
+    new_result,
+    print_configuration,
+    within_memory,
+)
 from workshop.run import chips, hardware, markers, trainer
 from workshop.versions import Version
 
@@ -38,7 +49,7 @@ _OF_THE_RUNNER = {
 class ProfileRun:
     """A version after its warm-up, ready to train the steps that a profiler watches."""
 
-    request: cli.Request
+    request: Request
     model: nn.Module
     optimizer: torch.optim.Optimizer
     runner: trainer.Runner
@@ -69,19 +80,19 @@ class ProfileRun:
     def save_record(self, folder: Path) -> Path:
         """Writes RUN_FILE: what was profiled, and what its last backward pass reached."""
         self.runner.wait()
-        self.record.gradients = parity.count_gradients(self.model)
+        self.record.gradients = canonical.count_gradients(self.model)
         self.record.losses = []
         return results.save_as(folder / RUN_FILE, self.record)
 
 
-def make_request(version: Version, model_flags: list[str], steps: int) -> cli.Request:
+def make_request(version: Version, model_flags: list[str], steps: int) -> Request:
     """What `tiny_llama_vN.py --profile-steps STEPS` would run with these flags.
 
     Raises:
         WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.
     """
     module = versions.load(version.key)
-    parser = cli.build_parser(version, module)
+    parser = build_parser(version, module)
     parser.prog = version.path.name
     arguments = parse(parser, model_flags)
     for name, instead in _OF_THE_RUNNER.items():
@@ -91,20 +102,20 @@ def make_request(version: Version, model_flags: list[str], steps: int) -> cli.Re
                 f"--{flag}, after --, is no flag for a profile: use {instead} of this script"
             )
     arguments.profile_steps = steps
-    request = cli.check_arguments(version, module, arguments)
+    request = check_arguments(version, module, arguments)
     request.build_on(torch.device("meta"))  # says for nothing if the sizes won't do
     return request
 
 
-def prepare(request: cli.Request, data: cli.Data, *, range_: markers.Range) -> ProfileRun:
+def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRun:
     """Builds the model with V1's initial weights, trains the warm-up, captures what is captured;
     prints the configuration first.
 
     A captured step is taken in three graphs, so that marker ranges can tell its parts.
     """
     batches, data_record = data
-    cli.print_configuration(request, data_record)
-    record = cli.new_result(request, data_record)
+    print_configuration(request, data_record)
+    record = new_result(request, data_record)
     record.status = "profiled"
     peaks = chips.find_peaks(hardware.device_name(request.device))
     if request.device.type == "cuda" and peaks:
@@ -124,14 +135,14 @@ def prepare(request: cli.Request, data: cli.Data, *, range_: markers.Range) -> P
     return ProfileRun(request, model, optimizer, runner, range_, record, step)
 
 
-def profile(request: cli.Request) -> int:
+def profile(request: Request) -> int:
     """`--profile-steps`: trains the steps between the calls that start and stop NVIDIA's
     profilers; the exit status."""
-    return cli.within_memory(request, lambda: _profile(request))
+    return within_memory(request, lambda: _profile(request))
 
 
-def _profile(request: cli.Request) -> int:
-    data, steps = cli.load_data(request), request.schedule.timed
+def _profile(request: Request) -> int:
+    data, steps = load_data(request), request.schedule.timed
     results.prepare_folder(request.output_dir)
     run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
     # A range belongs to the thread that opened it. In a thread of autograd's own, the backward
@@ -175,7 +186,7 @@ def _stop_profiler(device: torch.device) -> None:
 
 # --- the runners in Python -----------------------------------------------------------------------
 
-Work = Callable[[cli.Data], int]
+Work = Callable[[Data], int]
 """What a runner does with the data of its request; its exit status."""
 
 
@@ -221,7 +232,7 @@ def runner_arguments(
         "--output-dir",
         type=Path,
         metavar="DIR",
-        default=cli.PROFILES / version.key / tool,
+        default=PROFILES / version.key / tool,
         help=f"where the outputs go (default: results/profiles/{version.key}/{tool})",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
@@ -236,7 +247,7 @@ def runner_arguments(
     return arguments
 
 
-def run(request: cli.Request, arguments: argparse.Namespace, work: Work) -> int:
+def run(request: Request, arguments: argparse.Namespace, work: Work) -> int:
     """Prints a runner's command, and unless this is a dry run does its work; the exit status.
 
     The work finds the output folder empty but for COMMAND_FILE, to which the exit status is added:
@@ -253,9 +264,7 @@ def run(request: cli.Request, arguments: argparse.Namespace, work: Work) -> int:
     if arguments.dry_run:
         return errors.DONE
     folder, command = arguments.output_dir, arguments.command
-    return cli.within_memory(
-        request, lambda: _fill(folder, command, partial(work, cli.load_data(request)))
-    )
+    return within_memory(request, lambda: _fill(folder, command, partial(work, load_data(request))))
 
 
 def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:

@@ -33,7 +33,7 @@ from torch import Tensor, nn  # noqa: E402
 from workshop import errors, results, versions  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.cli import leave_if_missing  # noqa: E402
-from workshop.gate import parity  # noqa: E402
+from workshop.gate import canonical, parity  # noqa: E402
 from workshop.run import data, hardware, interpreter, presets, timing  # noqa: E402
 from workshop.run.precision import Precision, get_precision  # noqa: E402
 from workshop.run.trainer import Runner, Schedule  # noqa: E402
@@ -199,7 +199,7 @@ def measure(
         runner.profile_cpu_peak()
     print(f"training {size.schedule.timed} steps ...", flush=True)
     loop_ms = _train(runner, size.schedule, run, timed_steps)
-    run.gradients = parity.count_gradients(model)
+    run.gradients = canonical.count_gradients(model)
     return StageResult(stage, loop_ms, logits_error, dict(launches), dict(programs), run)
 
 

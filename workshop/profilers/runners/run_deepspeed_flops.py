@@ -19,9 +19,10 @@ if __name__ == "__main__":  # PyTorch is not everywhere
 
 import torch
 
-from workshop import cli, errors
+from workshop import errors
 from workshop.profilers import flop_counts, profile_run
 from workshop.profilers.flop_counts import CountedStep, Operators
+from workshop.request import Data, Request, print_configuration
 
 
 def count_with_torch(step: CountedStep) -> tuple[Operators, Operators]:
@@ -56,9 +57,9 @@ def main(arguments: argparse.Namespace) -> int:
     return profile_run.run(request, arguments, partial(count, request, arguments))
 
 
-def count(request: cli.Request, arguments: argparse.Namespace, data: cli.Data) -> int:
+def count(request: Request, arguments: argparse.Namespace, data: Data) -> int:
     folder, (batches, data_record) = arguments.output_dir, data
-    cli.print_configuration(request, data_record)
+    print_configuration(request, data_record)
     report = flop_counts.count(
         request,
         batches[0],

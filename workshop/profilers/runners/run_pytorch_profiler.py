@@ -19,8 +19,9 @@ if __name__ == "__main__":  # PyTorch is not everywhere
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-from workshop import cli, errors
+from workshop import errors
 from workshop.profilers import profile_run, torch_profiler
+from workshop.request import Data, Request
 from workshop.run import markers
 
 WAIT, WARMUP = 1, 1
@@ -62,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     return profile_run.run(request, arguments, partial(profile_version, request, arguments))
 
 
-def profile_version(request: cli.Request, arguments: argparse.Namespace, data: cli.Data) -> int:
+def profile_version(request: Request, arguments: argparse.Namespace, data: Data) -> int:
     folder = arguments.output_dir
     run = profile_run.prepare(request, data, range_=markers.for_torch_profiler)
     with run.layer_ranges():

@@ -1,0 +1,129 @@
+"""V1's names: loads V1's weights into any version, and gives any version's gradients back under
+V1's names, fused ones taken apart."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workshop import results, versions
+
+
+def build_baseline(config: Any) -> nn.Module:
+    """V1 with the sizes of `config`, whichever version's `TinyLlamaConfig` that is."""
+    v1 = versions.load(versions.BASELINE)
+    return v1.TinyLlama(v1.TinyLlamaConfig(**dataclasses.asdict(config)))
+
+
+def canonical_state(config: Any, seed: int) -> Mapping[str, Tensor]:
+    """V1's initial weights for a seed, drawn on the CPU: every version starts from these."""
+    return _canonical_state(dataclasses.astuple(config), seed)
+
+
+@functools.lru_cache(maxsize=1)  # the gate and then the run want the same, which takes seconds
+def _canonical_state(sizes: tuple[Any, ...], seed: int) -> Mapping[str, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        v1 = versions.load(versions.BASELINE)
+        return MappingProxyType(v1.TinyLlama(v1.TinyLlamaConfig(*sizes)).state_dict())
+
+
+def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A Hugging Face Llama's state_dict under V1's names, which lack the `model.` prefix."""
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Loads weights under V1's names into any version.
+
+    A version that stacks several of V1's weights in one declares `fused_weights`, for example
+    {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}; rows are stacked in that order.
+
+    Raises:
+        ValueError: a weight is missing, left over, or of another shape.
+    """
+    remaining = dict(state)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    if "lm_head.weight" in own and "lm_head.weight" not in remaining:
+        remaining["lm_head.weight"] = remaining["embed_tokens.weight"]  # tied
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parts = _canonical_parts(model, name)
+            missing = [part for part in parts if part not in remaining]
+            if missing:
+                raise ValueError(f"{missing[0]} is missing from the weights to load")
+            tensors = [remaining.pop(part) for part in parts]
+            value = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} is {tuple(parameter.shape)}, the weights to load {tuple(value.shape)}"
+                )
+            parameter.copy_(value)
+    if remaining:
+        raise ValueError(f"{next(iter(remaining))} has no place in the model")
+
+
+def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Each parameter's gradient under V1's names, fused ones taken apart; None where there is
+    none. The tied head and embedding are one entry, `embed_tokens.weight`."""
+    return _take_apart(model, lambda parameter: parameter.grad)
+
+
+def count_gradients(model: nn.Module) -> results.Gradients:
+    """How many of V1's tensors, and of their weights, the last backward pass reached."""
+    weights, gradients = canonical_weights(model), canonical_gradients(model)
+    reached = [name for name, gradient in gradients.items() if is_gradient(gradient)]
+    return results.Gradients(
+        tensors_total=len(weights),
+        tensors_with_grad=len(reached),
+        params_total=sum(weight.numel() for weight in weights.values()),
+        params_with_grad=sum(weights[name].numel() for name in reached),
+    )
+
+
+def canonical_weights(model: nn.Module) -> dict[str, Tensor]:
+    weights = _take_apart(model, lambda parameter: parameter.detach())
+    return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def _take_apart(
+    model: nn.Module, get: Callable[[nn.Parameter], Tensor | None]
+) -> dict[str, Tensor | None]:
+    rows = _canonical_rows(model)
+    tensors: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        parts, tensor = _canonical_parts(model, name), get(parameter)
+        if tensor is None or len(parts) == 1:
+            tensors.update(dict.fromkeys(parts, tensor))
+        else:
+            sections = [rows[part] for part in parts]
+            tensors.update(zip(parts, tensor.split(sections), strict=True))
+    return tensors
+
+
+def _canonical_parts(model: nn.Module, name: str) -> list[str]:
+    """The V1 names of what a parameter holds; its own name if it holds one weight."""
+    table: dict[str, tuple[str, ...]] = getattr(model, "fused_weights", {})
+    for fused, parts in table.items():
+        if name.endswith(f"{fused}.weight"):
+            prefix = name.removesuffix(f"{fused}.weight")
+            return [f"{prefix}{part}.weight" for part in parts]
+    return [name]
+
+
+def _canonical_rows(model: nn.Module) -> dict[str, int]:
+    """Rows of each of V1's weights, from a V1 that holds no memory."""
+    if not getattr(model, "fused_weights", None):
+        return {}
+    with torch.device("meta"):
+        baseline = build_baseline(model.config)
+    return {name: parameter.shape[0] for name, parameter in baseline.named_parameters()}
+
+
+def is_gradient(gradient: Tensor | None) -> bool:
+    """Whether it is there and not all zeros."""
+    return gradient is not None and bool(gradient.count_nonzero())
