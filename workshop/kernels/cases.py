@@ -1,4 +1,4 @@
-"""What benchmark_kernels.py measures: the operations, their sizes, and who else performs them.
+"""What benchmark.py measures: the operations, their sizes, and who else performs them.
 
 Each function below describes one operation at one size: random arguments, V3's kernel, the plain
 version beside it, the rivals, and the least work that a call must do. The work is counted as the
@@ -6,12 +6,10 @@ field counts it, from sizes alone, so that every contender's rate is a rate for 
 element-wise operations in passes over the tensor, attention and products in FLOPs.
 """
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workshop import versions
-from workshop.errors import NotOnThisMachine
 
 EPS = 1e-5
 ROPE_THETA = 10000.0
@@ -103,20 +100,14 @@ class Case:
         return tuple(name not in self.constants for name in self.arguments)
 
 
-@functools.cache
 def kernels() -> ModuleType:
-    """V3's `triton_kernels`, from this file's folder.
+    """V3's `triton_kernels`.
 
     Raises:
         NotOnThisMachine: Triton is not installed.
     """
-    lack = versions.missing(versions.VERSIONS["v3"])
-    if lack:
-        raise NotOnThisMachine(lack)
-    folder = str(Path(__file__).resolve().parent)
-    if folder not in sys.path:  # it is there when this folder's scripts run
-        sys.path.insert(0, folder)
-    return importlib.import_module("triton_kernels")
+    versions.load("v3")  # from its folder, with all its kernels
+    return sys.modules["triton_kernels"]
 
 
 def liger(name: str) -> Any:

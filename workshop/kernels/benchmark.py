@@ -7,7 +7,7 @@ what a large copy or product reaches on the same device in the same run.
 
 Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
 
-    python benchmark_kernels.py --op rms_norm swiglu --quick
+    python -m workshop.kernels.benchmark --op rms_norm swiglu --quick
 """
 
 import argparse
@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
@@ -32,7 +30,10 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 import torch
 
-from version3_triton.benchmark_cases import (
+from workshop import errors, results, versions
+from workshop.arguments import parse
+from workshop.errors import WorkshopError
+from workshop.kernels.cases import (
     BOTH,
     COMPILED,
     GBS,
@@ -44,7 +45,7 @@ from version3_triton.benchmark_cases import (
     kernels,
     make_cases,
 )
-from version3_triton.benchmark_measure import (
+from workshop.kernels.measure import (
     ABSENT,
     FAILED,
     OK,
@@ -54,9 +55,6 @@ from version3_triton.benchmark_measure import (
     measure_case,
     time_contenders,
 )
-from workshop import errors, results, versions
-from workshop.arguments import parse
-from workshop.errors import WorkshopError
 from workshop.run import chips, hardware, interpreter, timing
 from workshop.run.precision import Precision, get_precision
 
@@ -216,7 +214,8 @@ def describe_run(arguments: argparse.Namespace, setting: Setting, interpreted: b
         session=results.new_session(),
         created=results.now(),
         # Without the folders in which this machine keeps things.
-        command=["python", *(Path(w).name if w.startswith("/") else w for w in sys.argv)],
+        command=["python", "-m", "workshop.kernels.benchmark"]
+        + [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]],
         git_commit=results.git_commit(),
         device=hardware.describe(setting.device),
         software=results.describe_software() | {"liger_kernel": _liger_version()},
@@ -415,7 +414,7 @@ def load(path: Path) -> tuple[list[Row], Run]:
         rows = [Row(**row) for row in record.pop("rows")]
         return rows, Run(**record)
     except (KeyError, TypeError) as error:
-        raise WorkshopError(f"{path}: not a result of benchmark_kernels.py ({error})") from None
+        raise WorkshopError(f"{path}: no result of the kernels' benchmark ({error})") from None
 
 
 def as_csv(rows: list[Row], run: Run) -> str:

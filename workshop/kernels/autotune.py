@@ -3,7 +3,7 @@
 V3 takes its tiles from small tables, so that a first run need not wait. They were swept on one
 kind of GPU: this is how to do it on yours. A candidate whose results differ from the present
 tile's is dropped, whatever its time; so is one that the chip has no room for. Paste the printed
-entries into the tables (each file has its own), then run the tests and benchmark_kernels.py.
+entries into the tables (each file has its own), then run the tests and workshop.kernels.benchmark.
 """
 
 import argparse
@@ -11,25 +11,21 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from workshop import errors, versions  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.run import hardware, presets  # noqa: E402
-from workshop.run.precision import get_precision  # noqa: E402
+from workshop import errors, versions
+from workshop.arguments import parse
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run import hardware, presets
+from workshop.run.precision import get_precision
 
 TOLERANCE = 0.02
 """Relative RMS between two tiles: sums in another order, rounded to 16 bits."""
@@ -83,9 +79,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _autotune(arguments: argparse.Namespace) -> int:
     preset = presets.get_preset(arguments.config)
-    lack = versions.missing(versions.VERSIONS["v3"])
-    if lack or not torch.cuda.is_available():
-        raise NotOnThisMachine(lack or "tiles are timed on a GPU, and there is none here")
+    if not torch.cuda.is_available():
+        raise NotOnThisMachine("tiles are timed on a GPU, and there is none here")
+    versions.load("v3")
     import triton
 
     device = hardware.get_device("auto")

@@ -30,23 +30,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from workshop import errors, results  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.run import presets  # noqa: E402
-from workshop.run.precision import PRECISIONS, Precision  # noqa: E402
-from workshop.run.presets import Preset  # noqa: E402
+from workshop import errors, results, versions
+from workshop.arguments import parse
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run import presets
+from workshop.run.precision import PRECISIONS, Precision
+from workshop.run.presets import Preset
 
 SCHEMA_VERSION = 1
 KIB = 1024
@@ -143,7 +140,7 @@ def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """What is run forward and, where it returns something, backward: V3's own training step, of
     which two layers launch all that more would, and the operators that it does without. Products
     are computed in `dtype`."""
-    model, ops = importlib.import_module("tiny_llama_v3"), importlib.import_module("triton_kernels")
+    model, ops = versions.load("v3"), importlib.import_module("triton_kernels")
     config = model.TinyLlamaConfig(**size.model() | {"num_layers": 2})
     B, T, D = size.batch_size, size.seq_len, config.head_dim
 
@@ -264,13 +261,10 @@ def _address(tensor: Tensor) -> int:
 
 def prepare_operators() -> None:
     """Makes V3's operators run on tensors without memory."""
-    sys.path.insert(0, str(HERE))
-    launch = importlib.import_module("triton_launch")
-    # It refuses tensors on the CPU, which those without memory claim to be.
-    launch.check = lambda *_, **__: None  # type: ignore[attr-defined]
-    importlib.import_module("triton_kernels")
-    neighbours = [module for name, module in sys.modules.items() if name.startswith("triton_")]
-    for module in neighbours:
+    versions.load("v3")
+    for module in [module for name, module in sys.modules.items() if name.startswith("triton_")]:
+        if hasattr(module, "check"):  # refuses tensors on the CPU, where these claim to be
+            module.check = lambda *_, **__: None  # type: ignore[attr-defined]
         for value in list(vars(module).values()):
             if isinstance(value, torch.library.CustomOpDef):
                 # On tensors without memory PyTorch asks an operator only for its results' shapes.
