@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import io
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -402,19 +403,26 @@ def as_json(rows: list[Row], run: Run) -> dict[str, Any]:
 
 
 def load(path: Path) -> tuple[list[Row], Run]:
-    """What `as_json` wrote.
+    """What `as_json` wrote, with every field's type checked.
 
     Raises:
         WorkshopError: the file can't be read or is not one of these.
     """
-    record = results.read_json(path)
-    try:
-        if record.pop("schema_version") != SCHEMA_VERSION:
-            raise KeyError("schema_version")
-        rows = [Row(**row) for row in record.pop("rows")]
-        return rows, Run(**record)
-    except (KeyError, TypeError) as error:
-        raise WorkshopError(f"{path}: no result of the kernels' benchmark ({error})") from None
+    content = results.read_json(path)
+    records = content.pop("rows", None)
+    if content.pop("schema_version", None) != SCHEMA_VERSION or not isinstance(records, list):
+        raise WorkshopError(f"{path}: no result of the kernels' benchmark")
+    rows = []
+    for index, record in enumerate(records):
+        infinite: list[str] = []
+        if isinstance(record, dict) and isinstance(record.get("errors"), dict):
+            # JSON has null for an error that was no number or infinite.
+            infinite = [name for name, error in record["errors"].items() if error is None]
+            record["errors"] = {k: v for k, v in record["errors"].items() if v is not None}
+        row = results.decode(Row, record, path, f"rows[{index}].")
+        row.errors |= dict.fromkeys(infinite, math.nan)
+        rows.append(row)
+    return rows, results.decode(Run, content, path, "")
 
 
 def as_csv(rows: list[Row], run: Run) -> str:

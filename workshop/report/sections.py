@@ -1,7 +1,6 @@
 """The parts of a report that are no ladder: profiles, V3's benchmark, the harness's own cost."""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -198,7 +197,8 @@ def _below(collection: Collection, pattern: str) -> Iterator[Path]:
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
     """V3's operators beside their rivals, those left out that do not exist for a case."""
     try:
-        rows, run = _load_benchmark(path)
+        rows, run = benchmark.load(path)
+        rows = [row for row in rows if row.status != benchmark.ABSENT]
         section = Section(anchor, "V3's kernels", (Link(path.name, path),))
         section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
         for group in benchmark.by_op(rows):
@@ -215,21 +215,6 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
     if roofline is not None:
         section.pictures.append(RooflinePicture.of(f"{anchor}-roofline", roofline, (path,)))
     return str(run.device["name"]), section
-
-
-def _load_benchmark(path: Path) -> tuple[list[benchmark.Row], benchmark.Run]:
-    """With every field's type checked; an error that was not finite is NaN again."""
-    content = results.read_json(path)
-    records = content.pop("rows")
-    for index, record in enumerate(records):
-        typed = {**record, "errors": {}} if isinstance(record, dict) else record
-        results.decode(benchmark.Row, typed, path, f"rows[{index}].")
-    content.pop("schema_version", None)
-    results.decode(benchmark.Run, content, path, "")
-    rows, run = benchmark.load(path)
-    for row in rows:
-        row.errors = {k: math.nan if v is None else float(v) for k, v in row.errors.items()}
-    return [row for row in rows if row.status != benchmark.ABSENT], run
 
 
 def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
