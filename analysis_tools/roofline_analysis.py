@@ -10,26 +10,30 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop import errors  # noqa: E402
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
 
-if __name__ == "__main__":
-    errors.begin()
+    import_torch()
 
+from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
+from workshop.profilers.names import display_name, printable  # noqa: E402
+from workshop.profilers.show import COLOURS  # noqa: E402
+from workshop.roofline import ceilings, figures, inputs  # noqa: E402
+from workshop.roofline.model import Roofline, as_csv, as_json, ceiling_text, flags, sentences  # noqa: E402
+from workshop.run import hardware  # noqa: E402
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-    from workshop.roofline.ceilings import Measurement
-    from workshop.roofline.model import Roofline
 
 MOST_SHOWN = 50
 _WIDE = 120
@@ -108,27 +112,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _analyse(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+    roofline_of = _input(arguments)
     errors.require("rich")
-    # They import torch, for which --help does not wait.
     from rich.console import Console
-
-    from workshop import results
-    from workshop.roofline import ceilings
 
     arguments.results = arguments.results or results.DEFAULT_FOLDER
     wide = not (sys.stdout.isatty() or os.environ.get("COLUMNS"))
     console = Console(width=_WIDE if wide else None, highlight=False, markup=False)
     if arguments.measure:
         _measure(arguments, console)
-    roofline = _read(arguments)
+    roofline = roofline_of() if roofline_of else None
     if roofline is None:
         return errors.DONE
-    from workshop.roofline import inputs as roofline_inputs
-
-    given = roofline_inputs.given_ceilings(
-        arguments.peak_compute, arguments.peak_bw, _precision_of_peak(arguments, roofline)
-    )
+    # What --peak-compute is the peak of: what was given, else what the products are.
+    of_products = (point.precision for point in roofline.points if point.precision != "fp32")
+    precision = arguments.precision or next(of_products, "fp32")
+    given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision)
     ceilings.attach(roofline, given=given, chip=arguments.chip, folder=arguments.results)
     folder = results.prepare_folder(arguments.output_dir or arguments.results / "roofline")
     written = _write(roofline, arguments.top, folder)
@@ -137,8 +136,12 @@ def _analyse(arguments: argparse.Namespace) -> int:
     return errors.DONE
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises WorkshopError for options that do not go together."""
+def _input(arguments: argparse.Namespace) -> Callable[[], Roofline] | None:
+    """What gives the points; None where only --measure is wanted.
+
+    Raises:
+        WorkshopError: options that do not go together.
+    """
     numbers = bool(arguments.ai or arguments.gflops or arguments.label)
     if not (arguments.paths or numbers or arguments.measure):
         raise WorkshopError(
@@ -148,39 +151,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise WorkshopError("a PATH and plain numbers: give the one or the other")
     if not 1 <= arguments.top <= MOST_SHOWN:
         raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
-
-
-def _read(arguments: argparse.Namespace) -> "Roofline | None":
-    """The points; None where only --measure was asked for."""
-    from workshop.roofline import inputs as roofline_inputs
-
+    precision, config = arguments.precision, arguments.config
     if arguments.paths:
-        return roofline_inputs.load(
-            arguments.paths, precision=arguments.precision, config=arguments.config
-        )
-    if not (arguments.ai or arguments.gflops or arguments.label):
-        return None
-    return roofline_inputs.from_numbers(
-        arguments.ai or [], arguments.gflops or [], arguments.label or [],
-        arguments.precision or "fp32",
-    )  # fmt: skip
-
-
-def _precision_of_peak(arguments: argparse.Namespace, roofline: "Roofline") -> str:
-    """What --peak-compute is the peak of: what was said, else what the products are."""
-    of_products = (point.precision for point in roofline.points if point.precision != "fp32")
-    return arguments.precision or next(of_products, "fp32")
-
-
-# --- measuring -----------------------------------------------------------------------------------
+        return lambda: inputs.load(arguments.paths, precision=precision, config=config)
+    typed = (arguments.ai or [], arguments.gflops or [], arguments.label or [])
+    return (lambda: inputs.from_numbers(*typed, precision or "fp32")) if numbers else None
 
 
 def _measure(arguments: argparse.Namespace, console: "Console") -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from workshop.roofline import ceilings
-    from workshop.run import hardware
 
     device = hardware.get_device(arguments.device)
     stderr = Console(stderr=True)
@@ -192,52 +172,42 @@ def _measure(arguments: argparse.Namespace, console: "Console") -> None:
         measurement = ceilings.measure(
             device, lambda what: progress.update(task, description=f"measuring: {what}")
         )
-    console.print(_measured_line(measurement))
-    print(f"Written: {ceilings.save(measurement, arguments.results)}")
-
-
-def _measured_line(measurement: "Measurement") -> str:
-    from workshop.profilers.names import printable
-    from workshop.roofline.model import ceiling_text
-
     name = printable(str(measurement.device.get("name")))
     found = ", ".join(ceiling_text(ceiling) for ceiling in measurement.ceilings())
-    return f"{name}: {found}; measured in {measurement.seconds:.1f} s"
+    console.print(f"{name}: {found}; measured in {measurement.seconds:.1f} s")
+    print(f"Written: {ceilings.save(measurement, arguments.results)}")
 
 
 # --- showing -------------------------------------------------------------------------------------
 
 
-def _show(roofline: "Roofline", top: int, console: "Console") -> None:
+def _show(roofline: Roofline, top: int, console: "Console") -> None:
     from rich.text import Text
-
-    from workshop.roofline.model import flags, sentences
 
     console.print(_table(roofline, top, console.width))
     for rank, sentence in enumerate(sentences(roofline, top), 1):
         console.print(Text(f"{rank}. {sentence}"))
     for flag in flags(roofline):
         console.print(Text(flag, style="bold red"))
-    for line in _ceiling_lines(roofline):
+    by_source: dict[str, list[str]] = {}
+    for ceiling in roofline.ceilings:
+        source = f"{ceiling.origin}: {ceiling.source}"
+        by_source.setdefault(source, []).append(ceiling_text(ceiling))
+    lines = [f"{', '.join(texts)} ({source})" for source, texts in by_source.items()]
+    for line in (*lines, *(f"note: {note}" for note in roofline.notes)):
         console.print(Text(line, style="dim"))
-    for note in roofline.notes:
-        console.print(Text(f"note: {note}", style="dim"))
 
 
-def _table(roofline: "Roofline", top: int, width: int) -> "Table":
+def _table(roofline: Roofline, top: int, width: int) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from workshop.profilers.names import display_name
-    from workshop.profilers.show import COLOURS
-    from workshop.roofline.figures import HEADER, table_cells
-
-    header, *rows = table_cells(roofline)
-    kept = [i for i, name in enumerate(HEADER) if width >= _WIDE or name in _NARROW_COLUMNS]
+    header, *rows = figures.table_cells(roofline)
+    kept = [i for i, name in enumerate(figures.HEADER) if width >= _WIDE or name in _NARROW_COLUMNS]
     kept = [i for i in kept if any(row[i] != "-" for row in rows)]
     widths = [max(len(row[i]) for row in (header, *rows[:top])) for i in kept]
-    name_at = HEADER.index("name")
+    name_at = figures.HEADER.index("name")
     # A column stands between two spaces and a line.
     left = width - sum(w for w, i in zip(widths, kept, strict=True) if i != name_at)
     room = max(_LEAST_NAME, left - 3 * len(kept))
@@ -257,27 +227,12 @@ def _table(roofline: "Roofline", top: int, width: int) -> "Table":
     return table
 
 
-def _ceiling_lines(roofline: "Roofline") -> list[str]:
-    """A line for each source."""
-    from workshop.roofline.model import ceiling_text
-
-    by_source: dict[str, list[str]] = {}
-    for ceiling in roofline.ceilings:
-        source = f"{ceiling.origin}: {ceiling.source}"
-        by_source.setdefault(source, []).append(ceiling_text(ceiling))
-    return [f"{', '.join(texts)} ({source})" for source, texts in by_source.items()]
-
-
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _write(roofline: "Roofline", top: int, folder: Path) -> list[str]:
-    """All forms that this machine can write; those of an earlier roofline give way. What to say of
-    them."""
-    from workshop import results
-    from workshop.roofline import figures as roofline_figures
-    from workshop.roofline.model import as_csv, as_json
-
+def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
+    """Writes all forms that this machine can, in the place of an earlier roofline's; what to say
+    of them."""
     contents: dict[Path, results.Content] = {
         folder / "roofline.json": results.json_text(as_json(roofline)),
         folder / "roofline.csv": as_csv(roofline),
@@ -290,9 +245,9 @@ def _write(roofline: "Roofline", top: int, folder: Path) -> list[str]:
                 f"{path.name}: skipped: {package} is missing: run `make setup`, or pip install it"
             )
         elif path == picture:
-            contents[path] = lambda path: roofline_figures.draw(roofline, path, labels=top)
+            contents[path] = lambda path: figures.draw(roofline, path, labels=top)
         else:
-            contents[path] = roofline_figures.page(roofline, limit=top)
+            contents[path] = figures.page(roofline, limit=top)
     results.write_together(contents, gone=[picture, page])
     return [*lines, f"Written: {', '.join(map(str, contents))}"]
 

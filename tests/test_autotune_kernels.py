@@ -9,16 +9,16 @@ pytest.importorskip("triton")
 
 import triton_launch
 
-import autotune_kernels
 from kernel_cases import DEVICE
 
+from workshop.kernels import autotune
 from workshop.run import presets
 
 
 @pytest.fixture
-def small_jobs() -> dict[str, autotune_kernels.Job]:
+def small_jobs() -> dict[str, autotune.Job]:
     preset = dataclasses.replace(presets.get_preset("tiny"), batch_size=1, seq_len=33)
-    found = autotune_kernels.jobs(preset, torch.float32, torch.device(DEVICE))
+    found = autotune.jobs(preset, torch.float32, torch.device(DEVICE))
     return {job.name: job for job in found}
 
 
@@ -46,21 +46,21 @@ def test_the_fastest_right_candidate_wins_and_the_table_is_left_alone(small_jobs
     job.candidates = [(1, 64, 1), (2, 128, 1), (0, 64, 1), (4, 256, 1)]
     milliseconds = {(256, 4096, 1): 9.0, (1, 64, 1): 3.0, (2, 128, 1): 1.0, (4, 256, 1): 2.0}
     clock = lambda call: milliseconds[job.table["interpreter"]]  # noqa: E731
-    outcome = autotune_kernels.tune(job, clock)
+    outcome = autotune.tune(job, clock)
     assert (outcome.best, outcome.best_ms, outcome.dropped) == ((2, 128, 1), 1.0, 1)
     assert job.table == before
-    assert '"interpreter": (2, 128, 1),' in autotune_kernels.describe(outcome, "interpreter")
+    assert '"interpreter": (2, 128, 1),' in autotune.describe(outcome, "interpreter")
 
     wrong = dataclasses.replace(job, candidates=[(2, 128, 1)])
     right = job.call
     wrong.call = lambda: right() * (1.0 if job.table["interpreter"][0] == 256 else 1.5)
-    outcome = autotune_kernels.tune(wrong, clock)
+    outcome = autotune.tune(wrong, clock)
     assert outcome.best is None and outcome.dropped == 1
-    assert "nothing better" in autotune_kernels.describe(outcome, "interpreter")
+    assert "nothing better" in autotune.describe(outcome, "interpreter")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="has a GPU")
 def test_without_a_gpu_it_says_so(type_command) -> None:
-    run = type_command("python", "version3_triton/autotune_kernels.py")
+    run = type_command("python", "-m", "workshop.kernels.autotune")
     assert run.returncode == 77
     assert run.stderr == "error: tiles are timed on a GPU, and there is none here\n"

@@ -22,16 +22,16 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available():  # before anything else imports Triton's language
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from version3_triton import benchmark_cases as cases  # noqa: E402
-from version3_triton import benchmark_kernels as tool  # noqa: E402
-from version3_triton import benchmark_measure as measure  # noqa: E402
-from version3_triton.benchmark_cases import BACKWARD, BOTH, FORWARD, GBS, OURS, TFLOPS  # noqa: E402
-from version3_triton.benchmark_measure import Row, Setting  # noqa: E402
+from workshop.kernels import benchmark as tool  # noqa: E402
+from workshop.kernels import cases as cases  # noqa: E402
+from workshop.kernels import measure as measure  # noqa: E402
+from workshop.kernels.cases import BACKWARD, BOTH, FORWARD, GBS, OURS, TFLOPS  # noqa: E402
+from workshop.kernels.measure import Row, Setting  # noqa: E402
 from workshop.run import timing  # noqa: E402
 from workshop.run.precision import PRECISIONS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "version3_triton"
+COMMAND = ("python", "-m", "workshop.kernels.benchmark")
 CPU = torch.device("cpu")
 INTERPRETER = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 Finished = subprocess.CompletedProcess[str]
@@ -78,8 +78,8 @@ def quick(
     type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Finished, Path]:
     output = tmp_path_factory.mktemp("kernels")
-    command = ("python", "benchmark_kernels.py", "--quick", "--output-dir", output)
-    return type_command(*command, folder=FOLDER, **INTERPRETER), output
+    command = (*COMMAND, "--quick", "--output-dir", output)
+    return type_command(*command, folder=ROOT, **INTERPRETER), output
 
 
 # On a GPU machine Triton is the one of PyTorch's release, whose interpreter may not run there.
@@ -116,10 +116,14 @@ def test_every_wrong_kernel_in_the_file_is_found(type_command: TypeCommand, tmp_
     facade = root / "version3_triton" / "triton_kernels.py"
     fault = "\n\nimport torch\ndef swiglu(gate, up):\n    return torch.relu(gate) * up\n"
     facade.write_text(facade.read_text() + fault)
-    command = ("python", "benchmark_kernels.py", "--quick", "--op", "swiglu", "swiglu_fused")
-    finished = type_command(
-        *command, "--output-dir", tmp_path / "out", folder=facade.parent, **INTERPRETER
+    command = (
+        *COMMAND,
+        "--quick",
+        "--op",
+        "swiglu",
+        "swiglu_fused",
     )
+    finished = type_command(*command, "--output-dir", tmp_path / "out", folder=root, **INTERPRETER)
     assert finished.returncode == 1, finished.stderr
     assert f"{OURS} WRONG: y is off by " in finished.stdout
     rows = json.loads((tmp_path / "out" / "kernels.json").read_text())["rows"]
@@ -130,8 +134,8 @@ def test_every_wrong_kernel_in_the_file_is_found(type_command: TypeCommand, tmp_
 def test_a_machine_without_triton_is_told_so(type_command: TypeCommand, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
     finished = type_command(
-        *("python", "benchmark_kernels.py", "--output-dir", tmp_path / "out"),
-        folder=FOLDER,
+        *(*COMMAND, "--output-dir", tmp_path / "out"),
+        folder=ROOT,
         PYTHONPATH=str(tmp_path),
     )
     assert (finished.returncode, finished.stdout) == (77, "")
@@ -599,7 +603,7 @@ def test_calls_go_round_over_more_arguments_than_the_cache_holds(
 RUN = tool.Run(
     session="20260102-030405-abcdef",
     created="2026-01-02T03:04:05+00:00",
-    command=["python", "benchmark_kernels.py"],
+    command=["python", "-m", "workshop.kernels.benchmark"],
     git_commit="0123456789ab",
     device={"type": "cuda", "name": "NVIDIA H200"},
     software={"torch": "2.11.0", "liger_kernel": "0.8.5"},
@@ -756,8 +760,8 @@ def on_gpu(
     type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Finished, dict[str, Any]]:
     output = tmp_path_factory.mktemp("gpu")
-    command = ("python", "benchmark_kernels.py", "--quick", "--output-dir", output)
-    finished = type_command(*command, folder=FOLDER)
+    command = (*COMMAND, "--quick", "--output-dir", output)
+    finished = type_command(*command, folder=ROOT)
     print(finished.stdout, finished.stderr, file=sys.stderr)
     return finished, json.loads((output / "kernels.json").read_text())
 

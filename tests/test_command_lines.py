@@ -77,7 +77,7 @@ ANYTHING = {
     ("analysis_tools/roofline_analysis.py", "--results"),  # made when ceilings are measured
     ("workshop/exercises/__main__.py", "--results-dir"),  # made when progress is saved
     ("version4_pytorch_sdpa/exercises/production_deployment/plant_change.py", "--device"),
-    ("version3_triton/inspect_kernels.py", "--kernel"),  # known when all are compiled
+    ("workshop/kernels/inspect.py", "--kernel"),  # known when all are compiled
     ("version4_pytorch_sdpa/exercises/production_deployment/deploy.py", "--output-dir"),  # mine.py
     ("workshop/profilers/run_all.py", "--output-dir"),  # run_all_profilers.sh has made them
     ("workshop/profilers/run_all.py", "--lock"),
@@ -165,12 +165,12 @@ def start(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> ob
     """Starts a program in this process; what it ends with."""
     monkeypatch.setattr(sys, "argv", [str(ROOT / program), *words])
     with monkeypatch.context() as m:
-        m.syspath_prepend(str((ROOT / program).parent))
         try:
             if program.startswith("workshop/"):
                 module = program.removesuffix(".py").replace("/", ".")
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
+                m.syspath_prepend(str((ROOT / program).parent))
                 runpy.run_path(str(ROOT / program), run_name="__main__")
         except SystemExit as ended:
             return ended.code

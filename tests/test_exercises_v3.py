@@ -12,9 +12,9 @@ from conftest import HANGS_S
 
 pytest.importorskip("triton")
 
-from version3_triton import inspect_kernels as inspection
 from workshop.exercises import frame, runner, sheet
 from workshop.exercises.frame import Item, Work
+from workshop.kernels import inspect as inspection
 
 ROOT = Path(__file__).resolve().parents[1]
 EXERCISES = ROOT / "version3_triton/exercises"
@@ -72,7 +72,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 import torch
-from version3_triton import inspect_kernels as inspection
+from workshop.kernels import inspect as inspection
 from workshop.exercises.frame import import_file
 basics, custom = (import_file(Path(path)) for path in sys.argv[2:])
 with inspection.compiling(inspection.get_chip(sys.argv[1]), "") as launches:
@@ -246,7 +246,7 @@ def test_a_wrong_backward_pass_is_shown(mistake: str, tmp_path: Path) -> None:
 
 
 def compiled(target: str, kernel: str, used_by: str, **more: object) -> inspection.Kernel:
-    """As inspect_kernels.py found it with Triton 3.7."""
+    """As workshop.kernels.inspect found it with Triton 3.7."""
     spills = {"bytes": more.pop("spilled", 0)}
     return inspection.Kernel(target, kernel, [used_by], spills=spills, **more)  # type: ignore[arg-type]
 

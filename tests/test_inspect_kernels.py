@@ -4,7 +4,6 @@ Each command runs in a process of its own with an empty Triton cache; elsewhere 
 Triton interprets.
 """
 
-import importlib.util
 import json
 import re
 import shutil
@@ -12,14 +11,15 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from test_compare import NO_TRITON, needs_triton
 
+from workshop.kernels import inspect as tool
+
 ROOT = Path(__file__).resolve().parents[1]
-TOOL = "version3_triton/inspect_kernels.py"
+TOOL = ("-m", "workshop.kernels.inspect")
 AMD = ("gfx90a", "gfx942", "gfx950")
 LDS_KIB = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
 LAUNCHED = {
@@ -64,16 +64,6 @@ def apply_rope(q, k, cos, sin):
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    """The tool's own functions; importing it imports no Triton."""
-    spec = importlib.util.spec_from_file_location("inspect_kernels", ROOT / TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands write."""
     return tmp_path_factory.mktemp("inspected")
@@ -99,7 +89,7 @@ def started(type_command: TypeCommand, results: Path) -> Iterator[dict[str, Futu
         yield {
             name: pool.submit(
                 type_command,
-                *("python", TOOL, *words, "--json", results / name / "kernels.json"),
+                *("python", *TOOL, *words, "--json", results / name / "kernels.json"),
                 *("--asm", results / "asm"),
                 folder=planted if name == "planted" else ROOT,
                 # Whatever the user has set and kept: it is for the GPU that is compiled.
@@ -238,7 +228,7 @@ def test_name_that_no_kernel_has(started: dict[str, Future[Finished]], results: 
 
 
 def test_unknown_target(type_command: TypeCommand) -> None:
-    finished = type_command("python", TOOL, "--target", "gfx942", "gfx1100")
+    finished = type_command("python", *TOOL, "--target", "gfx942", "gfx1100")
     assert finished.returncode == 2
     assert finished.stdout == ""
     expected = r"error: unknown target 'gfx1100': choose from gfx90a, gfx942, .*sm_90, .*\n"
@@ -254,9 +244,7 @@ def test_unknown_target(type_command: TypeCommand) -> None:
     ],
 )
 @needs_triton
-def test_wrong_usage(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], words: str, answer: str
-) -> None:
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], words: str, answer: str) -> None:
     assert tool.main(words.split()) == 2
     out, error = capsys.readouterr()
     assert out == ""
@@ -265,7 +253,7 @@ def test_wrong_usage(
 
 def test_without_triton(type_command: TypeCommand, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_TRITON)
-    finished = type_command("python", TOOL, PYTHONPATH=str(tmp_path))
+    finished = type_command("python", *TOOL, PYTHONPATH=str(tmp_path))
     assert finished.returncode == 77
     assert re.fullmatch(r"error: triton is missing.*\n", finished.stderr)
 
@@ -300,7 +288,6 @@ def test_without_triton(type_command: TypeCommand, tmp_path: Path) -> None:
     ],
 )
 def test_occupancy(
-    tool: ModuleType,
     target: str,
     warps: int,
     registers: dict[str, int],
@@ -313,7 +300,7 @@ def test_occupancy(
     assert (kernel.waves, kernel.limited_by) == (waves, limited_by)
 
 
-def test_too_much_lds_is_a_fault(tool: ModuleType) -> None:
+def test_too_much_lds_is_a_fault() -> None:
     kernel = tool.Kernel("gfx942", "name", [], spills={"bytes": 0}, shared_bytes=65537)
     kernel.waves_by = {"LDS": 1.0}
     (fault,) = tool.find_faults(tool.get_chip("gfx942"), kernel)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from analysis_tools import compare_versions, roofline_analysis
-from version3_triton import benchmark_kernels
+from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": compare_versions.build_parser,
     "roofline_analysis.py": roofline_analysis.build_parser,
-    "benchmark_kernels.py": benchmark_kernels.build_parser,
+    "workshop.kernels.benchmark": benchmark.build_parser,
 }
 STUDIES = (
     "large ladder profiles waterfall waterfall_v3 sweep_seq_len once sweep_hidden_dim "
@@ -62,7 +62,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     parsed = []
     for line in typed:
-        tool, *flags = line.split("\t")
+        tool, *flags = line.removeprefix("-m\t").split("\t")
         name = Path(tool).name
         if name in PARSERS:
             arguments = PARSERS[name]().parse_args(flags)

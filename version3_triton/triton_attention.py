@@ -358,7 +358,7 @@ class Tile:
 
 # By architecture or vendor, then by bytes of a number and D; the first row whose `T up to` fits.
 # sm_90: swept on an H200, in bf16 at D = 64 and 128, the backward pass in fp32 at D = 64 too. sm,
-# gfx: the largest tiles that spill little or nothing and fit everywhere (inspect_kernels.py),
+# gfx: the largest tiles that spill little or nothing and fit everywhere (workshop.kernels.inspect),
 # unmeasured.
 Tiles = dict[str, dict[tuple[int, int], tuple[tuple[float, Tile], ...]]]
 ANY = math.inf

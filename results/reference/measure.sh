@@ -102,7 +102,7 @@ measure() {
     sweep_batch_size) sweep sweep_batch_size batch-size 16 64 256 1024 4096 16384 ;;
     sweep_hidden_dim) sweep sweep_hidden_dim hidden-dim 256 ... 4096 ;;
     profiles) for version in "${VERSIONS[@]}"; do profile "$version"; done ;;
-    kernels) try "$PYTHON" version3_triton/benchmark_kernels.py --output-dir "$FOLDER/kernels" ;;
+    kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)
       try "$PYTHON" -m pytest tests/test_gpu.py -k harness --keep-figures "$FOLDER/harness"

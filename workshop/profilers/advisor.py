@@ -252,7 +252,7 @@ def _unfit(figures: Figures) -> Advice | None:
             "interpreted",
             f"{_capital(NOT_COMPARABLE)}: Triton's interpreter ran this version's kernels on the "
             "CPU, so these times say nothing about them.",
-            "Profile it on a GPU; version3_triton/inspect_kernels.py shows without one what the "
+            "Profile it on a GPU; `python -m workshop.kernels.inspect` shows without one what the "
             "compiler makes of the kernels.",
         )
     if figures.launches < FEWEST_CALLS or figures.total_ns < LEAST_NS:

@@ -1,16 +1,15 @@
 """The parts of a report that are no ladder: profiles, V3's benchmark, the harness's own cost."""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from version3_triton import benchmark_kernels
 from workshop import results
 from workshop.compare.collection import Collection, Profile
 from workshop.errors import WorkshopError
+from workshop.kernels import benchmark
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
@@ -42,7 +41,7 @@ _KERNELS_TOLD = 6
 """Whose distance from their roofs is told in words."""
 
 KERNELS = (
-    "Written by version3_triton/benchmark_kernels.py, commit {commit}. A rate at the median, "
+    "Written by workshop.kernels.benchmark, commit {commit}. A rate at the median, "
     "± half of the interquartile range; replayed from graphs, so that nobody's launches count; on "
     "data that the cache does not hold. “of ceiling” compares with what a large copy or product "
     "reached in the same run, forward / backward. The error is the worst of results and gradients "
@@ -198,17 +197,18 @@ def _below(collection: Collection, pattern: str) -> Iterator[Path]:
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
     """V3's operators beside their rivals, those left out that do not exist for a case."""
     try:
-        rows, run = _load_benchmark(path)
+        rows, run = benchmark.load(path)
+        rows = [row for row in rows if row.status != benchmark.ABSENT]
         section = Section(anchor, "V3's kernels", (Link(path.name, path),))
         section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
-        for group in benchmark_kernels.by_op(rows):
+        for group in benchmark.by_op(rows):
             section.tables.append(_operation(group, run))
-            notes = benchmark_kernels.notes(group, run)
+            notes = benchmark.notes(group, run)
             section.sentences += [printable(f"{group[0].op}: {note}") for note in notes]
             section.alarms += _benchmark_alarms(group, run, section.links)
-        section.sentences.append(printable(benchmark_kernels.summary(run)))
+        section.sentences.append(printable(benchmark.summary(run)))
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise WorkshopError(f"{path}: not a result of benchmark_kernels.py ({error!r})") from None
+        raise WorkshopError(f"{path}: no result of the kernels' benchmark ({error!r})") from None
     roofline = read_roofline(
         [path], title=section.title, results_folder=folder_of(path, collection)
     )
@@ -217,33 +217,17 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
     return str(run.device["name"]), section
 
 
-def _load_benchmark(path: Path) -> tuple[list[benchmark_kernels.Row], benchmark_kernels.Run]:
-    """With every field's type checked; an error that was not finite is NaN again."""
-    content = results.read_json(path)
-    records = content.pop("rows")
-    for index, record in enumerate(records):
-        typed = {**record, "errors": {}} if isinstance(record, dict) else record
-        results.decode(benchmark_kernels.Row, typed, path, f"rows[{index}].")
-    content.pop("schema_version", None)
-    results.decode(benchmark_kernels.Run, content, path, "")
-    rows, run = benchmark_kernels.load(path)
-    for row in rows:
-        row.errors = {k: math.nan if v is None else float(v) for k, v in row.errors.items()}
-    return [row for row in rows if row.status != benchmark_kernels.ABSENT], run
-
-
-def _operation(group: list[benchmark_kernels.Row], run: benchmark_kernels.Run) -> Table:
-    wrong = (benchmark_kernels.WRONG, benchmark_kernels.FAILED)
+def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
+    wrong = (benchmark.WRONG, benchmark.FAILED)
     lines = [
-        Line(cells(*benchmark_kernels.cells(row, run)), BAD if row.status in wrong else "")
-        for row in group
+        Line(cells(*benchmark.cells(row, run)), BAD if row.status in wrong else "") for row in group
     ]
-    title = printable(benchmark_kernels.title(group, run))
-    return Table(title, benchmark_kernels.header(group, run), lines, texts=2)
+    title = printable(benchmark.title(group, run))
+    return Table(title, benchmark.header(group, run), lines, texts=2)
 
 
 def _benchmark_alarms(
-    group: list[benchmark_kernels.Row], run: benchmark_kernels.Run, links: tuple[Link, ...]
+    group: list[benchmark.Row], run: benchmark.Run, links: tuple[Link, ...]
 ) -> Iterator[Alarm]:
     for row in group:
         if row.failed:

@@ -125,7 +125,7 @@ def save(measurement: Measurement, folder: Path | None = None) -> Path:
 
 
 def load(path: Path) -> Measurement:
-    """Reads what `save` wrote, or the ceilings in a result of V3's benchmark_kernels.py.
+    """Reads what `save` wrote, or the ceilings in a result of workshop.kernels.benchmark.
 
     Raises:
         WorkshopError: it is neither, or broken; the message names the file and the field.
@@ -143,7 +143,7 @@ def load(path: Path) -> Measurement:
 
 
 def is_benchmark(content: dict[str, Any]) -> bool:
-    """Whether a JSON object is a result of V3's benchmark_kernels.py."""
+    """Whether a JSON object is a result of workshop.kernels.benchmark."""
     return isinstance(content.get("rows"), list) and isinstance(content.get("ceilings"), dict)
 
 

@@ -15,6 +15,9 @@ from workshop import results
 from workshop.compare import comparison, studies
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
+from workshop.kernels import benchmark
+from workshop.kernels.cases import OURS, TFLOPS
+from workshop.kernels.measure import Row
 from workshop.profilers import figures, reading, rocprof_compute
 from workshop.profilers import load as profiles
 from workshop.profilers.categories import categorize
@@ -33,15 +36,13 @@ from workshop.roofline.model import (
     Point,
     Roofline,
 )
-from workshop.run import flops, timing
+from workshop.run import flops
 from workshop.run.precision import PRECISIONS
 
 STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
 """Categories of a training step's parts."""
 PLAIN_NUMBERS = "numbers"
 """Category of points that were typed."""
-OURS = "Triton (V3)"
-"""Whose rows of a benchmark are shown."""
 MOST_WITH_PARTS = 4
 """Runs whose parts are points of their own; of more, only the whole steps."""
 FORWARD_BYTES, BACKWARD_BYTES = 4, 8
@@ -495,54 +496,39 @@ def _attention_bytes(sizes: flops.Sizes, tokens: int, width: int) -> float:
 # --- V3's benchmark ------------------------------------------------------------------------------
 
 
-@dataclass
-class _Row:
-    """The fields of a benchmark's row that a point needs."""
-
-    op: str
-    size: str
-    contender: str
-    unit: str
-    amounts: dict[str, float]
-    samples: dict[str, list[float]]
-
-
 def _add_benchmark(roofline: Roofline, path: Path) -> None:
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
-    content = results.read_json(path)
-    measurement = ceilings.load(path)
-    _set_device(roofline, measurement.device, path)
-    names = [name.name for name in dataclasses.fields(_Row)]
-    points: list[Point] = []
-    for index, record in enumerate(content["rows"]):
-        where = f"rows[{index}]."
-        kept = {k: v for k, v in record.items() if k in names} if isinstance(record, dict) else {}
-        row = results.decode(_Row, kept, path, where)
-        if row.contender == OURS:
-            points += _benchmark_points(row, str(content.get("precision")))
+    rows, run = benchmark.load(path)
+    _set_device(roofline, run.device, path)
+    points = [
+        point
+        for row in rows
+        if row.contender == OURS
+        for point in _benchmark_points(row, run.precision)
+    ]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
     roofline.notes.append(
         "the benchmark counts the bytes of element-wise kernels and the operations of products: "
-        "each point has one of the two, and stands at the edge of the picture"
+        "each point has one of the two, and is drawn at the edge of the picture"
     )
 
 
-def _benchmark_points(row: _Row, precision: str) -> Iterator[Point]:
-    of_products = row.unit == "TFLOP/s"
+def _benchmark_points(row: Row, precision: str) -> Iterator[Point]:
+    of_products = row.unit == TFLOPS
     category = categorize(row.op)
     if of_products and category != "attention":
         category = "GEMM"
-    for phase, samples in row.samples.items():
-        if not samples or not row.amounts.get(phase):
+    for phase in row.amounts:
+        milliseconds = row.median_ms(phase)
+        if not milliseconds:
             continue
-        seconds = timing.median(samples) / 1e3
-        rate = row.amounts[phase] / seconds
+        rate = row.amounts[phase] / milliseconds * 1e3
         yield Point(
             label=printable(f"{row.op} {row.size}, {phase}"),
             category=category,
             precision=precision if of_products else "fp32",
             flops_per_s=rate if of_products else None,
             bytes_per_s=None if of_products else rate,
-            seconds=seconds,
+            seconds=milliseconds / 1e3,
             calls=1,
         )

@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from version3_triton import benchmark_kernels as benchmark
-from version3_triton import inspect_kernels as inspection
-from version3_triton.benchmark_cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
-from version3_triton.benchmark_measure import OK, Row
 from workshop import results, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises.frame import Item, Missing, Part, Work
 from workshop.exercises.predict import prediction
+from workshop.kernels import benchmark
+from workshop.kernels import inspect as inspection
+from workshop.kernels.cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
+from workshop.kernels.measure import OK, Row
 from workshop.profilers import load
 from workshop.versions import ROOT
 
@@ -23,7 +23,7 @@ FLOP_A_NUMBER = 4
 BENCHMARK, INSPECTION = "kernels/kernels.json", "kernels/inspect.json"
 """Below results/, and the first below the reference."""
 COMPILE = (
-    "python version3_triton/inspect_kernels.py --target sm_90 gfx942 --config medium large "
+    "python -m workshop.kernels.inspect --target sm_90 gfx942 --config medium large "
     "--precision bf16 fp32 --kernel backward --json results/kernels/inspect.json"
 )
 WIDTHS = {1024: "bf16 medium", 2048: "bf16 large"}
@@ -104,7 +104,7 @@ class Measured:
                 return row
         raise WorkshopError(
             f"{self.where} has no times of rms_norm at {name}: run "
-            "`python version3_triton/benchmark_kernels.py --op rms_norm`"
+            "`python -m workshop.kernels.benchmark --op rms_norm`"
         )
 
     def us(self, size: tuple[int, int], phase: str) -> float:
@@ -251,7 +251,7 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
             _guessed, "predicted_closer", ("more", "fewer"), "fewer" if closer == fewer else "more",
             "More waves are one way to keep memory busy, more work a thread another (compare "
             "held_1024 and held_2048), and at the small size fixed_backward_us may weigh more than "
-            "either. Which block is better at one size, autotune_kernels.py finds out on a GPU.",
+            "either. `python -m workshop.kernels.autotune` finds the better block on a GPU.",
         ),
     ]  # fmt: skip
 

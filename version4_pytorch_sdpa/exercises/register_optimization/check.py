@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from version3_triton.inspect_kernels import CHIPS, KIB, Chip, Kernel
 from version4_pytorch_sdpa.exercises.register_optimization import compile_tiles
 from version4_pytorch_sdpa.exercises.register_optimization.compile_tiles import Compiled
 from workshop import versions
@@ -20,6 +19,7 @@ from workshop.exercises import frame
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import prediction
+from workshop.kernels.inspect import CHIPS, KIB, Chip, Kernel
 
 WAVES = 4
 """That a SIMD should hold at least: while one waits for memory, the others compute."""
@@ -79,7 +79,7 @@ def _numbers(work: Work) -> Iterator[Item]:
 
 
 def _chip_here() -> str:
-    """The name that inspect_kernels.py has for the GPU of this machine; "" without one."""
+    """The name that workshop.kernels.inspect has for the GPU of this machine; "" without one."""
     if not torch.cuda.is_available():
         return ""
     if torch.version.hip:

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from version3_triton.inspect_kernels import Kernel, compiling, get_chip, read_kernel
 from workshop.errors import NotOnThisMachine, printable
+from workshop.kernels.inspect import Kernel, compiling, get_chip, read_kernel
 
 TOKENS, HIDDEN, INTERMEDIATE = 16 * 512, 1024, 4096
 """M, K and N: the sizes of `medium`."""

@@ -3,7 +3,7 @@
 V3 takes its tiles from small tables, so that a first run need not wait. They were swept on one
 kind of GPU: this is how to do it on yours. A candidate whose results differ from the present
 tile's is dropped, whatever its time; so is one that the chip has no room for. Paste the printed
-entries into the tables (each file has its own), then run the tests and benchmark_kernels.py.
+entries into the tables (each file has its own), then run the tests and workshop.kernels.benchmark.
 """
 
 import argparse
@@ -11,25 +11,22 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from workshop import errors, versions  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.run import hardware, presets  # noqa: E402
-from workshop.run.precision import get_precision  # noqa: E402
+from workshop import errors, versions
+from workshop.arguments import parse
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run import hardware, presets
+from workshop.run.precision import get_precision
 
 TOLERANCE = 0.02
 """Relative RMS between two tiles: sums in another order, rounded to 16 bits."""
@@ -41,12 +38,21 @@ WORTH_IT = 0.02
 class Job:
     """One table: what may stand in it, and a call that reads it."""
 
-    name: str
-    table: dict[str, Any]
+    module: ModuleType
+    table_name: str
     candidates: list[Any]
     entry: Callable[[Any], Any]
     """The table's entry with a candidate in it."""
     call: Callable[[], Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.module.__name__}.{self.table_name}"
+
+    @property
+    def table(self) -> dict[str, Any]:
+        table: dict[str, Any] = getattr(self.module, self.table_name)
+        return table
 
 
 @dataclass
@@ -83,9 +89,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _autotune(arguments: argparse.Namespace) -> int:
     preset = presets.get_preset(arguments.config)
-    lack = versions.missing(versions.VERSIONS["v3"])
-    if lack or not torch.cuda.is_available():
-        raise NotOnThisMachine(lack or "tiles are timed on a GPU, and there is none here")
+    if not torch.cuda.is_available():
+        raise NotOnThisMachine("tiles are timed on a GPU, and there is none here")
+    versions.load("v3")  # or this machine has no Triton
     import triton
 
     device = hardware.get_device("auto")
@@ -102,9 +108,7 @@ def _autotune(arguments: argparse.Namespace) -> int:
 
 
 def _launch() -> Any:
-    import triton_launch
-
-    return triton_launch
+    return sys.modules["triton_launch"]
 
 
 # --- tuning --------------------------------------------------------------------------------------
@@ -171,135 +175,109 @@ def describe(outcome: Outcome, architecture: str) -> str:
 
 def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
     """Every table, with the call that a training step of the preset makes of it."""
+    versions.load("v3")
     yield from _norm_jobs(preset, dtype, device)
     yield from _swiglu_jobs(preset, dtype, device)
-    yield from _rope_jobs(preset, dtype, device)
-    yield from _attention_jobs(preset, dtype, device)
+    yield from _heads_jobs(preset, dtype, device)
     yield from _cross_entropy_jobs(preset, dtype, device)
 
 
-def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    import triton_rms_norm as norm
+def _row_blocks(*sizes: int) -> list[Any]:
+    """One row, a block of it, and warps that have two numbers a lane at least."""
+    return [(1, b, w) for b in sizes for w in (2, 4, 8) if b >= 64 * w]
 
+
+def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    norm = sys.modules["triton_rms_norm"]
     rows, C = preset.batch_size * preset.seq_len, preset.hidden_dim
     branch, dy = (torch.randn(rows, C, device=device).to(dtype) for _ in range(2))
     stream = torch.randn(rows, C, device=device)
     weight = torch.randn(C, device=device)
     _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
-    shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
 
-    def entry(block: norm.Block) -> Any:
-        return ((norm.MAX_WIDTH, block),)
+    def forward() -> Any:
+        return norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
 
     def backward() -> Any:
         return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype)
 
-    yield Job(
-        "triton_rms_norm.FORWARD_BLOCKS",
-        norm.FORWARD_BLOCKS,
-        [norm.Block(*shape, programs) for shape in shapes for programs in (None, 4, 8)],
-        entry,
-        lambda: norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype),
-    )
-    yield Job(
-        "triton_rms_norm.BACKWARD_BLOCKS",
-        norm.BACKWARD_BLOCKS,
-        [norm.Block(*shape, programs) for shape in shapes for programs in (1, 2, 4, 8)],
-        entry,
-        backward,
-    )
-    yield Job(
-        "triton_rms_norm.SUM_BLOCKS",
-        norm.SUM_BLOCKS,
-        list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8))),
-        tuple,
-        backward,
-    )
+    shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
+    for name, call, counts in (
+        ("FORWARD_BLOCKS", forward, (None, 4, 8)),
+        ("BACKWARD_BLOCKS", backward, (1, 2, 4, 8)),
+    ):
+        blocks = [norm.Block(*shape, programs) for shape in shapes for programs in counts]
+        yield Job(norm, name, blocks, lambda block: ((norm.MAX_WIDTH, block),), call)
+    sums = list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8)))
+    yield Job(norm, "SUM_BLOCKS", sums, tuple, backward)
 
 
 def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    import triton_swiglu as swiglu
-
+    swiglu = sys.modules["triton_swiglu"]
     rows, F = preset.batch_size * preset.seq_len, preset.model()["intermediate_dim"]
     gate_up = torch.randn(rows, 2 * F, device=device).to(dtype)
     dy = torch.randn(rows, F, device=device).to(dtype)
-    blocks = [(1, b, w) for b in (512, 1024, 2048, 4096) for w in (2, 4, 8) if b >= 64 * w]
-    calls = {
-        "FORWARD_BLOCKS": lambda: swiglu.swiglu_fused_forward(gate_up),
-        "BACKWARD_BLOCKS": lambda: swiglu.swiglu_fused_backward(dy, gate_up),
-    }
-    for name, call in calls.items():
-        yield Job(f"triton_swiglu.{name}", getattr(swiglu, name), blocks, tuple, call)
+    for name, call in (
+        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up)),
+        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up)),
+    ):
+        yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), tuple, call)
 
 
-def _rope_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
-    import triton_rope as rope
-
+def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
+    """RoPE's table and attention's."""
+    rope = sys.modules["triton_rope"]
+    attention = sys.modules["triton_attention"]
     B, T, H = preset.batch_size, preset.seq_len, preset.num_heads
-    K = preset.model()["num_kv_heads"]
-    D = preset.hidden_dim // H
-    heads = torch.randn(B, T, H + K, D, device=device).to(dtype).transpose(1, 2)
-    pair = heads[:, :H], heads[:, H:]
+    K, D = preset.model()["num_kv_heads"], preset.hidden_dim // H
+
+    def heads(count: int) -> Tensor:
+        return torch.randn(B, T, count, D, device=device).to(dtype).transpose(1, 2)
+
+    both = heads(H + K)
     cos, sin = torch.randn(2, T, D, device=device)
     blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4)))
-    call = lambda: rope.apply_rope_forward(*pair, cos, sin, False)  # noqa: E731
-    yield Job("triton_rope.BLOCKS", rope.BLOCKS, blocks, tuple, call)
+    turn = lambda: rope.apply_rope_forward(both[:, :H], both[:, H:], cos, sin, False)  # noqa: E731
+    yield Job(rope, "BLOCKS", blocks, tuple, turn)
 
-
-def _attention_jobs(
-    preset: presets.Preset, dtype: torch.dtype, device: torch.device
-) -> Iterator[Job]:
-    import triton_attention as attention
-
-    B, T, H = preset.batch_size, preset.seq_len, preset.num_heads
-    K = preset.model()["num_kv_heads"]
-    D = preset.hidden_dim // H
     scale = D**-0.5
-    q, dout = (torch.randn(B, T, H, D, device=device).to(dtype).transpose(1, 2) for _ in range(2))
-    k, v = (torch.randn(B, T, K, D, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    q, dout, k, v = heads(H), heads(H), heads(K), heads(K)
     out, lse = attention.flash_attention_forward(q, k, v, True, scale)
-    key = (q.element_size(), D)
-    blocks = (16, 32, 64, 128)
+    sizes = (16, 32, 64, 128)
     tiles = [
         attention.Tile(m, n, warps, stages)
-        for m, n, warps, stages in itertools.product(blocks, blocks, (4, 8), (1, 2, 3))
+        for m, n, warps, stages in itertools.product(sizes, sizes, (4, 8), (1, 2, 3))
         if 16 * 64 <= m * n <= 128 * 128 and (m * n >= 64 * 64 or warps == 4)
     ]
 
-    def entry_of(table: dict[str, Any]) -> Callable[[Any], Any]:
-        present = dict(_launch().tuned(table))
-        return lambda tile: present | {key: ((attention.ANY, tile),)}
+    def entry_of(name: str) -> Callable[[Any], Any]:
+        present = dict(_launch().tuned(getattr(attention, name)))
+        return lambda tile: present | {(q.element_size(), D): ((attention.ANY, tile),)}
 
-    def backward() -> tuple[torch.Tensor, ...]:
+    def backward() -> Any:
         return attention.flash_attention_backward(dout, q, k, v, out, lse, True, scale)
 
-    calls = {
-        "FORWARD_TILES": lambda: attention.flash_attention_forward(q, k, v, True, scale)[0],
-        "DQ_TILES": backward,
-        "DK_DV_TILES": backward,
-    }
-    for name, call in calls.items():
-        table = getattr(attention, name)
-        yield Job(f"triton_attention.{name}", table, tiles, entry_of(table), call)
+    def forward() -> Any:
+        return attention.flash_attention_forward(q, k, v, True, scale)[0]
+
+    for name, call in (
+        ("FORWARD_TILES", forward),
+        ("DQ_TILES", backward),
+        ("DK_DV_TILES", backward),
+    ):
+        yield Job(attention, name, tiles, entry_of(name), call)
 
 
 def _cross_entropy_jobs(
     preset: presets.Preset, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Job]:
-    import triton_cross_entropy as loss
-
+    loss = sys.modules["triton_cross_entropy"]
     N, C, V = preset.batch_size * preset.seq_len, preset.hidden_dim, preset.vocab_size
     hidden = torch.randn(N, C, device=device)
     weight = 0.02 * torch.randn(V, C, device=device)
     targets = torch.randint(V, (N,), device=device)
-    blocks = [(1, b, w) for b in (512, 1024, 2048, 4096, 8192) for w in (2, 4, 8) if b >= 64 * w]
-    yield Job(
-        "triton_cross_entropy.BLOCKS",
-        loss.BLOCKS,
-        blocks,
-        tuple,
-        lambda: loss.linear_cross_entropy_forward(hidden, weight, targets, dtype, True),
-    )
+    call = lambda: loss.linear_cross_entropy_forward(hidden, weight, targets, dtype, True)  # noqa: E731
+    yield Job(loss, "BLOCKS", _row_blocks(512, 1024, 2048, 4096, 8192), tuple, call)
 
 
 if __name__ == "__main__":

@@ -23,30 +23,27 @@ import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
 
     import_torch()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from workshop import errors, results  # noqa: E402
-from workshop.arguments import parse  # noqa: E402
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.run import presets  # noqa: E402
-from workshop.run.precision import PRECISIONS, Precision  # noqa: E402
-from workshop.run.presets import Preset  # noqa: E402
+from workshop import errors, results, versions
+from workshop.arguments import parse
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run import presets
+from workshop.run.precision import PRECISIONS, Precision
+from workshop.run.presets import Preset
 
 SCHEMA_VERSION = 1
 KIB = 1024
@@ -143,15 +140,9 @@ def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """What is run forward and, where it returns something, backward: V3's own training step, of
     which two layers launch all that more would, and the operators that it does without. Products
     are computed in `dtype`."""
-    model, ops = importlib.import_module("tiny_llama_v3"), importlib.import_module("triton_kernels")
+    model, ops = versions.load("v3"), importlib.import_module("triton_kernels")
     config = model.TinyLlamaConfig(**size.model() | {"num_layers": 2})
-    B, T, D = size.batch_size, size.seq_len, config.head_dim
-
-    def product(heads: int) -> Tensor:  # its columns, seen as heads
-        return torch.empty(B, T, heads, D, dtype=dtype, requires_grad=True).transpose(1, 2)
-
-    def half() -> Tensor:
-        return torch.empty(B, T, config.intermediate_dim, dtype=dtype, requires_grad=True)
+    B, T, H, D = size.batch_size, size.seq_len, config.num_heads, config.head_dim
 
     def training_step() -> tuple[()]:
         network = model.TinyLlama(config)
@@ -159,29 +150,26 @@ def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         model.configure_optimizer(network, 1e-3).step()
         return ()
 
+    def product(*shape: int) -> Tensor:
+        return torch.empty(B, T, *shape, dtype=dtype, requires_grad=True)
+
     tokens, targets = torch.empty(2, B, T, dtype=torch.int64)
     cos, sin = torch.empty(2, T, D)
-    q, k = product(config.num_heads), product(config.num_kv_heads)
+    # Columns of a product, seen as heads.
+    q, k = (product(heads, D).transpose(1, 2) for heads in (H, config.num_kv_heads))
+    gate, up = (product(config.intermediate_dim) for _ in range(2))
     return {
         "training step": training_step,
         "apply_rope": lambda: ops.apply_rope(q, k, cos, sin),
-        "swiglu": lambda: ops.swiglu(half(), half()),
+        "swiglu": lambda: ops.swiglu(gate, up),
     }
-
-
-def run_forward_and_backward(call: Callable[[], Any], arithmetic: Precision) -> None:
-    with arithmetic.autocast("cpu"):  # where tensors without memory claim to be
-        outputs = call()
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    if outputs:
-        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
 # --- compiling instead of launching --------------------------------------------------------------
 
 
 class OfflineDriver:
-    """Tells Triton that the current device is a chip of which only the name is known."""
+    """A Triton driver whose current device is a chip of which only the name is known."""
 
     def __init__(self, chip: Chip) -> None:
         from triton.backends.compiler import GPUTarget
@@ -264,13 +252,10 @@ def _address(tensor: Tensor) -> int:
 
 def prepare_operators() -> None:
     """Makes V3's operators run on tensors without memory."""
-    sys.path.insert(0, str(HERE))
-    launch = importlib.import_module("triton_launch")
-    # It refuses tensors on the CPU, which those without memory claim to be.
-    launch.check = lambda *_, **__: None  # type: ignore[attr-defined]
-    importlib.import_module("triton_kernels")
-    neighbours = [module for name, module in sys.modules.items() if name.startswith("triton_")]
-    for module in neighbours:
+    versions.load("v3")
+    for module in [module for name, module in sys.modules.items() if name.startswith("triton_")]:
+        if hasattr(module, "check"):  # refuses tensors on the CPU, where these claim to be
+            module.check = lambda *_, **__: None  # type: ignore[attr-defined]
         for value in list(vars(module).values()):
             if isinstance(value, torch.library.CustomOpDef):
                 # On tensors without memory PyTorch asks an operator only for its results' shapes.
@@ -512,7 +497,12 @@ def run_specimens(chip: Chip, arithmetic: Precision, config: str, wanted: str) -
     with compiling(chip, wanted) as launches:
         for name, call in specimens(presets.get_preset(config), dtype).items():
             try:
-                run_forward_and_backward(call, arithmetic)
+                with arithmetic.autocast("cpu"):  # where tensors without memory claim to be
+                    outputs = call()
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                if outputs:
+                    gradients = [torch.empty_like(output) for output in outputs]
+                    torch.autograd.backward(outputs, gradients)
             except Exception as error:
                 launches.append(Launch(name, error=f"fails: {_one_line(error)}"))
     return launches
@@ -546,7 +536,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 class CompilerCrashed(WorkshopError):
-    """The compiler took its process down, so there are no figures."""
+    """The compiler ended its process, so there are no numbers."""
 
     exit_code = errors.ANSWER_IS_NO
 
@@ -558,28 +548,18 @@ def inspect_all(requests: list[Request]) -> list[Answer]:
         CompilerCrashed: and all other targets' kernels are not shown either.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import track
 
     console = Console(stderr=True)
-    count = TextColumn("{task.completed} of {task.total} targets compiled")
-    answers: dict[str, Answer] = {}
     threads = ThreadPoolExecutor(os.cpu_count())
     try:
-        with Progress(
-            BarColumn(20),
-            count,
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        ) as progress:
-            task = progress.add_task("", total=len(requests))
-            started = {threads.submit(_in_process, request): request for request in requests}
-            for future in as_completed(started):
-                answers[started[future].target] = future.result()
-                progress.advance(task)
+        found = threads.map(_in_process, requests)
+        return list(
+            track(found, "compiling", len(requests), console=console,
+                  disable=not console.is_terminal)
+        )  # fmt: skip
     finally:
         threads.shutdown(cancel_futures=True)
-    return [answers[request.target] for request in requests]
 
 
 def _in_process(request: Request) -> Answer:
@@ -617,46 +597,38 @@ def columns(chip: Chip, wide: bool) -> dict[str, Cell]:
         "VGPR\n+AGPR": lambda kernel: "{VGPR}+{AGPR}".format(**kernel.registers),
         "SGPR": lambda kernel: str(kernel.registers["SGPR"]),
         "regis-\nters": lambda kernel: str(kernel.registers["registers"]),
-        "spills": spills,
+        "spills": lambda kernel: (
+            "\n".join(f"{n} {what.replace('bytes', 'B')}" for what, n in kernel.spills.items() if n)
+            or "-"
+        ),
         f"{chip.shared_name}\nKiB": lambda kernel: (
             f"{kernel.shared_bytes / KIB:.1f}" if kernel.shared_bytes else "-"
         ),
         "matrix\ninstructions": matrix_kinds,
-        "matrix": matrix_count,
+        "matrix": lambda kernel: str(sum(kernel.matrix_instructions.values()) or "-"),
         "waves\na SIMD": lambda kernel: f"{kernel.waves:g} of {chip.waves_per_simd}",
         "limited by": lambda kernel: ", ".join(kernel.limited_by) or "-",
         "launched at": where,
         "at": lambda kernel: "\n".join(dict.fromkeys(step.split()[0] for step in kernel.used_by)),
     }
     absent = {"regis-\nters"} if chip.is_amd else {"VGPR\n+AGPR", "SGPR"}
-    absent |= (
-        {"matrix", "at"} if wide else {"SGPR", "matrix\ninstructions", "limited by", "launched at"}
-    )
+    narrow = {"SGPR", "matrix\ninstructions", "limited by", "launched at"}
+    absent |= {"matrix", "at"} if wide else narrow
     return {heading: cell for heading, cell in shown.items() if heading not in absent}
 
 
 def tile(kernel: Kernel, same: list[Kernel]) -> str:
-    """BLOCK_M=128, BLOCK_N=64, CAUSAL=True as "M128 N64 causal"; a switch is told where kernels of
+    """BLOCK_M=128, BLOCK_N=64, CAUSAL=True as "M128 N64 causal"; a switch is shown where kernels of
     the same name differ in it."""
-    words = []
-    for name, value in kernel.constants.items():
-        if not isinstance(value, bool):
-            words.append(f"{name.removeprefix('BLOCK_')}{value}")
-    for name, value in kernel.constants.items():
-        if value is True and not all(other.constants.get(name) for other in same):
-            words.append(name.lower())
+    sizes = {n: v for n, v in kernel.constants.items() if not isinstance(v, bool)}
+    words = [f"{name.removeprefix('BLOCK_')}{value}" for name, value in sizes.items()]
+    words += [
+        name.lower()
+        for name, value in kernel.constants.items()
+        if value is True and not all(other.constants.get(name) for other in same)
+    ]
     text = " ".join(words) or "-"
     return textwrap.fill(text, TILE_WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def spills(kernel: Kernel) -> str:
-    units = {"bytes": " B"}
-    parts = [f"{n}{units.get(what, ' ' + what)}" for what, n in kernel.spills.items() if n]
-    return "\n".join(parts) or "-"
-
-
-def matrix_count(kernel: Kernel) -> str:
-    return str(sum(kernel.matrix_instructions.values()) or "-")
 
 
 def matrix_kinds(kernel: Kernel) -> str:
@@ -721,19 +693,16 @@ def show(chip: Chip, kernels: list[Kernel]) -> None:
             cells = [cell(kernel) if kernel.num_warps else "" for cell in shown.values()]
             first = tile(kernel, same) if kernel.num_warps else "  no code"
             table.add_row(first, *cells, style="red" if kernel.faults else "")
-    console.print(heading_of(chip), style="bold")
+    unit, memory = ("a CU", "LDS") if chip.is_amd else ("an SM", "shared memory")
+    heading = (
+        f"{chip.name} ({chip.products}): {unit} has {chip.shared_kib} KiB of {memory}, "
+        f"each of its {SIMDS} SIMDs {VECTOR_REGISTERS} registers a lane"
+    )
+    console.print(heading, style="bold")
     console.print(table)
     for line in notes(chip, merged, wide):
         console.print(line)
     console.print()
-
-
-def heading_of(chip: Chip) -> str:
-    unit, memory = ("a CU", "LDS") if chip.is_amd else ("an SM", "shared memory")
-    return (
-        f"{chip.name} ({chip.products}): {unit} has {chip.shared_kib} KiB of {memory}, "
-        f"each of its {SIMDS} SIMDs {VECTOR_REGISTERS} registers a lane"
-    )
 
 
 def notes(chip: Chip, kernels: list[Kernel], wide: bool) -> Iterator[str]:
@@ -814,7 +783,8 @@ def main(argv: list[str] | None = None) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     requests = make_requests(arguments)
     errors.require("triton", "rich")
-    check_writable("--asm", arguments.asm)
+    if arguments.asm is not None:
+        results.prepare_folder(arguments.asm, "--asm")
     if arguments.json is not None:
         results.prepare_file(arguments.json, "--json")
     answers = inspect_all(requests)
@@ -836,15 +806,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
     )
     print(f"{verdict} (Triton {answers[0].triton})")
     return errors.ANSWER_IS_NO if faulty else errors.DONE
-
-
-def check_writable(option: str, folder: Path | None) -> None:
-    """Raises WorkshopError, before any work is done, if there is a folder that can't be written."""
-    try:
-        if folder is not None:
-            results.prepare_folder(folder)
-    except WorkshopError:
-        raise WorkshopError(f"{option}: {folder} can't be written; choose another place") from None
 
 
 def as_json(kernels: list[Kernel]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How benchmark_kernels.py checks a contender, and how it times one that is right.
+"""How benchmark.py checks a contender, and how it times one that is right.
 
 The check: results and every gradient against the plain version in fp64, by relative RMS. The
 allowance calibrates itself on what the plain version loses at the same precision.
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from version3_triton.benchmark_cases import (
+from workshop.gate import plausibility
+from workshop.kernels.cases import (
     BACKWARD,
     COMPILED,
     FORWARD,
@@ -30,7 +31,6 @@ from version3_triton.benchmark_cases import (
     Function,
     Tensors,
 )
-from workshop.gate import plausibility
 from workshop.run import timing, trainer
 from workshop.run.precision import Precision
 from workshop.run.timing import StepClock

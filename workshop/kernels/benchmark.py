@@ -1,29 +1,27 @@
-"""Times V3's kernels, forward and backward, against everyone who can do the same; right ones only.
+"""Times V3's kernels, forward and backward, beside other implementations; correct ones only.
 
 Rivals are the plain version beside each kernel, PyTorch's own operation, torch.compile of the
-plain version, and Liger-Kernel where it is installed. Each has its results and gradients compared
-with the plain version in fp64 first; who is wrong gets a red row and no times. Rates stand beside
+plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
+with the plain version in fp64; one that is wrong gets a red row and no times. Rates are shown with
 what a large copy or product reaches on the same device in the same run.
 
 Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
 
-    python benchmark_kernels.py --op rms_norm swiglu --quick
+    python -m workshop.kernels.benchmark --op rms_norm swiglu --quick
 """
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import functools
 import importlib.metadata
-import io
+import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
     from workshop.needed import import_torch
@@ -32,7 +30,10 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 import torch
 
-from version3_triton.benchmark_cases import (
+from workshop import errors, results, versions
+from workshop.arguments import parse
+from workshop.errors import WorkshopError
+from workshop.kernels.cases import (
     BOTH,
     COMPILED,
     GBS,
@@ -44,7 +45,7 @@ from version3_triton.benchmark_cases import (
     kernels,
     make_cases,
 )
-from version3_triton.benchmark_measure import (
+from workshop.kernels.measure import (
     ABSENT,
     FAILED,
     OK,
@@ -54,9 +55,6 @@ from version3_triton.benchmark_measure import (
     measure_case,
     time_contenders,
 )
-from workshop import errors, results, versions
-from workshop.arguments import parse
-from workshop.errors import WorkshopError
 from workshop.run import chips, hardware, interpreter, timing
 from workshop.run.precision import Precision, get_precision
 
@@ -130,8 +128,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-dir",
         type=Path,
         default=DEFAULT_FOLDER,
-        help="kernels.json (with all samples), kernels.csv and a picture of each operation go "
-        "there (default: results/kernels of this checkout)",
+        help="kernels.json (with all samples) and a picture of each operation go there "
+        "(default: results/kernels of this checkout)",
     )
     return parser
 
@@ -186,11 +184,8 @@ def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
         )
     precision = get_precision(arguments.precision, device)
     precision.set_matmul_mode()
-    return Setting(device, precision, arguments.seed, rounds, stream=_side_stream(device))
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    return Setting(device, precision, arguments.seed, rounds, stream)
 
 
 @contextlib.contextmanager
@@ -212,19 +207,25 @@ def _on_its_stream(setting: Setting) -> Iterator[None]:
 
 def describe_run(arguments: argparse.Namespace, setting: Setting, interpreted: bool) -> Run:
     ceilings = {} if interpreted else measure_ceilings(setting.device, setting.precision)
+    rates: dict[str, float | None] = {}
+    if peaks := chips.find_peaks(hardware.device_name(setting.device)):
+        rates = {GBS: peaks.bandwidth_gbs, TFLOPS: peaks.tflops.get(setting.precision.name)}
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    liger = importlib.metadata.version("liger-kernel") if has_liger else None
     return Run(
         session=results.new_session(),
         created=results.now(),
         # Without the folders in which this machine keeps things.
-        command=["python", *(Path(w).name if w.startswith("/") else w for w in sys.argv)],
+        command=["python", "-m", "workshop.kernels.benchmark"]
+        + [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]],
         git_commit=results.git_commit(),
         device=hardware.describe(setting.device),
-        software=results.describe_software() | {"liger_kernel": _liger_version()},
+        software=results.describe_software() | {"liger_kernel": liger},
         precision=setting.precision.name,
         seed=arguments.seed,
         interpreted=interpreted,
         ceilings=ceilings,
-        limits=_limits(setting.device, setting.precision),
+        limits={unit: rate for unit, rate in rates.items() if rate},
     )
 
 
@@ -233,21 +234,6 @@ def measure_ceilings(device: torch.device, precision: Precision) -> dict[str, fl
         GBS: hardware.measure_copy_gbs(device),
         TFLOPS: hardware.measure_matmul_tflops(device, precision.autocast_dtype),
     }
-
-
-def _limits(device: torch.device, precision: Precision) -> dict[str, float]:
-    peaks = chips.find_peaks(hardware.device_name(device)) if device.type == "cuda" else None
-    if peaks is None:
-        return {}
-    rates = {GBS: peaks.bandwidth_gbs, TFLOPS: peaks.tflops.get(precision.name)}
-    return {unit: rate for unit, rate in rates.items() if rate}
-
-
-def _liger_version() -> str | None:
-    try:
-        return importlib.metadata.version("liger-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def measure(
@@ -380,12 +366,10 @@ def show(rows: list[Row], run: Run) -> None:
 
 
 def write_outputs(rows: list[Row], run: Run, folder: Path) -> list[str]:
-    """kernels.json, kernels.csv and OPERATION.png of each that was timed. Those of an earlier run
-    give way, so that all files tell of the same one."""
+    """kernels.json and OPERATION.png of each that was timed, in the place of an earlier run's."""
     results.prepare_folder(folder)
     contents: dict[Path, results.Content] = {
-        folder / "kernels.json": results.json_text(as_json(rows, run)),
-        folder / "kernels.csv": as_csv(rows, run),
+        folder / "kernels.json": results.json_text(as_json(rows, run))
     }
     for group in by_op(rows):
         if any(row.samples for row in group):
@@ -395,57 +379,36 @@ def write_outputs(rows: list[Row], run: Run, folder: Path) -> list[str]:
 
 
 def as_json(rows: list[Row], run: Run) -> dict[str, Any]:
-    records = [dataclasses.asdict(row) for row in rows]
-    for record in records:
-        values = record["errors"].values()
-        record["errors"] = dict(zip(record["errors"], results.finite(list(values)), strict=True))
+    records = [
+        dataclasses.asdict(row)
+        # JSON has no NaN and no infinity.
+        | {"errors": {k: v if math.isfinite(v) else None for k, v in row.errors.items()}}
+        for row in rows
+    ]
     return {"schema_version": SCHEMA_VERSION} | dataclasses.asdict(run) | {"rows": records}
 
 
 def load(path: Path) -> tuple[list[Row], Run]:
-    """What `as_json` wrote.
+    """What `as_json` wrote, with every field's type checked.
 
     Raises:
         WorkshopError: the file can't be read or is not one of these.
     """
-    record = results.read_json(path)
-    try:
-        if record.pop("schema_version") != SCHEMA_VERSION:
-            raise KeyError("schema_version")
-        rows = [Row(**row) for row in record.pop("rows")]
-        return rows, Run(**record)
-    except (KeyError, TypeError) as error:
-        raise WorkshopError(f"{path}: not a result of benchmark_kernels.py ({error})") from None
-
-
-def as_csv(rows: list[Row], run: Run) -> str:
-    """One line for each row and phase; the samples themselves are in the JSON."""
-    text = io.StringIO()
-    columns = "op size contender phase status ms spread rate unit of_ceiling peak_mb error allowed"
-    columns += " worst note"
-    writer = csv.DictWriter(text, columns.split())
-    writer.writeheader()
-    for row in rows:
-        worst = row.worst
-        for phase in row.amounts:
-            samples = row.samples.get(phase)
-            writer.writerow(
-                {
-                    **{name: getattr(row, name) for name in ("op", "size", "contender", "status")},
-                    "phase": phase,
-                    "ms": row.median_ms(phase),
-                    "spread": timing.spread(samples) if samples else None,
-                    "rate": row.rate(phase),
-                    "unit": row.unit,
-                    "of_ceiling": run.share(row, phase),
-                    "peak_mb": row.peak_mb,
-                    "error": row.errors[worst] if worst else None,
-                    "allowed": row.allowed[worst] if worst else None,
-                    "worst": worst,
-                    "note": row.note,
-                }
-            )
-    return text.getvalue()
+    content = results.read_json(path)
+    records = content.pop("rows", None)
+    if content.pop("schema_version", None) != SCHEMA_VERSION or not isinstance(records, list):
+        raise WorkshopError(f"{path}: no result of the kernels' benchmark")
+    rows = []
+    for index, record in enumerate(records):
+        infinite: list[str] = []
+        if isinstance(record, dict) and isinstance(record.get("errors"), dict):
+            # JSON has null for an error that was no number or infinite.
+            infinite = [name for name, error in record["errors"].items() if error is None]
+            record["errors"] = {k: v for k, v in record["errors"].items() if v is not None}
+        row = results.decode(Row, record, path, f"rows[{index}].")
+        row.errors |= dict.fromkeys(infinite, math.nan)
+        rows.append(row)
+    return rows, results.decode(Run, content, path, "")
 
 
 COLOURS = {OURS: "#d1495b", PLAIN: "#b8b8b8", COMPILED: "#5aa469", LIGER: "#e0a339"}
@@ -455,51 +418,44 @@ PYTORCH_COLOURS = ("#3b7dd8", "#27496d", "#7fb2f0", "#8d6cab")  # of rivals with
 def plot(group: list[Row], run: Run, target: Path) -> None:
     """One operation, for a projector: forward and backward, or rate and memory."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 17, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, 2, figsize=(19.2, 7.6), layout="constrained")
     unit, phases = group[0].unit, list(group[0].amounts)
     ceiling = run.ceilings.get(unit, 0.0)
-    top = max(ceiling, *(row.rate(phase) or 0.0 for row in group for phase in phases))
-    for axis, phase in zip(axes, phases, strict=False):
-        _bars(axis, group, [row.rate(phase) for row in group], top)
-        axis.axhline(ceiling, color="black", linestyle="--", linewidth=1)
-        reached = "a large copy" if unit == GBS else "a large matrix product"
-        axis.annotate(f"{reached}: {ceiling:,.0f}", (1, ceiling), **_IN_THE_CORNER)
-        axis.set_title(f"{phase}, {unit}", fontsize=17)
-    if len(phases) == 1:
-        peaks = [row.peak_mb for row in group]
-        _bars(axes[1], group, peaks, max(peak or 0.0 for peak in peaks))
-        axes[1].set_title("peak memory beyond the arguments, MB", fontsize=17)
-    figure.suptitle(title(group, run), fontweight="bold", fontsize=20)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
-    )
-    figure.savefig(target, dpi=100)
-    plt.close(figure)
+    reached = "a large copy" if unit == GBS else "a large matrix product"
+    style = {"font.size": 17, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(19.2, 7.6), layout="constrained")
+        axes = figure.subplots(1, 2)
+        top = max(ceiling, *(row.rate(phase) or 0.0 for row in group for phase in phases))
+        for axis, phase in zip(axes, phases, strict=False):
+            _bars(axis, group, [row.rate(phase) for row in group], top, f"{phase}, {unit}")
+            axis.axhline(ceiling, color="black", linestyle="--", linewidth=1)
+            axis.annotate(
+                f"{reached}: {ceiling:,.0f}", (1, ceiling), xycoords=("axes fraction", "data"),
+                xytext=(0, 4), textcoords="offset points", ha="right", fontsize=14,
+            )  # fmt: skip
+        if len(phases) == 1:
+            peaks = [row.peak_mb for row in group]
+            highest = max(peak or 0.0 for peak in peaks)
+            _bars(axes[1], group, peaks, highest, "peak memory beyond the arguments, MB")
+        figure.suptitle(title(group, run), fontweight="bold", fontsize=20)
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
+        )
+        figure.savefig(target, dpi=100)
 
 
-_IN_THE_CORNER: dict[str, Any] = {
-    "xycoords": ("axes fraction", "data"),
-    "xytext": (0, 4),
-    "textcoords": "offset points",
-    "ha": "right",
-    "fontsize": 14,
-}
-
-
-def _bars(axis: Any, group: list[Row], heights: list[float | None], top: float) -> None:
-    """Bars side by side for each size, one a contender; who has no time has its status."""
+def _bars(
+    axis: Any, group: list[Row], heights: list[float | None], top: float, heading: str
+) -> None:
+    """Bars side by side for each size, one a contender; one without a time has its status."""
     sizes = list(dict.fromkeys(row.size for row in group))
     names = list(dict.fromkeys(row.contender for row in group))
     others = iter(PYTORCH_COLOURS * len(names))
     width = 0.88 / len(names)
     for number, name in enumerate(names):
-        own = [(row, height) for row, height in zip(group, heights, strict=True)
-               if row.contender == name]  # fmt: skip
+        own = [pair for pair in zip(group, heights, strict=True) if pair[0].contender == name]
         shift = (number - (len(names) - 1) / 2) * width
         bars = axis.bar(
             [sizes.index(row.size) + shift for row, _ in own],
@@ -513,6 +469,7 @@ def _bars(axis: Any, group: list[Row], heights: list[float | None], top: float) 
     axis.set_xticks(range(len(sizes)), [size.replace(", ", "\n") for size in sizes])
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set_ylim(0, 1.22 * top or None)
+    axis.set_title(heading, fontsize=17)
 
 
 if __name__ == "__main__":
