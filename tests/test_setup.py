@@ -343,7 +343,7 @@ def test_triton_is_added_only_where_pytorch_brings_none(
     result = install_triton(facts, functions)
     assert result.returncode == 0, result.stderr
     # Under PyTorch's own constraints; what is there now is then asked anew.
-    pip = f"pip install --quiet -c /constraints -r {SETUP}/requirements-triton.txt"
+    pip = f"pip install -c /constraints -r {SETUP}/requirements-triton.txt"
     assert (pip in result.stdout) == installed
     assert result.stdout.endswith("facts\n" if installed else f"{facts}\n")
 
