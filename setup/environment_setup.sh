@@ -421,7 +421,7 @@ summarise() {
   note "Python    $(stamped python_version), $VENV/bin/python"
   note "PyTorch   $(stamped torch_version) ($(stamped torch_kind) build), $(stamped torch)"
   note "Triton    $(triton_line)"
-  note "Device    $(probe "$VENV/bin/python" device | sed -n 's/^device=//p')"
+  note "Device    $(probe "$VENV/bin/python" device)"
   note "Compiler  ${cxx:-none}"
   [[ -n $cxx ]] || note "no C++ compiler: torch.compile is off on the CPU; V4 runs without it;" \
     "get it with your system's packages (g++; on macOS xcode-select --install) or set CXX"
