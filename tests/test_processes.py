@@ -55,7 +55,7 @@ import run_all_stages
 arguments = argparse.Namespace(device="cpu", output_dir=here)
 run_all_stages._run_one(here / "child.py", arguments, print)
 """,
-    "the check of a seat": """
+    "the check of a machine": """
 from workshop.classroom import check_machine
 check_machine._SECONDS = 1e6
 check_machine._run([sys.executable, str(here / "child.py")])
