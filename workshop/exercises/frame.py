@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workshop.compare.collection import StoredRun
     from workshop.profilers.table import KernelTable
     from workshop.results import RunResult
+    from workshop.run.flops import Sizes
 
 STARTER, MINE = "starter.py", "mine.py"
 QUESTIONS, MY_ANSWERS = "answers.toml", "my_answers.toml"
@@ -176,6 +177,13 @@ class Work:
             return None
         table = folder / kernel_file.JSON_FILE  # quick to read, where a trace is not
         return load.load(table if table.is_file() else folder), load.recorded_run(folder)
+
+
+def sizes(run: "RunResult") -> "Sizes":
+    """Of the model that a run trained."""
+    from workshop.run.flops import Sizes
+
+    return Sizes(**{name: int(run.config[name]) for name in Sizes.__dataclass_fields__})
 
 
 def _has(run: "RunResult", wanted: dict[str, object]) -> bool:
