@@ -51,6 +51,11 @@ class Item:
     why: str = ""
 
 
+def judged(right: bool, what: str, otherwise: str) -> Item:
+    """An Item whose reason is for a wrong answer alone."""
+    return Item(right, what, "" if right else otherwise)
+
+
 Part = Callable[["Work"], Iterable[Item]]
 
 
