@@ -49,7 +49,7 @@ folder.mkdir(parents=True)
 (here / "child.py").rename(folder / sheet.CHECK)
 runner.run(folder, limit_s=1e6)
 """,
-    "the hunt's stages": """
+    "the stages of performance_debugging": """
 sys.path.insert(0, "version3_triton/exercises/performance_debugging")
 import run_all_stages
 arguments = argparse.Namespace(device="cpu", output_dir=here)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 STARTER, MINE = "starter.py", "mine.py"
 QUESTIONS, MY_ANSWERS = "answers.toml", "my_answers.toml"
 DIAGNOSIS, MY_DIAGNOSIS = "diagnosis.toml", "my_diagnosis.toml"
-"""What the hunt calls its answers."""
+"""What performance_debugging calls its answers."""
 COPIES = {STARTER: MINE, QUESTIONS: MY_ANSWERS, DIAGNOSIS: MY_DIAGNOSIS}
 """What an exercise gives to fill, and what the participant's own copy of it is called."""
 RESULTS = ROOT / "results"
@@ -102,7 +102,7 @@ class Work:
         return import_file(self.mine_path)
 
     def answers(self) -> Answers:
-        """my_answers.toml (in the hunt my_diagnosis.toml), read once.
+        """my_answers.toml (in performance_debugging my_diagnosis.toml), read once.
 
         Raises:
             WorkshopError: it is missing, or no TOML.
