@@ -43,13 +43,13 @@ TINY_MODEL = {
     "hidden_dim": 64,
     "intermediate_dim": 128,
     "num_layers": 1,
-    "num_heads": 2,
+    "num_heads": 1,
     "num_kv_heads": 1,
 }
 SIZE = debug_harness.GPU_SIZE
 if not ON_GPU:
     SIZE = debug_harness.INTERPRETED_SIZE
-    SIZE = dataclasses.replace(SIZE, model=SIZE.model | TINY_MODEL)
+    SIZE = dataclasses.replace(SIZE, model=SIZE.model | TINY_MODEL, batch_size=1, seq_len=6)
 CAUSES = {
     "stage1": "default_initialisation",
     "stage2": "strides_ignored",
@@ -173,11 +173,11 @@ def test_the_times_of_a_gpu_show_what_the_interpreter_can_not(
     assert metrics["stage5"]["peak_mb"] < 0.65 * healthy["peak_mb"]
 
 
-@pytest.mark.parametrize("number", sorted(repairs.REPAIRED))
-def test_a_repaired_stage_is_healthy(number: str, found: dict[str, StageResult]) -> None:
-    build, clock = repairs.REPAIRED[number]
-    result = measure(f"repaired{number}", build, clock)
-    assert found_in(Sight(result, found["stage6"])) == NONE
+@pytest.mark.slow
+def test_a_repaired_stage_is_healthy(found: dict[str, StageResult]) -> None:
+    for number, (build, clock) in repairs.REPAIRED.items():
+        result = measure(f"repaired{number}", build, clock)
+        assert found_in(Sight(result, found["stage6"])) == NONE, number
 
 
 @pytest.mark.parametrize("number", ["2", "5"])
@@ -281,7 +281,7 @@ def test_a_wrong_answer_gets_a_reason(
 ) -> None:
     (found,) = red(diagnose(**{key.replace(".", "__"): json.dumps(wrong)}))
     assert answer in found
-    assert key.startswith("false_claim") or found.startswith(key[:6])
+    assert key.startswith("false_claim") or key[:6] in found
 
 
 def test_a_time_is_no_evidence_where_it_was_interpreted(
@@ -390,6 +390,10 @@ def test_the_table_has_metrics_and_no_conclusions(
     assert not any(name in done.stdout for name in debug_causes.CAUSES if name != NONE)
 
 
+SAMPLES_PER_S = round(SIZE.batch_size / 0.03 * 1000)
+"""Of the made-up times of stage 3."""
+
+
 @pytest.fixture
 def with_times(found: dict[str, StageResult], tmp_path: Path) -> Path:
     """A folder of results: these, with times as a GPU's that are made up."""
@@ -426,7 +430,7 @@ def test_where_there_are_times_the_tables_have_them(
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line.startswith("stage")]
     assert all("\u2026" not in word for row in rows for word in row)
-    assert rows[-4][3:] == ["66,667", "0.03", "0.01", "0.01", "0.10"]
+    assert rows[-4][3:] == [f"{SAMPLES_PER_S:,}", "0.03", "0.01", "0.01", "0.10"]
     assert rows[-3][1] == "4,212,345"
 
 
@@ -435,7 +439,7 @@ def test_where_there_are_times_they_are_evidence(
 ) -> None:
     changes = {
         "stage3__metric": '"samples_per_s"',
-        "stage3__value": "66667",
+        "stage3__value": str(SAMPLES_PER_S),
         "stage4__value": "4212345",
         "stage5__metric": '"backward_ms"',
         "stage5__value": "0.1",

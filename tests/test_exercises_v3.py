@@ -68,7 +68,7 @@ print([launch.error or launch.kernel for launch in launches if launch.error or l
 """
 
 
-@pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("chip", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_the_solutions_compile_for_a_gpu(
     chip: str, type_command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
