@@ -1,15 +1,11 @@
 """Facts about the Python that runs this file, for environment_setup.sh.
 
-Usage: PYTHON environment_probe.py describe | device | locate | missing FILE | packages FILE... |
-                                   reachable URL | lock DESCRIPTOR
-
-`describe` and `device` print lines of the form key=value. Standard library only: it runs before
-anything is installed.
+Usage: PYTHON environment_probe.py COMMAND [ARGUMENT...], where COMMAND is a function of COMMANDS.
+Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -18,7 +14,6 @@ import platform
 import re
 import sys
 import sysconfig
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -40,7 +35,7 @@ def installed_version(name: str) -> str:
 def locate_torch() -> str:
     """Where `import torch` would find it, without importing it (which can take many seconds)."""
     spec = importlib.util.find_spec("torch")
-    return (spec.origin or "") if spec else ""
+    return (spec and spec.origin) or ""
 
 
 def parent_environment() -> str:
@@ -95,9 +90,9 @@ def torch_facts() -> dict[str, str]:
 
 
 def describe() -> None:
+    """Prints lines of the form key=value."""
     facts = {
         "python_version": platform.python_version(),
-        "python_executable": sys.executable,
         "parent_environment": parent_environment(),
         "sees_base_packages": "yes" if sees_base_packages() else "no",
         "triton_version": triton_version(),
@@ -112,8 +107,7 @@ def device() -> None:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = torch.cuda.get_device_name(0) if count else ""
-    print(f"device={count} x {name}" if count else "device=none (the CPU)")
+    print(f"{count} x {torch.cuda.get_device_name(0)}" if count else "none (the CPU)")
 
 
 def missing(path: str) -> None:
@@ -130,7 +124,16 @@ def requirements(path: str) -> dict[str, str]:
     return {line.split("==")[0]: line for line in wanted}
 
 
-def packages(paths: list[str]) -> None:
+def applies(requirement: str) -> bool:
+    """Whether the marker of a requirement, if any, admits this Python's version."""
+    marker = re.search(r'python_version (<|>=) "(\d+)\.(\d+)"', requirement)
+    if not marker:
+        return True
+    is_below = sys.version_info[:2] < (int(marker[2]), int(marker[3]))
+    return is_below == (marker[1] == "<")
+
+
+def packages(*paths: str) -> None:
     """What shows that the packages of this environment, and those of the requirements files, are
     there: lines of a requirement, a tab and a path. Not torch, which has its own check, nor pip."""
     wanted = {name: line for path in paths for name, line in requirements(path).items()}
@@ -154,36 +157,26 @@ def installed_by(package: importlib.metadata.Distribution) -> list[str]:
     """Of each module that a package has installed a file, of each other folder the folder, whose
     files may have other names in another version."""
     found: dict[str, str] = {}
-    for file, *_ in csv.reader((package.read_text("RECORD") or "").splitlines()):
-        top = file.split("/")[0]
-        if top.endswith((".dist-info", "..")) or file.endswith(".pyc"):
+    for file in package.files or ():
+        top = file.parts[0]
+        if top.endswith((".dist-info", "..")) or file.suffix == ".pyc":
             continue
-        if found.setdefault(top, top) == top and file.endswith(".py"):
-            found[top] = file
+        if found.setdefault(top, top) == top and file.suffix == ".py":
+            found[top] = str(file)
     return [str(package.locate_file(path)) for path in found.values()]
 
 
-def lock(descriptor: int) -> int:
+def lock(descriptor: str) -> int:
     """Locks an open file, for all processes that share its descriptor; WAITED if it had to wait."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(int(descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         print("    another set-up is at work in this environment: waiting for it", flush=True)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(int(descriptor), fcntl.LOCK_EX)
         return WAITED
     except OSError:  # a file system without locks
         pass
     return 0
-
-
-def applies(requirement: str) -> bool:
-    """Whether this Python is one that a requirement is for: its marker, if any, says from or below
-    which version."""
-    marker = re.search(r'python_version (<|>=) "(\d+)\.(\d+)"', requirement)
-    if not marker:
-        return True
-    is_below = sys.version_info[:2] < (int(marker[2]), int(marker[3]))
-    return is_below == (marker[1] == "<")
 
 
 def reachable(url: str) -> int:
@@ -191,28 +184,19 @@ def reachable(url: str) -> int:
     try:
         with urllib.request.urlopen(url, timeout=PROBE_SECONDS):
             return 0
-    except (urllib.error.URLError, OSError, ValueError):
+    except (OSError, ValueError):
         return 1
 
 
-def main(arguments: list[str]) -> int:
-    command, *rest = arguments or ["describe"]
-    if command == "reachable":
-        return reachable(rest[0])
-    if command == "lock":
-        return lock(int(rest[0]))
-    if command == "missing":
-        missing(rest[0])
-    elif command == "packages":
-        packages(rest)
-    elif command == "locate":
-        print(locate_torch())
-    elif command == "device":
-        device()
-    else:
-        describe()
-    return 0
-
+COMMANDS = {
+    "describe": describe,
+    "device": device,
+    "locate": lambda: print(locate_torch()),
+    "missing": missing,
+    "packages": packages,
+    "lock": lock,
+    "reachable": reachable,
+}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))  # type: ignore[operator]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prepares the workshop's Python environment: a venv with the right PyTorch for this machine.
-# See environment_setup.md for what to do on a cluster, in a container or without a network.
+# environment_setup.md covers clusters, containers and machines without a network.
 # Written for bash 3.2 (macOS) and later.
 set -euo pipefail
 
@@ -20,10 +20,10 @@ DRY_RUN=no
 UNFINISHED=no
 
 usage() {
-  cat <<EOF
+  cat <<END
 Usage: setup/environment_setup.sh [options]
 
-Prepares a Python environment for the workshop. Run it as often as you like: when nothing is
+Prepares a Python environment for the workshop. It can be run again at any time: when nothing is
 left to do it says so and returns in about a second.
 
   --venv DIR      where the environment goes (default: .venv in the repository)
@@ -38,7 +38,7 @@ left to do it says so and returns in about a second.
   --help          this text
 
 Exit status: 0 ready, 1 the set-up could not be done, 2 wrong usage.
-EOF
+END
 }
 
 step() { printf '==> %s\n' "$*"; }
@@ -49,18 +49,7 @@ fail() { # fail STATUS MESSAGE...
   exit "$1"
 }
 
-run() {
-  local word line=""
-  if [[ $DRY_RUN == no ]]; then
-    "$@"
-    return
-  fi
-  for word in "$@"; do
-    case $word in *[!a-zA-Z0-9_./:=+-]*) word="'$word'" ;; esac
-    line+=" $word"
-  done
-  note "would run:$line"
-}
+run() { if [[ $DRY_RUN == yes ]]; then note "would run:$(printf ' %q' "$@")"; else "$@"; fi; }
 
 write() { # write FILE, from standard input; whole or not at all
   if [[ $DRY_RUN == yes ]]; then
@@ -70,12 +59,18 @@ write() { # write FILE, from standard input; whole or not at all
   fi
 }
 
+pip() { # pip ARGUMENTS...: its output goes to the log, whose last lines are shown on failure
+  if [[ $DRY_RUN == yes ]]; then run "$VENV/bin/python" -m pip "$@" && return; fi
+  "$VENV/bin/python" -m pip "$@" >>"$LOG" 2>&1 && return
+  warn "pip failed; the last lines of $LOG:"
+  grep -v 'is ignored: it is neither a file nor a directory' "$LOG" | tail -n 12 | sed 's/^/    /' >&2
+  return 1
+}
+
 probe() { "$1" "$SETUP/environment_probe.py" "${@:2}"; }                 # probe PYTHON COMMAND...
 fact() { sed -n "s/^$1=//p" <<<"$FACTS"; }                               # from probe ... describe
 stamped() { if [[ -f $STAMP ]]; then sed -n "s/^$1=//p" "$STAMP"; fi; }  # from the last set-up
-fingerprint() { { echo "$TORCH_VERSION" && cat "$@"; } | cksum; }
-requirements_of() { echo "$SETUP/requirements-$1.txt"; }                  # requirements_of EXTRA
-base_fingerprint() { fingerprint "$SETUP/requirements.txt" "$SETUP/requirements-triton.txt"; }
+sys() { "$1" -c "import sys; print(sys.$2)" 2>/dev/null; }               # sys PYTHON NAME
 
 parse_arguments() {
   while [[ $# -gt 0 ]]; do
@@ -97,115 +92,99 @@ parse_arguments() {
     *) fail 2 "--build $BUILD: must be auto, cpu, cuda or rocm" ;;
   esac
   [[ $VENV == /* ]] || VENV=$PWD/$VENV
-  STAMP=$VENV/workshop-setup.stamp         # written last: an environment without it is not complete
-  MARKER=$VENV/workshop-made-this          # written first: what we may delete; also the lock
-  PACKAGES=$VENV/workshop-packages.txt     # what must be there for it to be complete
+  STAMP=$VENV/workshop-setup.stamp     # written last: an environment without it is not complete
+  MARKER=$VENV/workshop-made-this      # written first: what this script may delete; also the lock
+  PACKAGES=$VENV/workshop-packages.txt # what must be there for it to be complete
   CONSTRAINTS=$VENV/workshop-constraints.txt
+  LOG=$VENV/setup.log
 }
 
 # --- What is there -------------------------------------------------------------------------------
 
-choose_python() {
-  if [[ -n $PYTHON ]]; then
-    PY=$PYTHON
-  else
-    find_python python3 python3.14 python3.13 python3.12 python3.11 python3.10 ||
-      fail 1 "no Python 3.10 or newer on PATH${REFUSED:+; $REFUSED}: install one, load its" \
-        "module, or name it with --python"
-  fi
-  # Inside an activated venv of ours, python3 is that venv's: go back to what it was built on.
-  if [[ $("$PY" -c 'import sys; print(sys.prefix)') -ef $VENV ]]; then
-    PY=$(stamped python)
-    [[ -n $PY ]] || PY=$("$VENV/bin/python" -c 'import sys; print(sys._base_executable)')
-  fi
-  "$PY" -c 'import venv, ensurepip' 2>/dev/null || fail 1 "$PY cannot make virtual environments" \
-    "(no venv or ensurepip): install it (on Debian and Ubuntu the package python3-venv)," \
-    "or name another Python with --python"
-  PY=$("$PY" -c 'import sys; print(sys.executable)')
-}
-
-# Sets PYTHON, which was named, to the path of what runs by that name.
-resolve_python() {
-  local why="$PYTHON is not Python 3.10 or newer, which the workshop needs"
-  command -v "$PYTHON" >/dev/null || fail 2 "--python $PYTHON: no such program"
-  find_python "$PYTHON" || fail 1 "${REFUSED:-$why}: name another one with --python"
-  PYTHON=$PY
-}
-
 # Sets PY to the first program on PATH of one of these names that is Python 3.10 or newer, or else
-# REFUSED to what one that does not run says: pyenv has a shim for each Python, active or not.
+# REFUSED to the error of one that does not run: pyenv has a shim for each Python, active or not.
 find_python() { # find_python NAME...
-  local name candidate said
+  local name candidate error
   REFUSED=""
   for name in "$@"; do
     while IFS= read -r candidate; do
-      case "$("$candidate" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null)" in
+      case "$(sys "$candidate" 'version_info >= (3, 10)')" in
         True) PY=$candidate && return ;;
         False) continue ;;
       esac
-      said=$("$candidate" -c '' 2>&1 | head -n 1) || true
-      [[ -z $said ]] || REFUSED="$candidate does not run ($said)"
+      error=$("$candidate" -c '' 2>&1 | head -n 1) || true
+      [[ -z $error ]] || REFUSED="$candidate does not run ($error)"
     done < <(type -aP "$name")
   done
   return 1
 }
 
+# Sets PY, and PYTHON to it where it was given by name.
+choose_python() {
+  if [[ -n $PYTHON ]]; then
+    command -v "$PYTHON" >/dev/null || fail 2 "--python $PYTHON: no such program"
+    find_python "$PYTHON" || fail 1 "${REFUSED:-$PYTHON is not Python 3.10 or newer, which the" \
+      "workshop needs}: name another one with --python"
+    PYTHON=$PY
+  else
+    find_python python3 python3.14 python3.13 python3.12 python3.11 python3.10 ||
+      fail 1 "no Python 3.10 or newer on PATH${REFUSED:+; $REFUSED}: install one, load its" \
+        "module, or name it with --python"
+  fi
+}
+
+# Inside an activated venv of ours, python3 is that venv's: go back to what it was built on.
+leave_own_venv() {
+  if [[ $(sys "$PY" prefix) -ef $VENV ]]; then
+    PY=$(stamped python)
+    [[ -n $PY ]] || PY=$(sys "$VENV/bin/python" _base_executable)
+  fi
+  "$PY" -c 'import venv, ensurepip' 2>/dev/null || fail 1 "$PY cannot make virtual environments" \
+    "(no venv or ensurepip): install it (on Debian and Ubuntu the package python3-venv)," \
+    "or name another Python with --python"
+  PY=$(sys "$PY" executable)
+}
+
 has_kfd() { [[ -e /dev/kfd ]]; }
 has_rocm() { has_kfd && { command -v rocminfo >/dev/null || [[ -d ${ROCM_PATH:-/opt/rocm} ]]; }; }
-has_cuda() { case "$(nvidia-smi -L 2>/dev/null)" in GPU*) return 0 ;; *) return 1 ;; esac; }
+has_cuda() { [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]; }
 
 detect_hardware() {
   if has_rocm; then echo rocm; elif has_cuda; then echo cuda; else echo cpu; fi
 }
 
-# The compiler that torch.compile would call for CPU code: $CXX, else one fixed name.
-compiler() {
-  local default=g++
-  [[ $(uname) != Darwin ]] || default=clang++
-  command -v "${CXX:-$default}" 2>/dev/null || true
-}
-
 index_reachable() { probe "$PY" reachable "$1/torch/"; }
 
-# --- What the last set-up left -------------------------------------------------------------------
-
-# Sets STATE: complete (nothing to do), add (install into it) or fresh (start over).
+# Sets STATE: complete (nothing to do), add (install into it) or fresh (start over). EXTRAS that
+# were installed once belong to the environment.
 assess_venv() {
-  local torch_now extra
+  local torch_now extra requirement path
   STATE=fresh LOST=()
-  [[ -f $STAMP && $(stamped root) == "$ROOT" ]] || return 0
-  torch_now=$(probe "$VENV/bin/python" locate 2>/dev/null) || torch_now=""
-  if [[ -z $torch_now && $(stamped origin) == existing && $BUILD == auto && -z $PYTHON ]]; then
-    fail 1 "the PyTorch that $VENV was built on is gone ($(stamped torch)): load its module again," \
-      "or install one with --build cpu, cuda or rocm"
+  if [[ -f $STAMP && $(stamped root) == "$ROOT" ]]; then
+    torch_now=$(probe "$VENV/bin/python" locate 2>/dev/null) || torch_now=""
+    if [[ -z $torch_now && $(stamped origin) == existing && $BUILD == auto && -z $PYTHON ]]; then
+      fail 1 "the PyTorch that $VENV was built on is gone ($(stamped torch)): load its module" \
+        "again, or install one with --build cpu, cuda or rocm"
+    fi
+    if [[ $torch_now == "$(stamped torch)" && ($BUILD == auto || $BUILD == "$(stamped build)") ]] &&
+      same_python; then STATE=add; fi
   fi
-  [[ $torch_now == "$(stamped torch)" ]] || return 0
-  [[ $BUILD == auto || $BUILD == "$(stamped build)" ]] || return 0
-  [[ -z $PYTHON ]] || same_python || return 0
-  STATE=add
-  [[ -f $PACKAGES ]] || return 0
-  find_lost_packages
-  [[ ${#LOST[@]} -eq 0 ]] || return 0
-  [[ $(stamped base) == "$(base_fingerprint)" ]] || return 0
-  for extra in $EXTRAS; do
-    [[ $(stamped "$extra") == "$(fingerprint "$(requirements_of "$extra")")" ]] || return 0
+  for extra in $([[ $STATE == fresh ]] || stamped extras); do
+    [[ " $EXTRAS " == *" $extra "* ]] || EXTRAS+=" $extra"
   done
-  STATE=complete
-}
-
-# Sets LOST to what brings back the packages that were there after the last set-up and are not now.
-find_lost_packages() {
-  local requirement path last=""
-  while IFS=$'\t' read -r requirement path; do
-    [[ -e $path || $requirement == "$last" ]] || LOST+=("$requirement") last=$requirement
+  REQUIREMENTS=("$SETUP/requirements.txt")
+  for extra in $EXTRAS; do REQUIREMENTS+=("$SETUP/requirements-$extra.txt"); done
+  FINGERPRINT=$({ echo "$TORCH_VERSION" && cat "${REQUIREMENTS[@]}" "$SETUP/requirements-triton.txt"; } | cksum)
+  [[ $STATE == add && -f $PACKAGES ]] || return 0
+  while IFS=$'\t' read -r requirement path; do # packages that are gone since the last set-up
+    [[ -e $path || " ${LOST[*]-} " == *" $requirement "* ]] || LOST+=("$requirement")
   done <"$PACKAGES"
+  [[ ${#LOST[@]} -gt 0 || $(stamped fingerprint) != "$FINGERPRINT" ]] || STATE=complete
 }
 
 same_python() {
-  case "$("$PYTHON" -c 'import sys; print(sys.executable)' 2>/dev/null)" in
-    "$(stamped python)" | "$VENV"/*) return 0 ;;
-    *) return 1 ;;
-  esac
+  [[ -z $PYTHON || $(sys "$PYTHON" executable) == "$VENV"/* ||
+    $(sys "$PYTHON" executable) == "$(stamped python)" ]]
 }
 
 # --- What to do ----------------------------------------------------------------------------------
@@ -218,15 +197,13 @@ choose_build() {
   if [[ -n $(fact torch_error) ]]; then
     note "found PyTorch at $(fact torch_file), but it does not import: $(fact torch_error)"
   elif [[ $kind == cuda || $kind == rocm ]]; then
-    note "found PyTorch $(fact torch_version) for $kind $(fact torch_runtime)," \
-      "at $(fact torch_file)"
+    note "found PyTorch $(fact torch_version) for $kind $(fact torch_runtime), at $(fact torch_file)"
     if ! at_least "$(fact torch_number)" "$TORCH_MINIMUM"; then
       note "not used: the workshop needs $TORCH_MINIMUM or newer"
     elif [[ $BUILD != auto && $BUILD != "$kind" ]]; then
-      note "not used: --build $BUILD was asked for"
+      note "not used: --build $BUILD was given"
     else
-      ORIGIN=existing
-      BUILD=$kind
+      ORIGIN=existing BUILD=$kind
     fi
   fi
   [[ $BUILD != auto ]] || BUILD=$(detect_hardware)
@@ -253,29 +230,25 @@ choose_index() {
   fi
 }
 
-# --- Doing it ------------------------------------------------------------------------------------
-
-pip() { run "$VENV/bin/python" -m pip "$@"; }
-
-on_exit() {
-  local status=$?
-  if [[ $UNFINISHED == yes && $status -ne 0 ]]; then
-    printf 'environment_setup.sh: stopped before the end, %s is not complete; %s\n' "$VENV" \
-      "run this again (it starts over)" >&2
-  fi
-}
-
 refuse_foreign_folder() {
-  [[ -e $VENV || ! -L $VENV ]] || fail 2 "$VENV is a link to $(readlink "$VENV"), which is not" \
-    "there: make that folder, delete the link, or choose another place with --venv"
+  local owner
+  if [[ -L $VENV ]]; then
+    [[ -e $VENV ]] || fail 2 "$VENV is a link to $(readlink "$VENV"), which is not" \
+      "there: make that folder, delete the link, or choose another place with --venv"
+    owner=$(stamped root)
+    [[ -n $owner ]] || owner=$(cd -P "$VENV/.." && pwd)
+    [[ ! -f $owner/setup/environment_setup.sh || $owner -ef $ROOT ]] || fail 2 "$VENV is a link to" \
+      "the environment of another checkout ($owner), which this one does not change: delete the" \
+      "link, or choose another place with --venv"
+  fi
   [[ -e $VENV && ! -f $MARKER ]] || return 0
   [[ ! -d $VENV || -n $(ls -A "$VENV") ]] || return 0
   fail 2 "$VENV was not made by this script, and will not be deleted: move it away or choose" \
     "another place with --venv"
 }
 
-# Two set-ups would write the same files. The lock goes with this shell and the pip that it started,
-# however they end. One that had to wait begins anew: the other one has changed what it has seen.
+# Two set-ups would write the same files. The lock ends with this shell and the pip that it started.
+# A set-up that had to wait starts again: the other one has changed what it has seen.
 claim_folder() { # claim_folder ARGUMENTS-OF-THE-SCRIPT...
   local status=0
   run mkdir -p "$VENV"
@@ -286,19 +259,32 @@ claim_folder() { # claim_folder ARGUMENTS-OF-THE-SCRIPT...
   [[ -s $MARKER ]] || echo "environment_setup.sh made this folder and may delete what is in it." >&9
 }
 
+# --- Doing it ------------------------------------------------------------------------------------
+
+on_exit() {
+  local status=$?
+  [[ $UNFINISHED == no || $status -eq 0 ]] || printf '%s\n' "environment_setup.sh: stopped before \
+the end, $VENV is not complete; run this again (it starts over)" >&2
+}
+
+# From here to the new stamp the environment does not count as complete.
+begin_changes() {
+  [[ $DRY_RUN == yes ]] || UNFINISHED=yes
+  run rm -f "$STAMP"
+}
+
 # ASCII, as other locales can't read more in a path file; a Python expression of a path's bytes.
 quoted_path() { "$PY" -c 'import os, sys; print(f"os.fsdecode({os.fsencode(sys.argv[1])!r})")' "$1"; }
 
 create_venv() {
-  local folder flags=""
+  local folder packages flags=""
   [[ $ORIGIN == installed || $(fact sees_base_packages) == no ]] || flags=--system-site-packages
-  step "Creating $VENV from $PY"
+  step "Creating $VENV from $PY (about 10 seconds)"
   # The marker outlives the rest: deleting a large environment can be interrupted too. The slash
   # makes a link to a folder with more room (.venv -> /scratch/...) work.
   run find "$VENV/" -mindepth 1 -maxdepth 1 ! -name "$(basename "$MARKER")" -exec rm -rf {} +
   run "$PY" -m venv ${flags:+"$flags"} "$VENV"
   # A path file instead of 'pip install -e': it needs no build tool, so no network either.
-  local packages
   packages=$VENV/lib/python$(fact python_version | cut -d. -f1-2)/site-packages
   write "$packages/workshop.pth" <<<"import os, sys; sys.path.append($(quoted_path "$ROOT"))"
   [[ $ORIGIN == existing && -n $(fact parent_environment) ]] || return 0
@@ -309,75 +295,54 @@ create_venv() {
   done | write "$packages/workshop-parent.pth"
 }
 
-write_constraints() {
-  if [[ $ORIGIN == existing ]]; then
-    fact torch_pins | tr ' ' '\n' | write "$CONSTRAINTS"
-  else
-    write "$CONSTRAINTS" <<<"torch==$TORCH_VERSION"
-  fi
-}
-
-# Sets WANTED to what pip is to install from the requirements files.
-# On a site's own PyTorch we add what is missing and leave the rest as it is: its numpy was chosen
-# to go with its torch, and a compute node may have no network to fetch another one from.
-choose_requirements() {
-  local file line extra
-  local -a files=("$SETUP/requirements.txt")
-  for extra in $EXTRAS; do files+=("$(requirements_of "$extra")"); done
-  WANTED=()
-  for file in "${files[@]}"; do
-    if [[ $ORIGIN == existing ]]; then
-      while IFS= read -r line; do WANTED+=("$line"); done < <(probe "$PROBE_PY" missing "$file")
-    else
-      WANTED+=(-r "$file")
-    fi
-  done
-}
-
-install_requirements() {
-  if [[ ${#WANTED[@]} -eq 0 ]]; then
-    note "the other packages are all there already"
-    return
-  fi
-  step "Installing the other packages"
-  install_packages "${WANTED[@]}"
-}
-
-install_lost_packages() {
-  [[ ${#LOST[@]} -gt 0 ]] || return 0
-  step "Installing again what is gone: ${LOST[*]}"
-  install_packages --no-deps --force-reinstall "${LOST[@]}"
-}
-
 install_packages() { # install_packages ARGUMENTS-OF-PIP...
   if [[ $STATE == add ]]; then
-    # Ask before touching anything: a package that cannot be had must not cost a good environment.
-    pip install --quiet --dry-run -c "$CONSTRAINTS" "$@" ||
+    # Resolve first, change nothing: a package that cannot be had must not cost a good environment.
+    pip install --dry-run -c "$CONSTRAINTS" "$@" ||
       fail 1 "what is missing cannot be installed (see above); $VENV stays as it was"
     begin_changes
   fi
-  pip install --quiet -c "$CONSTRAINTS" "$@"
+  pip install -c "$CONSTRAINTS" "$@"
 }
 
-# From here to the new stamp the environment does not count as complete.
-begin_changes() {
-  [[ $DRY_RUN == yes ]] || UNFINISHED=yes
-  run rm -f "$STAMP"
+# On a site's own PyTorch only what is missing is added: its numpy was chosen to go with its torch,
+# and a compute node may have no network to fetch another one from.
+install_requirements() {
+  local file line
+  local -a wanted=()
+  for file in "${REQUIREMENTS[@]}"; do
+    if [[ $ORIGIN == existing ]]; then
+      while IFS= read -r line; do wanted+=("$line"); done < <(probe "$PROBE_PY" missing "$file")
+    else
+      wanted+=(-r "$file")
+    fi
+  done
+  if [[ ${#LOST[@]} -gt 0 ]]; then
+    step "Installing again what is gone: ${LOST[*]}"
+    install_packages --no-deps --force-reinstall "${LOST[@]}"
+  fi
+  if [[ ${#wanted[@]} -eq 0 ]]; then
+    note "the other packages are all there already"
+  else
+    step "Installing the other packages (up to a minute; 150 MB${EXTRAS:+, and more for$EXTRAS})"
+    install_packages "${wanted[@]}"
+  fi
 }
 
 install_torch() {
-  local -a how=()
+  local size="about 1 minute; 200 MB"
+  local -a from=()
   [[ $ORIGIN == installed ]] || return 0
   if [[ $STATE == add && $(fact torch_version) == "$TORCH_VERSION"* ]]; then return; fi
   choose_index
-  step "Installing PyTorch $TORCH_VERSION ($BUILD), index: $INDEX"
-  [[ -t 1 ]] || how+=(--quiet) # a terminal gets pip's progress: the GPU builds are gigabytes
-  [[ $INDEX == default ]] || how+=(--index-url "$INDEX")
-  pip install ${how[@]+"${how[@]}"} "torch==$TORCH_VERSION"
+  [[ $BUILD == cpu ]] || size="5 to 20 minutes; several GB"
+  step "Installing PyTorch $TORCH_VERSION, $BUILD build ($size), index: $INDEX"
+  [[ $INDEX == default ]] || from=(--index-url "$INDEX")
+  pip install ${from[@]+"${from[@]}"} "torch==$TORCH_VERSION"
 }
 
 # GPU builds bring the one Triton that they were released with, which nothing may replace; a CPU
-# build brings none. Without it V3 alone cannot run, so that it cannot be had is no end.
+# build brings none. Only V3 needs it, so a Triton that cannot be had is a warning.
 install_triton() {
   local kind=$BUILD version="" # what a dry run expects of a fresh environment
   if [[ $DRY_RUN == no || $STATE == add ]]; then
@@ -385,8 +350,8 @@ install_triton() {
   fi
   [[ $ORIGIN == installed && $kind == cpu && -z $version ]] || return 0
   [[ $(uname) == Linux ]] || return 0 # there are no wheels for other systems
-  step "Installing Triton, for V3"
-  if pip install --quiet -c "$CONSTRAINTS" -r "$SETUP/requirements-triton.txt"; then
+  step "Installing Triton, for V3 (about 20 seconds; 200 MB)"
+  if pip install -c "$CONSTRAINTS" -r "$SETUP/requirements-triton.txt"; then
     [[ $DRY_RUN == yes ]] || FACTS=$(probe "$VENV/bin/python" describe)
   else
     warn "Triton cannot be installed (see above), so V3 will be skipped; all else works." \
@@ -394,7 +359,7 @@ install_triton() {
   fi
 }
 
-# Asks the finished environment itself: PYTHONPATH, for one, can put another torch in front.
+# Looks from inside the finished environment: PYTHONPATH, for one, can put another torch in front.
 verify() {
   local expected=$TORCH_VERSION
   [[ $ORIGIN == installed ]] || expected=$(fact torch_version)
@@ -407,19 +372,9 @@ verify() {
   esac
 }
 
-write_packages() {
-  local extra
-  local -a files=("$SETUP/requirements.txt")
-  for extra in $EXTRAS; do files+=("$(requirements_of "$extra")"); done
-  probe "$VENV/bin/python" packages "${files[@]}" | write "$PACKAGES"
-}
-
 write_stamp() {
-  local extra extras=""
-  for extra in $EXTRAS; do
-    extras+=$extra=$(fingerprint "$(requirements_of "$extra")")$'\n'
-  done
-  write "$STAMP" <<EOF
+  probe "$VENV/bin/python" packages "${REQUIREMENTS[@]}" | write "$PACKAGES"
+  write "$STAMP" <<END
 root=$ROOT
 python=$PY
 python_version=$(fact python_version)
@@ -430,14 +385,14 @@ torch=$(fact torch_file)
 torch_version=$(fact torch_version)
 torch_kind=$(fact torch_kind)
 triton_version=$(fact triton_version)
-base=$(base_fingerprint)
-$extras
-EOF
+extras=$EXTRAS
+fingerprint=$FINGERPRINT
+END
 }
 
-# --- What to tell --------------------------------------------------------------------------------
+# --- The summary ---------------------------------------------------------------------------------
 
-# A venv made on a login node, or after a fallback, may not know the GPU of this machine.
+# A venv made on a login node, or after a fallback, may have no build for the GPU of this machine.
 warn_if_gpu_is_idle() {
   local hardware
   [[ $(stamped asked) != cpu ]] || return 0
@@ -451,61 +406,33 @@ triton_line() {
   local version
   version=$(stamped triton_version)
   if [[ -z $version ]]; then
-    echo "none: V3 is skipped; 'Triton' in setup/environment_setup.md says how to get it"
+    version="none: V3 is skipped; see 'Triton' in setup/environment_setup.md"
   elif [[ $(stamped torch_kind) == cpu ]]; then
-    echo "$version, interpreting V3's kernels"
-  else
-    echo "$version"
+    version+=", interpreting V3's kernels"
   fi
+  echo "$version"
 }
 
 summarise() {
-  local cxx
-  cxx=$(compiler)
+  local cxx=g++ # what torch.compile would call for CPU code: $CXX, else one fixed name
+  [[ $(uname) != Darwin ]] || cxx=clang++
+  cxx=$(command -v "${CXX:-$cxx}" 2>/dev/null || true)
   step "Ready"
   note "Python    $(stamped python_version), $VENV/bin/python"
   note "PyTorch   $(stamped torch_version) ($(stamped torch_kind) build), $(stamped torch)"
   note "Triton    $(triton_line)"
-  note "Device    $(probe "$VENV/bin/python" device | sed -n 's/^device=//p')"
+  note "Device    $(probe "$VENV/bin/python" device)"
   note "Compiler  ${cxx:-none}"
   [[ -n $cxx ]] || note "no C++ compiler: torch.compile is off on the CPU; V4 runs without it;" \
     "get it with your system's packages (g++; on macOS xcode-select --install) or set CXX"
-  command -v make >/dev/null || note "no make: type the commands that 'make help' stands for yourself"
+  command -v make >/dev/null || note "no make: the Makefile has the commands to type instead"
   note "Next      make compare"
-}
-
-# Sets PY, FACTS, BUILD, ORIGIN, and EXTRAS and ASKED where the last set-up decides them.
-make_choices() {
-  local extra
-  if [[ $STATE == fresh ]]; then
-    choose_python
-    PROBE_PY=$PY
-  else
-    PY=$(stamped python)
-    PROBE_PY=$VENV/bin/python
-  fi
-  step "Looking at $PROBE_PY"
-  FACTS=$(probe "$PROBE_PY" describe) ||
-    fail 1 "$PROBE_PY crashed on 'import torch': try it by hand, or name another Python with --python"
-  note "Python $(fact python_version)"
-  if [[ $STATE == fresh ]]; then
-    choose_build
-  else
-    ASKED=$(stamped asked) BUILD=$(stamped build) ORIGIN=$(stamped origin)
-    for extra in test notebook; do
-      [[ -z $(stamped "$extra") || " $EXTRAS " == *" $extra "* ]] || EXTRAS+=" $extra"
-    done
-  fi
-  case $ORIGIN in
-    existing) note "chosen: the PyTorch that is there, left as it is" ;;
-    installed) note "chosen: PyTorch $TORCH_VERSION, $BUILD build, in $VENV" ;;
-  esac
 }
 
 main() {
   parse_arguments "$@"
-  [[ -z $PYTHON ]] || resolve_python
   ASKED=$BUILD
+  [[ -z $PYTHON ]] || choose_python
   export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 # some sites set PIP_USER; a venv refuses it
   assess_venv
   if [[ $STATE == complete ]]; then
@@ -516,22 +443,38 @@ main() {
   refuse_foreign_folder
   trap on_exit EXIT
   trap 'exit 130' INT TERM
-  make_choices
+  if [[ $STATE == fresh ]]; then
+    [[ -n $PYTHON ]] || choose_python
+    leave_own_venv
+    PROBE_PY=$PY
+  else
+    PY=$(stamped python) PROBE_PY=$VENV/bin/python
+    ASKED=$(stamped asked) BUILD=$(stamped build) ORIGIN=$(stamped origin)
+  fi
+  step "Looking at $PROBE_PY"
+  FACTS=$(probe "$PROBE_PY" describe) ||
+    fail 1 "$PROBE_PY crashed on 'import torch': try it by hand, or name another Python with --python"
+  note "Python $(fact python_version)"
+  [[ $STATE != fresh ]] || choose_build
+  case $ORIGIN in
+    existing) note "chosen: the PyTorch that is there, left as it is" ;;
+    installed) note "chosen: PyTorch $TORCH_VERSION, $BUILD build, in $VENV" ;;
+  esac
 
   claim_folder "$@"
-  choose_requirements
   if [[ $STATE == fresh ]]; then
     begin_changes
     create_venv
   fi
-  write_constraints
-  install_lost_packages
+  [[ $DRY_RUN == yes ]] || : >"$LOG"
+  note "pip's output goes to $LOG"
+  if [[ $ORIGIN == existing ]]; then fact torch_pins | tr ' ' '\n'; else echo "torch==$TORCH_VERSION"; fi |
+    write "$CONSTRAINTS"
   install_requirements
   install_torch
   [[ $DRY_RUN == yes ]] || verify
   install_triton
   [[ $DRY_RUN == no ]] || exit 0
-  write_packages
   write_stamp
   UNFINISHED=no
   summarise

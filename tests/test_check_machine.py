@@ -1,4 +1,4 @@
-"""The check of a seat, and the table of all seats."""
+"""The check of a machine, and the table of all machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workshop.classroom import check_machine
-from workshop.classroom.check_machine import Seat
+from workshop.classroom.check_machine import Machine
 from workshop.errors import WorkshopError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,60 +40,51 @@ IN_ORDER = {
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seat]:
-    """Examines a seat whose scripts print what a test says, and whose gates are green."""
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Machine]:
+    """Examines a machine whose scripts print what a test says, and whose gates are green."""
     monkeypatch.setattr(check_machine, "SCRIPTS", tmp_path)
     monkeypatch.setattr(check_machine, "gate", lambda key: (check_machine.PASS, ""))
 
-    def examine(**found: list[dict[str, Any]]) -> Seat:
+    def examine(**found: list[dict[str, Any]]) -> Machine:
         for name in (check_machine.ENVIRONMENT, check_machine.ROCM, check_machine.PROFILERS):
             rows = (IN_ORDER | found).get(name)
             status = 0 if rows is not None else 77
             text = json.dumps({"rows": rows or [row("ROCm", "no")]})
             (tmp_path / f"{name}.py").write_text(f"print({text!r})\nraise SystemExit({status})\n")
-        return check_machine.examine("seat")
+        return check_machine.examine("machine")
 
     return examine
 
 
-def test_a_seat_in_order_is_ready_and_says_what_it_goes_without(room) -> None:
-    seat = room()
-    assert seat.ready
-    assert (seat.device, seat.torch) == ("1 x Test GPU", "2.9.0, CUDA 13.0")
-    assert seat.profilers == ["torch.profiler"]
-    assert set(seat.versions.values()) == {check_machine.PASS}
+def test_a_machine_in_order_is_ready_and_lists_what_is_missing(room) -> None:
+    machine = room()
+    assert machine.ready
+    assert (machine.device, machine.torch) == ("1 x Test GPU", "2.9.0, CUDA 13.0")
+    assert machine.profilers == ["torch.profiler"]
+    assert set(machine.versions.values()) == {check_machine.PASS}
     # Nothing is missing of ROCm, or of AMD's profilers, on an NVIDIA machine.
-    assert seat.absent == ["ncu (missing): Nsight Compute"]
+    assert machine.absent == ["ncu (missing): Nsight Compute"]
 
 
-def test_what_is_broken_or_needed_must_be_mended(room) -> None:
-    broken = row("torch.compile", "BROKEN", version="InvalidCxxCompiler", remedy="install g++")
-    seat = room(
-        test_environment=[
-            *IN_ORDER[check_machine.ENVIRONMENT],
-            broken,
-            row("rich", "no", needed=True),
-        ]
-    )
-    assert not seat.ready
-    assert seat.attention == [
-        "torch.compile (InvalidCxxCompiler): install g++",
-        "rich (missing)",
-    ]
-
-
-def test_a_red_gate_must_be_mended_and_a_skipped_one_need_not(
+def test_what_is_broken_or_needed_must_be_fixed_and_what_is_skipped_need_not(
     room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {
+    gates = {
         "v2": (check_machine.FAIL, "its gate is red: logits"),
         "v3": (check_machine.SKIPPED, "no Triton"),
     }
-    monkeypatch.setattr(check_machine, "gate", lambda key: found.get(key, (check_machine.PASS, "")))
-    seat = room()
-    assert seat.attention == ["v2: its gate is red: logits"]
-    assert "v3: no Triton" in seat.absent
-    assert seat.versions == {"v1": "pass", "v2": "FAIL", "v3": "skipped", "v4": "pass"}
+    monkeypatch.setattr(check_machine, "gate", lambda key: gates.get(key, (check_machine.PASS, "")))
+    broken = row("torch.compile", "BROKEN", version="InvalidCxxCompiler", remedy="install g++")
+    rich = row("rich", "no", needed=True)
+    machine = room(test_environment=[*IN_ORDER[check_machine.ENVIRONMENT], broken, rich])
+    assert not machine.ready
+    assert machine.attention == [
+        "torch.compile (InvalidCxxCompiler): install g++",
+        "rich (missing)",
+        "v2: its gate is red: logits",
+    ]
+    assert "v3: no Triton" in machine.absent
+    assert machine.versions == {"v1": "pass", "v2": "FAIL", "v3": "skipped", "v4": "pass"}
 
 
 def test_a_script_that_gives_no_answer_is_a_finding(room, monkeypatch, tmp_path: Path) -> None:
@@ -104,12 +95,12 @@ def test_a_script_that_gives_no_answer_is_a_finding(room, monkeypatch, tmp_path:
         "_FLAGS",
         {check_machine.PROFILERS: (), check_machine.ENVIRONMENT: (), check_machine.ROCM: ()},
     )
-    seat = check_machine.examine("seat")
-    assert seat.attention == ["test_profiling_tools.py gave no answer: ended by signal 6"]
-    assert seat.device == "1 x Test GPU"  # the other scripts' rows are there
+    machine = check_machine.examine("machine")
+    assert machine.attention == ["test_profiling_tools.py gave no answer: ended by signal 6"]
+    assert machine.device == "1 x Test GPU"  # the other scripts' rows are there
 
 
-def test_the_gate_of_a_seat_is_the_real_one() -> None:
+def test_the_gate_of_a_machine_is_the_real_one() -> None:
     assert check_machine.gate("v1") == (check_machine.PASS, "")
     status, why = check_machine.gate("v9")
     assert status == check_machine.FAIL and "v9" in why
@@ -130,7 +121,9 @@ def test_how_a_gate_ended_is_its_verdict(outcome, expected, monkeypatch) -> None
     assert check_machine.gate("v3") == expected
 
 
-def test_a_seat_with_a_broken_torch_gets_its_row(type_command: TypeCommand, tmp_path: Path) -> None:
+def test_a_machine_with_a_broken_torch_gets_its_row(
+    type_command: TypeCommand, tmp_path: Path
+) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libamdhip64.so: not found')\n")
     answer = type_command(
@@ -138,23 +131,23 @@ def test_a_seat_with_a_broken_torch_gets_its_row(type_command: TypeCommand, tmp_
             "python",
             "-m",
             "workshop.classroom.check_machine",
-            "--seat",
+            "--machine",
             "07",
             "--output-dir",
-            tmp_path / "seats",
+            tmp_path / "machines",
         ),
         PYTHONPATH=f"{tmp_path}:{ROOT}",
     )
     assert answer.returncode == 1, answer.stderr
     assert "07: NEEDS ATTENTION" in answer.stdout
     assert "libamdhip64.so: not found" in answer.stdout
-    [seat], problems = check_machine.read_all(tmp_path / "seats")
-    assert (seat.name, problems) == ("07", [])
-    assert set(seat.versions.values()) == {check_machine.UNTRIED}
-    assert [path.name for path in (tmp_path / "seats").iterdir()] == ["07.json"]
+    [machine], problems = check_machine.read_all(tmp_path / "machines")
+    assert (machine.name, problems) == ("07", [])
+    assert set(machine.versions.values()) == {check_machine.UNTRIED}
+    assert [path.name for path in (tmp_path / "machines").iterdir()] == ["07.json"]
 
 
-# --- all seats ------------------------------------------------------------------------------------
+# --- all machines ---------------------------------------------------------------------------------
 
 
 def put(folder: Path, name: str, **more: Any) -> None:
@@ -179,13 +172,13 @@ def collect(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int
     return status, capsys.readouterr().out
 
 
-def test_all_seats_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_machines_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (10, 2, 1):
-        put(tmp_path, f"seat{number}")
+        put(tmp_path, f"machine{number}")
     status, text = collect(capsys, tmp_path, "--expect", "3")
     assert status == 0
-    assert "3 of 3 seats ready" in text
-    places = [text.index(f" seat{number} ") for number in (1, 2, 10)]
+    assert "3 of 3 machines ready" in text
+    places = [text.index(f" machine{number} ") for number in (1, 2, 10)]
     assert places == sorted(places)
     assert "not the same" not in text
 
@@ -193,20 +186,20 @@ def test_all_seats_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_table_says_what_is_missing_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lacks = "ncu (missing): Nsight Compute"
-    put(tmp_path, "a", absent=[lacks])
-    put(tmp_path, "b", absent=[lacks], commit="old")
+    absent = "ncu (missing): Nsight Compute"
+    put(tmp_path, "a", absent=[absent])
+    put(tmp_path, "b", absent=[absent], commit="old")
     put(tmp_path, "c", attention=["torch (missing): setup"], torch="missing")
     (tmp_path / "d.json").write_text("{")
     status, text = collect(capsys, tmp_path, "--expect", "5")
     assert status == 1
-    assert "2 of 3 seats ready" in text
+    assert "2 of 3 machines ready" in text
     assert "d.json: can't be read" in text
-    assert "2 of 5 seats left no file" in text
-    assert "c: mend torch (missing): setup" in text
+    assert "2 of 5 machines left no file" in text
+    assert "c: fix torch (missing): setup" in text
     assert "without ncu (missing): Nsight Compute [a, b]" in text
-    assert "not the same everywhere, the checkout: abc at a, c; old at b" in text
-    assert "not the same everywhere, PyTorch: 2.13.0, CUDA 13.0 at a, b; missing at c" in text
+    assert "not the same everywhere, the checkout: abc on a, c; old on b" in text
+    assert "not the same everywhere, PyTorch: 2.13.0, CUDA 13.0 on a, b; missing on c" in text
 
 
 def test_a_row_and_the_notes_are_markdown(
@@ -222,22 +215,24 @@ def test_a_row_and_the_notes_are_markdown(
         *("a", "ready", "1 x Test GPU", "2.13.0, CUDA 13.0", "pass v1 v2 v4; skipped v3"),
         *("torch.profiler, nsys", "2026-01-01 08:00"),
     ]
-    assert ready == "- 1 of 1 seats ready"
+    assert ready == "- 1 of 1 machines ready"
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
-        ({"schema_version": 99}, "not a seat's file"),
+        ({"schema_version": 99}, "not a machine's file"),
         ({"versions": ["v1"]}, "field versions is missing or no dict"),
         ({"torch": None}, "field torch is missing or no str"),
     ],
 )
-def test_a_file_of_another_kind_is_named(more: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_named(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     put(tmp_path, "a", **more)
     found, [problem] = check_machine.read_all(tmp_path)
     assert found == []
-    assert problem.startswith("a.json: ") and told in problem
+    assert problem.startswith("a.json: ") and message in problem
 
 
 def test_what_a_file_says_steers_no_terminal(
@@ -247,31 +242,28 @@ def test_what_a_file_says_steers_no_terminal(
     assert "\x1b" not in collect(capsys, tmp_path)[1]
 
 
-@pytest.mark.parametrize("name", ["../x", "a b", ".hidden", "x" * 65, "a/b"])
-def test_a_seats_name_is_a_files_name(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_machines_name_is_a_files_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check_machine.main(["--seat", name, "--output-dir", str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err.startswith("error: --seat ")
-    assert not (tmp_path / "new").exists()
-
-
-def test_the_machines_name_is_made_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("../x", "a b", ".hidden", "x" * 65, "a/b"):
+        assert check_machine.main(["--machine", name, "--output-dir", str(tmp_path / "new")]) == 2
+        assert capsys.readouterr().err.startswith("error: --machine ")
+        assert not (tmp_path / "new").exists()
     for node, name in (("node-07.site", "node-07.site"), ("my laptop/1", "my-laptop-1"), ("", "")):
         monkeypatch.setattr(check_machine.platform, "node", lambda node=node: node)
-        assert check_machine.seat_name(None) == (name or "seat")
+        assert check_machine.machine_name(None) == (name or "machine")
 
 
 def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    for words, told in (
+    for words, message in (
         (["--collect", str(tmp_path / "none")], "no such folder"),
-        (["--collect", str(tmp_path)], "no seat's file in it"),
+        (["--collect", str(tmp_path)], "no machine's file in it"),
         (["--output-dir", str(tmp_path / "file" / "x")], "can't be written"),
     ):
         assert check_machine.main(words) == 2
         error = capsys.readouterr().err
-        assert told in error and len(error.splitlines()) == 1
+        assert message in error and len(error.splitlines()) == 1
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:

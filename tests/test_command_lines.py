@@ -406,7 +406,7 @@ def _end_unread(program: str, stderr: Path, monkeypatch: pytest.MonkeyPatch) -> 
             os.dup2(writer, 1)
             sys.stdout = os.fdopen(1, "w")
             monkeypatch.setattr(atexit, "register", at_exit.append)
-            sys.modules.pop("hunt_harness", None)  # it is the stages' beginning
+            sys.modules.pop("debug_harness", None)  # it is the stages' beginning
             status = start(program, [*first_words(program), "--help"], monkeypatch)
             for function in reversed(at_exit):
                 function()

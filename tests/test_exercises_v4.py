@@ -1,90 +1,33 @@
-"""V4's exercises: an untouched starter fails, the solution passes, wrong answers are told why."""
+"""V4's exercises: an untouched starter fails, the solution passes, wrong answers get a reason."""
 
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import stored_runs
+from exercise_cases import (
+    FOLDERS,
+    SOLUTIONS,
+    changed,
+    checked,
+    loaded,
+    red,
+    shown,
+    solution,
+    unanswered,
+    with_answers,
+)
 from test_compare import needs_triton
 
 from workshop import results
-from workshop.exercises import frame, sheet
-from workshop.exercises.frame import Item, Work
+from workshop.exercises import frame
+from workshop.exercises.frame import Work
 from workshop.profilers import kernel_file
 from workshop.profilers.table import Kernel, KernelTable
-
-ROOT = Path(__file__).resolve().parents[1]
-EXERCISES = ROOT / "version4_pytorch_sdpa/exercises"
-SOLUTIONS = ROOT / "exercises/solutions"
-NAMES = ("ultra_fusion", "register_optimization", "production_deployment")
-
-
-def checked(name: str, **where: Path) -> list[Item]:
-    """The Items of an exercise's check, in this process."""
-    return list(Work(EXERCISES / name, **where).each(loaded(name).check))
-
-
-@functools.cache
-def loaded(name: str) -> ModuleType:
-    return frame.import_file(EXERCISES / name / sheet.CHECK)
-
-
-def solution(name: str) -> dict[str, Path]:
-    files = {
-        "mine": SOLUTIONS / name / frame.MINE,
-        "answers": SOLUTIONS / name / frame.MY_ANSWERS,
-    }
-    return {key: path for key, path in files.items() if path.is_file()}
-
-
-def told(items: list[Item], *, ok: bool) -> str:
-    """What the green Items say, or the red ones."""
-    return "\n".join(f"{item.what}: {item.why}" for item in items if item.ok == ok)
-
-
-def answered(name: str, folder: Path, **changes: Any) -> Path:
-    """The solution's answers, with some changed."""
-    text = (SOLUTIONS / name / frame.MY_ANSWERS).read_text(encoding="utf-8")
-    for key, value in changes.items():
-        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {json.dumps(value)}", text)
-        assert count == 1, key
-    path = folder / frame.MY_ANSWERS
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def changed(name: str, folder: Path, changes: dict[str, str]) -> Path:
-    """The solution with pieces of its text changed."""
-    text = (SOLUTIONS / name / frame.MINE).read_text(encoding="utf-8")
-    for old, new in changes.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    path = folder / frame.MINE
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_sheet_is_read(name: str) -> None:
-    read = sheet.read(EXERCISES / name)
-    assert (read.minutes, read.when, read.needs) == (15, "session 4", "no GPU needed")
-    assert len(read.hints) >= 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_solution_answers_the_sheets_questions(name: str) -> None:
-    keys = [
-        re.findall(r"(?m)^(\[?\w+\]?)(?: =|$)", path.read_text(encoding="utf-8"))
-        for path in (EXERCISES / name / frame.QUESTIONS, SOLUTIONS / name / frame.MY_ANSWERS)
-    ]
-    assert keys[0] == keys[1]
-
 
 # --- ultra_fusion --------------------------------------------------------------------------------
 
@@ -130,20 +73,14 @@ def profile(
 
 def test_fusion_without_profiles_names_the_missing_one(tmp_path: Path) -> None:
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=tmp_path)
-    assert told(items, ok=False).startswith("results/profiles/v4/eager is missing")
+    assert red(items).startswith("results/profiles/v4/eager is missing")
 
 
-def test_unanswered_questions_of_fusion_are_red(measured: Path) -> None:
-    questions = EXERCISES / "ultra_fusion" / frame.QUESTIONS
-    items = checked("ultra_fusion", answers=questions, results=measured)
-    assert items and not any(item.ok for item in items)
-    assert "not answered yet: predict.calls_gone_percent" in told(items, ok=False)
-
-
-def test_the_solution_of_fusion_passes(measured: Path) -> None:
+def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured: Path) -> None:
+    assert not any(item.ok for item in unanswered("ultra_fusion", results=measured))
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
-    assert told(items, ok=False) == ""
-    assert "predicted 70%, measured 68.5%: a good prediction" in told(items, ok=True)
+    assert not red(items)
+    assert "predicted 70%, measured 68.5%: a good prediction" in shown(items)
 
 
 @pytest.mark.parametrize(
@@ -166,21 +103,21 @@ def test_the_solution_of_fusion_passes(measured: Path) -> None:
         ({"graph_removes": "bytes"}, "the same kernels run on the same tensors"),
     ],
 )
-def test_a_wrong_finding_about_fusion_is_told(
+def test_a_wrong_finding_about_fusion_says_why(
     answers: dict[str, Any], why: str, measured: Path, tmp_path: Path
 ) -> None:
-    mine = answered("ultra_fusion", tmp_path, **answers)
+    mine = with_answers("ultra_fusion", tmp_path, **answers)
     items = checked("ultra_fusion", answers=mine, results=measured)
     assert sum(not item.ok for item in items) == 1
-    assert why in told(items, ok=False)
+    assert why in red(items)
 
 
 def test_a_prediction_about_fusion_that_is_off_is_green(measured: Path, tmp_path: Path) -> None:
-    mine = answered("ultra_fusion", tmp_path, products_gone=30)
+    mine = with_answers("ultra_fusion", tmp_path, products_gone=30)
     items = checked("ultra_fusion", answers=mine, results=measured)
-    assert told(items, ok=False) == ""
-    assert "predicted 30, measured 0" in told(items, ok=True)
-    assert "Inductor hands large products to the library" in told(items, ok=True)
+    assert not red(items)
+    assert "predicted 30, measured 0" in shown(items)
+    assert "Inductor hands large products to the library" in shown(items)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +132,13 @@ def test_a_prediction_about_fusion_that_is_off_is_green(measured: Path, tmp_path
         ),
     ],
 )
-def test_profiles_of_something_else_are_told(
+def test_profiles_of_something_else_are_refused(
     folder: str, how: dict[str, Any], why: str, measured: Path
 ) -> None:
     profile(measured, folder, **how)
     items = checked("ultra_fusion", **solution("ultra_fusion"), results=measured)
     assert len(items) == 1
-    assert why in told(items, ok=False)
+    assert why in red(items)
 
 
 # --- register_optimization -----------------------------------------------------------------------
@@ -231,7 +168,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @needs_triton
 @pytest.mark.slow
 def test_the_starting_tile_is_wrong_on_every_chip(compiler: None) -> None:
-    folder = EXERCISES / REGISTERS
+    folder = FOLDERS[REGISTERS]
     items = checked(REGISTERS, mine=folder / frame.STARTER, answers=folder / frame.QUESTIONS)
     assert [item.ok for item in items if item.what.startswith("y is right")] == [True]
     for target in ("gfx90a", "gfx942", "gfx950", "sm_90"):
@@ -239,14 +176,14 @@ def test_the_starting_tile_is_wrong_on_every_chip(compiler: None) -> None:
         assert not chip.ok
         assert "waves a SIMD, 4 are wanted: limited by" in chip.why
     for sentence in ("spills", "needs 131,072 bytes of LDS", "not answered yet: findings.limit"):
-        assert sentence in told(items, ok=False)
+        assert sentence in red(items)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_solutions_tiles_pass_beside_the_starting_one(compiler: None) -> None:
     items = checked(REGISTERS, **solution(REGISTERS))
-    assert told(items, ok=False) == ""
+    assert not red(items)
     (chip,) = (item for item in items if item.what.startswith("gfx942"))
     assert "spills nothing, fits, leaves room" in chip.what
     assert re.search(r"tile +256 x 128 x 64 +128 x 128 x 32", chip.why)
@@ -256,18 +193,17 @@ def test_the_solutions_tiles_pass_beside_the_starting_one(compiler: None) -> Non
 
 @needs_triton
 @pytest.mark.slow
-def test_wrong_tiles_are_told_why(compiler: None, tmp_path: Path) -> None:
+def test_wrong_tiles_say_why(compiler: None, tmp_path: Path) -> None:
     mine = changed(REGISTERS, tmp_path, {SOLVED: WRONG})
-    answers = answered(REGISTERS, tmp_path, limit_gfx942="registers", accumulators_sm_90=128)
+    answers = with_answers(REGISTERS, tmp_path, limit_gfx942="registers", accumulators_sm_90=128)
     items = checked(REGISTERS, mine=mine, answers=answers)
     chips = {item.what.split()[0]: item for item in items}
     assert "21 FLOP a byte, 80 are wanted: small tiles load" in chips["gfx90a"].why
     assert "needs 147,456 bytes of LDS memory, a program may have 65,536" in chips["gfx942"].why
     assert "its accumulators alone need 1024 registers a lane" in chips["gfx950"].why
     assert re.search(r"spills \d+ bytes a lane: smaller tiles or more warps", chips["sm_90"].why)
-    red = told(items, ok=False)
-    assert "you wrote 'registers'; the table above says 'shared memory'" in red
-    assert "predicted 128, measured 512" in told(items, ok=True)
+    assert "you wrote 'registers'; the table above says 'shared memory'" in red(items)
+    assert "predicted 128, measured 512" in shown(items)
 
 
 @needs_triton
@@ -283,12 +219,12 @@ def test_wrong_tiles_are_told_why(compiler: None, tmp_path: Path) -> None:
         ("tl.dot(a, b, gates)", "tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), gates)", "are wrong"),
     ],
 )
-def test_a_changed_kernel_that_is_wrong_is_told_where(
+def test_a_changed_kernel_that_is_wrong_is_red_at_its_place(
     right: str, wrong: str, why: str, tmp_path: Path
 ) -> None:
     mine = changed(REGISTERS, tmp_path, {right: wrong})
-    items = list(loaded(REGISTERS)._numbers(Work(EXERCISES / REGISTERS, mine=mine)))
-    assert re.search(why, told(items, ok=False))
+    items = list(loaded(REGISTERS)._numbers(Work(FOLDERS[REGISTERS], mine=mine)))
+    assert re.search(why, red(items))
 
 
 @needs_triton
@@ -306,7 +242,7 @@ def test_a_tile_that_no_kernel_can_have_ends_the_check(tile: str, why: str, tmp_
     mine = changed(REGISTERS, tmp_path, {last: re.sub(rf"{name}=\d+", tile, last)})
     items = checked(REGISTERS, mine=mine)
     assert len(items) == 1
-    assert why in told(items, ok=False)
+    assert why in red(items)
 
 
 # --- production_deployment -----------------------------------------------------------------------
@@ -331,21 +267,19 @@ def deployed(tmp_path: Path) -> Path:
 
 
 def test_the_starter_of_deployment_fails(tmp_path: Path) -> None:
-    folder = EXERCISES / DEPLOYMENT
+    folder = FOLDERS[DEPLOYMENT]
     starter, questions = folder / frame.STARTER, folder / frame.QUESTIONS
     items = checked(DEPLOYMENT, mine=starter, answers=questions, results=tmp_path)
     assert items and not any(item.ok for item in items)
     for name in ("save_weights", "export_model", "measure", "release_verdict"):
-        assert re.search(
-            rf"not written yet: starter.py, line \d+, in {name}", told(items, ok=False)
-        )
-    assert "latency.json is missing: run deploy.py" in told(items, ok=False)
+        assert re.search(rf"not written yet: starter.py, line \d+, in {name}", red(items))
+    assert "latency.json is missing: run deploy.py" in red(items)
 
 
 def test_the_solution_of_deployment_passes(deployed: Path) -> None:
     items = checked(DEPLOYMENT, **solution(DEPLOYMENT), results=deployed)
-    assert told(items, ok=False) == ""
-    assert "the exported program's logits at B, T = (3, 33)" in told(items, ok=True)
+    assert not red(items)
+    assert "the exported program's logits at B, T = (3, 33)" in shown(items)
 
 
 WRONG_DEPLOYMENTS: dict[str, tuple[str, dict[str, str], str]] = {
@@ -423,11 +357,11 @@ WRONG_DEPLOYMENTS: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_DEPLOYMENTS)
-def test_a_wrong_deployment_is_told_why(name: str, tmp_path: Path) -> None:
+def test_a_wrong_deployment_says_why(name: str, tmp_path: Path) -> None:
     part, changes, why = WRONG_DEPLOYMENTS[name]
-    work = Work(EXERCISES / DEPLOYMENT, mine=changed(DEPLOYMENT, tmp_path, changes))
+    work = Work(FOLDERS[DEPLOYMENT], mine=changed(DEPLOYMENT, tmp_path, changes))
     items = list(work.each(getattr(loaded(DEPLOYMENT), part)))
-    assert why in told(items, ok=False)
+    assert why in red(items)
 
 
 @pytest.mark.parametrize(
@@ -439,22 +373,22 @@ def test_a_wrong_deployment_is_told_why(name: str, tmp_path: Path) -> None:
         ({"status_other_device": 0}, "another device: its exit status: you wrote 0"),
     ],
 )
-def test_a_wrong_finding_about_deployment_is_told(
+def test_a_wrong_finding_about_deployment_says_why(
     answers: dict[str, Any], why: str, deployed: Path, tmp_path: Path
 ) -> None:
     check = loaded(DEPLOYMENT)
-    mine = answered(DEPLOYMENT, tmp_path, **answers)
-    work = Work(EXERCISES / DEPLOYMENT, answers=mine, results=deployed)
+    mine = with_answers(DEPLOYMENT, tmp_path, **answers)
+    work = Work(FOLDERS[DEPLOYMENT], answers=mine, results=deployed)
     items = list(work.each(check._service, check._throughput, check._statuses))
     assert sum(not item.ok for item in items) == 1
-    assert why in told(items, ok=False)
+    assert why in red(items)
 
 
 @pytest.mark.slow
 def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
     tmp_path: Path, type_command: Any
 ) -> None:
-    plant, tool = EXERCISES / DEPLOYMENT / "plant_change.py", "analysis_tools/regression_tester.py"
+    plant, tool = FOLDERS[DEPLOYMENT] / "plant_change.py", "analysis_tools/regression_tester.py"
     medium = tmp_path / "h200"
     ladder = stored_runs.REFERENCE / "nvidia_h200" / "runs"
     for number, path in enumerate(sorted(ladder.glob("*/v4_medium_bf16_*"))):
@@ -473,7 +407,7 @@ def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
 def test_deploying_with_a_mistake_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deploy = frame.import_file(EXERCISES / DEPLOYMENT / "deploy.py")
+    deploy = frame.import_file(FOLDERS[DEPLOYMENT] / "deploy.py")
     solved = (SOLUTIONS / DEPLOYMENT / frame.MINE).read_text(encoding="utf-8")
     wrong = "\n\ndef measure(model, tokens, wait):\n    return {'p50': 1.0}\n"
     (tmp_path / frame.MINE).write_text(solved + wrong, encoding="utf-8")
@@ -486,8 +420,8 @@ def test_deploying_with_a_mistake_is_one_line(
 def test_deploying_an_unfinished_model_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deploy = frame.import_file(EXERCISES / DEPLOYMENT / "deploy.py")
-    (tmp_path / frame.MINE).write_bytes((EXERCISES / DEPLOYMENT / frame.STARTER).read_bytes())
+    deploy = frame.import_file(FOLDERS[DEPLOYMENT] / "deploy.py")
+    (tmp_path / frame.MINE).write_bytes((FOLDERS[DEPLOYMENT] / frame.STARTER).read_bytes())
     monkeypatch.setattr(deploy, "HERE", tmp_path)
     monkeypatch.setattr(deploy, "STEPS", 1)
     assert deploy.main(["--output-dir", str(tmp_path)]) == 2

@@ -49,13 +49,13 @@ folder.mkdir(parents=True)
 (here / "child.py").rename(folder / sheet.CHECK)
 runner.run(folder, limit_s=1e6)
 """,
-    "the hunt's stages": """
+    "the stages of performance_debugging": """
 sys.path.insert(0, "version3_triton/exercises/performance_debugging")
 import run_all_stages
 arguments = argparse.Namespace(device="cpu", output_dir=here)
 run_all_stages._run_one(here / "child.py", arguments, print)
 """,
-    "the check of a seat": """
+    "the check of a machine": """
 from workshop.classroom import check_machine
 check_machine._SECONDS = 1e6
 check_machine._run([sys.executable, str(here / "child.py")])

@@ -338,8 +338,8 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path: Path) -> N
     assert [row.label for row in snapshot.rows(half)] == ["v1", "v3", "v4"]
     points = roofline_inputs.load([tmp_path], precision="bf16").points
     assert {point.seconds for point in points if point.category == STEP} == {0.05, 0.08}
-    figures = instructor.parts(collection)["figures of session 4"]
-    assert figures.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in figures
+    steps = instructor.parts(collection)["steps"]
+    assert steps.count("| 50.00 |") == 2 and "| 1.60x (1 process)" in steps
 
 
 def test_the_newest_session_counts() -> None:

@@ -1,19 +1,20 @@
 """What the three validation scripts share: rows, the table, the JSON form and the exit status.
 
 Standard library only, and readable by Python 3.6, still the `python3` of some clusters: the scripts
-run before anything is installed and must be able to say that the Python is too old.
+run before anything is installed and must be able to report that the Python is too old.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -21,11 +22,6 @@ OK, MISSING, BROKEN, UNTRIED = "yes", "no", "BROKEN", "untried"
 EXIT_OK, EXIT_BROKEN, EXIT_NOT_HERE, EXIT_INTERRUPTED = 0, 1, 77, 130
 
 Facts = Dict[str, Any]
-Probes = Mapping[str, Callable[[], Facts]]
-
-HEADINGS = ("what", "found", "version", "what it is for", "how to get it")
-SHARES = (18, 7, 20, 21, 26)  # of 92 columns of text; four gaps of two make 100
-GAP = "  "
 
 
 class Row(NamedTuple):
@@ -63,14 +59,19 @@ def run(command: Sequence[str], timeout: float = 30) -> Outcome:
     except OSError as error:
         return Outcome(problem=f"cannot be started: {error.strerror}")
     if done.returncode != 0:
-        said = last_line(done.stdout)
-        return Outcome(done.stdout, f"ended with status {done.returncode}" + (said and f": {said}"))
+        last = last_line(done.stdout)
+        return Outcome(done.stdout, f"ended with status {done.returncode}" + (last and f": {last}"))
     return Outcome(done.stdout)
 
 
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def find_program(name: str, also_in: str = "") -> str:
+    """The path of a program on PATH, or else in a folder; "" if there is none."""
+    return shutil.which(name) or shutil.which(name, path=also_in) or ""
 
 
 def tool_row(
@@ -80,8 +81,8 @@ def tool_row(
     arguments: Sequence[str] = ("--version",),
     also_in: str = "",
 ) -> Row:
-    """A program, asked for its version. `also_in` is a folder to look in after PATH."""
-    path = shutil.which(name) or shutil.which(name, path=also_in)
+    """A program and its version. `also_in` is a folder to look in after PATH."""
+    path = find_program(name, also_in)
     if not path:
         return Row(name, MISSING, "", purpose, remedy)
     outcome = run([path, *arguments])
@@ -100,127 +101,116 @@ def version_in(output: str) -> str:
     return numbers[-1] if numbers else ""
 
 
-def probe(script: str, name: str, timeout: float = 180) -> Facts:
-    """Runs one of a script's probes in a Python of its own; `problem` says why it gave no facts.
+# --- Probes: each runs in a process of its own, which a broken PyTorch may end --------------------
 
-    Importing a broken PyTorch can end the process: then the table must still be printed.
-    """
+
+def probe(script: str, name: str, timeout: float = 300) -> Facts:
+    """Runs one of a script's probes in a new Python; `problem` says why it gave no facts."""
     outcome = run([sys.executable, script, "--probe", name], timeout)
     try:
         facts = json.loads(last_line(outcome.output))
     except ValueError:
         facts = None
-    if isinstance(facts, dict):
-        return facts
-    return {"problem": outcome.problem or "gave no answer"}
+    return facts if isinstance(facts, dict) else {"problem": outcome.problem or "gave no answer"}
 
 
-def answer_probe(probes: Probes, name: str) -> int:
+def probed_row(script: str, name: str, row: Row, module: str) -> Row:
+    """The row filled in with what a probe says under `version`, or as its `problem`; MISSING where
+    the module that the probe imports is not installed."""
+    if importlib.util.find_spec(module) is None:
+        return row._replace(found=MISSING)
+    facts = probe(script, name)
+    problem = facts.get("problem", "")
+    return row._replace(found=BROKEN if problem else OK, version=problem or facts["version"])
+
+
+def run_probe(function: Callable[[], Facts]) -> int:
     try:
-        facts = probes[name]()
+        facts = function()
     except Exception as error:  # Whatever a broken installation raises is the finding.
         facts = {"problem": f"{type(error).__name__}: {last_line(str(error))}"}
     print(json.dumps(facts))
     return EXIT_OK
 
 
-def table(rows: List[Row], width: int) -> str:
-    """The rows in columns that wrap, the last one only where there is something to do."""
-    spare = width - len(GAP) * (len(SHARES) - 1)
-    widths = [share * spare // sum(SHARES) for share in SHARES]
-    lines = [_line(HEADINGS, widths), _line(["-" * width for width in widths], widths)]
-    for row in rows:
-        what = row.what + (" *" if row.needed else "")
-        remedy = "" if row.found == OK else row.remedy
-        lines.append(_line((what, row.found, row.version, row.purpose, remedy), widths))
-    return "\n".join(lines)
+# --- The command line and the report --------------------------------------------------------------
 
 
-def _line(cells: Sequence[str], widths: List[int]) -> str:
-    wrapped = [
-        textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(cells, widths)
-    ]
-    height = max(len(lines) for lines in wrapped)
-    padded = [lines + [""] * (height - len(lines)) for lines in wrapped]
-    return "\n".join(
-        GAP.join(part.ljust(width) for part, width in zip(parts, widths)).rstrip()
-        for parts in zip(*padded)
-    )
+class Report(NamedTuple):
+    rows: List[Row]
+    all_well: str
+    not_here: str = ""
+    """Why there was nothing to check, if so."""
 
 
-def failures(rows: List[Row]) -> List[Row]:
-    """Rows that must not stay as they are: needed ones that are absent, and all broken ones."""
-    return [row for row in rows if row.found == BROKEN or (row.needed and row.found == MISSING)]
+def start(
+    description: str,
+    probes: Mapping[str, Callable[[], Facts]],
+    make: Callable[[argparse.Namespace], Report],
+    flags: Mapping[str, str] = {},
+) -> None:
+    """Runs a script and ends the process with its exit status.
 
-
-def conclude(rows: List[Row], all_well: str, not_here: str = "") -> Tuple[int, str]:
-    """Exit status and the last line. `not_here` says why there was nothing to check, if so."""
-    failed = failures(rows)
-    if failed:
-        names = "; ".join(f"{row.what} ({row.version or 'missing'})" for row in failed)
-        return EXIT_BROKEN, f"Needs attention: {names}"
-    if not_here:
-        return EXIT_NOT_HERE, not_here
-    return EXIT_OK, all_well
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    """The command line that all three scripts have."""
-    result = argparse.ArgumentParser(
+    Args:
+        make: looks for everything.
+        flags: the script's own switches, with their help.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head -1` is no error
+    parser = argparse.ArgumentParser(
         description=description,
         epilog="exit status: 0 all that is needed is there, 1 something needs attention (the last "
         "line says what), 2 wrong usage, 77 not on this machine",
     )
-    result.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    result.add_argument("--probe", help=argparse.SUPPRESS)  # one check, in its own process
-    return result
-
-
-def start(main: Callable[[], int]) -> None:
-    """Runs a script and ends the process: Ctrl-C is one line, and output that is not read to its
-    end, as that of `| head -1`, is no error."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--probe", choices=sorted(probes), help=argparse.SUPPRESS)
+    for flag, text in flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
     try:
-        try:
-            status = main()
-        except SystemExit as ended:  # of the command line
-            status = int(ended.code or EXIT_OK)
-        sys.stdout.flush()
+        arguments = parser.parse_args()
+        if arguments.probe:
+            sys.exit(run_probe(probes[arguments.probe]))
+        sys.exit(show(make(arguments), arguments.json))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        status = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Python writes what is left of the output when it ends, and would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = EXIT_BROKEN
-    sys.exit(status)
+        sys.exit(EXIT_INTERRUPTED)
 
 
-def report(rows: List[Row], status: int, verdict: str, as_json: bool) -> int:
+def show(report: Report, as_json: bool) -> int:
     """Prints the table or its JSON form, and returns the exit status."""
+    failed = [r for r in report.rows if r.found == BROKEN or (r.needed and r.found == MISSING)]
+    status, verdict = EXIT_OK, report.all_well
+    if failed:
+        names = "; ".join(f"{row.what} ({row.version or 'missing'})" for row in failed)
+        status, verdict = EXIT_BROKEN, f"Needs attention: {names}"
+    elif report.not_here:
+        status, verdict = EXIT_NOT_HERE, report.not_here
     if as_json:
         form = {
             "schema_version": 1,
             "python": sys.executable,
             "exit_status": status,
             "verdict": verdict,
-            "rows": [dict(row._asdict()) for row in rows],
+            "rows": [dict(row._asdict()) for row in report.rows],
         }
         print(json.dumps(form, indent=2))
         return status
-    columns = shutil.get_terminal_size((100, 24)).columns
     print(f"Python: {sys.executable}")
-    print(table(rows, max(80, min(columns, 120))))
+    print(table(report.rows))
     print("* needed")
-    print(wrong_python_note(), end="")
+    prepared = REPOSITORY / ".venv" / "bin" / "python"
+    if prepared.exists() and Path(sys.prefix) != prepared.parents[1]:
+        print(f"Note: the workshop's own Python is {os.path.relpath(str(prepared))}")
     print(verdict)
     return status
 
 
-def wrong_python_note() -> str:
-    """A hint for whoever prepared .venv and then ran the script with another Python."""
-    prepared = REPOSITORY / ".venv" / "bin" / "python"
-    if not prepared.exists() or Path(sys.prefix) == prepared.parents[1]:
-        return ""
-    return (
-        f"Note: the workshop's own Python is {os.path.relpath(str(prepared))}; this is another.\n"
-    )
+def table(rows: List[Row]) -> str:
+    """A line a row, and below those that were not found in order a line on how to get them."""
+    lines = []
+    for row in rows:
+        what = row.what + (" *" if row.needed else "")
+        version = f"{row.version} ({row.purpose})" if row.version else row.purpose
+        lines.append(f"{row.found:<8} {what:<20} {version}")
+        if row.found != OK and row.remedy:
+            lines.append(f"{'':<8} {'':<20} -> {row.remedy}")
+    return "\n".join(lines)

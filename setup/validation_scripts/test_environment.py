@@ -4,6 +4,7 @@
 A script, not a pytest test: python3 setup/validation_scripts/test_environment.py [--compile]
 """
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -12,8 +13,9 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import List
+from typing import Callable, Dict, List
 
 from report_table import (
     BROKEN,
@@ -21,12 +23,10 @@ from report_table import (
     OK,
     UNTRIED,
     Facts,
+    Report,
     Row,
-    answer_probe,
-    conclude,
-    parser,
     probe,
-    report,
+    probed_row,
     start,
     tool_row,
 )
@@ -35,9 +35,9 @@ SETUP = "setup/environment_setup.sh"
 PYTHON_MINIMUM = (3, 10)
 TORCH_MINIMUM = (2, 6)
 PACKAGES = {
-    "rich": ("progress and tables", True),
-    "matplotlib": ("plots", True),
-    "numpy": ("arrays for plots, statistics and V3's interpreter", True),
+    "rich": "progress and tables",
+    "matplotlib": "plots",
+    "numpy": "arrays for plots, statistics and V3's interpreter",
 }
 CACHE_BYTES = 2 * 1024**3  # A compiled `large` model with autotuning writes several hundred MB.
 
@@ -65,25 +65,11 @@ def probe_torch() -> Facts:
     return facts
 
 
-def probe_packages() -> Facts:
-    """The version of each package, or what its import raised."""
-    facts: Facts = {}
-    for name in PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
-            facts[name] = {"version": str(importlib.import_module(name).__dict__["__version__"])}
-        except KeyError:  # rich does not carry its version in the module
-            facts[name] = {"version": _distribution_version(name)}
-        except Exception as error:
-            facts[name] = {"problem": f"{type(error).__name__}: {error}"}
-    return facts
-
-
-def _distribution_version(name: str) -> str:
+def probe_package(name: str) -> Facts:
     from importlib import metadata
 
-    return metadata.version(name)
+    importlib.import_module(name)
+    return {"version": metadata.version(name)}
 
 
 def probe_triton() -> Facts:
@@ -91,9 +77,9 @@ def probe_triton() -> Facts:
     import torch
     import triton
 
-    asked_for = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-    interprets = asked_for or not torch.cuda.is_available()
-    return {"version": str(triton.__version__), "interprets": interprets}
+    by_user = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    verb = "interprets" if by_user or not torch.cuda.is_available() else "compiles"
+    return {"version": f"{triton.__version__}, {verb} V3's kernels"}
 
 
 def probe_compile() -> Facts:
@@ -106,22 +92,22 @@ def probe_compile() -> Facts:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.sin() + 1
 
-    same = torch.allclose(torch.compile(function)(x), function(x), atol=1e-6)
-    return {"same": bool(same), "device": device}
+    if not torch.allclose(torch.compile(function)(x), function(x), atol=1e-6):
+        return {"problem": "computes something else"}
+    return {"version": f"on {device}"}
 
 
 def probe_workshop() -> Facts:
     """The package, from outside the repository: a path set by set-up must lead to it."""
-    versions = importlib.import_module("workshop.versions").VERSIONS
-    return {"versions": len(versions)}
+    return {"version": f"{len(importlib.import_module('workshop.versions').VERSIONS)} versions"}
 
 
-PROBES = {
+PROBES: Dict[str, Callable[[], Facts]] = {
     "torch": probe_torch,
-    "packages": probe_packages,
     "triton": probe_triton,
     "compile": probe_compile,
     "workshop": probe_workshop,
+    **{name: partial(probe_package, name) for name in PACKAGES},
 }
 
 
@@ -131,7 +117,9 @@ PROBES = {
 def python_rows() -> List[Row]:
     version = platform.python_version()
     enough = sys.version_info[:2] >= PYTHON_MINIMUM
-    rows = [
+    in_venv = sys.prefix != sys.base_prefix
+    able = in_venv or all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
+    return [
         Row(
             "Python",
             OK if enough else BROKEN,
@@ -139,11 +127,7 @@ def python_rows() -> List[Row]:
             "runs everything",
             "install Python 3.10 or newer, or load its module",
             needed=True,
-        )
-    ]
-    in_venv = sys.prefix != sys.base_prefix
-    able = in_venv or all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
-    rows.append(
+        ),
         Row(
             "venv",
             OK if able else MISSING,
@@ -151,9 +135,8 @@ def python_rows() -> List[Row]:
             "keeps the workshop's packages apart",
             "Debian, Ubuntu: the package python3-venv",
             needed=True,
-        )
-    )
-    return rows
+        ),
+    ]
 
 
 def compiler_rows() -> List[Row]:
@@ -163,10 +146,15 @@ def compiler_rows() -> List[Row]:
     cc = os.environ.get("CC") or next((c for c in ("gcc", "clang") if shutil.which(c)), "gcc")
     system = "xcode-select --install" if mac else "your system's package of that name, or a module"
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    rows = [tool_row("make", "short commands", system)]
+    for what, program, purpose, variable in (
+        ("C++ compiler", cxx, "torch.compile on the CPU", "CXX"),
+        ("C compiler", cc, "Triton's launchers, on a GPU", "CC"),
+    ):
+        row = tool_row(program, purpose, f"{system}; or set {variable}")
+        rows.append(row._replace(what=what, version=f"{program} {row.version}".strip()))
     return [
-        tool_row("make", "short commands", system),
-        _compiler_row("C++ compiler", cxx, "torch.compile on the CPU", f"{system}; or set CXX"),
-        _compiler_row("C compiler", cc, "Triton's launchers, on a GPU", f"{system}; or set CC"),
+        *rows,
         Row(
             "Python headers",
             OK if header.exists() else MISSING,
@@ -177,159 +165,101 @@ def compiler_rows() -> List[Row]:
     ]
 
 
-def _compiler_row(what: str, program: str, purpose: str, remedy: str) -> Row:
-    row = tool_row(program, purpose, remedy)
-    return row._replace(what=what, version=f"{program} {row.version}".strip())
-
-
 def torch_rows() -> List[Row]:
-    purpose = "the framework"
+    row = Row("torch", MISSING, "", "the framework", SETUP, needed=True)
     if importlib.util.find_spec("torch") is None:
-        return [Row("torch", MISSING, "", purpose, SETUP, needed=True)]
+        return [row]
     facts = probe(__file__, "torch")
     if "problem" in facts:
-        return [Row("torch", BROKEN, facts["problem"], purpose, SETUP, needed=True)]
+        return [row._replace(found=BROKEN, version=facts["problem"])]
     version = f"{facts['version']}, {facts['build']}"
     enough = tuple(int(part) for part in facts["version"].split(".")[:2]) >= TORCH_MINIMUM
     if not enough:
         version += ": older than 2.6"
     return [
-        Row("torch", OK if enough else BROKEN, version, purpose, SETUP, needed=True),
+        row._replace(found=OK if enough else BROKEN, version=version),
         device_row(facts),
         Row(
             "matrix product",
             OK if facts["matmul_right"] else BROKEN,
             "equals the exact one" if facts["matmul_right"] else "differs from the exact one",
-            "the device computes rightly",
+            "the device computes correctly",
             "update the driver; try another device or build",
             needed=True,
         ),
     ]
 
 
-def gpu_in_machine() -> str:
-    """Whose GPU this machine has, going by the driver's device files."""
-    if Path("/dev/kfd").exists():
-        return "AMD"
-    if Path("/dev/nvidiactl").exists():
-        return "NVIDIA"
-    return ""
-
-
 def device_row(facts: Facts) -> Row:
-    """A GPU that is there and not seen is a fault; no GPU at all is not."""
-    purpose = "what the model trains on"
+    """A GPU that is there (by the driver's device files) and not seen is a fault; no GPU is not."""
+    row = Row("device", OK, "", "what the model trains on", "")
     devices = facts["devices"]
     if devices:
-        return Row("device", OK, f"{len(devices)} x {devices[0]}", purpose, "")
-    gpu = gpu_in_machine()
-    if not gpu:
+        return row._replace(version=f"{len(devices)} x {devices[0]}")
+    drivers = {"/dev/kfd": ("AMD", "rocm"), "/dev/nvidiactl": ("NVIDIA", "cuda")}
+    found = next((drivers[path] for path in drivers if Path(path).exists()), None)
+    if not found:
         where = "the CPU" if facts["build"] == "CPU" else "the CPU (no GPU on this node)"
-        return Row("device", OK, where, purpose, "")
-    build = {"AMD": "rocm", "NVIDIA": "cuda"}[gpu]
+        return row._replace(version=where)
+    gpu, build = found
+    remedy = f"{SETUP} --build {build}"
     if facts["build"].lower().startswith(build):
         remedy = "driver older than the build, no permission, or *_VISIBLE_DEVICES set to nothing"
-    else:
-        remedy = f"{SETUP} --build {build}"
-    return Row("device", BROKEN, f"the {gpu} GPU is not seen", purpose, remedy, needed=True)
+    return row._replace(
+        found=BROKEN, version=f"the {gpu} GPU is not seen", remedy=remedy, needed=True
+    )
 
 
-def package_rows() -> List[Row]:
-    facts = probe(__file__, "packages")
-    rows = []
-    for name, (purpose, needed) in PACKAGES.items():
-        fact = {"problem": facts["problem"]} if "problem" in facts else facts.get(name)
-        if fact is None:
-            rows.append(Row(name, MISSING, "", purpose, SETUP, needed))
-        elif "problem" in fact:
-            rows.append(Row(name, BROKEN, fact["problem"], purpose, SETUP, needed))
-        else:
-            rows.append(Row(name, OK, fact["version"], purpose, SETUP, needed))
-    return rows
-
-
-def triton_row() -> Row:
-    """Not needed: without it V3 is skipped, and nothing else."""
-    what, purpose = "triton", "V3's kernels; torch.compile on a GPU"
-    if importlib.util.find_spec("triton") is None:
+def probed_rows(compile_too: bool) -> List[Row]:
+    rows = [
+        probed_row(__file__, name, Row(name, OK, "", purpose, SETUP, needed=True), name)
+        for name, purpose in PACKAGES.items()
+    ]
+    remedy = "exists for Linux alone"
+    if sys.platform.startswith("linux"):
         remedy = "requirements-triton.txt in setup/ says which one belongs where"
-        if not sys.platform.startswith("linux"):
-            remedy = "exists for Linux alone"
-        return Row(what, MISSING, "", purpose, remedy)
-    facts = probe(__file__, "triton")
-    if "problem" in facts:
-        return Row(what, BROKEN, facts["problem"], purpose, "install it again")
-    mode = "interprets V3's kernels" if facts["interprets"] else "compiles V3's kernels"
-    return Row(what, OK, f"{facts['version']}, {mode}", purpose, "")
+    # Not needed: without it V3 is skipped, and nothing else.
+    triton = Row("triton", OK, "", "V3's kernels; torch.compile on a GPU", remedy)
+    rows.append(probed_row(__file__, "triton", triton, "triton"))
+    remedy = "see the compilers and headers above"
+    compiler = Row("torch.compile", UNTRIED, "", "V4, and --compile everywhere", remedy)
+    if compile_too:
+        rows.append(probed_row(__file__, "compile", compiler, "torch"))
+    else:
+        rows.append(compiler._replace(remedy="add --compile (takes up to a minute)"))
+    workshop = Row("workshop", OK, "", "the plumbing that the versions share", SETUP, needed=True)
+    return [*rows, probed_row(__file__, "workshop", workshop, "workshop")]
 
 
-def compile_row(wanted: bool) -> Row:
-    purpose = "V4, and --compile everywhere"
-    if not wanted:
-        return Row("torch.compile", UNTRIED, "", purpose, "add --compile (takes up to a minute)")
-    facts = probe(__file__, "compile", timeout=300)
-    if facts.get("same"):
-        return Row("torch.compile", OK, f"on {facts['device']}", purpose, "")
-    problem = facts.get("problem", "computes something else")
-    return Row("torch.compile", BROKEN, problem, purpose, "see the compilers and headers above")
-
-
-def workshop_row() -> Row:
-    facts = probe(__file__, "workshop")
-    purpose = "the plumbing that the versions share"
-    if "problem" not in facts:
-        return Row("workshop", OK, f"{facts['versions']} versions", purpose, SETUP, needed=True)
-    found = MISSING if "No module named 'workshop'" in facts["problem"] else BROKEN
-    return Row("workshop", found, facts["problem"], purpose, SETUP, needed=True)
-
-
-def cache_rows() -> List[Row]:
-    user = Path.home()
-    temporary = Path(tempfile.gettempdir())
-    folders = {
-        "compiler cache": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(temporary),
-        "Triton cache": os.environ.get("TRITON_CACHE_DIR") or str(user / ".triton"),
-    }
-    return [cache_row(what, Path(folder)) for what, folder in folders.items()]
-
-
-def cache_row(what: str, folder: Path) -> Row:
+def cache_row(what: str, variable: str, default: Path) -> Row:
     """Room and permission where compiled kernels are kept. A quota is not seen from here."""
-    variable = "TORCHINDUCTOR_CACHE_DIR" if what.startswith("compiler") else "TRITON_CACHE_DIR"
-    remedy = f"set {variable} to a folder with room"
+    folder = Path(os.environ.get(variable) or default)
     while not folder.exists():
         folder = folder.parent
+    row = Row(what, OK, "", "compiled kernels", f"set {variable} to a folder with room")
     if not os.access(str(folder), os.W_OK):
-        return Row(what, BROKEN, f"{folder} is not writable", "compiled kernels", remedy)
+        return row._replace(found=BROKEN, version=f"{folder} is not writable")
     free = shutil.disk_usage(str(folder)).free
     found = OK if free >= CACHE_BYTES else BROKEN
-    room = f"{free / 1024**3:.1f} GiB free in {folder}"
-    return Row(what, found, room, "compiled kernels", remedy)
+    return row._replace(found=found, version=f"{free / 1024**3:.1f} GiB free in {folder}")
 
 
-def main() -> int:
-    arguments_parser = parser("Checks that this machine and this Python can run the workshop.")
-    arguments_parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="also compile a tiny function with torch.compile (up to a minute; default: not tried)",
-    )
-    arguments = arguments_parser.parse_args()
-    if arguments.probe:
-        return answer_probe(PROBES, arguments.probe)
+def make(arguments: argparse.Namespace) -> Report:
     rows = [
         *python_rows(),
         *compiler_rows(),
         *torch_rows(),
-        *package_rows(),
-        triton_row(),
-        compile_row(arguments.compile),
-        workshop_row(),
-        *cache_rows(),
+        *probed_rows(arguments.compile),
+        cache_row("compiler cache", "TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
+        cache_row("Triton cache", "TRITON_CACHE_DIR", Path.home() / ".triton"),
     ]
-    status, verdict = conclude(rows, "All that is needed is there. Next: make compare")
-    return report(rows, status, verdict, arguments.json)
+    return Report(rows, "All that is needed is there. Next: make compare")
 
 
 if __name__ == "__main__":
-    start(main)
+    start(
+        "Checks that this machine and this Python can run the workshop.",
+        PROBES,
+        make,
+        {"--compile": "also compile a tiny function with torch.compile (up to a minute)"},
+    )

@@ -5,24 +5,12 @@ A script, not a pytest test: python3 setup/validation_scripts/test_profiling_too
 Ends with status 77 where torch.profiler works and no GPU profiler is installed.
 """
 
-import importlib.util
+import argparse
 import os
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import List
 
-from report_table import (
-    BROKEN,
-    MISSING,
-    OK,
-    Row,
-    answer_probe,
-    conclude,
-    parser,
-    probe,
-    report,
-    start,
-    tool_row,
-)
+from report_table import MISSING, OK, Facts, Report, Row, probed_row, start, tool_row
 
 SETUP = "setup/environment_setup.sh"
 OPTIONAL = "requirements-profiling.txt in setup/ says how"
@@ -52,7 +40,7 @@ GPU_PROFILERS = {
 }
 
 
-def probe_torch_profiler() -> Dict[str, Any]:
+def probe_torch_profiler() -> Facts:
     """Profiles one matrix product: the operator must be in the table and, on a GPU, its kernel."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -64,22 +52,23 @@ def probe_torch_profiler() -> Dict[str, Any]:
     with profile(activities=activities) as recorded:
         (x @ x).sum().item()
     rows = recorded.key_averages()
-    return {
-        "operator": any(row.key == "aten::mm" for row in rows),
-        "kernel": not on_gpu or any(row.self_device_time_total > 0 for row in rows),
-        "device": device,
-        "torch": str(torch.__version__),
-    }
+    if not any(row.key == "aten::mm" for row in rows):
+        return {"problem": "did not record aten::mm"}
+    if on_gpu and not any(row.self_device_time_total > 0 for row in rows):
+        return {"problem": "recorded no GPU kernel"}
+    return {"version": f"torch {torch.__version__}, {device}"}
 
 
-def probe_proton() -> Dict[str, Any]:
+def probe_proton() -> Facts:
     import triton
     import triton.profiler as proton
 
-    return {"version": str(triton.__version__), "usable": callable(proton.start)}
+    if not callable(proton.start):
+        return {"problem": "this triton has no profiler"}
+    return {"version": f"triton {triton.__version__}"}
 
 
-def probe_deepspeed() -> Dict[str, Any]:
+def probe_deepspeed() -> Facts:
     """Counts the FLOPs of a layer whose count is known."""
     import deepspeed
     import torch
@@ -89,7 +78,10 @@ def probe_deepspeed() -> Dict[str, Any]:
     flops, _, _ = get_model_profile(
         layer, args=[torch.ones(4, 16)], print_profile=False, as_string=False
     )
-    return {"version": str(deepspeed.__version__), "flops": int(flops), "expected": 2 * 4 * 16 * 32}
+    version, expected = str(deepspeed.__version__), 2 * 4 * 16 * 32
+    if int(flops) != expected:
+        return {"problem": f"{version}: {int(flops)} FLOPs, not {expected}"}
+    return {"version": version}
 
 
 PROBES = {
@@ -99,32 +91,6 @@ PROBES = {
 }
 
 
-def torch_profiler_row() -> Row:
-    what, purpose = "torch.profiler", "time by operator and kernel, on every machine"
-    if importlib.util.find_spec("torch") is None:
-        return Row(what, MISSING, "", purpose, SETUP, needed=True)
-    facts = probe(__file__, "torch_profiler")
-    problem = facts.get("problem", "")
-    if not problem and not facts["operator"]:
-        problem = "did not record aten::mm"
-    if not problem and not facts["kernel"]:
-        problem = "recorded no GPU kernel"
-    if problem:
-        remedy = "is another profiler attached? else " + SETUP
-        return Row(what, BROKEN, problem, purpose, remedy, needed=True)
-    return Row(what, OK, f"torch {facts['torch']}, {facts['device']}", purpose, "", needed=True)
-
-
-def proton_row() -> Row:
-    what, purpose = "proton", "Triton's own: time and FLOPs by scope"
-    if importlib.util.find_spec("triton") is None:
-        return Row(what, MISSING, "", purpose, "comes with triton, in PyTorch's GPU builds")
-    facts = probe(__file__, "proton")
-    if "problem" in facts:
-        return Row(what, BROKEN, facts["problem"], purpose, "needs a triton with its profiler")
-    return Row(what, OK, f"triton {facts['version']}", purpose, "")
-
-
 def visible_devices_rows() -> List[Row]:
     """On AMD, proton refuses to start under two variables that job scripts like to set."""
     names = [n for n in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if n in os.environ]
@@ -132,18 +98,6 @@ def visible_devices_rows() -> List[Row]:
         return []
     remedy = "for proton: unset it, and choose GPUs with ROCR_VISIBLE_DEVICES"
     return [Row(name, MISSING, "is set", "proton does not start", remedy) for name in names]
-
-
-def deepspeed_row() -> Row:
-    what, purpose = "deepspeed", "FLOPs by module"
-    if importlib.util.find_spec("deepspeed") is None:
-        return Row(what, MISSING, "", purpose, OPTIONAL)
-    facts = probe(__file__, "deepspeed")
-    if "problem" in facts:
-        return Row(what, BROKEN, facts["problem"], purpose, OPTIONAL)
-    right = facts["flops"] == facts["expected"]
-    version = facts["version"] + ("" if right else f": {facts['flops']}, not {facts['expected']}")
-    return Row(what, OK if right else BROKEN, version, purpose, OPTIONAL)
 
 
 def counter_permission_rows(parameters: Path = NVIDIA_PARAMETERS) -> List[Row]:
@@ -163,26 +117,29 @@ def counter_permission_rows(parameters: Path = NVIDIA_PARAMETERS) -> List[Row]:
     ]
 
 
-def gpu_profiler_rows() -> List[Row]:
-    return [
+def make(_: argparse.Namespace) -> Report:
+    remedy = "is another profiler attached? else " + SETUP
+    profiler = Row("torch.profiler", OK, "", "time by operator and kernel", remedy, needed=True)
+    remedy = "comes with triton, in PyTorch's GPU builds"
+    proton = Row("proton", OK, "", "Triton's own: time and FLOPs by scope", remedy)
+    deepspeed = Row("deepspeed", OK, "", "FLOPs by module", OPTIONAL)
+    tools = [
         tool_row(name, purpose, remedy, also_in=ROCM_BIN)
         for name, (purpose, remedy) in GPU_PROFILERS.items()
     ]
-
-
-def main() -> int:
-    arguments = parser("Checks the profilers that the workshop uses.").parse_args()
-    if arguments.probe:
-        return answer_probe(PROBES, arguments.probe)
-    tools = gpu_profiler_rows()
-    rows = [torch_profiler_row(), *tools, *counter_permission_rows()]
-    rows += [proton_row(), *visible_devices_rows(), deepspeed_row()]
+    rows = [
+        probed_row(__file__, "torch_profiler", profiler, "torch"),
+        *tools,
+        *counter_permission_rows(),
+        probed_row(__file__, "proton", proton, "triton"),
+        *visible_devices_rows(),
+        probed_row(__file__, "deepspeed", deepspeed, "deepspeed"),
+    ]
     here = [row.what for row in tools if row.found == OK]
     none = "No GPU profiler on this machine: torch.profiler works, and the runners of the rest skip"
     all_well = f"torch.profiler works; GPU profilers: {', '.join(here)}"
-    status, verdict = conclude(rows, all_well, "" if here else none)
-    return report(rows, status, verdict, arguments.json)
+    return Report(rows, all_well, "" if here else none)
 
 
 if __name__ == "__main__":
-    start(main)
+    start("Checks the profilers that the workshop uses.", PROBES, make)

@@ -5,24 +5,24 @@ A script, not a pytest test: python3 setup/validation_scripts/test_rocm_installa
 Ends with status 77 on a machine that has nothing of ROCm.
 """
 
+import argparse
 import grp
 import importlib.util
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import List
 
 from report_table import (
     BROKEN,
     MISSING,
     OK,
+    Facts,
+    Report,
     Row,
-    answer_probe,
-    conclude,
-    parser,
+    find_program,
     probe,
-    report,
     run,
     start,
     tool_row,
@@ -35,7 +35,7 @@ GROUPS = ("render", "video")
 SETUP = "setup/environment_setup.sh --build rocm"
 
 
-def probe_torch() -> Dict[str, Any]:
+def probe_torch() -> Facts:
     """PyTorch's HIP version, and the GPUs that it sees."""
     import torch
 
@@ -89,18 +89,17 @@ def driver_rows() -> List[Row]:
 
 def groups_row() -> Row:
     """Membership is one way to the device files, not the only one: so it is not 'needed'."""
-    mine = set(os.getgroups())
-    lacking = []
+    mine, without = set(os.getgroups()), []
     for name in GROUPS:
         try:
             if grp.getgrnam(name).gr_gid not in mine:
-                lacking.append(name)
+                without.append(name)
         except KeyError:  # this system has no such group
             continue
-    version = f"not in {', '.join(lacking)}" if lacking else "in all that exist"
+    version = f"not in {', '.join(without)}" if without else "in all that exist"
     return Row(
         "groups",
-        MISSING if lacking else OK,
+        MISSING if without else OK,
         version,
         "permission for the device files",
         "only if a device file above says no permission: ask to be added",
@@ -114,7 +113,7 @@ def gpu_names(rocminfo_output: str) -> List[str]:
 
 def gpu_row(root: Path) -> Row:
     purpose = "lists the GPUs; an MI250X counts as two"
-    path = shutil.which("rocminfo") or shutil.which("rocminfo", path=str(root / "bin"))
+    path = find_program("rocminfo", str(root / "bin"))
     if not path:
         return Row("rocminfo", MISSING, "", purpose, f"module load rocm; {root}/bin", needed=True)
     outcome = run([path])
@@ -137,24 +136,20 @@ def tool_rows(root: Path) -> List[Row]:
     ]
 
 
-def torch_facts() -> Dict[str, Any]:
-    return probe(__file__, "torch") if importlib.util.find_spec("torch") else {}
-
-
-def torch_rows(facts: Dict[str, Any], root: Path) -> List[Row]:
-    purpose = "trains on the AMD GPU"
+def torch_rows(facts: Facts, root: Path) -> List[Row]:
+    row = Row("torch for ROCm", MISSING, "", "trains on the AMD GPU", SETUP, needed=True)
     if not facts:
-        return [Row("torch for ROCm", MISSING, "", purpose, SETUP, needed=True)]
+        return [row]
     if "problem" in facts:
-        return [Row("torch for ROCm", BROKEN, facts["problem"], purpose, SETUP, needed=True)]
+        return [row._replace(found=BROKEN, version=facts["problem"])]
     if not facts["hip"]:
-        version = f"{facts['version']} is another build"
-        return [Row("torch for ROCm", BROKEN, version, purpose, SETUP, needed=True)]
+        return [row._replace(found=BROKEN, version=f"{facts['version']} is another build")]
     seen = facts["devices"]
     version = f"{facts['version']}, {seen} GPUs seen"
     remedy = "rocminfo above must list them; check HIP_VISIBLE_DEVICES"
+    found = OK if seen else BROKEN
     return [
-        Row("torch for ROCm", OK if seen else BROKEN, version, purpose, remedy, needed=True),
+        row._replace(found=found, version=version, remedy=remedy),
         versions_row(facts["hip"], rocm_version(root)),
     ]
 
@@ -171,28 +166,16 @@ def versions_row(hip: str, rocm: str) -> Row:
     )
 
 
-def nothing_of_rocm(facts: Dict[str, Any], root: Path) -> bool:
-    there = (root.is_dir(), KFD.exists(), shutil.which("rocminfo"), facts.get("hip"))
-    return not any(there)
-
-
-def main() -> int:
-    arguments = parser("Checks the ROCm stack of an AMD machine.").parse_args()
-    if arguments.probe:
-        return answer_probe(PROBES, arguments.probe)
-    facts = torch_facts()
+def make(_: argparse.Namespace) -> Report:
+    facts = probe(__file__, "torch") if importlib.util.find_spec("torch") else {}
     rows = [rocm_row(ROCM), *driver_rows(), groups_row(), gpu_row(ROCM), *tool_rows(ROCM)]
     rows += torch_rows(facts, ROCM)
-    if nothing_of_rocm(facts, ROCM):
-        # Nothing is broken where nothing was promised: no row counts as needed.
-        rows = [row._replace(found=MISSING, needed=False) for row in rows]
-    status, verdict = conclude(
-        rows,
-        "ROCm is in order. Next: test_profiling_tools.py",
-        "No ROCm on this machine: nothing to check" if nothing_of_rocm(facts, ROCM) else "",
-    )
-    return report(rows, status, verdict, arguments.json)
+    if any((ROCM.is_dir(), KFD.exists(), shutil.which("rocminfo"), facts.get("hip"))):
+        return Report(rows, "ROCm is in order. Next: test_profiling_tools.py")
+    # Where nothing of ROCm is there, nothing is broken: no row counts as needed.
+    rows = [row._replace(found=MISSING, needed=False) for row in rows]
+    return Report(rows, "", "No ROCm on this machine: nothing to check")
 
 
 if __name__ == "__main__":
-    start(main)
+    start("Checks the ROCm stack of an AMD machine.", PROBES, make)

@@ -1,13 +1,13 @@
-"""Is this seat ready? And all the others in the room?
+"""Whether this machine is ready for the workshop, and a table of all machines in the room.
 
     python -m workshop.classroom.check_machine
-        checks this seat, leaves results/seats/NAME.json
+        checks this machine, writes results/machines/NAME.json
     python -m workshop.classroom.check_machine --collect DIR
-        a table of all seats whose files lie in DIR
+        a table of all machines whose files are in DIR
 
-A file a seat, and no common one: thirty seats may write at once to a disk that they share.
-What is checked runs in processes of its own, and nothing but Python's own is imported here, so that
-a seat whose PyTorch is missing or broken gets its row like any other.
+One file per machine and no common one: thirty machines may write at once to a disk that they share.
+The checks run in processes of their own, and nothing but Python's own is imported here, so that a
+machine whose PyTorch is missing or broken gets its row like any other.
 """
 
 import argparse
@@ -52,9 +52,9 @@ _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What was found at one seat. `attention` and `absent` are sentences: what must be mended
-    before the workshop, and what will be missing there and may be."""
+class Machine:
+    """What was found on one machine. `attention` and `absent` are sentences: what must be fixed
+    before the workshop, and what is missing there and may be."""
 
     name: str
     checked: str
@@ -65,7 +65,7 @@ class Seat:
     torch: str
     device: str
     versions: dict[str, str]
-    """PASS, FAIL, SKIPPED or UNTRIED, of each version's gate on this seat's device."""
+    """PASS, FAIL, SKIPPED or UNTRIED, of each version's gate on this machine's device."""
     profilers: list[str]
     attention: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
@@ -78,24 +78,31 @@ class Seat:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.classroom.check_machine",
-        description="Checks that this seat is ready for the workshop: the three validation "
+        description="Checks that this machine is ready for the workshop: the three validation "
         "scripts, torch.compile, and the gate of every version on a small model. Takes a minute "
-        "or two. Or shows the table of all seats; in Markdown, where it is written to a file.",
-        epilog="Exit status: 0 ready (with --collect: all seats are), 1 something needs attention, "
-        "2 wrong usage, 77 rich is missing.",
+        "or two. Or shows the table of all machines; in Markdown, where it is written to a file.",
+        epilog="Exit status: 0 ready (with --collect: all machines are), 1 something needs "
+        "attention, 2 wrong usage, 77 rich is missing.",
     )
     add = parser.add_argument
-    add("--seat", metavar="NAME", help="what this seat is called (default: the machine's name)")
+    add(
+        "--machine", metavar="NAME", help="the machine's name in the table (default: its host name)"
+    )
     add(
         "--output-dir",
         type=Path,
         metavar="DIR",
-        default=ROOT / "results" / "seats",
-        help="NAME.json goes there (default: results/seats); a folder that all seats see saves "
-        "collecting the files",
+        default=ROOT / "results" / "machines",
+        help="NAME.json goes there (default: results/machines); with a folder that all machines "
+        "see there is nothing to collect",
     )
-    add("--collect", type=Path, metavar="DIR", help="check nothing, show the seats in DIR")
-    add("--expect", type=count, metavar="N", help="with --collect: how many seats there are to be")
+    add("--collect", type=Path, metavar="DIR", help="check nothing, show the machines in DIR")
+    add(
+        "--expect",
+        type=count,
+        metavar="N",
+        help="with --collect: how many machines there should be",
+    )
     return parser
 
 
@@ -106,29 +113,33 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    name = seat_name(arguments.seat)
+    name = machine_name(arguments.machine)
     target: Path = arguments.output_dir / f"{name}.json"
-    with _writing(target.parent):  # rather known now than when all is checked
+    with _writing(target.parent):  # before the checks, which take a minute
         target.parent.mkdir(parents=True, exist_ok=True)
-    seat = examine(name)
-    _write(target, json.dumps({"schema_version": SCHEMA_VERSION} | asdict(seat), indent=1) + "\n")
-    for line in _told(seat):
+    machine = examine(name)
+    _write(
+        target, json.dumps({"schema_version": SCHEMA_VERSION} | asdict(machine), indent=1) + "\n"
+    )
+    for line in _summary(machine):
         print(printable(line))
     print(f"Written: {target}")
-    return errors.DONE if seat.ready else errors.ANSWER_IS_NO
+    return errors.DONE if machine.ready else errors.ANSWER_IS_NO
 
 
-def seat_name(wanted: str | None) -> str:
+def machine_name(wanted: str | None) -> str:
     """A name that can be a file's: the one that is wanted, else the machine's.
 
     Raises:
         WorkshopError: the wanted one can't.
     """
     if wanted is None:
-        return re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII).strip(".-")[:64] or "seat"
+        return (
+            re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII).strip(".-")[:64] or "machine"
+        )
     if not _NAME.fullmatch(wanted) or wanted[0] in ".-":
         raise WorkshopError(
-            f"--seat {printable(wanted)!r}: letters, digits, dots, dashes and underscores, at "
+            f"--machine {printable(wanted)!r}: letters, digits, dots, dashes and underscores, at "
             "most 64, and a letter, digit or underscore first"
         )
     return wanted
@@ -157,29 +168,29 @@ def _writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _told(seat: Seat) -> Iterator[str]:
-    """A seat's own row, in lines."""
-    yield f"{seat.name}: {'ready' if seat.ready else 'NEEDS ATTENTION'}"
-    yield f"  device     {seat.device}"
-    yield f"  PyTorch    {seat.torch}, Python {seat.python}"
-    yield f"  gate       {_gates(seat)}"
-    yield f"  profilers  {', '.join(seat.profilers) or 'none'}"
-    yield from (f"  mend:      {sentence}" for sentence in seat.attention)
-    yield from (f"  without:   {sentence}" for sentence in seat.absent)
+def _summary(machine: Machine) -> Iterator[str]:
+    """One machine's row, in lines."""
+    yield f"{machine.name}: {'ready' if machine.ready else 'NEEDS ATTENTION'}"
+    yield f"  device     {machine.device}"
+    yield f"  PyTorch    {machine.torch}, Python {machine.python}"
+    yield f"  gate       {_gates(machine)}"
+    yield f"  profilers  {', '.join(machine.profilers) or 'none'}"
+    yield from (f"  fix:       {sentence}" for sentence in machine.attention)
+    yield from (f"  without:   {sentence}" for sentence in machine.absent)
 
 
-# --- one seat ------------------------------------------------------------------------------------
+# --- one machine ---------------------------------------------------------------------------------
 
 Rows = list[dict[str, typing.Any]]
 """Of a validation script: what, found, version, purpose, remedy and needed of each thing."""
 
 
-def examine(name: str) -> Seat:
+def examine(name: str) -> Machine:
     """Runs all checks on this machine, each in a process of its own, and says on stderr which."""
     rows: dict[str, Rows] = {}
     attention, absent = [], []
     for script, flags in _FLAGS.items():
-        _tell(script.removeprefix("test_").replace("_", " "))
+        _announce(script.removeprefix("test_").replace("_", " "))
         rows[script], problem = _script_rows(script, flags)
         attention += [problem] if problem else []
     found = {row["what"]: row for row in rows[ENVIRONMENT]}
@@ -191,11 +202,11 @@ def examine(name: str) -> Seat:
             absent.append(_sentence(row))
     versions = dict.fromkeys(VERSIONS, UNTRIED)
     for key in VERSIONS if torch["found"] == "yes" else ():
-        _tell(f"{key} on a small model")
+        _announce(f"{key} on a small model")
         versions[key], why = gate(key)
         if versions[key] != PASS:
             (absent if versions[key] == SKIPPED else attention).append(f"{key}: {why}")
-    return Seat(
+    return Machine(
         name=name,
         checked=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         commit=_commit(),
@@ -209,7 +220,7 @@ def examine(name: str) -> Seat:
     )
 
 
-def _tell(what: str) -> None:
+def _announce(what: str) -> None:
     print(f"checking {what} ...", file=sys.stderr, flush=True)
 
 
@@ -278,7 +289,7 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
 
 
 def gate(key: str) -> tuple[str, str]:
-    """Whether a version trains right on this seat's device; and why not, where it does not."""
+    """Whether a version trains correctly on this device; and why not, where it does not."""
     status, output, problem = _run(
         [sys.executable, "-m", "workshop.parity", "--version", key, *_GATE]
     )
@@ -295,62 +306,64 @@ def _commit() -> str:
     return output.strip() if status == errors.DONE else "unknown"
 
 
-# --- all seats -----------------------------------------------------------------------------------
+# --- all machines --------------------------------------------------------------------------------
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    seats, problems = read_all(arguments.collect)
-    lacking = max(0, (arguments.expect or 0) - len(seats))
-    if lacking:
-        problems.append(f"{lacking} of {arguments.expect} seats left no file")
-    if not seats:
+    machines, problems = read_all(arguments.collect)
+    unseen = max(0, (arguments.expect or 0) - len(machines))
+    if unseen:
+        problems.append(f"{unseen} of {arguments.expect} machines left no file")
+    if not machines:
         raise WorkshopError(
-            f"{arguments.collect}: no seat's file in it: run at each seat "
+            f"{arguments.collect}: no machine's file in it: run on each machine "
             f"`python -m workshop.classroom.check_machine --output-dir {arguments.collect}`"
         )
-    _show(seats, problems)
-    well = not problems and all(seat.ready for seat in seats)
+    _show(machines, problems)
+    well = not problems and all(machine.ready for machine in machines)
     return errors.DONE if well else errors.ANSWER_IS_NO
 
 
-def read_all(folder: Path) -> tuple[list[Seat], list[str]]:
-    """The seats whose files lie in a folder, by name as a person counts (seat2 before seat10), and
-    what is wrong with files that can't be read, in sentences.
+def read_all(folder: Path) -> tuple[list[Machine], list[str]]:
+    """The machines whose files lie in a folder, sorted as a person counts (node2 before node10),
+    and what is wrong with files that can't be read, in sentences.
 
     Raises:
         WorkshopError: there is no such folder.
     """
     if not folder.is_dir():
         raise WorkshopError(f"--collect {folder}: no such folder")
-    seats, problems = [], []
+    machines, problems = [], []
     for path in sorted(folder.glob("*.json")):
         try:
-            seats.append(_read(path))
+            machines.append(_read(path))
         except WorkshopError as error:
             problems.append(str(error))
-    return sorted(seats, key=lambda seat: _counted(seat.name)), problems
+    return sorted(machines, key=lambda machine: _counted(machine.name)), problems
 
 
 def _counted(name: str) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _read(path: Path) -> Seat:
+def _read(path: Path) -> Machine:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise WorkshopError(f"{path.name}: can't be read ({error}): check that seat anew") from None
+        raise WorkshopError(
+            f"{path.name}: can't be read ({error}): check that machine again"
+        ) from None
     if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-        raise WorkshopError(f"{path.name}: not a seat's file of this checkout")
-    hints = typing.get_type_hints(Seat)
+        raise WorkshopError(f"{path.name}: not a machine's file of this checkout")
+    hints = typing.get_type_hints(Machine)
     for name, hint in hints.items():
         kind = typing.get_origin(hint) or hint
         if not isinstance(content.get(name), kind):
             raise WorkshopError(f"{path.name}: field {name} is missing or no {kind.__name__}")
-    return Seat(**{name: content[name] for name in hints})
+    return Machine(**{name: content[name] for name in hints})
 
 
-def _show(seats: list[Seat], problems: list[str]) -> None:
+def _show(machines: list[Machine], problems: list[str]) -> None:
     """Prints the table and the notes, in Markdown; a terminal folds the rows, a file does not."""
     errors.require("rich")
     from rich import box
@@ -362,46 +375,46 @@ def _show(seats: list[Seat], problems: list[str]) -> None:
     table = Table(box=box.MARKDOWN)
     for name in HEADER:
         table.add_column(name, overflow="fold")
-    for seat in seats:
-        table.add_row(*cells(seat), style=None if seat.ready else "bold red")
+    for machine in machines:
+        table.add_row(*cells(machine), style=None if machine.ready else "bold red")
     with console.capture() as drawn:
         console.print(table)
     print(drawn.get().strip(), end="\n\n")  # rich puts an empty line above and below
-    for note in notes(seats, problems):
+    for note in notes(machines, problems):
         console.print(f"- {note}", soft_wrap=True)
 
 
-HEADER = ("seat", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
+HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
 
 
-def cells(seat: Seat) -> list[str]:
-    """A seat's row, of texts without control characters."""
-    texts = [seat.name, "ready" if seat.ready else "ATTENTION", seat.device, seat.torch]
-    texts += [_gates(seat), ", ".join(map(str, seat.profilers)) or "none"]
-    return [printable(text) for text in [*texts, seat.checked[:16].replace("T", " ")]]
+def cells(machine: Machine) -> list[str]:
+    """A machine's row, of texts without control characters."""
+    texts = [machine.name, "ready" if machine.ready else "ATTENTION", machine.device, machine.torch]
+    texts += [_gates(machine), ", ".join(map(str, machine.profilers)) or "none"]
+    return [printable(text) for text in [*texts, machine.checked[:16].replace("T", " ")]]
 
 
-def _gates(seat: Seat) -> str:
+def _gates(machine: Machine) -> str:
     """As in "pass v1 v2 v4; skipped v3"."""
-    by_status = _by_value(seat.versions.items())
+    by_status = _by_value(machine.versions.items())
     return "; ".join(f"{status} {' '.join(keys)}" for status, keys in by_status.items())
 
 
-def notes(seats: list[Seat], problems: list[str]) -> list[str]:
-    """What must be mended, seat by seat; where seats differ that should be alike; what is missing,
-    with how to get it and the seats that lack it."""
-    ready = sum(seat.ready for seat in seats)
-    lines = [f"{ready} of {len(seats)} seats ready", *problems]
-    lines += [f"{seat.name}: mend {what}" for seat in seats for what in seat.attention]
+def notes(machines: list[Machine], problems: list[str]) -> list[str]:
+    """What must be fixed where; where machines differ that should be alike; what is missing, with
+    how to get it and where."""
+    ready = sum(machine.ready for machine in machines)
+    lines = [f"{ready} of {len(machines)} machines ready", *problems]
+    lines += [f"{machine.name}: fix {what}" for machine in machines for what in machine.attention]
     for what, values in (
-        ("the checkout", [(seat.name, seat.commit) for seat in seats]),
-        ("PyTorch", [(seat.name, seat.torch) for seat in seats]),
+        ("the checkout", [(machine.name, machine.commit) for machine in machines]),
+        ("PyTorch", [(machine.name, machine.torch) for machine in machines]),
     ):
         groups = _by_value(values)
         if len(groups) > 1:
-            told = "; ".join(f"{value} at {_named(names)}" for value, names in groups.items())
-            lines.append(f"not the same everywhere, {what}: {told}")
-    absent = _by_value((seat.name, what) for seat in seats for what in seat.absent)
+            where = "; ".join(f"{value} on {_named(names)}" for value, names in groups.items())
+            lines.append(f"not the same everywhere, {what}: {where}")
+    absent = _by_value((machine.name, what) for machine in machines for what in machine.absent)
     lines += [f"without {what} [{_named(names)}]" for what, names in absent.items()]
     return [printable(line) for line in lines]
 

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from workshop.compare.collection import StoredRun
     from workshop.profilers.table import KernelTable
     from workshop.results import RunResult
+    from workshop.run.flops import Sizes
 
 STARTER, MINE = "starter.py", "mine.py"
 QUESTIONS, MY_ANSWERS = "answers.toml", "my_answers.toml"
 DIAGNOSIS, MY_DIAGNOSIS = "diagnosis.toml", "my_diagnosis.toml"
-"""What the hunt calls its answers."""
+"""What performance_debugging calls its answers."""
 COPIES = {STARTER: MINE, QUESTIONS: MY_ANSWERS, DIAGNOSIS: MY_DIAGNOSIS}
 """What an exercise gives to fill, and what the participant's own copy of it is called."""
 RESULTS = ROOT / "results"
@@ -48,6 +49,11 @@ class Item:
     ok: bool
     what: str
     why: str = ""
+
+
+def judged(right: bool, what: str, otherwise: str) -> Item:
+    """An Item whose reason is for a wrong answer alone."""
+    return Item(right, what, "" if right else otherwise)
 
 
 Part = Callable[["Work"], Iterable[Item]]
@@ -96,7 +102,7 @@ class Work:
         return import_file(self.mine_path)
 
     def answers(self) -> Answers:
-        """my_answers.toml (in the hunt my_diagnosis.toml), read once.
+        """my_answers.toml (in performance_debugging my_diagnosis.toml), read once.
 
         Raises:
             WorkshopError: it is missing, or no TOML.
@@ -176,6 +182,13 @@ class Work:
             return None
         table = folder / kernel_file.JSON_FILE  # quick to read, where a trace is not
         return load.load(table if table.is_file() else folder), load.recorded_run(folder)
+
+
+def sizes(run: "RunResult") -> "Sizes":
+    """Of the model that a run trained."""
+    from workshop.run.flops import Sizes
+
+    return Sizes(**{name: int(run.config[name]) for name in Sizes.__dataclass_fields__})
 
 
 def _has(run: "RunResult", wanted: dict[str, object]) -> bool:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The five faulty stages of the hunt, each repaired by what it lacked and nothing else.
+"""The five faulty stages, each repaired by what was missing and nothing else.
 
     python exercises/solutions/performance_debugging/repairs.py 5 --gate
 
@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
     import_torch()
 
-from hunt_harness import Runner, main
+from debug_harness import Runner, main
 
 # isort: split
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.compare.collection import StoredRun
-from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.frame import Item, Missing, Work, sizes
 from workshop.exercises.predict import Found, Predicted, ask
 from workshop.results import RunResult
 from workshop.run import flops, presets, timing
@@ -64,11 +64,6 @@ def check(work: Work) -> Iterator[Item]:
     yield from work.each(_differ, _believe, _larger_part)
 
 
-def sizes(run: RunResult) -> flops.Sizes:
-    names = flops.Sizes.__dataclass_fields__
-    return flops.Sizes(**{name: int(run.config[name]) for name in names})
-
-
 def step_ms(run: RunResult) -> float:
     return timing.median(run.step_ms)
 
@@ -82,7 +77,7 @@ def backward_over_forward(run: RunResult) -> float:
     return timing.median(run.backward_ms) / timing.median(run.forward_ms)
 
 
-QUESTIONS: tuple[Predicted[Measured] | Found[Measured], ...] = (
+QUESTIONS: tuple[Found[Measured], ...] = (
     Predicted(
         "predict.million_weights",
         "predicted: weights, in millions",

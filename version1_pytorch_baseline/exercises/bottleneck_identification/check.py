@@ -64,7 +64,7 @@ def call_ns(table: KernelTable) -> float:
     return table.total_ns / table.launches
 
 
-QUESTIONS: tuple[Predicted[Measured] | Found[Measured], ...] = (
+QUESTIONS: tuple[Found[Measured], ...] = (
     Predicted(
         "predict.products_percent",
         "predicted: the products' share",

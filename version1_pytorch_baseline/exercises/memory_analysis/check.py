@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import Found, Predicted, ask
+from workshop.exercises.frame import Item, Missing, Work, sizes
+from workshop.exercises.predict import Chosen, Found, Predicted, ask
 from workshop.results import RunResult
 from workshop.run import flops
 
@@ -26,7 +26,6 @@ Measured = dict[int, RunResult]
 def check(work: Work) -> Iterator[Item]:
     yield from work.each(_runs)
     yield from ask(work, measured, QUESTIONS)
-    yield from work.each(_square)
 
 
 def state_mb(run: RunResult) -> float:
@@ -44,15 +43,14 @@ def square_mb(run: RunResult) -> float:
 
 
 def weights(run: RunResult) -> int:
-    names = flops.Sizes.__dataclass_fields__
-    return flops.parameter_count(flops.Sizes(**{n: int(run.config[n]) for n in names}))
+    return flops.parameter_count(sizes(run))
 
 
 def growth(run: Measured) -> float:
     return rest_mb(run[LONG]) / rest_mb(run[MIDDLE])
 
 
-QUESTIONS: tuple[Predicted[Measured] | Found[Measured], ...] = (
+QUESTIONS: tuple[Found[Measured] | Chosen[Measured], ...] = (
     Predicted(
         "predict.bytes_a_weight",
         "predicted: bytes for each weight",
@@ -123,6 +121,13 @@ QUESTIONS: tuple[Predicted[Measured] | Found[Measured], ...] = (
         "What the state leaves of 16,000 MB, over the `rest` of one sequence: half of that of two.",
         within=0.08,
     ),
+    Chosen(
+        "found.square",
+        "which tensor grows with the square",
+        TENSORS,
+        lambda run: SQUARE,
+        "its rows are tokens, but are its columns tokens too?",
+    ),
 )
 
 
@@ -135,14 +140,6 @@ def _runs(work: Work) -> Iterator[Item]:
         f"your three runs: {weights(newest):,} weights, {newest.device['name']}",
         f"`rest` with {SHORT}, {MIDDLE} and {LONG} tokens: {rests} MB",
     )
-
-
-def _square(work: Work) -> Iterator[Item]:
-    answer = work.answers().choice("found.square", TENSORS)
-    told = "V2 and V3 never have it whole, and compute its blocks again in the backward pass."
-    if answer != SQUARE:
-        told = f"{answer}: its rows are tokens, but are its columns tokens too?"
-    yield Item(answer == SQUARE, "which tensor grows with the square", told)
 
 
 def measured(work: Work) -> Measured:

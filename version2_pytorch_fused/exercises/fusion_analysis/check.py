@@ -7,7 +7,7 @@ from functools import partial
 from workshop.compare import comparison
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import Found, Predicted, ask, prediction
 from workshop.profilers.reading import CsvTable, Problems
 from workshop.results import RunResult
 from workshop.run import timing
@@ -41,13 +41,9 @@ FUSIONS = tuple(WHY)
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(
-        *(partial(_predicted_time, name) for name in FUSIONS),
-        *(_predicted_memory, _predicted_products),
-        *(_scores, _norm, _qkv),
-        *(_dearest_switch, _memory_switch, _memory_more, _products, _products_without_qkv),
-        _norm_is_one_kernel,
-    )
+    yield from work.each(*(partial(_predicted_time, name) for name in FUSIONS), _predicted_memory)
+    yield from ask(work, lambda work: work, QUESTIONS)
+    yield from work.each(_dearest_switch, _memory_switch, _memory_more, _norm_is_one_kernel)
 
 
 def _flag(fusion: str) -> str:
@@ -139,20 +135,6 @@ def _predicted_memory(work: Work) -> Iterator[Item]:
     )
 
 
-def _predicted_products(work: Work) -> Iterator[Item]:
-    predicted = work.answers().number("predict.products_more")
-    more = _calls(work, "fuse_qkv", "aten::mm") - _calls(work, None, "aten::mm")
-    yield prediction(
-        "--no-fuse-qkv: more products a step",
-        predicted,
-        more,
-        "",
-        within=0.0,
-        why="Two more in each layer's forward pass, and for each of them two in the backward pass: "
-        "one for the gradient of x, one for that of the weight.",
-    )
-
-
 # --- bytes, counted ------------------------------------------------------------------------------
 
 
@@ -171,27 +153,64 @@ def _stream_mb(run: RunResult) -> float:
     return run.batch_size * run.seq_len * width * _number_bytes(run) / 1e6
 
 
-def _scores(work: Work) -> Iterator[Item]:
-    counted = work.answers().number("bytes.scores_mb")
-    right = _scores_mb(_runs(work)[0])
-    why = "B x H x T x T numbers; H are the query heads, also where k and v have fewer"
-    yield _amount("the scores of a layer", counted, right, "MB", why)
-
-
-def _norm(work: Work) -> Iterator[Item]:
-    counted, run = work.answers().number("bytes.norm_mb"), _runs(work)[0]
+def _norms_mb(run: RunResult) -> float:
+    """What fused norms do not move: two a layer and one at the end."""
     norms = 2 * int(run.config["num_layers"]) + 1
-    saved = PASSES_OF_V1_NORM - PASSES_OF_ONE_KERNEL
-    why = f"{saved} passes over B x T x C numbers, in {norms} norms: two a layer and one at the end"
-    right = saved * norms * _stream_mb(run)
-    yield _amount("what fused norms do not move", counted, right, "MB", why)
+    return (PASSES_OF_V1_NORM - PASSES_OF_ONE_KERNEL) * norms * _stream_mb(run)
 
 
-def _qkv(work: Work) -> Iterator[Item]:
-    counted, run = work.answers().number("bytes.qkv_mb"), _runs(work)[0]
-    why = "each layer reads x, B x T x C numbers, once in the place of three times"
-    right = 2 * int(run.config["num_layers"]) * _stream_mb(run)
-    yield _amount("what one product for q, k, v does not read", counted, right, "MB", why)
+QUESTIONS: tuple[Found[Work], ...] = (
+    Predicted(
+        "predict.products_more",
+        "--no-fuse-qkv: more products a step",
+        "",
+        lambda work: _calls(work, "fuse_qkv", "aten::mm") - _calls(work, None, "aten::mm"),
+        "Two more in each layer's forward pass, and for each of them two in the backward pass: "
+        "one for the gradient of x, one for that of the weight.",
+        within=0,
+    ),
+    Found(
+        "bytes.scores_mb",
+        "the scores of a layer",
+        "MB",
+        lambda work: _scores_mb(_runs(work)[0]),
+        "B x H x T x T numbers; H are the query heads, also where k and v have fewer",
+        within=WITHIN,
+    ),
+    Found(
+        "bytes.norm_mb",
+        "what fused norms do not move",
+        "MB",
+        lambda work: _norms_mb(_runs(work)[0]),
+        f"{PASSES_OF_V1_NORM - PASSES_OF_ONE_KERNEL} passes over B x T x C numbers, in all norms: "
+        "two a layer and one at the end",
+        within=WITHIN,
+    ),
+    Found(
+        "bytes.qkv_mb",
+        "what one product for q, k, v does not read",
+        "MB",
+        lambda work: 2 * int(_runs(work)[0].config["num_layers"]) * _stream_mb(_runs(work)[0]),
+        "each layer reads x, B x T x C numbers, once in the place of three times",
+        within=WITHIN,
+    ),
+    Found(
+        "findings.products",
+        "products a step",
+        "",
+        lambda work: _calls(work, None, "aten::mm"),
+        "the calls of aten::mm in the profile of V2, of one step",
+        within=0,
+    ),
+    Found(
+        "findings.products_without_qkv",
+        "products a step, unfused",
+        "",
+        lambda work: _calls(work, "fuse_qkv", "aten::mm"),
+        "the calls of aten::mm in the profile with --no-fuse-qkv, of one step",
+        within=0,
+    ),
+)
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -236,21 +255,6 @@ def _memory_more(work: Work) -> Iterator[Item]:
         yield Item(False, what, why)
 
 
-def _products(work: Work) -> Iterator[Item]:
-    answer = work.answers().number("findings.products")
-    yield _calls_found("products a step", answer, _calls(work, None, "aten::mm"))
-
-
-def _products_without_qkv(work: Work) -> Iterator[Item]:
-    answer = work.answers().number("findings.products_without_qkv")
-    yield _calls_found("products a step, unfused", answer, _calls(work, "fuse_qkv", "aten::mm"))
-
-
-def _calls_found(what: str, answer: float, right: float) -> Item:
-    why = f"yours is {answer:g}; your profile has {right:g} calls of aten::mm a step"
-    return Item(answer == right, what, "" if answer == right else why)
-
-
 def _norm_is_one_kernel(work: Work) -> Iterator[Item]:
     """It is, if the squares that V1's line takes are gone."""
     answer = work.answers().choice("findings.norm_is_one_kernel", ("yes", "no"))
@@ -258,12 +262,6 @@ def _norm_is_one_kernel(work: Work) -> Iterator[Item]:
     right = "yes" if squares[0] < squares[1] else "no"
     told = f"aten::pow: {squares[0]:g} calls a step in V2, {squares[1]:g} with --no-fuse-norm"
     yield Item(answer == right, "is F.rms_norm one kernel?", told)
-
-
-def _amount(what: str, answer: float, right: float, unit: str, why: str) -> Item:
-    if abs(answer - right) <= WITHIN * right:
-        return Item(True, what, f"{right:,.3g} {unit}")
-    return Item(False, what, f"yours is {answer:,.4g} {unit}: {why}")
 
 
 # --- the participant's profiles ------------------------------------------------------------------

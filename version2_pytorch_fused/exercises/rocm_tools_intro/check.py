@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from workshop.errors import WorkshopError
-from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.frame import Item, Work, judged
+from workshop.exercises.predict import Chosen, Found, Predicted, ask, prediction
 from workshop.profilers import rocprofv3
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.reading import CsvTable, Problems
@@ -22,7 +22,7 @@ TABLES = FOLDER / "made_up_run"
 SCRIPT = VERSIONS["v2"].path.parent / "run_rocprofv3.sh"
 SCRIPTS = ("run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh")
 FOR_THE_HOST = "run_rocprof_sys.sh"
-NOT_ASKED = "the script has chosen no counters for this machine's GPU: not asked"
+NOT_COMPARED = "the script has chosen no counters for this machine's GPU: not compared"
 CSV_FLAGS = ("--output-format csv", "--output-format=csv", "-f csv")
 TRACES = ("--kernel-trace", "--hip-trace", "--runtime-trace", "--sys-trace", "-r", "-s")
 WITHIN = 0.02
@@ -32,9 +32,10 @@ WITHIN = 0.02
 def check(work: Work) -> Iterator[Item]:
     yield from work.each(
         *(_predict_counter_runs, _csv_flag, _separator, _counter_runs, _read_counter, _command),
-        *(_script_for_the_host, _hottest_kernel, _hottest_calls, _kernels_a_step, _idle, _category),
-        *(_predict_gbs, _fastest_mover, _fastest_gbs, _spilling_kernel),
+        *(_hottest_kernel, _hottest_calls, _idle),
     )
+    yield from ask(work, lambda _: _table(), QUESTIONS)
+    yield from work.each(_fastest_mover, _fastest_gbs, _spilling_kernel)
 
 
 # --- the commands --------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def _values(words: list[str], *options: str) -> list[str]:
 def _predict_counter_runs(work: Work) -> Iterator[Item]:
     predicted, what = work.answers().number("predict_counter_runs"), "predicted: runs for counters"
     if not _counters():
-        yield Item(True, what, NOT_ASKED)
+        yield Item(True, what, NOT_COMPARED)
         return
     yield prediction(
         what,
@@ -94,38 +95,37 @@ def _predict_counter_runs(work: Work) -> Iterator[Item]:
 def _csv_flag(work: Work) -> Iterator[Item]:
     answer = " ".join(work.answers().text("csv_flag").split())
     why = "the option and the word after it; all commands in commands.txt but one ask for formats"
-    yield _finding("the option for CSV files", answer in CSV_FLAGS, f"{answer!r}: {why}")
+    yield judged("the option for CSV files", answer in CSV_FLAGS, f"{answer!r}: {why}")
 
 
 def _separator(work: Work) -> Iterator[Item]:
     answer = work.answers().text("separator")
-    why = f"{answer!r} is not what stands before `python` in every command"
-    yield _finding("what separates the tool from the program", answer == "--", why)
+    why = f"{answer!r} is not what comes before `python` in every command"
+    yield judged("what separates the tool from the program", answer == "--", why)
 
 
 def _counter_runs(work: Work) -> Iterator[Item]:
     counted = work.answers().number("counter_runs")
     why = f"you counted {counted:g}: each command of the dry run that has --pmc is one"
-    yield _finding("runs under counters", counted == len(_counters()), why)
+    yield judged("runs under counters", counted == len(_counters()), why)
 
 
 def _read_counter(work: Work) -> Iterator[Item]:
     answer = work.answers().text("read_counter")
     what = "the counter of the bytes read"
     if not _counters():
-        yield Item(True, what, NOT_ASKED)
+        yield Item(True, what, NOT_COMPARED)
         return
     why = f"{answer!r} is not in the first --pmc command, whose folder is counters/read"
-    yield _finding(what, answer.upper() in _counters()[0], why)
+    yield judged(what, answer.upper() in _counters()[0], why)
 
 
 def _command(work: Work) -> Iterator[Item]:
-    """Which commands work is worked out from their words, by `_fault`."""
     lines = (FOLDER / "commands.txt").read_text(encoding="utf-8").splitlines()
     commands = {letter: words for letter, *words in map(shlex.split, lines)}
     letter = work.answers().choice("command", tuple(commands))
     fault = _fault(commands[letter])
-    yield _finding(f"command {letter}", fault is None, f"{fault}")
+    yield judged(f"command {letter}", fault is None, f"{fault}")
 
 
 def _fault(words: list[str]) -> str | None:
@@ -137,19 +137,13 @@ def _fault(words: list[str]) -> str | None:
     if any("," in one for one in formats):
         return "formats are separated by spaces; rocprofv3 refuses the comma"
     if not any(trace in options for trace in TRACES):
-        return "--stats sums up a trace, and no trace is asked for: rocprofv3 refuses it"
+        return "--stats sums up a trace, and no trace is requested: rocprofv3 refuses it"
     if "csv" not in formats:
         return (
             "it runs, and leaves a database: that is the default since ROCm 7.0, and --stats has "
             "no effect on it"
         )
     return None
-
-
-def _script_for_the_host(work: Work) -> Iterator[Item]:
-    answer = work.answers().choice("script_for_the_host", SCRIPTS)
-    why = f"{answer} looks at kernels; docs/profilers.md has a line for each question"
-    yield _finding("the script for the host's threads", answer == FOR_THE_HOST, why)
 
 
 # --- the tables ----------------------------------------------------------------------------------
@@ -178,31 +172,18 @@ def _hottest_calls(work: Work) -> Iterator[Item]:
     if answer in (whole_run.calls, whole_run.calls / _steps()):
         why = (
             f"{sums.name} has {whole_run.calls} calls, of the whole run: rocprofv3 watches the "
-            "warm-up too. `show` leaves out what lies outside of the marked steps"
+            "warm-up too. `show` leaves out what is outside of the marked steps"
         )
     right = answer == kernel.calls / _steps()
-    yield _finding("its calls a step", right, why)
-
-
-def _kernels_a_step(work: Work) -> Iterator[Item]:
-    answer = work.answers().number("kernels_a_step")
-    why = f"yours is {answer:g}: the line below the table of `show` has them, for each step"
-    yield _finding("kernels a step", answer == _table().launches / _steps(), why)
+    yield judged("its calls a step", right, why)
 
 
 def _idle(work: Work) -> Iterator[Item]:
     answer, line = work.answers().number("idle_percent"), _table().timeline
     assert line
     idle = 100 * line.idle_ns / line.span_ns
-    why = f"yours is {answer:g}: `show` tells how long the GPU was busy, and of how many ms"
-    yield _finding("the GPU's idle share", abs(answer - idle) <= 100 * WITHIN / 2, why)
-
-
-def _category(work: Work) -> Iterator[Item]:
-    answer = work.answers().choice("category", CATEGORIES)
-    first = next(iter(_table().category_ns()))
-    why = f"{answer} is not the first in the line 'by category' of `show`"
-    yield _finding("what takes most of the time", answer == first, why)
+    why = f"yours is {answer:g}: `show` has the ms in which the GPU was busy, and of how many"
+    yield judged("the GPU's idle share", abs(answer - idle) <= 100 * WITHIN / 2, why)
 
 
 def _fastest() -> Kernel:
@@ -213,17 +194,40 @@ def _gbs(kernel: Kernel) -> float:
     return (kernel.bytes or 0.0) / kernel.total_ns
 
 
-def _predict_gbs(work: Work) -> Iterator[Item]:
-    yield prediction(
+QUESTIONS: tuple[Found[KernelTable] | Chosen[KernelTable], ...] = (
+    Chosen(
+        "script_for_the_host",
+        "the script for the host's threads",
+        SCRIPTS,
+        lambda _: FOR_THE_HOST,
+        lambda yours: f"{yours} looks at kernels; docs/profilers.md has a line for each question",
+    ),
+    Found(
+        "kernels_a_step",
+        "kernels a step",
+        "",
+        lambda table: table.launches / _steps(),
+        "The line below the table of `show` has them, for each step.",
+        within=0,
+    ),
+    Chosen(
+        "category",
+        "what takes most of the time",
+        tuple(CATEGORIES),
+        lambda table: next(iter(table.category_ns())),
+        "it is not the first in the line 'by category' of `show`",
+    ),
+    Predicted(
+        "predict_gbs",
         "predicted: GB/s of an element-wise kernel",
-        work.answers().number("predict_gbs"),
-        _gbs(_fastest()),
         "GB/s",
-        within=0.1,
-        why="No kernel reaches the data sheet's figure: on an H200 a plain copy moved 4,195 GB/s "
-        "of 4,800 (results/reference/nvidia_h200/ceilings). So this one is near the end, and only "
+        lambda _: _gbs(_fastest()),
+        "No kernel reaches the data sheet's number: on an H200 a plain copy moved 4,195 GB/s of "
+        "4,800 (results/reference/nvidia_h200/ceilings). So this one is near the end, and only "
         "fewer bytes make it faster: that is what fusing does.",
-    )
+        within=0.1,
+    ),
+)
 
 
 def _fastest_mover(work: Work) -> Iterator[Item]:
@@ -243,7 +247,7 @@ def _fastest_gbs(work: Work) -> Iterator[Item]:
     assert peaks
     share = f"{right / peaks.bandwidth_gbs:.0%} of the {peaks.bandwidth_gbs:,.0f} of the data sheet"
     if _is_near(answer, right):
-        yield Item(True, f"its rate: {right:,.0f} GB/s", f"{share}, if the figures were real")
+        yield Item(True, f"its rate: {right:,.0f} GB/s", f"{share}, if the numbers were real")
     else:
         yield Item(False, "its rate", why)
 
@@ -268,9 +272,4 @@ def _names(work: Work, key: str, what: str, right: Kernel) -> Item:
     if len(found) != 1:
         how_many = f"{len(found)} kernels have" if found else "no kernel has"
         return Item(False, what, f"{how_many} {answer!r} in the name: write more of it")
-    return _finding(what, found[0] == right.name, f"{found[0]} is not it")
-
-
-def _finding(what: str, right: bool, why: str) -> Item:
-    """`why` is for a wrong one."""
-    return Item(right, what, "" if right else why)
+    return judged(what, found[0] == right.name, f"{found[0]} is not it")

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from hunt_causes import CAUSES, FIXES, NONE, Sight, found_in
-from hunt_claims import check_claims
-from hunt_results import COUNTS, FIGURES, FOLDER, HEALTHY, StageResult, load_all, shown
+from debug_causes import CAUSES, FIXES, NONE, Sight, found_in
+from debug_claims import check_claims
+from debug_results import COUNTS, FOLDER, HEALTHY, METRICS, StageResult, load_all, shown
 
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Missing, Work
@@ -13,9 +13,9 @@ from workshop.exercises.predict import prediction
 
 FAULTY = ("stage1", "stage2", "stage3", "stage4", "stage5")
 _RUN = "version3_triton/exercises/performance_debugging/run_all_stages.sh"
-_MOST_FIGURES = 4
+_MOST_METRICS = 4
 _COPYING_ERROR = 1e-3
-"""Relative, of a figure that was copied from the tables; counts are copied whole."""
+"""Relative, of a metric that was copied from the tables; counts are copied whole."""
 
 
 def check(work: Work) -> Iterable[Item]:
@@ -88,7 +88,7 @@ def _diagnosis(work: Work, *, key: str) -> Iterator[Item]:
     """The cause; while that is wrong, nothing of evidence and fix, which would give it away."""
     sight = _sight(work, key)
     if found_in(sight) == NONE:
-        why = f"has {sight.stage.stage}.py been changed? The hunt is for it as it came"
+        why = f"has {sight.stage.stage}.py been changed? The exercise needs the original"
         yield Item(False, f"{key}: your result shows no fault", why)
         return
     cause = _cause(work, sight, key)
@@ -98,43 +98,43 @@ def _diagnosis(work: Work, *, key: str) -> Iterator[Item]:
 
 
 def _cause(work: Work, sight: Sight, key: str) -> Item:
-    """Whether the stage's figures show the cause that was named."""
+    """Whether the stage's metrics show the cause that was named."""
     cause = CAUSES[work.answers().choice(f"{key}.cause", tuple(CAUSES))]
     right = cause.holds(sight)
-    return Item(right, f"{key}: {cause.told}", "" if right else f"no: {cause.answer(sight)}")
+    return Item(right, f"{key}: {cause.clause}", "" if right else f"no: {cause.answer(sight)}")
 
 
 def _evidence(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
-    figure = work.answers().choice(f"{key}.figure", tuple(FIGURES))
-    here, there = sight.told(figure), sight.told_of_healthy(figure)
-    actual = sight.stage.figures()[figure]
+    metric = work.answers().choice(f"{key}.metric", tuple(METRICS))
+    here, there = sight.text(metric), sight.healthy_text(metric)
+    actual = sight.stage.metrics()[metric]
     if actual is None:
-        yield Item(False, f"{key}: {figure}", "this machine gives no such figure: take another")
-    elif not sight.differs(figure):
-        why = f"it is {here} here and {there} in stage 6: it does not tell the two apart"
-        yield Item(False, f"{key}: {figure}", why)
-    elif figure not in CAUSES[found_in(sight)].figures:
+        yield Item(False, f"{key}: {metric}", "this machine gives no such metric: take another")
+    elif not sight.differs(metric):
+        why = f"it is {here} here and {there} in stage 6: what is the same in both is not evidence"
+        yield Item(False, f"{key}: {metric}", why)
+    elif metric not in CAUSES[found_in(sight)].metrics:
         why = (
             f"it differs, {here} against {there}, but so it may where nothing is wrong, or "
-            "something else: which figure is the cause itself, counted?"
+            "something else: which metric is the cause itself, counted?"
         )
-        yield Item(False, f"{key}: {figure}", why)
+        yield Item(False, f"{key}: {metric}", why)
     else:
-        yield _value(key, figure, work.answers().number(f"{key}.value"), actual)
+        yield _value(key, metric, work.answers().number(f"{key}.value"), actual)
 
 
-def _value(key: str, figure: str, noted: float, actual: float) -> Item:
-    told = shown(figure, actual)
-    error = 0.0 if figure in COUNTS else _COPYING_ERROR * abs(actual)
-    right = abs(noted - actual) <= error or noted == float(told.replace(",", ""))
-    why = FIGURES[figure] if right else f"you noted {noted:g}, your result has {told}"
-    return Item(right, f"{key}: {figure} gives it away", why)
+def _value(key: str, metric: str, noted: float, actual: float) -> Item:
+    text = shown(metric, actual)
+    error = 0.0 if metric in COUNTS else _COPYING_ERROR * abs(actual)
+    right = abs(noted - actual) <= error or noted == float(text.replace(",", ""))
+    why = METRICS[metric] if right else f"you noted {noted:g}, your result has {text}"
+    return Item(right, f"{key}: {metric} gives it away", why)
 
 
 def _fix(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
     name = work.answers().choice(f"{key}.fix", tuple(FIXES))
     fix, right = FIXES[name], FIXES[name].repairs == found_in(sight)
-    why = fix.why_not or f"that is for another fault: {CAUSES[fix.repairs or NONE].told}"
+    why = fix.why_not or f"that is for another fault: {CAUSES[fix.repairs or NONE].clause}"
     yield Item(right, f"{key}: {name.replace('_', ' ')}", "" if right else f"no: {why}")
 
 
@@ -144,41 +144,41 @@ def _fix(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
 def _healthy(work: Work) -> Iterator[Item]:
     sight = _sight(work, HEALTHY)
     if found_in(sight) != NONE:
-        why = f"{CAUSES[found_in(sight)].told}: has {sight.stage.stage}.py been changed?"
+        why = f"{CAUSES[found_in(sight)].clause}: has {sight.stage.stage}.py been changed?"
         yield Item(False, f"{HEALTHY}: your result shows a fault", why)
         return
     yield _cause(work, sight, HEALTHY)
     names = _names(work, f"{HEALTHY}.cleared_by")
     yield Item(
-        len(names) <= _MOST_FIGURES,
-        f"{HEALTHY}: no more than {_MOST_FIGURES} figures",
-        "" if len(names) <= _MOST_FIGURES else f"yours are {len(names)}: which say the same?",
+        len(names) <= _MOST_METRICS,
+        f"{HEALTHY}: no more than {_MOST_METRICS} metrics",
+        "" if len(names) <= _MOST_METRICS else f"yours are {len(names)}: which say the same?",
     )
     for key in FAULTY:
-        yield _told_apart(_sight(work, key), names)
+        yield _excluded(_sight(work, key), names)
 
 
 def _names(work: Work, key: str) -> list[str]:
-    """Names of figures; WorkshopError for anything else."""
+    """Names of metrics; WorkshopError for anything else."""
     names = work.answers()[key]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise WorkshopError(f'{key} should be a list of figures, such as ["peak_mb"]')
-    unknown = next((name for name in names if name not in FIGURES), None)
+        raise WorkshopError(f'{key} should be a list of metrics, such as ["peak_mb"]')
+    unknown = next((name for name in names if name not in METRICS), None)
     if unknown is not None:
-        raise WorkshopError(f"{key}: {unknown!r} is none of {', '.join(FIGURES)}")
+        raise WorkshopError(f"{key}: {unknown!r} is none of {', '.join(METRICS)}")
     return list(dict.fromkeys(names))
 
 
-def _told_apart(sight: Sight, names: list[str]) -> Item:
-    """Whether one of the figures excludes a faulty stage: it shows that stage's cause."""
+def _excluded(sight: Sight, names: list[str]) -> Item:
+    """Whether one of the metrics excludes a faulty stage: it shows that stage's cause."""
     key = sight.stage.key
     telling = [
-        name for name in names if name in CAUSES[found_in(sight)].figures and sight.differs(name)
+        name for name in names if name in CAUSES[found_in(sight)].metrics and sight.differs(name)
     ]
     if telling:
         return Item(True, f"{HEALTHY}: {telling[0]} excludes the fault of {key}")
     return Item(
         False,
         f"{HEALTHY}: nothing in your list excludes the fault of {key}",
-        f"a sound run may have {key}'s " + ", ".join(f"{n} {sight.told(n)}" for n in names),
+        f"a sound run may have {key}'s " + ", ".join(f"{n} {sight.text(n)}" for n in names),
     )

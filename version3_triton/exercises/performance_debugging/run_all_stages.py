@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the stages of the hunt, each in a process of its own, and prints what was measured.
+"""Runs the stages, each in a process of its own, and prints what was measured.
 
-The tables are made from the result files alone. What the figures mean is for you to find out.
+The tables are made from the result files alone. What the metrics mean is for you to find out.
 """
 
 import argparse
@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
     import_torch()
 
-from hunt_results import StageResult, add_flags, load_all, shown  # noqa: E402
+from debug_results import StageResult, add_flags, load_all, shown  # noqa: E402
 
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
@@ -56,7 +56,7 @@ def stage_files() -> dict[str, Path]:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="run_all_stages.sh",
-        description="Runs the stages of the hunt and prints what was measured.",
+        description="Runs the stages and prints what was measured.",
         epilog="Exit status: 0 done, 1 a stage failed, 2 wrong usage, 77 Triton is missing, "
         "130 interrupted (finished stages are saved).",
     )
@@ -127,8 +127,8 @@ def run(stages: list[Path], arguments: argparse.Namespace) -> list[Path]:
             progress.update(task, description=f"{stage.stem}: starting ...")
             problem = _run_one(stage, arguments, partial(progress.update, task))
             seconds = time.perf_counter() - start
-            told = f"failed: {problem}" if problem else f"done in {seconds:.0f} s"
-            console.print(f"{stage.stem}: {told}", markup=False, soft_wrap=True)
+            text = f"failed: {problem}" if problem else f"done in {seconds:.0f} s"
+            console.print(f"{stage.stem}: {text}", markup=False, soft_wrap=True)
             failed += [stage] if problem else []
             progress.advance(task)
         progress.update(task, description="")
@@ -197,27 +197,27 @@ def show(found: list[StageResult]) -> None:
         console.print(_table(its, COUNTED if interpreted else COUNTED + TIMED))
 
 
-def _table(found: Iterable[StageResult], figures: Sequence[str]) -> "Table":
+def _table(found: Iterable[StageResult], metrics: Sequence[str]) -> "Table":
     """A row a stage; instead of times that may not be compared, one column that says so."""
     from rich.table import Table
 
-    untimed = "programs" in figures and "step_ms" not in figures
+    untimed = "programs" in metrics and "step_ms" not in metrics
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stage", *figures, *(("times",) if untimed else ())):
+    for name in ("stage", *metrics, *(("times",) if untimed else ())):
         long = len(name) > 10
         header = name.replace("_", "_\n", 1) if long else name
         table.add_column(header, justify="left" if name == "stage" else "right", no_wrap=True)
     for result in found:
-        cells = [_cell(result, name) for name in figures]
+        cells = [_cell(result, name) for name in metrics]
         table.add_row(result.key, *cells, *(("interpreted",) if untimed else ()))
     return table
 
 
 def _cell(result: StageResult, name: str) -> str:
-    told = shown(name, result.figures()[name])
+    text = shown(name, result.metrics()[name])
     if name == "tensors_with_grad" and result.run.gradients:
-        return f"{told}/{result.run.gradients.tensors_total}"
-    return told
+        return f"{text}/{result.run.gradients.tensors_total}"
+    return text
 
 
 if __name__ == "__main__":

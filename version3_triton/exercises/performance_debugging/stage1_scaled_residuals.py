@@ -8,7 +8,7 @@ add about as much as one.
 import math
 import sys
 
-from hunt_harness import main
+from debug_harness import main
 
 # isort: split
 

@@ -7,7 +7,7 @@ a program takes BLOCK of them in a line, and there are neither rows nor columns.
 
 import sys
 
-from hunt_harness import main
+from debug_harness import main
 
 # isort: split
 

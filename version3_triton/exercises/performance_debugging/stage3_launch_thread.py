@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from hunt_harness import Runner, main
+from debug_harness import Runner, main
 
 # isort: split
 

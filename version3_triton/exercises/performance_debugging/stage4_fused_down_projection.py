@@ -7,7 +7,7 @@ model, (B, T, F), is never written to memory and never read again.
 
 import sys
 
-from hunt_harness import main
+from debug_harness import main
 
 # isort: split
 

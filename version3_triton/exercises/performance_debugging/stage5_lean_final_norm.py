@@ -7,7 +7,7 @@ than a small norm takes the GPU. Here the kernel is launched straight away.
 
 import sys
 
-from hunt_harness import main
+from debug_harness import main
 
 # isort: split
 

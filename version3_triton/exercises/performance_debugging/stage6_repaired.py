@@ -3,7 +3,7 @@
 
 import sys
 
-from hunt_harness import main
+from debug_harness import main
 
 # isort: split
 

@@ -8,7 +8,7 @@ from typing import Any
 from workshop import results, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises.frame import Item, Missing, Part, Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import Chosen, Found, Predicted, ask
 from workshop.kernels import benchmark
 from workshop.kernels import inspect as inspection
 from workshop.kernels.cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
@@ -34,45 +34,10 @@ Kernels = list[dict[str, Any]]
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(_counts, _times, _shares, _occupancy, _compiled)
-
-
-# --- answers --------------------------------------------------------------------------------------
-
-
-def _found(
-    key: str, true: float, unit: str, look: str, work: Work, *, within: float = 0.001
-) -> Iterable[Item]:
-    """A number that was counted or read off: red if it is further from the true one than this
-    share of it. `look` says where to look then."""
-    yours = work.answers().number(key)
-    if abs(yours - true) <= within * abs(true):
-        return [Item(True, key, f"{_number(true)} {unit}".strip())]
-    told = f"yours is {_number(yours)}"
-    if yours > 0 and true > 0:
-        ratio = yours / true
-        told += f", {max(ratio, 1 / ratio):.3g} times too {'large' if ratio > 1 else 'small'}"
-    return [Item(False, key, f"{told}: {look}")]
-
-
-def _chosen(key: str, choices: tuple[str, ...], true: str, look: str, work: Work) -> Iterable[Item]:
-    """A word that was concluded or read off."""
-    yours = work.answers().choice(key, choices)
-    return [Item(yours == true, key, true if yours == true else f"yours is {yours}: {look}")]
-
-
-def _guessed(key: str, choices: tuple[str, ...], true: str, why: str, work: Work) -> Iterable[Item]:
-    """A word that was predicted: never red."""
-    yours = work.answers().choice(key, choices)
-    return [Item(True, key, f"predicted {yours}, found {true}\n{why}")]
-
-
-def _predicted(key: str, true: float, unit: str, why: str, work: Work) -> Iterable[Item]:
-    yield prediction(key, work.answers().number(key), true, unit, why=why)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    yield from work.each(_where)
+    yield from ask(work, Measured, FROM_THE_BENCHMARK)
+    yield from ask(work, lambda _: inspection.get_chip("sm_90"), OCCUPANCY)
+    yield from work.each(_compiled)
 
 
 # --- the benchmark --------------------------------------------------------------------------------
@@ -125,69 +90,8 @@ class Measured:
         return first - small * (second - first) / (large - small)
 
 
-def _counts(work: Work) -> Iterator[Item]:
-    measured = Measured(work)
-    ceilings, amounts = measured.run.ceilings, measured.row(SMALL).amounts
-    numbers = SMALL[0] * SMALL[1]
-    yield Item(True, f"measured: {measured.where}")
-    passes = "numbers x bytes a number x passes over memory; the weight hardly counts"
-    ceiling = "the product's FLOP/s by the copy's bytes/s, both under the benchmark's tables"
-    yield from work.each(
-        partial(_found, "forward_bytes", amounts[FORWARD], "bytes", passes, within=0.02),
-        partial(_found, "backward_bytes", amounts[BACKWARD], "bytes", passes, within=0.02),
-        partial(
-            _found, "forward_flop", FLOP_A_NUMBER * numbers, "FLOP",
-            "the docstring says how many a row has", within=0.3,
-        ),
-        partial(
-            _found, "balance_flop_per_byte", 1e12 * ceilings[TFLOPS] / (1e9 * ceilings[GBS]),
-            "FLOP a byte", ceiling, within=0.05,
-        ),
-        partial(
-            _chosen, "bound_by", ("memory", "compute"), "memory",
-            "has it more operations a byte than the balance, or fewer?",
-        ),
-    )  # fmt: skip
-
-
-def _times(work: Work) -> Iterator[Item]:
-    measured = Measured(work)
-    small = (
-        "so short a call hardly reaches the copy rate: programs start and end, and what does not "
-        "depend on the bytes shows. fixed_backward_us is its size"
-    )
-    large = "over so many bytes a fixed cost is small: look at what else the pass reads and writes"
-    for key, size, phase, why in (
-        ("predicted_small_forward_us", SMALL, FORWARD, small),
-        ("predicted_small_backward_us", SMALL, BACKWARD, small),
-        ("predicted_large_backward_us", LARGE, BACKWARD, large),
-    ):
-        us = measured.us(size, phase)
-        yield from work.each(partial(_predicted, key, us, "µs", why))
-
-
-def _shares(work: Work) -> Iterator[Item]:
-    measured = Measured(work)
-    column = "the column `of ceiling`, forward / backward, in Triton (V3)'s rows of rms_norm"
-    line = (
-        "µs = bytes / (1000 x GB/s) at both sizes; the slope is the difference of times by that of "
-        "bytes; what is left at 0 bytes?"
-    )
-    for key, size, phase in (
-        ("small_forward_share", SMALL, FORWARD),
-        ("small_backward_share", SMALL, BACKWARD),
-        ("large_backward_share", LARGE, BACKWARD),
-    ):
-        share = measured.share(size, phase)
-        yield from work.each(partial(_found, key, share, "%", column, within=0.04))
-    yield from work.each(
-        partial(_found, "fixed_backward_us", measured.fixed_us(), "µs", line, within=0.2),
-        partial(
-            _found, "sum_us", _sum_us(), "µs, a part of what is fixed",
-            "its total by its calls, one for each of 2 x 12 + 1 norms in each of 3 steps",
-            within=0.1,
-        ),
-    )  # fmt: skip
+def _where(work: Work) -> Iterator[Item]:
+    yield Item(True, f"measured: {Measured(work).where}")
 
 
 def _sum_us() -> float:
@@ -197,25 +101,97 @@ def _sum_us() -> float:
     return sums.total_ns / sums.calls / 1000
 
 
+PASSES = "numbers x bytes a number x passes over memory; the weight hardly counts"
+OF_CEILING = "the column `of ceiling`, forward / backward, in Triton (V3)'s rows of rms_norm"
+SHORT_CALL = (
+    "so short a call hardly reaches the copy rate: programs start and end, and what does not "
+    "depend on the bytes shows. fixed_backward_us is its size"
+)
+FROM_THE_BENCHMARK: tuple[Found[Measured] | Chosen[Measured], ...] = (
+    Found(
+        "forward_bytes", "bytes of the forward norm", "bytes",
+        lambda m: m.row(SMALL).amounts[FORWARD], PASSES, within=0.02,
+    ),
+    Found(
+        "backward_bytes", "bytes of the backward norm", "bytes",
+        lambda m: m.row(SMALL).amounts[BACKWARD], PASSES, within=0.02,
+    ),
+    Found(
+        "forward_flop", "operations of the forward norm", "FLOP",
+        lambda m: FLOP_A_NUMBER * SMALL[0] * SMALL[1],
+        "the docstring says how many a row has", within=0.3,
+    ),
+    Found(
+        "balance_flop_per_byte", "the balance", "FLOP a byte",
+        lambda m: 1e12 * m.run.ceilings[TFLOPS] / (1e9 * m.run.ceilings[GBS]),
+        "the product's FLOP/s by the copy's bytes/s, both under the benchmark's tables",
+        within=0.05,
+    ),
+    Chosen(
+        "bound_by", "what bounds the norm", ("memory", "compute"), lambda m: "memory",
+        "has it more operations a byte than the balance, or fewer?",
+    ),
+    Predicted(
+        "predicted_small_forward_us", "predicted: forward, small", "µs",
+        lambda m: m.us(SMALL, FORWARD), SHORT_CALL,
+    ),
+    Predicted(
+        "predicted_small_backward_us", "predicted: backward, small", "µs",
+        lambda m: m.us(SMALL, BACKWARD), SHORT_CALL,
+    ),
+    Predicted(
+        "predicted_large_backward_us", "predicted: backward, large", "µs",
+        lambda m: m.us(LARGE, BACKWARD),
+        "over so many bytes a fixed cost is small: look at what else the pass reads and writes",
+    ),
+    Found(
+        "small_forward_share", "forward, small: of the copy rate", "%",
+        lambda m: m.share(SMALL, FORWARD), OF_CEILING, within=0.04,
+    ),
+    Found(
+        "small_backward_share", "backward, small: of the copy rate", "%",
+        lambda m: m.share(SMALL, BACKWARD), OF_CEILING, within=0.04,
+    ),
+    Found(
+        "large_backward_share", "backward, large: of the copy rate", "%",
+        lambda m: m.share(LARGE, BACKWARD), OF_CEILING, within=0.04,
+    ),
+    Found(
+        "fixed_backward_us", "the fixed part of a backward call", "µs",
+        Measured.fixed_us,
+        "µs = bytes / (1000 x GB/s) at both sizes; the slope is the difference of times by that "
+        "of bytes; what is left at 0 bytes?",
+        within=0.2,
+    ),
+    Found(
+        "sum_us", "the sum kernel, a part of what is fixed", "µs",
+        lambda m: _sum_us(),
+        "its total by its calls, one for each of 2 x 12 + 1 norms in each of 3 steps", within=0.1,
+    ),
+)  # fmt: skip
+
+
 # --- the compiler ---------------------------------------------------------------------------------
 
 
-def _occupancy(work: Work) -> Iterator[Item]:
-    chip = inspection.get_chip("sm_90")
-    for key, registers, warps, why in (
-        (
-            "predicted_waves_56", 56, 4,
-            "a SIMD has 512 registers a lane: 512 / 56 is 9, and programs of 4 warps put one on "
-            "each SIMD",
-        ),
-        (
-            "predicted_waves_142", 142, 8,
-            "142 registers are given out as 144, of which 512 holds 3; but a program of 8 warps "
-            "takes 2 on each SIMD, and a second program would need 4",
-        ),
-    ):  # fmt: skip
-        waves = min(inspection.occupancy(chip, warps, {"registers": registers}, 0).values())
-        yield from work.each(partial(_predicted, key, waves, "waves", why))
+def _waves(chip: inspection.Chip, registers: int, warps: int) -> float:
+    return min(inspection.occupancy(chip, warps, {"registers": registers}, 0).values())
+
+
+OCCUPANCY: tuple[Predicted[inspection.Chip], ...] = (
+    Predicted(
+        "predicted_waves_56", "predicted: waves with 56 registers, 4 warps", "waves",
+        lambda chip: _waves(chip, 56, 4),
+        "a SIMD has 512 registers a lane: 512 / 56 is 9, and programs of 4 warps put one on each "
+        "SIMD",
+    ),
+    Predicted(
+        "predicted_waves_142", "predicted: waves with 142 registers, 8 warps", "waves",
+        lambda chip: _waves(chip, 142, 8),
+        "142 registers are given out as 144, of which 512 holds 3; but a program of 8 warps takes "
+        "2 on each SIMD, and a second program would need 4",
+    ),
+)  # fmt: skip
 
 
 def _compiled(work: Work) -> Iterator[Item]:
@@ -227,12 +203,19 @@ def _compiled(work: Work) -> Iterator[Item]:
         raise Missing(f"results/{INSPECTION} is not there yet", COMPILE)
     try:
         kernels = results.read_json(path)["kernels"]
-        parts = [*_guesses(kernels, Measured(work)), *_readings(kernels)]
+        guesses, readings = _guesses(kernels, Measured(work)), _readings(kernels)
     except (KeyError, TypeError, StopIteration):
         raise WorkshopError(
             f"{path}: not what this command writes, run it again: {COMPILE}"
         ) from None
-    yield from work.each(*parts)
+    yield from work.each(*guesses)
+    yield from ask(work, lambda _: None, readings)
+
+
+def _guessed(key: str, choices: tuple[str, ...], true: str, why: str, work: Work) -> Iterable[Item]:
+    """A word that was predicted: never red."""
+    yours = work.answers().choice(key, choices)
+    return [Item(True, key, f"predicted {yours}, found {true}\n{why}")]
 
 
 def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
@@ -256,21 +239,34 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
     ]  # fmt: skip
 
 
-def _readings(kernels: Kernels) -> list[Part]:
+def _readings(kernels: Kernels) -> list[Found[None] | Chosen[None]]:
     """What is read off the inspection, and off V3's table of blocks."""
     blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
     holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}
     spilled = _kernel(kernels, "sm_90", ATTENTION, "bf16 medium")["spills"]["bytes"]
-    limited_by = _kernel(kernels, "gfx942", ATTENTION, "bf16 medium")["limited_by"]
+    limit = [*_kernel(kernels, "gfx942", ATTENTION, "bf16 medium")["limited_by"], "slots"][0]
     row = "the row without `add` and `branch`, column `waves`"
     table = "BACKWARD_BLOCKS, architecture sm: elements x programs of the row for that width"
+
+    def found(key: str, what: str, unit: str, right: float, how: str) -> Found[None]:
+        return Found(key, what, unit, lambda _: right, how, within=0.001)
+
     return [
-        *(partial(_found, f"waves_{C}", _norm(kernels, C)["waves"], "waves", row) for C in WIDTHS),
-        *(partial(_found, f"held_{C}", holds[C], "numbers", table) for C in WIDTHS),
-        partial(_found, "spilled_bytes", spilled, "bytes a lane", "the line FAULT says how many"),
-        partial(
-            _chosen, "gfx942_limit", ("registers", "LDS", "slots"), [*limited_by, "slots"][0],
-            f"the column `limited by` of {ATTENTION}; none there means slots",
+        *(
+            found(f"waves_{C}", f"waves at C = {C}", "waves", _norm(kernels, C)["waves"], row)
+            for C in WIDTHS
+        ),
+        *(
+            found(f"held_{C}", f"numbers held at C = {C}", "numbers", holds[C], table)
+            for C in WIDTHS
+        ),
+        found(
+            "spilled_bytes", "what attention spills", "bytes a lane", spilled,
+            "the line FAULT says how many",
+        ),
+        Chosen(
+            "gfx942_limit", "what limits its waves on gfx942", ("registers", "LDS", "slots"),
+            lambda _: limit, f"the column `limited by` of {ATTENTION}; none there means slots",
         ),
     ]  # fmt: skip
 

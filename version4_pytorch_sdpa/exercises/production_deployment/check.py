@@ -13,7 +13,7 @@ from version4_pytorch_sdpa.exercises.production_deployment import deployment
 from workshop import errors, versions
 from workshop.errors import WorkshopError
 from workshop.exercises.compare import first_difference
-from workshop.exercises.frame import Item, Work
+from workshop.exercises.frame import Item, Work, judged
 from workshop.exercises.predict import prediction
 
 SIZES = {
@@ -119,29 +119,25 @@ def _holds_each_weight_once(path: Path, model: nn.Module) -> Item:
 
 def _is_whole(loaded: nn.Module, model: nn.Module) -> Iterator[Item]:
     """What the logits do not show, or show without saying why."""
-    told = "it is in training mode: dropout, if there was any, would draw random numbers"
-    yield _item(not loaded.training, "load_model: evaluation mode", told)
+    why = "it is in training mode: dropout, if there was any, would draw random numbers"
+    yield judged(not loaded.training, "load_model: evaluation mode", why)
     parameters = dict(loaded.named_parameters(remove_duplicate=False))
     tied = parameters.get("lm_head.weight") is parameters.get("embed_tokens.weight")
-    told = (
+    why = (
         "lm_head.weight and embed_tokens.weight are two parameters now: the logits are right, and "
-        "whoever trains it on changes one without the other. Does load_state_dict assign?"
+        "further training changes one without the other. Does load_state_dict assign?"
     )
-    yield _item(tied, "load_model: head and embedding are one tensor", told)
+    yield judged(tied, "load_model: head and embedding are one tensor", why)
     theirs = dict(loaded.named_buffers())
     lost = [name for name, table in model.named_buffers() if not _same(theirs.get(name), table)]
-    told = (
+    why = (
         f"{' and '.join(lost)}: no state_dict has them, only a model that was built with its memory"
     )
-    yield _item(not lost, "load_model: the RoPE tables are there", told)
+    yield judged(not lost, "load_model: the RoPE tables are there", why)
 
 
 def _same(one: Tensor | None, other: Tensor) -> bool:
     return one is not None and not one.is_meta and torch.equal(one, other)
-
-
-def _item(ok: bool, what: str, otherwise: str) -> Item:
-    return Item(ok, what, "" if ok else otherwise)
 
 
 # --- the exported program ------------------------------------------------------------------------
@@ -169,8 +165,8 @@ def _export(work: Work) -> Iterator[Item]:
     with torch.no_grad():
         tokens = _tokens(2, 3)
         if not torch.equal(program(tokens), program(tokens)):
-            told = "two calls differ: the dropout of this model was exported with it"
-            yield Item(False, "export_model: evaluation mode", told)
+            why = "two calls differ: the dropout of this model was exported with it"
+            yield Item(False, "export_model: evaluation mode", why)
             return
         yield Item(True, "export_model: evaluation mode")
         for shape in SHAPES:
@@ -191,7 +187,7 @@ def _program_is_right(program: Any, model: nn.Module, tokens: Tensor) -> Item:
 
 
 class Device:
-    """Stands for a device and a model on it: a call returns at once, and `wait` when its work is
+    """Plays a device and a model on it: a call returns at once, and `wait` when its work is
     done. The first call compiles; of the others every eighth is slow, as when a neighbour works."""
 
     FIRST, USUAL, SLOW = 400.0, 10.0, 120.0
@@ -217,12 +213,12 @@ def _latency(work: Work) -> Iterator[Item]:
     device, repeats = Device(), 24
     found = work.module().measure(device, _tokens(1, 2), device.wait, repeats=repeats)
     p50, p95, most = (float(found[f"{name}_ms"]) for name in ("p50", "p95", "max"))
-    figures = f"p50 {p50:.1f}, p95 {p95:.1f}, max {most:.1f} ms"
+    times = f"p50 {p50:.1f}, p95 {p95:.1f}, max {most:.1f} ms"
     usual, slow, first = Device.USUAL, Device.SLOW, Device.FIRST
     what = (
         f"measure: a device of {usual:.0f} ms, one call in eight {slow:.0f}, the first {first:.0f}"
     )
-    # Whatever sleeps on a busy machine sleeps a bit longer, and never shorter.
+    # A sleep on a busy machine lasts a bit longer, and never shorter.
     if p50 < 0.9 * usual:
         why = "the clock stopped before the device had done its work: wait() comes first"
     elif device.calls <= repeats or most > 0.9 * first:
@@ -234,9 +230,9 @@ def _latency(work: Work) -> Iterator[Item]:
     elif most < p95:
         why = "the maximum is below the 95th percentile"
     else:
-        yield Item(True, what, figures)
+        yield Item(True, what, times)
         return
-    yield Item(False, what, f"{figures}: {why}")
+    yield Item(False, what, f"{times}: {why}")
 
 
 # --- the release ---------------------------------------------------------------------------------
@@ -258,8 +254,8 @@ def _statuses(work: Work) -> Iterator[Item]:
         ("status_other_device", "another device", errors.NOT_ON_THIS_MACHINE),
     ):
         said = work.answers().number(f"findings.{key}")
-        told = f"you wrote {said:g}: run it again, and echo $? directly after it"
-        yield _item(said == expected, f"regression_tester.py on {what}: its exit status", told)
+        why = f"you wrote {said:g}: run it again, and echo $? directly after it"
+        yield judged(said == expected, f"regression_tester.py on {what}: its exit status", why)
 
 
 # --- the participant's table ---------------------------------------------------------------------
@@ -306,9 +302,11 @@ def _service(work: Work) -> Iterator[Item]:
     said = work.answers().number("findings.largest_batch")
     what = f"the largest batch within the service's {limit:.1f} ms"
     if not fit:
-        yield _item(said == 0, what, "no p95 is within it: write 0, and look who uses the machine")
+        yield judged(
+            said == 0, what, "no p95 is within it: write 0, and look what else uses the machine"
+        )
     else:
-        yield _item(said == max(fit), what, f"you wrote {said:g}; look at each p95 of 'exported'")
+        yield judged(said == max(fit), what, f"you wrote {said:g}; look at each p95 of 'exported'")
 
 
 def _throughput(work: Work) -> Iterator[Item]:
@@ -319,6 +317,6 @@ def _throughput(work: Work) -> Iterator[Item]:
     if int(said) not in rows:
         raise WorkshopError(f"findings.best_batch: {said:g} is no batch size of your table")
     speeds = [f"{rows[int(batch)]['tokens_per_s']:,.0f}" for batch in (said, best)]
-    told = f"you wrote {said:g}, with {speeds[0]} tokens/s; another one has {speeds[1]}"
+    why = f"you wrote {said:g}, with {speeds[0]} tokens/s; another one has {speeds[1]}"
     close = rows[int(said)]["tokens_per_s"] >= CLOSE * rows[best]["tokens_per_s"]
-    yield _item(close, what, told)
+    yield judged(close, what, why)

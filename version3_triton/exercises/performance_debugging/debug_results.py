@@ -1,4 +1,4 @@
-"""The stages' result files, and the figures that they show."""
+"""The stages' result files, and the metrics that they show."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ FOLDER = results.DEFAULT_FOLDER / "performance_debugging"
 SCHEMA_VERSION = 1
 HEALTHY = "stage6"
 
-FIGURES = {
+METRICS = {
     "loss_first": "the loss of the first step",
     "loss_last": "the loss of the last timed step",
     "tensors_with_grad": "tensors that the backward pass reached, of all",
@@ -79,8 +79,8 @@ class StageResult:
             f"{c['num_layers']} layers, {run.precision}, {run.device['name']}{how}"
         )
 
-    def figures(self) -> dict[str, float | None]:
-        """Those of FIGURES, and the launches; None where this machine can't give one."""
+    def metrics(self) -> dict[str, float | None]:
+        """Those of METRICS, and the launches; None where this machine can't give one."""
         run = self.run
         timed = {
             "step_ms": run.step_ms,
@@ -108,13 +108,13 @@ class StageResult:
         }
 
 
-def shown(figure: str, value: float | None) -> str:
-    """A figure as the tables have it, a dash for one that there is none of."""
+def shown(metric: str, value: float | None) -> str:
+    """A metric as the tables have it, a dash for one that there is none of."""
     if value is None:
         return "-"
-    if figure in COUNTS:
+    if metric in COUNTS:
         return f"{value:,.0f}"
-    if figure.startswith("loss_"):
+    if metric.startswith("loss_"):
         return f"{value:.4f}"
     if value < 0.01:
         return f"{value:.1e}"

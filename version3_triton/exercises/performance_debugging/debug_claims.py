@@ -17,11 +17,11 @@ EXAMINED = "medium V3"
 
 @dataclass(frozen=True)
 class Argument:
-    """A figure that a row implies, and against what it stands.
+    """A number that a row implies, and the limit that it contradicts.
 
     Attributes:
         key: in the diagnosis.
-        told: what it is.
+        what: in a phrase.
         value: as the row implies it.
         limit: what the machine allows, with its unit.
         within: the relative error that a calculation by hand may have.
@@ -29,7 +29,7 @@ class Argument:
     """
 
     key: str
-    told: str
+    what: str
     value: float
     limit: str
     within: float
@@ -100,7 +100,7 @@ def _rows(work: Work, *, claims: dict[str, Claim]) -> Iterator[Item]:
     impossible = {name for name, claim in claims.items() if plausibility.check(claim)}
     for name in dict.fromkeys(named):
         right = name in impossible
-        why = "" if right else f"its figures can be true: {_defence(claims[name])}"
+        why = "" if right else f"its numbers can be true: {_defence(claims[name])}"
         yield Item(right, f"{name} can't be true", why)
     if left := impossible.difference(named):
         why = "put every row that you believe through all of your arguments"
@@ -121,10 +121,10 @@ def _argument(work: Work, *, one: Argument) -> Iterator[Item]:
     found = work.answers().number(f"false_claim.{one.key}")
     if _near(found, one.value, one.within):
         value = f"{one.value:,.0f}" if one.value >= 1000 else f"{one.value:.3g}"
-        yield Item(True, f"{EXAMINED}: {one.told}", f"{value}; {one.limit}")
+        yield Item(True, f"{EXAMINED}: {one.what}", f"{value}; {one.limit}")
         return
     slip = next((why for by, why in one.slips if _near(found, by * one.value, one.within)), None)
-    yield Item(False, f"{EXAMINED}: {one.told}", slip or f"{found:,.4g} is not what the row says")
+    yield Item(False, f"{EXAMINED}: {one.what}", slip or f"{found:,.4g} is not what the row says")
 
 
 def _near(found: float, value: float, within: float) -> bool:

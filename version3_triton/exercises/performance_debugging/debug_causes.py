@@ -1,17 +1,17 @@
-"""What a diagnosis may name, each with what a stage's own figures say to it.
+"""What a diagnosis may name, each with what a stage's own metrics say to it.
 
-No stage has its cause written down here. A cause holds where the figures show it, and a wrong one
-is answered with the figure that speaks against it.
+No stage has its cause written down here. A cause holds where the metrics show it, and a wrong one
+is answered with the metric that speaks against it.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hunt_results import COUNTS, FIGURES, StageResult, shown
+from debug_results import COUNTS, METRICS, StageResult, shown
 
 DIFFERS_BY = {"loss_first": 5e-5, "loss_last": 5e-3, "timed_share": 0.5, "logits_error": 100.0}
-"""From which relative difference on two stages' figures are different ones: two sums in another
+"""From which relative difference on two stages' metrics are different ones: two sums in another
 order agree to six digits at first, and drift apart in training. Counts must be equal; else 10%."""
 _USUALLY = 0.1
 
@@ -23,27 +23,27 @@ class Sight:
     stage: StageResult
     healthy: StageResult
 
-    def __getitem__(self, figure: str) -> float:
-        """The stage's figure; NaN for one that there is none of, which compares as false."""
-        value = self.stage.figures()[figure]
+    def __getitem__(self, metric: str) -> float:
+        """The stage's metric; NaN for one that there is none of, which compares as false."""
+        value = self.stage.metrics()[metric]
         return math.nan if value is None else value
 
-    def of_healthy(self, figure: str) -> float:
-        value = self.healthy.figures()[figure]
+    def of_healthy(self, metric: str) -> float:
+        value = self.healthy.metrics()[metric]
         return math.nan if value is None else value
 
-    def told(self, figure: str) -> str:
-        return shown(figure, self.stage.figures()[figure])
+    def text(self, metric: str) -> str:
+        return shown(metric, self.stage.metrics()[metric])
 
-    def told_of_healthy(self, figure: str) -> str:
-        return shown(figure, self.healthy.figures()[figure])
+    def healthy_text(self, metric: str) -> str:
+        return shown(metric, self.healthy.metrics()[metric])
 
-    def differs(self, figure: str) -> bool:
-        """Whether the figure tells the two stages apart; false where there is none."""
-        here, there = self[figure], self.of_healthy(figure)
-        if figure in COUNTS:
+    def differs(self, metric: str) -> bool:
+        """Whether the two stages differ in the metric; false where there is none."""
+        here, there = self[metric], self.of_healthy(metric)
+        if metric in COUNTS:
             return here != there and not math.isnan(here + there)
-        return abs(here - there) > DIFFERS_BY.get(figure, _USUALLY) * abs(there)
+        return abs(here - there) > DIFFERS_BY.get(metric, _USUALLY) * abs(there)
 
     @property
     def tensors(self) -> int:
@@ -65,16 +65,16 @@ class Cause:
     """What may be wrong with a stage.
 
     Attributes:
-        told: in a clause.
-        answer: what the figures say where it does not hold.
+        clause: what is wrong.
+        answer: what the metrics say where it does not hold.
         holds: whether they show it.
-        figures: those that give it away, any one of them.
+        metrics: those that give it away, any one of them.
     """
 
-    told: str
+    clause: str
     answer: Callable[[Sight], str]
     holds: Callable[[Sight], bool] = _never
-    figures: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
 
 
 _FAULTS = {
@@ -82,7 +82,7 @@ _FAULTS = {
         "weights start as PyTorch's layers draw them",
         lambda s: (
             f"then the logits would be large from the start. Its first loss is "
-            f"{s.told('loss_first')}, and ln(vocabulary) = {s.expected_loss:.2f} is where a model "
+            f"{s.text('loss_first')}, and ln(vocabulary) = {s.expected_loss:.2f} is where a model "
             "begins whose weights were drawn small"
         ),
         lambda s: s["loss_first"] > 2 * s.expected_loss,
@@ -92,7 +92,7 @@ _FAULTS = {
         "a kernel takes a view for a contiguous tensor",
         lambda s: (
             "a kernel that reads the wrong elements computes other logits. From the same weights "
-            f"these are V1's up to {s.told('logits_error')}"
+            f"these are V1's up to {s.text('logits_error')}"
         ),
         lambda s: s["logits_error"] > 1e-3,
         ("logits_error", "loss_first"),
@@ -100,7 +100,7 @@ _FAULTS = {
     "clock_does_not_wait": Cause(
         "the clock is read before the work is done",
         lambda s: (
-            f"then the steps' times would not add up. They make {s.told('timed_share')} of the "
+            f"then the steps' times would not add up. They make {s.text('timed_share')} of the "
             "time that the whole loop took"
         ),
         lambda s: s["timed_share"] < 0.5,
@@ -109,8 +109,8 @@ _FAULTS = {
     "program_per_element": Cause(
         "a matrix product is cut into one program for each element of the result",
         lambda s: (
-            f"a step starts {s.told('programs')} programs, stage 6's "
-            f"{s.told_of_healthy('programs')}: a product cut that small would take many times as "
+            f"a step starts {s.text('programs')} programs, stage 6's "
+            f"{s.healthy_text('programs')}: a product cut that small would take many times as "
             "many"
         ),
         lambda s: s["programs"] > 5 * s.of_healthy("programs"),
@@ -119,7 +119,7 @@ _FAULTS = {
     "severed_gradient": Cause(
         "the backward pass ends at an operation that autograd does not see",
         lambda s: (
-            f"the backward pass reached {s.told('tensors_with_grad')} of its {s.tensors} tensors"
+            f"the backward pass reached {s.text('tensors_with_grad')} of its {s.tensors} tensors"
         ),
         lambda s: s["tensors_with_grad"] < s.tensors,
         ("tensors_with_grad", "optimizer_state_mb", "backward_ms", "optimizer_ms"),
@@ -130,36 +130,36 @@ _RED_HERRINGS = {
         "the learning rate is too high",
         lambda s: (
             "all stages have the same one, and the first loss, here "
-            f"{s.told('loss_first')}, is taken before any update"
+            f"{s.text('loss_first')}, is taken before any update"
         ),
     ),
     "slow_memory_layout": Cause(
         "a tensor that is not contiguous makes memory slow",
         lambda s: (
             "a slow layout gives the right numbers late, with the same programs. Here the logits "
-            f"are off by {s.told('logits_error')}, and a step starts {s.told('programs')} programs "
-            f"where stage 6's starts {s.told_of_healthy('programs')}"
+            f"are off by {s.text('logits_error')}, and a step starts {s.text('programs')} programs "
+            f"where stage 6's starts {s.healthy_text('programs')}"
         ),
     ),
     "compilation_timed": Cause(
         "the compilation of the kernels is in the times",
         lambda s: (
             "all stages warm up before the clock starts. And compiling would make steps longer, "
-            f"while the times add up to {s.told('timed_share')} of the loop's"
+            f"while the times add up to {s.text('timed_share')} of the loop's"
         ),
     ),
     "too_many_launches": Cause(
         "too many small kernels are launched",
         lambda s: (
-            f"a step launches {s.told('launches')} kernels of Triton's, stage 6's "
-            f"{s.told_of_healthy('launches')}"
+            f"a step launches {s.text('launches')} kernels of Triton's, stage 6's "
+            f"{s.healthy_text('launches')}"
         ),
     ),
     "activations_not_stored": Cause(
         "activations are computed again rather than stored, a true saving",
         lambda s: (
-            f"AdamW's state takes {s.told('optimizer_state_mb')} MB here, "
-            f"{s.told_of_healthy('optimizer_state_mb')} in stage 6: no activation is part of it"
+            f"AdamW's state takes {s.text('optimizer_state_mb')} MB here, "
+            f"{s.healthy_text('optimizer_state_mb')} in stage 6: no activation is part of it"
         ),
     ),
 }
@@ -171,16 +171,16 @@ def _healthy(sight: Sight) -> bool:
 
 
 def _what_differs(sight: Sight) -> str:
-    names = [name for name in FIGURES if sight.differs(name)]
-    pairs = [f"{n} {sight.told(n)} against {sight.told_of_healthy(n)}" for n in names[:3]]
-    return f"its figures are not those of stage 6: {', '.join(pairs)}"
+    names = [name for name in METRICS if sight.differs(name)]
+    pairs = [f"{n} {sight.text(n)} against {sight.healthy_text(n)}" for n in names[:3]]
+    return f"its metrics are not those of stage 6: {', '.join(pairs)}"
 
 
 CAUSES = _FAULTS | _RED_HERRINGS | {NONE: Cause("nothing is wrong", _what_differs, _healthy)}
 
 
 def found_in(sight: Sight) -> str:
-    """The cause that a stage's figures show, or NONE."""
+    """The cause that a stage's metrics show, or NONE."""
     return next((name for name, cause in _FAULTS.items() if cause.holds(sight)), NONE)
 
 

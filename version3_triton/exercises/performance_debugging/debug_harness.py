@@ -27,7 +27,7 @@ if Path(sys.argv[0]).resolve().parent == HERE:  # a stage was started
     import_torch()
 
 import torch  # noqa: E402
-from hunt_results import StageResult, add_flags, save  # noqa: E402
+from debug_results import StageResult, add_flags, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from workshop import errors, results, versions  # noqa: E402
@@ -70,7 +70,7 @@ GPU_SIZE = Size(
     _SMALL.seq_len,
     schedule=Schedule(warmup=10, timed=30, phases=10),
 )
-# So small that the interpreter has patience, with two of all that may be told apart. Of so few
+# So small that the interpreter has patience, with two of all that has an order. Of so few
 # tokens chance decides what the loss is, so they are the same ones on every machine.
 INTERPRETED_SIZE = Size(
     "custom",
@@ -108,7 +108,7 @@ def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> 
 def _parser(stage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=Path(stage).name,
-        description="Trains one stage of the hunt and saves what was measured.",
+        description="Trains one stage and saves what was measured.",
         epilog="Exit status: 0 done, 1 --gate: the gate is red, 2 wrong usage, 77 Triton is "
         "missing, 130 interrupted.",
     )

@@ -1,0 +1,75 @@
+"""What the exercises' tests share: checks in this process, and solutions with something changed."""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from workshop.exercises import frame, sheet
+from workshop.exercises.frame import Item, Work
+
+ROOT = Path(__file__).resolve().parents[1]
+SOLUTIONS = ROOT / "exercises" / "solutions"
+FOLDERS = {folder.name: folder for folder in sheet.folders()}
+
+
+@functools.cache
+def loaded(name: str, file: str = "check") -> ModuleType:
+    """A file of an exercise."""
+    return frame.import_file(FOLDERS[name] / f"{file}.py")
+
+
+def checked(name: str, **where: Path) -> list[Item]:
+    """The Items of an exercise's check, in this process."""
+    return list(Work(FOLDERS[name], **where).each(loaded(name).check))
+
+
+def solution(name: str) -> dict[str, Path]:
+    """Where a solution's files are, as `checked` takes them."""
+    files = {"mine": frame.MINE, "answers": frame.MY_ANSWERS, "results": "results"}
+    paths = {key: SOLUTIONS / name / file for key, file in files.items()}
+    return {key: path for key, path in paths.items() if path.exists()}
+
+
+def with_answers(name: str, folder: Path, **changes: Any) -> Path:
+    """A copy of the solution's answers; of a key that is there twice the last one is changed."""
+    text = (SOLUTIONS / name / frame.MY_ANSWERS).read_text(encoding="utf-8")
+    for key, value in changes.items():
+        *_, last = re.finditer(rf"(?m)^{key} = .*$", text)
+        text = f"{text[: last.start()]}{key} = {json.dumps(value)}{text[last.end() :]}"
+    path = folder / frame.MY_ANSWERS
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def changed(name: str, folder: Path, changes: Mapping[str, str]) -> Path:
+    """A copy of the solution's code with pieces of its text changed."""
+    text = (SOLUTIONS / name / frame.MINE).read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path = folder / frame.MINE
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def shown(items: list[Item]) -> str:
+    """What a check says, in lines."""
+    return "\n".join(f"{item.what}: {item.why}" for item in items)
+
+
+def red(items: list[Item]) -> str:
+    """What the red Items say."""
+    return shown([item for item in items if not item.ok])
+
+
+def unanswered(name: str, **where: Path) -> list[Item]:
+    """The Items of the untouched questions; each is named as not answered."""
+    questions = FOLDERS[name] / frame.QUESTIONS
+    items = checked(name, answers=questions, **where)
+    for key in re.findall(r"(?m)^(\w+) = ", questions.read_text(encoding="utf-8")):
+        assert re.search(rf"not answered yet: (\w+\.)?{key}\b", red(items)), key
+    return items
