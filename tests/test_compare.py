@@ -1,8 +1,9 @@
-"""The comparison: which runs may be set against each other, and what is said when they may not."""
+"""The comparison: which runs may be compared, and what it says of those that may not."""
 
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -11,8 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from test_results import files, make_result
 
 from analysis_tools import compare_versions
 from workshop import results, versions
-from workshop.compare import comparison, comparison_figure, comparison_tables, sessions
-from workshop.compare.comparison import Row
-from workshop.dashboard import data, figures
+from workshop.compare import figures, rows, sessions, tables
+from workshop.compare.rows import Row
+from workshop.dashboard import data
+from workshop.dashboard import figures as pages
 from workshop.results import RunResult
+from workshop.versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = Path("analysis_tools") / "compare_versions.py"
@@ -37,31 +39,25 @@ FASTER = [50.0, 49.0, 50.0, 51.0, 50.0]
 CONTRACT = """version config precision device step_ms tokens_per_s samples_per_s forward_ms
 backward_ms optimizer_ms speedup speedup_ci peak_memory_mb loss_first loss_last params_total
 params_with_grad parity plausibility note""".split()
+TIMES = """step_ms step_spread tokens_per_s samples_per_s forward_ms backward_ms optimizer_ms
+speedup speedup_ci tflops peak_tflops peak_share memory_reduction""".split()
+GPU = {"type": "cuda", "name": "Some CPU"}  # of the name of make_result's, so that they compare
 
 
 def by_label(runs: list[RunResult]) -> dict[str, Row]:
-    return {row.label: row for row in comparison.build_rows(runs)}
+    return {row.label: row for row in rows.build_rows(runs)}
+
+
+def markdown(found: list[Row]) -> str:
+    return tables.markdown(tables.of_rows(found).tables)
 
 
 # --- rows -------------------------------------------------------------------------------------
 
 
-def test_a_gate_on_fewer_tokens_is_marked() -> None:
-    gates = ((2, 16), (8, 128), (None, None))
-    runs = [
-        make_result(key, parity=results.Parity("pass", batch_size=gate[0], seq_len=gate[1]))
-        for key, gate in zip(("v1", "v2", "v4"), gates, strict=True)
-    ]
-    rows = comparison.build_rows(runs)
-    assert [row.proof(red="RED") for row in rows] == ["pass *", "pass", "pass"]
-    told = comparison_tables.as_markdown(rows)
-    assert told.count("pass *") == 1
-    assert "- *: the gate ran on fewer tokens than the run: 2 x 16" in told
-
-
 def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     memory = {"peak": 150.0, "source": "allocator"}
-    rows = by_label(
+    found = by_label(
         [
             make_result("v2", step_ms=FASTER, memory_mb=memory),
             make_result("v2", gate="not run", step_ms=[50.1], memory_mb=memory),
@@ -69,8 +65,8 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
             make_result("v1", gate="not run"),  # a repeat, which the first run's gate covers
         ]
     )
-    assert list(rows) == ["v1", "v2"]
-    v1, v2 = rows.values()
+    assert list(found) == ["v1", "v2"]
+    v1, v2 = found.values()
     assert (v1.runs, v1.parity, v1.speedup, v1.verdict()) == (2, "pass", 1.0, "baseline")
     assert v2.speedup == 2.0 and v2.speedup_ci is not None
     low, high = v2.speedup_ci
@@ -82,53 +78,54 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     assert (v2.params_total, v2.params_with_grad) == (4190464, 4190464)
     assert (v2.peak_memory_mb, v2.memory_reduction) == (150.0, 0.25)
     assert v2.tflops and v2.peak_share == v2.tflops / 0.5
-    for share, told in ((1.159, True), (0.9, False)):
-        notes = comparison_tables.notes([dataclasses.replace(v2, peak_share=share)])
-        assert ("more than 100% of peak" in "\n".join(notes)) == told
+    for share, noted in ((1.159, True), (0.9, False)):
+        text = markdown([dataclasses.replace(v2, peak_share=share)])
+        assert ("more than 100% of peak" in text) == noted
     assert not v2.failed and not v2.note
 
 
-def test_a_step_twice_as_slow_is_said_to_be() -> None:
-    steps = [("v1", 100.0), ("v1", 101.0), ("v2", 200.0), ("v2", 202.0)]
-    row = by_label([make_result(version, step_ms=[ms]) for version, ms in steps])["v2"]
-    assert row.speedup == 0.5
-    assert row.verdict().startswith("0.50x [")
-
-
-def test_an_interval_that_holds_1_is_no_difference() -> None:
-    steps = [("v1", 90.0), ("v1", 110.0), ("v2", 95.0), ("v2", 99.0)]
-    row = by_label([make_result(version, step_ms=[ms]) for version, ms in steps])["v2"]
-    assert row.speedup_ci and row.speedup_ci[0] < 1 < row.speedup_ci[1]
-    assert row.verdict().startswith("no significant difference [0.")
+@pytest.mark.parametrize(
+    ("v1", "v2", "verdict"),
+    [
+        ((100.0, 101.0), (200.0, 202.0), "0.50x ["),
+        ((90.0, 110.0), (95.0, 99.0), "no significant difference [0."),
+    ],
+)
+def test_a_verdict_needs_an_interval_without_1(
+    v1: tuple[float, ...], v2: tuple[float, ...], verdict: str
+) -> None:
+    runs = [make_result(key, step_ms=[ms]) for key, side in (("v1", v1), ("v2", v2)) for ms in side]
+    assert by_label(runs)["v2"].verdict().startswith(verdict)
 
 
 def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whichever of the two it is: how far processes scatter is known of neither then."""
+    """Of either version: the scatter between its processes is unknown then."""
     once = {"setup_s": {"compile": 20.0, "capture": 0.5}}
     slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)  # type: ignore[arg-type]
     for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
         row = by_label(runs)["v2"]
         assert (row.speedup, row.speedup_ci, row.verdict()) == (2.0, None, "2.00x (1 process)")
-        assert (row.pays_back, row.pays_back_steps) == ("not known", None)
-    rows = comparison.build_rows([slow, fast])
+        assert (row.break_even, row.break_even_steps) == ("unknown", None)
+    found = rows.build_rows([slow, fast])
     note = "(1 process): no interval and no verdict"
+    report = tables.of_rows(found)
     for form in ("table", "markdown"):
-        comparison_tables.show(rows, form)
+        report.show(form)
         shown = capsys.readouterr().out
-        assert "2.00x (1 process)" in shown and note in shown and "significant" not in shown
-    _, record = json.loads(json.dumps(comparison_tables.as_json(rows)))["rows"]
+        assert "2.00x (1 process)" in shown and note in shown
+    _, record = json.loads(json.dumps(report.as_json()))["rows"]
     assert (record["speedup"], record["speedup_ci"]) == (2.0, None)
-    _, line = csv.DictReader(io.StringIO(comparison_tables.as_csv(rows)))
+    _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
-    assert rows[1].short_verdict() == "2.00x\n1 process"  # on a bar
-    drawn = figures.speedups(rows)
+    assert found[1].short_verdict() == "2.00x\n1 process"  # on a bar
+    drawn = pages.speedups(found)
     assert "<b>2.00x<br>1 process</b>" in drawn.data[1].text
     assert list(drawn.data[0].error_y.array) == [None, None]
-    assert data.headline(rows) == ""
+    assert data.headline(found) == ""
     # V1 alone is compared with nothing.
-    assert note not in comparison_tables.as_markdown(comparison.build_rows([slow]))
+    assert note not in markdown(rows.build_rows([slow]))
 
 
 def test_a_session_has_one_peak_for_each_precision() -> None:
@@ -142,17 +139,18 @@ def test_a_session_has_one_peak_for_each_precision() -> None:
     # Another size of the same session, which is shown in another table.
     runs.append(make_result("v1", session="s", seq_len=64, peak_tflops=0.6))
     runs.append(make_result("v1", session="s", device={"name": "Another"}, peak_tflops=9.0))
-    rows = comparison.build_rows(runs)
-    found = {(r.version, r.precision, r.session): r.peak_tflops for r in rows if r.seq_len == 128}
-    found.pop(("v1", "fp32", "s"))  # of the other device
-    assert found == {
-        ("v2", "fp32", "s"): 0.6,
-        ("v2", "bf16", "s"): 0.8,
-        ("v4", "fp32", "later"): 0.45,
+    found = {
+        (r.version, r.precision): r
+        for r in rows.build_rows(runs)
+        if (r.device, r.seq_len) == ("Some CPU", 128)
     }
-    v1, v2 = (r for r in rows if (r.device, r.seq_len, r.precision) == ("Some CPU", 128, "fp32")
-              and r.session == "s")  # fmt: skip
-    assert v1.peak_share and v1.peak_share == v2.peak_share
+    assert {key: row.peak_tflops for key, row in found.items()} == {
+        ("v1", "fp32"): 0.6,
+        ("v2", "fp32"): 0.6,
+        ("v2", "bf16"): 0.8,
+        ("v4", "fp32"): 0.45,
+    }
+    v1 = found["v1", "fp32"]
     assert v1.tflops and v1.peak_share == pytest.approx(v1.tflops / 0.6)
 
 
@@ -179,7 +177,7 @@ def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(
     assert (row.speedup, row.speedup_ci, row.memory_reduction) == (None, None, None)
     assert note in row.note and "no speed-up" in row.note
     assert row.verdict() == "-"
-    assert row.step_ms == 50.0 and not row.failed  # its own figures stand
+    assert row.step_ms == 50.0 and not row.failed  # its own times remain
 
 
 def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
@@ -187,39 +185,32 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
         runs = [make_result(key, session=name, step_ms=FASTER) for key in others]
         return [*runs, make_result("v1", session=name, step_ms=[v1_ms] * 5)]
 
-    rows = by_label(session("20260301", 150.0, "v2") + session("20260201", 100.0, "v2", "v4"))
-    assert {label: row.session for label, row in rows.items()} == {
+    found = by_label(session("20260301", 150.0, "v2") + session("20260201", 100.0, "v2", "v4"))
+    assert {label: row.session for label, row in found.items()} == {
         "v1": "20260301",
         "v2": "20260301",
         "v4": "20260201",  # not run in the newest one
     }
-    assert (rows["v2"].speedup, rows["v4"].speedup) == (3.0, 2.0)
+    assert (found["v2"].speedup, found["v4"].speedup) == (3.0, 2.0)
     # A later session without V1 proves nothing about V2, so the older one is kept.
-    rows = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
-    assert (rows["v2"].session, rows["v2"].speedup) == ("20260301", 3.0)
+    found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
+    assert (found["v2"].session, found["v2"].speedup) == ("20260301", 3.0)
 
 
-def test_a_red_gate_shows_no_figures_whatever_the_file_holds() -> None:
+def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() -> None:
     red = make_result("v2", gate="fail", step_ms=FASTER)
     red.parity.failures.append("loss is off")
-    row = by_label([make_result(), make_result("v2", step_ms=FASTER), red])["v2"]
-    figures = (row.step_ms, row.tokens_per_s, row.speedup, row.peak_memory_mb, row.tflops)
-    assert figures == (None,) * 5
-    assert row.parity == "fail" and row.failed
-    reason = "gradient of norm.weight is missing"
-    assert row.note == f"gate red: {reason} (and 1 more)"
-
-
-def test_a_failed_run_costs_its_own_row_only() -> None:
     crash = make_result("v2", "not run", status="failed", error="out of memory on X", step_ms=[])
-    rows = by_label([make_result("v4", step_ms=FASTER), crash, make_result()])
-    assert rows["v2"].failed and rows["v2"].note == "out of memory on X"
-    assert rows["v2"].step_ms is None
-    assert rows["v4"].speedup == 2.0 and not rows["v4"].failed
-    # The second of two runs crashed: the first's figures would speak for a version that fails.
-    rows = by_label([make_result(), make_result("v2", step_ms=FASTER), crash])
-    assert rows["v2"].step_ms is None and rows["v2"].note == "out of memory on X"
-    # Nor is such a V1 one to compare with.
+    reason = "gate red: gradient of norm.weight is missing (and 1 more)"
+    for bad, note in ((red, reason), (crash, "out of memory on X")):
+        # One of two runs is bad: the other's times would speak for a version that fails.
+        runs = [make_result(), make_result("v2", step_ms=FASTER), bad]
+        found = by_label([*runs, make_result("v4", step_ms=FASTER)])
+        row = found["v2"]
+        numbers = (row.step_ms, row.tokens_per_s, row.speedup, row.peak_memory_mb, row.tflops)
+        assert numbers == (None,) * 5 and row.failed and row.note == note
+        assert found["v4"].speedup == 2.0 and not found["v4"].failed
+    # Nor is such a V1 a baseline.
     crash = dataclasses.replace(crash, version="v1")
     v2 = by_label([make_result(), crash, make_result("v2", step_ms=FASTER)])["v2"]
     assert (v2.speedup, v2.note) == (None, "V1 failed in this session: no speed-up")
@@ -231,7 +222,7 @@ def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
 
     cpu_v4 = {"compile": "default", "cuda_graph": False}
     gpu = {"type": "cuda", "name": "Some GPU"}
-    rows = by_label(
+    found = by_label(
         [
             make_result(),
             v2(fuse_norm=True),
@@ -244,32 +235,27 @@ def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
             make_result("v1", options={"cuda_graph": True}, device=gpu),
         ]
     )
-    assert list(rows) == [
+    assert list(found) == [
         *("v1", "v2", "v2 compile=default", "v2 no-fuse-norm", "v4", "v4 compile=none"),
         *("v1 cuda-graph", "v4 no-cuda-graph"),  # of the GPU, whose plain v4 shares a label
     ]
-    assert rows["v2 no-fuse-norm"].speedup == 2.0
-    assert rows["v1 cuda-graph"].verdict() == "-"  # it is not the baseline
+    assert found["v2 no-fuse-norm"].speedup == 2.0
+    assert found["v1 cuda-graph"].verdict() == "-"  # it is not the baseline
 
 
 def test_an_interrupted_run_counts_and_says_so() -> None:
     cut = make_result("v2", status="interrupted", step_ms=FASTER, memory_mb={}, forward_ms=[])
-    rows = by_label([make_result(), make_result("v2", step_ms=FASTER), cut])
-    assert rows["v2"].note == "1 of 2 runs interrupted"
-    assert rows["v2"].speedup == 2.0 and rows["v2"].peak_memory_mb == 200.0
+    row = by_label([make_result(), make_result("v2", step_ms=FASTER), cut])["v2"]
+    assert row.note == "1 of 2 runs interrupted"
+    assert row.speedup == 2.0 and row.peak_memory_mb == 200.0
     alone = by_label([make_result(), cut])["v2"]
     assert (alone.speedup, alone.peak_memory_mb, alone.forward_ms) == (2.0, None, None)
     nothing = by_label([make_result("v2", status="interrupted", step_ms=[])])["v2"]
     assert nothing.note == "no timed step"
 
 
-TIMES = """step_ms step_spread tokens_per_s samples_per_s forward_ms backward_ms optimizer_ms
-speedup speedup_ci tflops peak_tflops peak_share memory_reduction""".split()
-GPU = {"type": "cuda", "name": "Some CPU"}  # of the name of make_result's, so that they compare
-
-
 def interpreted(**changes: object) -> RunResult:
-    """A run of V3 without a GPU, with times that someone could take for good ones."""
+    """A run of V3 without a GPU, with times that look like good ones."""
     options = {"compile": "none", "cuda_graph": False, "interpreted": True}
     memory = {"peak": 150.0, "rest": 150.0, "source": "profiled allocations"}
     given = {"options": options, "memory_mb": memory, "step_ms": FASTER, **changes}
@@ -282,8 +268,8 @@ def interpreted(**changes: object) -> RunResult:
     ids=["CPU", "CPU, which the file does not say", "GPU", "no gate", "interrupted"],
 )
 def test_no_time_of_an_interpreted_run_is_anywhere(changes: dict[str, object]) -> None:
-    rows = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
-    row = rows["v3"]
+    found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
+    row = found["v3"]
     assert [getattr(row, name) for name in TIMES] == [None] * len(TIMES)
     assert row.verdict() == "interpreted, not comparable"
     assert row.note.startswith("interpreted, not comparable: ")
@@ -292,144 +278,93 @@ def test_no_time_of_an_interpreted_run_is_anywhere(changes: dict[str, object]) -
     assert (row.parity, row.loss_first, row.loss_last) == (changes.get("gate", "pass"), 6.9, 3.0)
     assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
     assert row.peak_memory_mb == 150.0
-    assert rows["v2"].speedup == 2.0
-
-
-def test_compiled_kernels_are_timed_like_any_others() -> None:
-    options = {"compile": "none", "cuda_graph": True, "interpreted": False}
-    row = by_label([make_result(), interpreted(options=options, device=GPU)])["v3"]
+    assert found["v2"].speedup == 2.0
+    compiled = {"compile": "none", "cuda_graph": True, "interpreted": False}
+    row = by_label([make_result(), interpreted(options=compiled, device=GPU)])["v3"]
     assert (row.status, row.speedup, row.note) == ("timed", 2.0, "")
 
 
-def test_every_form_says_that_a_run_was_interpreted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from matplotlib.figure import Figure
-
+def test_every_form_says_that_a_run_was_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
     words = "interpreted, not comparable"
-    rows = comparison.build_rows([make_result(), interpreted()])
+    found = rows.build_rows([make_result(), interpreted()])
+    report = tables.of_rows(found)
     for form in ("table", "markdown"):
-        comparison_tables.show(rows, form)
+        report.show(form)
         *_, line = (line for line in capsys.readouterr().out.splitlines() if words in line)
         assert line.lstrip("- ").startswith(f"v3: {words}: ")  # the last: below the tables
-    table = comparison_tables.as_markdown(rows)
-    assert f"| v3 | {'- | ' * 6}{words} |" in table
-    assert "| v3 | pass | 38/38 | 6.900 → 3.000 | 150 | - | - | - |" in table
-    _, line = csv.DictReader(io.StringIO(comparison_tables.as_csv(rows)))
+    assert f"| v3 | {'- | ' * 6}{words} |" in markdown(found)
+    assert "| v3 | pass | 38/38 | 6.900 → 3.000 | 150 | - | - | - |" in markdown(found)
+    _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert [line[name] for name in TIMES] == [""] * len(TIMES) and words in line["note"]
-
-    drawn: list[list[str]] = []
-
-    def read(figure: Figure, path: Path, **_: object) -> None:
-        path.touch()
-        drawn.extend([text.get_text() for text in axis.texts] for axis in figure.axes)
-
-    monkeypatch.setattr(Figure, "savefig", read)
-    comparison_figure.plot(rows, tmp_path / "x.png")
-    throughput, time_of_a_step, memory = drawn
+    drawn = [[text.get_text() for text in axis.texts] for axis in figures.draw_rows([found]).axes]
     place = words.replace(", ", ",\n")
-    assert throughput == ["baseline", "", place]
-    assert time_of_a_step == ["100", place]
-    assert memory == ["200", "150"]
-
-
-def test_what_a_machine_cannot_run_is_skipped_and_not_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lack = {"status": "skipped", "error": "version v3 needs Triton", "gate": "not run"}
-    skipped = make_result("v3", step_ms=[], losses=[], memory_mb={}, gradients=None, **lack)  # type: ignore[arg-type]
-    row = by_label([make_result(), skipped])["v3"]
-    assert (row.status, row.note, row.verdict()) == (
-        "skipped",
-        "version v3 needs Triton",
-        "skipped",
-    )
-    assert row.step_ms is None and not row.failed
-    results.save(skipped, tmp_path)
-    assert compare_versions.main(["--from-results", str(tmp_path)]) == 77  # there is nothing else
-    results.save(make_result(), tmp_path)
-    assert compare_versions.main(["--from-results", str(tmp_path)]) == 0
-    assert "v3: version v3 needs Triton" in capsys.readouterr().out
-
-
-# --- what the first use costs -----------------------------------------------------------------
-
-
-def setup(compile_s: float, capture_s: float = 0.0) -> dict[str, dict[str, float]]:
-    told = {"gate": 9.0, "compile": compile_s, "capture": capture_s, "warm_up": 3.0}
-    return {"setup_s": told}
-
-
-def test_the_first_use_is_paid_back_by_what_each_step_saves() -> None:
-    runs = [
-        make_result(**setup(0.0)),
-        make_result("v2", step_ms=[150.0, 151.0, 149.0], **setup(0.0, 2.0)),
-        make_result("v4", step_ms=FASTER, **setup(20.0, 0.5)),
-        make_result("v4", step_ms=FASTER, gate="not run", **setup(4.0, 0.5)),
-    ]
-    rows = by_label([*runs, make_result(gate="not run"), dataclasses.replace(runs[1])])
-    v4 = rows["v4"]
-    assert (v4.first_use_s, v4.first_use_least_s) == (20.5, 4.5)
-    assert v4.setup_s["compile"] == 20.0
-    # V1's 100 ms less V4's 50: 20.5 s are 410 such steps.
-    assert (v4.pays_back_steps, v4.pays_back) == (410, "after 410 steps")
-    v2 = rows["v2"]
-    assert (v2.first_use_s, v2.pays_back_steps, v2.pays_back) == (2.0, None, "never")
-    assert (rows["v1"].first_use_s, rows["v1"].pays_back) == (0.0, None)
-    text = comparison_tables.as_markdown(list(rows.values()))
-    assert (
-        "- v4: first use 20.5 s (compile 20.0, capture 0.5), 4.5 s where the caches were filled; "
-        "paid back against V1 after 410 steps" in text
-    )
-    assert "- v2: first use 2.0 s (compile 0.0, capture 2.0); never paid back" in text
-    assert "v1: first use" not in text
-
-
-def test_nothing_is_made_up_of_files_that_do_not_tell_the_first_use() -> None:
-    row = by_label([make_result(), make_result("v4", step_ms=FASTER)])["v4"]
-    assert (row.first_use_s, row.pays_back, row.pays_back_steps) == (None, None, None)
-    even = [90.0, 110.0, 95.0, 105.0, 99.0]
-    runs = [make_result(step_ms=[ms], **setup(0.0)) for ms in even]
-    runs += [make_result("v2", step_ms=[ms], **setup(1.0)) for ms in even]
-    assert by_label(runs)["v2"].pays_back == "not known"
+    assert drawn == [["baseline", "", place], ["100", place], ["200", "150"]]
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "pays_back", "steps"),
-    [(50.0, "at once", 0), (100.0, "not known", None), (150.0, "never", None)],
+    ("compile_s", "milliseconds", "break_even", "steps"),
+    [
+        (20.0, 50.0, "after 400 steps", 400),  # V1's 100 ms less 50: 20 s are 400 such steps
+        (0.0, 50.0, "at once", 0),
+        (1.0, 100.0, "unknown", None),
+        (2.0, 150.0, "never", None),
+    ],
 )
-def test_a_version_that_compiles_nothing_pays_back_only_if_it_is_faster(
-    milliseconds: float, pays_back: str, steps: int | None
+def test_the_startup_is_made_up_for_by_what_each_step_saves(
+    compile_s: float, milliseconds: float, break_even: str, steps: int | None
 ) -> None:
     runs = []
-    for factor in (0.9, 1.1, 1.0, 1.05, 0.95):
-        times = [milliseconds * factor]
-        runs += [make_result(**setup(0.0)), make_result("v2", step_ms=times, **setup(0.0))]
-    v2 = by_label(runs)["v2"]
-    assert (v2.pays_back, v2.pays_back_steps) == (pays_back, steps)
+    for index, factor in enumerate((0.9, 1.1, 1.0, 1.05, 0.95)):  # a later process finds caches
+        startup = {"compile": compile_s / (1 + index), "capture": 0.0, "warm_up": 3.0}
+        runs.append(make_result("v4", step_ms=[milliseconds * factor], setup_s=startup))
+        runs.append(make_result(step_ms=[100 * factor], setup_s=dict.fromkeys(startup, 0.0)))
+    found = by_label(runs)
+    assert (found["v1"].startup_s, found["v1"].break_even) == (0.0, None)
+    row = found["v4"]
+    assert (row.break_even, row.break_even_steps) == (break_even, steps)
+    assert (row.startup_s, row.startup_least_s) == (compile_s, compile_s / 5)
+    if steps:
+        text = markdown([row])
+        assert "- v4: startup 20.0 s (compile 20.0, capture 0.0), 4.0 s with filled caches;" in text
+        assert "; break-even with V1 after 400 steps" in text
 
 
-def test_implausible_figures_are_flagged_with_the_row() -> None:
-    fast = make_result("v2", plausibility=["the backward pass takes 0.1 of the forward's"])
-    rows = comparison.build_rows([make_result(), fast, fast])
-    assert rows[1].plausibility == ["the backward pass takes 0.1 of the forward's"]
-    table = comparison_tables.as_markdown(rows)
-    assert table.count("IMPLAUSIBLE: the backward pass takes 0.1 of the forward's") == 1
+def test_files_without_startup_times_give_no_break_even() -> None:
+    row = by_label([make_result(), make_result("v4", step_ms=FASTER)])["v4"]
+    assert (row.startup_s, row.break_even, row.break_even_steps) == (None, None, None)
+
+
+# --- what is shown and written ----------------------------------------------------------------
+
+
+def test_notes_name_small_gates_and_implausible_numbers() -> None:
+    gates = ((2, 16), (8, 128), (None, None))
+    runs = [
+        make_result(key, parity=results.Parity("pass", batch_size=gate[0], seq_len=gate[1]))
+        for key, gate in zip(("v1", "v2", "v4"), gates, strict=True)
+    ]
+    why = "the backward pass takes 0.1 of the forward's"
+    found = rows.build_rows([*runs, dataclasses.replace(runs[1], plausibility=[why])])
+    assert [row.proof(red="RED") for row in found] == ["pass *", "pass", "pass"]
+    assert found[1].plausibility == [why]
+    text = markdown(found)
+    assert text.count("pass *") == 1 and text.count(f"IMPLAUSIBLE: {why}") == 1
+    assert "- *: the gate ran on fewer tokens than the run: 2 x 16" in text
 
 
 def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for length in (64, 256):
-        name = {"config_name": "custom", "session": "20250101"}
-        results.save(make_result(seq_len=length, **name), tmp_path / "both")  # type: ignore[arg-type]
-        results.save(make_result(seq_len=length, **name), tmp_path / "sweep")  # type: ignore[arg-type]
+    for length, kind in ((64, "sweep point"), (256, "waterfall rung")):
+        run = make_result(seq_len=length, config_name="custom", kind=kind)
+        results.save(run, tmp_path / "both")
+        results.save(run, tmp_path / "others")
     results.save(make_result(), tmp_path / "both")
     assert compare_versions.main(["--from-results", str(tmp_path / "both")]) == 0
     captured = capsys.readouterr()
     assert "tiny: 8 x 128" in captured.out and "custom" not in captured.out
-    assert captured.err == "2 runs left out: --waterfall or --sweep shows what they are of\n"
-    assert compare_versions.main(["--from-results", str(tmp_path / "sweep")]) == 0
+    assert captured.err == "2 runs left out: --waterfall or --sweep shows them\n"
+    assert compare_versions.main(["--from-results", str(tmp_path / "others")]) == 0
     captured = capsys.readouterr()
     assert "custom: 8 x 64" in captured.out and captured.err == ""  # there is nothing else
 
@@ -438,57 +373,70 @@ HOSTILE = "\ud800 $\\frac$ \x1b[31m | <b>"
 """A name that can't be encoded, is no formula, steers a terminal, and is markup."""
 
 
-@pytest.mark.parametrize("form", comparison_tables.FORMATS)
-def test_a_device_may_have_any_name(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for version in ("v1", "v2"):
-        device = {"type": "cpu", "name": HOSTILE}
-        options = {"compile": HOSTILE}
-        results.save(make_result(version, device=device), tmp_path / "in")
+def test_a_device_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = {"type": "cpu", "name": HOSTILE}
+    for version, options in itertools.product(("v1", "v2"), ({}, {"compile": HOSTILE})):
         results.save(make_result(version, device=device, options=options), tmp_path / "in")
     words = ["--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
-    assert compare_versions.main([*words, "--format", form]) == 0
-    shown = capsys.readouterr().out.encode()  # as a terminal does
-    assert b"\x1b" not in shown
+    for form in tables.FORMATS:
+        assert compare_versions.main([*words, "--format", form]) == 0
+        assert b"\x1b" not in capsys.readouterr().out.encode()  # as a terminal does
     text = (tmp_path / "out" / "comparison.md").read_text()
     assert text.count(r"\$\\frac\$ \[31m \| \<b\>") > 2
 
 
-def test_comparison_md_is_headed_by_the_sessions_it_tells_of(tmp_path: Path) -> None:
-    def session(name: str, torch: str, *keys: str) -> list[RunResult]:
-        return [make_result(key, session=name, software={"torch": torch}) for key in keys]
+@pytest.mark.parametrize("spelling", ["--output-dir={}", "--output={}"])
+def test_the_files_of_results_keep_the_contract(
+    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sessions and software that are shown head the Markdown; each size has its own table."""
 
-    runs = [*session("1", "2.5", "v1"), *session("2", "2.6", "v1", "v2"), *session("3", "9", "v4")]
-    rows = comparison.build_rows(runs)[:2]
-    compare_versions.write_outputs(rows, runs, tmp_path)
-    text = (tmp_path / "comparison.md").read_text()
+    def session(name: str, torch: str, *keys: str, **changes: Any) -> list[RunResult]:
+        return [make_result(k, session=name, software={"torch": torch}, **changes) for k in keys]
+
+    runs = [*session("1", "2.5", "v1"), *session("2", "2.6", "v1", "v2")]
+    runs += session("2", "2.6", "v4", gate="fail", status="gate failed", step_ms=[])
+    runs += session("2", "2.6", "v1", config_name="small", batch_size=16)
+    runs += session("2", "2.6", "v1", precision="bf16")
+    for run in runs:
+        results.save(run, tmp_path / "in")
+    flag = spelling.format(tmp_path / "out")
+    words = ["--from-results", str(tmp_path / "in"), "--format", "json", flag]
+    assert compare_versions.main(words) == 1  # V4's gate is red
+    written = [f"comparison.{kind}" for kind in ("csv", "json", "md", "png")]
+    assert files(tmp_path / "out") == written
+    captured = capsys.readouterr()
+    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert json.loads(captured.out)["rows"] == content["rows"]  # nothing but JSON for a program
+    assert captured.err.startswith("Written: ")
+    assert (content["schema_version"], content["session"]) == (tables.SCHEMA_VERSION, "2")
+    found = {(r["version"], r["config"], r["precision"]): r for r in content["rows"]}
+    assert len(found) == 5 and all(set(row) >= set(CONTRACT) for row in content["rows"])
+    assert found["v4", "tiny", "fp32"]["parity"] == "fail"
+    text = (tmp_path / "out" / "comparison.md").read_text()
     assert text.startswith("# Comparison 2\n\ntorch 2.6\n\n### ")
-    assert json.loads((tmp_path / "comparison.json").read_text())["session"] == "2"
-
-
-def test_comparison_json_keeps_the_contract(tmp_path: Path) -> None:
-    red = make_result("v4", gate="fail", step_ms=[])
-    rows = comparison.build_rows([make_result(), make_result("v2"), red])
-    names = compare_versions.write_outputs(rows, [red], tmp_path)
-    assert [Path(name).name for name in names] == files(tmp_path)
-    content = json.loads((tmp_path / "comparison.json").read_text())
-    assert content["schema_version"] == comparison.SCHEMA_VERSION
-    assert [row["version"] for row in content["rows"]] == ["v1", "v2", "v4"]
-    for row in content["rows"]:
-        assert set(row) >= set(CONTRACT)
-    assert [row["parity"] for row in content["rows"]] == ["pass", "pass", "fail"]
-
-
-def test_rows_of_different_sizes_stand_in_different_tables() -> None:
-    small = {"config_name": "small", "batch_size": 16}
-    runs = [make_result(**kind) for kind in ({}, small, {"precision": "bf16"})]  # type: ignore[arg-type]
-    text = comparison_tables.as_markdown(comparison.build_rows(runs))
-    assert [line for line in text.splitlines() if line.startswith("#")] == [
+    assert [line for line in text.splitlines() if line.startswith("##")] == [
         "### tiny: 8 x 128 tokens, bf16, Some CPU",
         "### tiny: 8 x 128 tokens, fp32, Some CPU",
         "### small: 16 x 128 tokens, fp32, Some CPU",
     ]
+
+
+def test_a_version_that_cannot_run_here_is_skipped_and_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "version v3 needs Triton, which is not installed"
+    monkeypatch.setattr(versions, "missing", lambda version: why if version.triton else None)
+    words = ["--versions", "v3", "--device", "cpu", "--output-dir", str(tmp_path)]
+    assert compare_versions.main(words) == 77  # nothing else was requested
+    captured = capsys.readouterr()
+    assert captured.err == f"v3: skipped: {why}\n" and f"v3: {why}" in captured.out
+    (run,) = results.load_folder(tmp_path)
+    (row,) = rows.build_rows([run])
+    assert (row.status, row.note, row.verdict()) == ("skipped", why, "skipped")
+    assert (run.kind, row.config, row.step_ms, row.failed) == ("run", "tiny", None, False)
+    results.save(make_result(), tmp_path)
+    assert compare_versions.main(["--from-results", str(tmp_path)]) == 0
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -522,15 +470,6 @@ def tool(*words: str | Path) -> list[str | Path]:
     return ["python", TOOL, "--device", "cpu", *words]
 
 
-def copy_with_v3(folder: Path, text: str) -> Path:
-    """A small repository whose V3 is this text: nothing that Triton's interpreter makes slow."""
-    copy_repository(folder, {"workshop/run/presets.py": SHRINK_PRESET})
-    place = folder / versions.VERSIONS["v3"].folder / "tiny_llama_v3.py"
-    place.parent.mkdir(exist_ok=True)
-    place.write_text(text)
-    return folder
-
-
 # Python imports this at its start.
 NO_TRITON = """
 from importlib.machinery import PathFinder
@@ -543,258 +482,163 @@ def find_present(name, path=None, target=None):
 PathFinder.find_spec = find_present
 """
 LACKS = "import sys\nsys.exit(print('error: it needs a widget', file=sys.stderr) or 77)\n"
-
 FEW_STEPS = ("--num-steps", "2", "--warmup-steps", "1", "--repeats", "1")
+V2 = "version2_pytorch_fused/tiny_llama_v2.py"
+RED_V2 = {"workshop/run/presets.py": SHRINK_PRESET, V2: ("F.silu", "F.relu")}
+CRASH = "raise RuntimeError('no such kernel')\n"
+
+
+def use_versions_of(code: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
+    """Versions and peers are those of another copy, and some have other texts there."""
+    for key, version in versions.ALL.items():
+        own = dataclasses.replace(version, folder=str(code / version.folder), packages=())
+        monkeypatch.setitem(versions.ALL, key, own)
+        if text := texts.get(key):
+            own.path.parent.mkdir(exist_ok=True)
+            own.path.write_text(text)
 
 
 @pytest.fixture(scope="module")
-def started(
-    type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Finished]]]:
-    """The slow commands, two at a time: they run while the tests before them do."""
-    names = ("good", "broken", "deceived", "plain", "lacks", "bare")
-    good, broken, deceived, plain, lacks, bare = map(tmp_path_factory.mktemp, names)
-    copy_with_v3(plain / "code", versions.VERSIONS["v2"].path.read_text())
-    copy_with_v3(lacks / "code", LACKS)
-    (bare / "sitecustomize.py").write_text(NO_TRITON)
-    copy_repository(
-        broken / "code",
-        {
-            "workshop/run/presets.py": SHRINK_PRESET,
-            "version2_pytorch_fused/tiny_llama_v2.py": ("F.silu", "F.relu"),
-            "version4_pytorch_sdpa/tiny_llama_v4.py": (
-                "import torch\n",
-                "import torch\nraise RuntimeError('no such kernel')\n",
-            ),
-        },
-    )
-    copy_repository(
-        deceived / "code",
-        {
-            "workshop/run/presets.py": SHRINK_PRESET,
-            "version2_pytorch_fused/tiny_llama_v2.py": (
-                "import torch.nn.functional as F\n",
-                "import torch.nn.functional as F\n\nF.silu = F.relu  # V1's in this process, too\n",
-            ),
-        },
-    )
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            "good": pool.submit(
-                type_command,
-                *tool("--config", "tiny", "--versions", "v1", "v2", *FEW_STEPS),
-                *("--output-dir", good / "out"),
-                folder=plain / "code",
-                OMP_NUM_THREADS="1",
-            ),
-            "broken": pool.submit(
-                type_command,
-                *tool("--config", "tiny", "--versions", "v1", "v2", "v4", *FEW_STEPS),
-                *("--repeats", "2", "--output-dir", broken / "out"),
-                folder=broken / "code",
-                OMP_NUM_THREADS="1",
-            ),
-            "deceived": pool.submit(
-                type_command,
-                *tool("--config", "tiny", "--versions", "v2", "v1", "--num-steps", "3"),
-                *("--warmup-steps", "1", "--repeats", "2", "--output-dir", deceived / "out"),
-                folder=deceived / "code",
-                OMP_NUM_THREADS="1",
-            ),
-            "interpreted": pool.submit(
-                type_command,
-                *tool("--versions", "v1", "v3", "--num-steps", "5", "--warmup-steps", "2"),
-                *("--repeats", "2", "--output-dir", plain / "out"),
-                folder=plain / "code",
-                OMP_NUM_THREADS="1",
-            ),
-            "lacks": pool.submit(
-                type_command,
-                *tool("--versions", "v1", "v3", *FEW_STEPS, "--output-dir", lacks / "out"),
-                folder=lacks / "code",
-                OMP_NUM_THREADS="1",
-            ),
-            "no Triton": pool.submit(
-                type_command,
-                *tool("--versions", "v3", "--output-dir", bare / "out"),
-                folder=plain / "code",
-                PYTHONPATH=str(bare),
-            ),
-        }
-        pool.shutdown(cancel_futures=True)
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path]:
+    """A comparison of processes: status, stdout, stderr and folder. V2 has a planted fault, V3 is
+    interpreted, V4 crashes, and `hf` can't run here."""
+    folder = tmp_path_factory.mktemp("mixed")
+    code, out = copy_repository(folder / "code", RED_V2), folder / "out"
+    others = {"v3": VERSIONS["v2"].path.read_text(), "v4": CRASH, "hf": LACKS}
+    words = ["--config", "tiny", "--num-steps", "2", "--warmup-steps", "1", "--repeats", "2"]
+    words += ["--versions", *VERSIONS, "hf", "--device", "cpu", "--output-dir", str(out)]
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        use_versions_of(code, patch, **others)
+        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(sys, "stderr", stderr)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        status = compare_versions.main(words)
+    return status, stdout.getvalue(), stderr.getvalue(), out
 
 
-@pytest.fixture(scope="module")
-def good(
-    started: dict[str, Future[Finished]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Finished, Path]:
-    finished = started["good"].result()
-    return finished, Path(finished.args[-1])
+Mixed = tuple[int, str, str, Path]
 
 
-def test_a_comparison_trains_shows_and_writes(good: tuple[Finished, Path]) -> None:
+@needs_triton
+def test_a_comparison_trains_shows_and_writes(mixed: Mixed) -> None:
     from matplotlib.image import imread
 
-    finished, folder = good
-    assert finished.returncode == 0, finished.stderr
-    assert re.search(r"│ v1 .* baseline │", finished.stdout)
-    assert re.search(r"│ v2 .*x \(1 process\) │", finished.stdout)
-    assert re.findall(r"│ (v\d) +│ +pass │ +11/11 │", finished.stdout) == ["v1", "v2"]
-    for key in ("v1", "v2"):  # told as it goes, for those who wait
-        assert re.search(rf"^{key} tiny fp32, run 1 of 1: [\d.]+ ms", finished.stderr, re.MULTILINE)
-        for stage in ("gate: ", "warming up ", "audit: "):
-            line = rf"^{key} tiny fp32: {stage}.* \.\.\.$"
-            assert re.search(line, finished.stderr, re.MULTILINE)
-    written = [name for name in files(folder) if not name.startswith("runs")]
-    assert written == ["comparison.json", "comparison.md", "comparison.png"]
+    status, stdout, stderr, folder = mixed
+    assert status == 1 and "Traceback" not in stdout + stderr  # V2's gate is red
+    assert re.search(r"│ v1 .* baseline │", stdout)
+    assert re.search(r"│ v1 +│ +pass │ +11/11 │", stdout)
+    assert re.search(r"^v1 tiny fp32, run 2 of 2: [\d.]+ ms", stderr, re.MULTILINE)
+    for stage in ("gate: ", "warming up ", "audit: "):
+        assert re.search(rf"^v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE)
     height, width = imread(folder / "comparison.png").shape[:2]
     assert width >= 1500 and height >= 500
+    found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
+    v1 = found["v1"]
+    assert (v1["runs"], v1["parity"], v1["audit"], v1["speedup"]) == (2, "pass", "pass", 1.0)
+    assert found["hf"]["status"] == "skipped"
+    assert "hf tiny fp32, run 1 of 2: skipped: it needs a widget\n" in stderr
+
+
+def read(folder: Path, suffix: str) -> str:
+    return (folder / f"comparison.{suffix}").read_text()
+
+
+@needs_triton
+def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed: Mixed) -> None:
+    _, stdout, stderr, folder = mixed
+    found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
+    v2, v4 = found["v2"], found["v4"]
+    assert (v2["step_ms"], v2["speedup"], v2["parity"]) == (None, None, "fail")
+    assert v2["note"].startswith("gate red: ")
+    assert (v4["step_ms"], v4["parity"]) == (None, "not run")
+    assert v4["note"] == "RuntimeError: no such kernel"
+    for label, reason in (("v2", v2["note"]), ("v4", v4["note"])):
+        assert f"{label}: {reason}" in stdout
+        # It failed once and was not run again.
+        assert len(re.findall(rf"^{label} tiny fp32, run", stderr, re.MULTILINE)) == 1
+    statuses = {run.version: run.status for run in results.load_folder(folder)}
+    assert (statuses["v2"], statuses["v4"]) == ("gate failed", "failed")
+    (log,) = folder.rglob("*.log")
+    assert "no such kernel" in log.read_text()
+
+
+@needs_triton
+def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
+    _, stdout, stderr, folder = mixed
+    assert "\nv3: in Triton's interpreter on this machine, " in f"\n{stderr}"
+    (line,) = (line for line in stderr.splitlines() if line.startswith("v3 tiny fp32, run"))
+    start = "v3 tiny fp32, run 1 of 1: interpreted, not comparable; gate: pass: gradients 11/11"
+    assert line.startswith(start)
     runs = results.load_folder(folder)
-    assert [run.version for run in runs] == ["v1", "v2"]
-    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-3)  # the same text, the same math
-    rows = json.loads((folder / "comparison.json").read_text())["rows"]
-    assert [(row["parity"], row["audit"]) for row in rows] == [("pass", "pass")] * 2
-    assert rows[1]["speedup"] == pytest.approx(rows[0]["step_ms"] / rows[1]["step_ms"])
+    (v3,) = (run for run in runs if run.version == "v3")
+    assert (v3.warmup_steps, v3.options["num_steps"]) == (1, 1)
+    v1 = next(run for run in runs if run.version == "v1")
+    assert v3.losses == pytest.approx(v1.losses[:3], rel=1e-4)  # the same text, the same math
+    found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
+    assert (found["v3"]["status"], found["v3"]["parity"]) == ("interpreted", "pass")
+    assert [found["v3"][name] for name in TIMES] == [None] * len(TIMES)
+    assert re.search(r"│ v3 .* │ +interpreted", stdout)
 
 
-@pytest.mark.parametrize("form", ["json", "csv", "markdown", "table"])
+@needs_triton
 def test_results_alone_give_the_same_rows_again(
-    form: str, good: tuple[Finished, Path], capsys: pytest.CaptureFixture[str]
+    mixed: Mixed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished, folder = good
+    _, stdout, _, folder = mixed
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert compare_versions.main(["--from-results", str(folder), "--format", form]) == 0
-    shown = capsys.readouterr().out
-    content = json.loads((folder / "comparison.json").read_text())
-    if form == "json":
-        assert json.loads(shown)["rows"] == content["rows"]
-    elif form == "csv":
-        lines = list(csv.DictReader(io.StringIO(shown)))
-        assert [line["version"] for line in lines] == ["v1", "v2"]
-        assert [float(line["step_ms"]) for line in lines] == [
-            row["step_ms"] for row in content["rows"]
-        ]
-        assert set(lines[0]) >= set(CONTRACT) - {"plausibility"}
-    elif form == "markdown":
-        assert (folder / "comparison.md").read_text().endswith(shown)
-    else:
-        assert finished.stdout.startswith(shown)
+    shown = {}
+    for form in tables.FORMATS:
+        assert compare_versions.main(["--from-results", str(folder), "--format", form]) == 1
+        shown[form] = capsys.readouterr().out
+    assert json.loads(shown["json"])["rows"] == json.loads(read(folder, "json"))["rows"]
+    assert shown["csv"].splitlines() == read(folder, "csv").splitlines()
+    assert set(shown["csv"].splitlines()[0].split(",")) >= set(CONTRACT) - {"plausibility"}
+    assert read(folder, "md").endswith(shown["markdown"])
+    assert stdout.startswith(shown["table"])
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize("spelling", ["--output-dir={}", "--output={}"])
-def test_results_alone_are_written_where_that_is_asked_for(
-    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results.save(make_result(), tmp_path / "in")
-    flag = spelling.format(tmp_path / "out")
-    words = ["--from-results", str(tmp_path / "in"), "--format", "json", flag]
-    assert compare_versions.main(words) == 0
-    assert files(tmp_path / "out") == ["comparison.json", "comparison.md", "comparison.png"]
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)  # nothing but JSON for the program that reads it
-    assert captured.err.startswith("Written: ")
-
-
-def test_a_red_gate_and_a_crash_cost_their_own_rows(started: dict[str, Future[Finished]]) -> None:
-    finished = started["broken"].result()
-    folder = Path(finished.args[-1])
-    assert finished.returncode == 1, finished.stderr
-    assert "Traceback" not in finished.stdout + finished.stderr
-    v1, v2, v4 = json.loads((folder / "comparison.json").read_text())["rows"]
-    assert v1["step_ms"] and v1["runs"] == 2 and v1["parity"] == "pass"
-    assert (v2["step_ms"], v2["speedup"], v2["parity"]) == (None, None, "fail")
-    assert v2["note"].startswith("gate red: ")
-    assert (v4["step_ms"], v4["parity"], v4["note"]) == (
-        None,
-        "not run",
-        "RuntimeError: no such kernel",
-    )
-    for label, reason in (("v2", v2["note"]), ("v4", v4["note"])):
-        assert f"{label}: {reason}" in re.sub(r"\s+", " ", finished.stdout)
-        # It failed once and was not run again.
-        assert len(re.findall(rf"^{label} tiny fp32, run", finished.stderr, re.MULTILINE)) == 1
-    statuses = {run.version: run.status for run in results.load_folder(folder)}
-    assert statuses == {"v1": "complete", "v2": "gate failed", "v4": "failed"}
-    logs = list(folder.rglob("*.log"))
-    assert len(logs) == 1 and "no such kernel" in logs[0].read_text()
-    assert compare_versions.main(["--from-results", str(folder)]) == 1
-
-
+@pytest.mark.slow
 def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
-    started: dict[str, Future[Finished]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it changes in its process, it changes in the gate's V1 as well."""
-    finished = started["deceived"].result()
-    folder = Path(finished.args[-1])
-    assert finished.returncode == 1, finished.stderr
-    v1, v2 = json.loads((folder / "comparison.json").read_text())["rows"]
+    old = "import torch.nn.functional as F\n"
+    fault = {V2: (old, f"{old}\nF.silu = F.relu  # V1's in this process, too\n")}
+    code = copy_repository(tmp_path / "code", RED_V2 | fault)
+    use_versions_of(code, monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--config", "tiny", "--versions", "v2", "v1", "--num-steps", "3", "--device", "cpu"]
+    words += ["--warmup-steps", "1", "--repeats", "2", "--output-dir", str(tmp_path / "out")]
+    assert compare_versions.main(words) == 1
+    captured = capsys.readouterr()
+    v1, v2 = json.loads(read(tmp_path / "out", "json"))["rows"]
     assert (v1["parity"], v1["audit"], v1["runs"]) == ("pass", "pass", 2)
     assert (v2["parity"], v2["audit"]) == ("pass", "fail")
     assert (v2["step_ms"], v2["speedup"]) == (None, None)
     assert v2["note"].startswith("audit red: timed run: loss ")
-    assert len(re.findall(r"^v2 tiny fp32, run", finished.stderr, re.MULTILINE)) == 1
-    assert re.search(r"│ v2 +│ +FAIL │", finished.stdout)
-    runs = {run.version: run for run in results.load_folder(folder)}
+    assert len(re.findall(r"^v2 tiny fp32, run", captured.err, re.MULTILINE)) == 1
+    assert re.search(r"│ v2 +│ +FAIL │", captured.out)
+    runs = {run.version: run for run in results.load_folder(tmp_path / "out")}
     assert runs["v2"].status == "audit failed" and runs["v2"].audit.seconds
 
 
-@needs_triton
-def test_an_interpreted_version_runs_once_and_briefly(
-    started: dict[str, Future[Finished]],
-) -> None:
-    finished = started["interpreted"].result()
-    folder = Path(finished.args[-1])
-    assert finished.returncode == 0, finished.stderr
-    told = finished.stderr.splitlines()
-    assert told[0].startswith("v3: in Triton's interpreter on this machine, ")
-    lines = [line for line in told[1:] if line.startswith("v3 tiny fp32, run")]
-    assert len(lines) == 1
-    start = "v3 tiny fp32, run 1 of 1: interpreted, not comparable; gate: pass: gradients 11/11"
-    assert lines[0].startswith(start)
-    runs = results.load_folder(folder)
-    steps = [(run.version, run.warmup_steps, run.options["num_steps"]) for run in runs]
-    assert sorted(steps) == [("v1", 2, 5), ("v1", 2, 5), ("v3", 1, 1)]
-    v1, v3 = json.loads((folder / "comparison.json").read_text())["rows"]
-    assert v1["step_ms"] and (v3["status"], v3["parity"]) == ("interpreted", "pass")
-    assert [v3[name] for name in TIMES] == [None] * len(TIMES)
-    losses = next(run.losses for run in runs if run.version == "v3")
-    assert losses == pytest.approx(runs[0].losses[:3], rel=1e-4)  # the same text, the same math
-    assert (folder / "comparison.png").is_file()
-    assert re.search(r"│ v3 .* │ interpreted, not comparable │", finished.stdout)
-
-
-@needs_triton
-def test_what_a_version_lacks_costs_its_own_row(started: dict[str, Future[Finished]]) -> None:
-    finished = started["lacks"].result()
-    assert finished.returncode == 0, finished.stderr
-    assert "v3 tiny fp32, run 1 of 1: skipped: it needs a widget\n" in finished.stderr
-    v1, v3 = json.loads((Path(finished.args[-1]) / "comparison.json").read_text())["rows"]
-    assert v1["step_ms"] and (v3["status"], v3["note"]) == ("skipped", "it needs a widget")
-
-
-def test_without_triton_v3_is_skipped_and_told_how_to_get_it(
-    started: dict[str, Future[Finished]],
-) -> None:
-    finished = started["no Triton"].result()
-    assert finished.returncode == 77, finished.stderr  # nothing else was asked for
-    line, *_ = finished.stderr.splitlines()
-    assert line.startswith("v3: skipped: version v3 needs Triton, which is not installed: ")
-    (row,) = json.loads((Path(finished.args[-1]) / "comparison.json").read_text())["rows"]
-    assert row["status"] == "skipped" and line == f"v3: skipped: {row['note']}"
-    assert row["note"] in re.sub(r"\s+", " ", finished.stdout)
-
-
-def test_what_a_process_says_is_read_whatever_the_terminal_can_encode(
+def test_a_process_is_given_its_result_file_and_read_in_any_locale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", "print('Result: /é.json')"]
-    monkeypatch.setattr(sessions._Child, "_command", lambda self: command)
+    text = "print('gate: é')"
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
     arguments = compare_versions.build_parser().parse_args(words)
-    child = sessions._Child(sessions.Plan("v1", "tiny", "fp32", 0), arguments, "1", tmp_path)
-    assert list(child.lines()) == ["Result: /é.json"]
+    plan = sessions.Plan("v1", "tiny", "fp32", kind="sweep point", sizes={"seq_len": 64})
+    use_versions_of(tmp_path, monkeypatch, v1=text)
+    child = sessions._Child(plan, arguments, "1", tmp_path)
+    assert list(child.lines()) == ["gate: é"]
+    command = child._command()
+    assert child.result_file.match("runs/1/v1_custom_fp32_*.json")
+    for flag, value in (("--result-file", str(child.result_file)), ("--kind", "sweep point")):
+        assert command[command.index(flag) + 1] == value
 
 
 WRONG = {
@@ -854,13 +698,6 @@ def test_a_version_that_is_not_in_this_checkout_is_told(
     assert not output.exists()
 
 
-def test_help_tells_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        compare_versions.main(["--help"])
-    assert stop.value.code == 0
-    assert "default" in capsys.readouterr().out
-
-
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 # A terminal of our own: what is typed into it, Ctrl-C too, goes to the command as at a keyboard.
@@ -916,19 +753,6 @@ class Terminal:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
 
-    def interrupted_after(self, text: str, seconds: float) -> None:
-        """Ctrl-C some time after a text is shown; it ends as an interrupted tool should."""
-        try:
-            self.wait_for(text)
-            time.sleep(seconds)
-            self.type("\x03")
-            status = self.end()
-        finally:
-            self.kill()
-        assert status == 130, self.shown
-        assert "interrupted: the table holds what was completed" in self.shown
-        assert "Traceback" not in self.shown
-
     def _add(self, block: bytes) -> None:
         text = block.decode(errors="replace")
         self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
@@ -949,7 +773,7 @@ def small_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_ctrl_c_or_sigterm_keeps_what_was_completed(
     how: str, small_copy: Path, tmp_path: Path
 ) -> None:
@@ -995,7 +819,7 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
     monkeypatch.setattr(sessions.subprocess, "Popen", start)
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
     arguments = compare_versions.build_parser().parse_args(words)
-    plans = [sessions.Plan("v1", "tiny", "fp32", repeat=0)]
+    plans = [sessions.Plan("v1", "tiny", "fp32")]
     try:
         assert sessions.run_plans(plans, arguments, "1") == ([], True)
         assert [process.poll() is not None for process in started] == [True]
@@ -1005,6 +829,7 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_ctrl_c_before_anything_is_complete_says_so(small_copy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"

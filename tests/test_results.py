@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workshop import results
-from workshop.compare import comparison, comparison_tables
+from workshop.compare import rows, tables
 from workshop.errors import WorkshopError
 from workshop.results import Audit, Gradients, Parity, RunResult
 from workshop.versions import VERSIONS
@@ -143,11 +143,7 @@ def test_what_is_saved_is_loaded(run: RunResult, tmp_path: Path) -> None:
     assert results.load(path) == run
     assert next(iter(json.loads(path.read_text()))) == "schema_version"
     assert files(tmp_path) == [str(path.relative_to(tmp_path))]  # no temporary file
-
-
-def test_two_runs_of_one_session_do_not_share_a_name(tmp_path: Path) -> None:
-    paths = {results.save(make_result(), tmp_path) for _ in range(20)}
-    assert len(paths) == 20
+    assert len({results.save(run, tmp_path) for _ in range(20)}) == 20
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -164,6 +160,12 @@ def test_what_fails_half_way_leaves_what_was_there(
         raise error
     assert files(tmp_path) == (["comparison.png"] if old else [])
     assert not old or target.read_text() == old
+
+
+def test_a_file_from_before_a_field_is_read(tmp_path: Path) -> None:
+    content = {k: v for k, v in json.loads(VALID).items() if k not in ("kind", "audit")}
+    run = results.load(write(tmp_path, content))
+    assert (run.kind, run.audit) == ("run", Audit())
 
 
 def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +213,9 @@ BROKEN = {
         r"field gradients\.x is unknown",
     ),
     "text for a time": (changed("step_ms", 1, to="99"), r"step_ms\[1\] should be float, .*'99'"),
-    "text for a list": (changed("step_ms", to="99"), r"step_ms should be list\[float\], found"),
     "bool for an int": (changed("batch_size", to=True), "batch_size should be int, found True"),
     "float for an int": (changed("seq_len", to=128.0), "seq_len should be int, found 128.0"),
     "null for a time": (changed("forward_ms", 0, to=None), r"forward_ms\[0\] should be float"),
-    "null for a text": (changed("version", to=None), "version should be str, found None"),
     "number for an object": (changed("parity", to=3), "parity should be an object"),
     "list for an object": (changed("gradients", to=[]), "gradients should be Gradients | None"),
     "wrong type at depth": (
@@ -224,15 +224,14 @@ BROKEN = {
     ),
     "infinity": (changed("losses", 0, to=10**400), r"losses\[0\] should be float"),
     "unknown version": (changed("version", to="v9"), "version is 'v9', not one of v1, v2"),
+    "unknown kind": (changed("kind", to="walk"), "kind is 'walk', not one of run, waterfall rung"),
     "unknown status": (changed("status", to="done"), "status is 'done', not one of complete"),
     "unknown verdict": (changed("parity", "status", to="ok"), "parity.status is 'ok'"),
     "red without reason": (changed("parity", "status", to="fail"), "parity.failures is empty"),
     "red audit without reason": (changed("audit", "status", to="fail"), "audit.failures is empty"),
     "complete without steps": (changed("step_ms", to=[]), "step_ms is empty in a complete run"),
     "no time at all": (changed("step_ms", 0, to=0), r"step_ms\[0\] should lie between .* found 0"),
-    "negative time": (changed("step_ms", 0, to=-1.0), r"step_ms\[0\] should lie between"),
     "no size": (changed("config", to={}), r"config\.vocab_size should lie between .* found None"),
-    "no heads": (changed("config", "num_heads", to=0), r"config\.num_heads should lie between 1"),
     "no peak": (changed("memory_mb", to={"rest": 1.0}), r"memory_mb\.peak is missing"),
     "peak in words": (changed("memory_mb", "peak", to="big"), r"memory_mb\.peak should be a numb"),
     "too few losses": (changed("losses", to=[1.0]), "losses is shorter than step_ms"),
@@ -251,13 +250,6 @@ def test_a_broken_file_is_named_with_its_field(
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkshopError, match=r"absent\.json: can't be read: No such file"):
-        results.load(tmp_path / "absent.json")
-    with pytest.raises(WorkshopError, match=r"can't be read: Is a directory"):
-        results.load(tmp_path)
 
 
 def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
@@ -279,6 +271,8 @@ def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match=r"absent\.json: can't be read: No such file"):
+        results.load(tmp_path / "absent.json")
     with pytest.raises(WorkshopError, match="absent: no such folder"):
         results.load_folder(tmp_path / "absent")
     with pytest.raises(WorkshopError, match="no result files"):
@@ -322,22 +316,20 @@ def show_or_refuse(content: object, folder: Path) -> None:
     except WorkshopError as error:
         assert str(path) in str(error)
         return
-    rows = comparison.build_rows([damaged, make_result("v2")])
+    report = tables.of_rows(rows.build_rows([damaged, make_result("v2")]))
     with contextlib.redirect_stdout(io.StringIO()):
-        for form in comparison_tables.FORMATS:
-            comparison_tables.show(rows, form)
+        for form in tables.FORMATS:
+            report.show(form)
 
 
-@pytest.mark.parametrize("value", NASTY, ids=lambda value: f"{value!r:.9}")
-def test_a_file_with_any_value_made_nasty_is_shown_or_refused(
-    value: object, tmp_path: Path
-) -> None:
-    for place in PLACES:
-        show_or_refuse(changed(*place, to=value), tmp_path)
+def test_a_file_with_any_value_made_nasty_is_shown_or_refused(tmp_path: Path) -> None:
+    for index, place in enumerate(PLACES):  # a third of the values each, and all in three places
+        for value in NASTY[index % 3 :: 3]:
+            show_or_refuse(changed(*place, to=value), tmp_path)
 
 
 @settings(
-    max_examples=300,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     database=None,
@@ -352,7 +344,7 @@ def test_a_file_with_any_value_replaced_is_shown_or_refused(
 
 def test_brackets_are_no_markup_in_a_terminal_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    row = comparison.build_rows([make_result(device={"name": "[/red]"})])
+    report = tables.of_rows(rows.build_rows([make_result(device={"name": "[/red]"})]))
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        comparison_tables.show(row, "table")
+        report.show("table")
     assert "\x1b[" in shown.getvalue() and "[/red]" in shown.getvalue()

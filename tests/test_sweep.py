@@ -4,22 +4,18 @@ import csv
 import io
 import json
 import re
-import subprocess
-import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from test_compare import SHRINK_PRESET, Terminal, copy_repository, running
+from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_versions_of
 from test_results import files, make_result
 
 from analysis_tools import compare_versions, update_docs
 from workshop import cli, results, versions
-from workshop.compare import sessions, sweep, sweep_figure, sweep_tables
+from workshop.compare import figures, sessions, sweep, tables
 from workshop.compare.collection import Collection
-from workshop.compare.comparison_tables import FORMATS
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.dashboard import blocks
 from workshop.dashboard.data import Choice, Snapshot, group_of
@@ -29,8 +25,6 @@ from workshop.report import content
 from workshop.results import RunResult
 from workshop.run import flops, hardware, memory, precision, presets, trainer
 
-TOOL = Path("analysis_tools") / "compare_versions.py"
-Finished = subprocess.CompletedProcess[str]
 SESSION = "20260102-030405-abcdef"
 OUT_OF_MEMORY = "out of memory on Some CPU: a further 2 GB was asked for at batch size 8; lower it"
 HERE = hardware.describe(torch.device("cpu"))
@@ -57,14 +51,13 @@ def test_sizes_are_read_sorted_and_filled_in() -> None:
         (["seq-len", "1"], "--sweep seq-len 1: a size is a whole number from 2 on"),
         (["batch-size", "0"], "from 1 on"),
         (["batch-size", "two"], "--sweep batch-size two: a size is"),
-        (["batch-size", "-4"], "a size is a whole number"),
-        (["seq-len", "...", "8"], "... stands between two sizes"),
-        (["seq-len", "8", "..."], "... stands between two sizes"),
+        (["seq-len", "...", "8"], "... goes between two sizes"),
+        (["seq-len", "8", "..."], "... goes between two sizes"),
         (["seq-len", "8", "...", "..."], "a size is a whole number"),
         (["seq-len", "9" * 5000], "--sweep seq-len 99999999999999999999: a size is a whole number"),
     ],
 )
-def test_sizes_that_cannot_be_are_told(words: list[str], message: str) -> None:
+def test_invalid_sizes_are_an_error(words: list[str], message: str) -> None:
     with pytest.raises(WorkshopError) as error:
         sweep.parse(words)
     assert message in str(error.value)
@@ -235,6 +228,7 @@ def at(version: str, size: int, peak: float = 100.0, **changes: object) -> RunRe
     name = "tiny" if size == 128 else "custom"
     times = [size * factor for factor in (0.99, 1.0, 1.0, 1.01, 1.0)]
     given = {"seq_len": size, "memory_mb": memory, "config_name": name, "step_ms": times}
+    given["kind"] = sweep.KIND
     return make_result(version, **{**given, **changes})  # type: ignore[arg-type]
 
 
@@ -269,7 +263,7 @@ def test_a_size_that_cannot_fit_is_not_tried(
     assert v1.points[-1].predicted_mb == pytest.approx(50 + 64 * 20)
     assert v1.predicted_end == pytest.approx(128 * (950 / 20) ** 0.5, rel=1e-3)
     assert (v2.fits, v2.measured_limit, v2.predicted_limit) == (2048, None, None)
-    limits = sweep_tables.limits(one)
+    limits = tables.limits(one)
     assert limits[0].startswith("v1: fits up to 512; 1,024 would take 1,330 MB of 1,000 (predicted")
     assert not one.failed
 
@@ -282,7 +276,7 @@ def test_on_a_cpu_the_first_size_is_estimated(
     plans = list(sweep.plans(sweep.plan(given), given, SESSION))
     first = [(plan.version, bool(plan.left_out)) for plan in plans if "1024" in plan.name]
     assert first == [("v1", True), ("v2", True)]
-    assert plans[0].told["predicted_mb"] > plans[1].told["predicted_mb"] > 800
+    assert plans[0].prediction["predicted_mb"] > plans[1].prediction["predicted_mb"] > 800
     monkeypatch.setattr(sweep.hardware, "free_memory_bytes", lambda _: 10**11)
     assert not any(plan.left_out for plan in sweep.plans(sweep.plan(given), given, SESSION))
 
@@ -301,7 +295,7 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path: P
     (one,) = sweep.build(results.load_folder(tmp_path), BATCH)
     v1, v2 = one.curves
     assert (v1.fits, v1.measured_limit) == (8, 16)
-    assert "out of memory at 16 (measured)" in sweep_tables.limits(one)[0]
+    assert "out of memory at 16 (measured)" in tables.limits(one)[0]
     assert v2.fits == 32 and not one.failed
 
 
@@ -360,6 +354,10 @@ def build(*runs: RunResult) -> Sweep:
     return one
 
 
+def markdown(one: Sweep) -> str:
+    return tables.markdown(tables.of_sweeps([one]).tables)
+
+
 def curve(one: Sweep, version: str) -> Curve:
     return next(curve for curve in one.curves if curve.version == version)
 
@@ -384,18 +382,16 @@ def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
                 at("v2", 256, step_ms=[64.0] * 5))  # fmt: skip
     points = curve(one, "v2").points
     assert [point.row.speedup for point in points] == [2.0, 4.0]
-    assert [sweep_tables.cells("v2", point)[4] for point in points] == [
-        "2.00x (1 process)",
-        "4.00x (1 process)",
-    ]
-    assert "(1 process): no interval and no verdict" in sweep_tables.as_markdown([one])
+    cells = [line.cells[4] for line in tables.sweep_table(one).lines if line.cells[1] == "v2"]
+    assert cells == ["2.00x (1 process)", "4.00x (1 process)"]
+    assert "(1 process): no interval and no verdict" in markdown(one)
 
 
 def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
     assert one.failed
-    assert sweep_tables.in_place_of_time(curve(one, "v2").points[1]) == "GATE RED"
-    record = sweep_tables.as_json([one])["sweeps"][0]["curves"][1]["points"][1]
+    assert tables.point_without_time(curve(one, "v2").points[1]) == "GATE RED"
+    record = tables.of_sweeps([one]).items[0]["curves"][1]["points"][1]
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
 
 
@@ -415,7 +411,7 @@ def test_every_form_tells_every_size(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
     assert compare_versions.main([*words, "--format", "table"]) == 0
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 100
+    assert max(len(line) for line in shown.splitlines() if line[:1] in "│┃") <= 120
     assert "out of memory" in shown and "v1: fits up to 256; out of memory at 512" in shown
     assert compare_versions.main([*words, "--output-dir", str(tmp_path / "out")]) == 0
     assert files(tmp_path / "out") == [f"sweep.{kind}" for kind in ("csv", "json", "md", "png")]
@@ -444,15 +440,14 @@ def test_what_is_no_matter_of_memory_is_not_told_as_one() -> None:
         *(skipped("v3", n, why) for n in (128, 256)),
         *(at("v4", 128), skipped("v4", 256, "not tried", predicted_mb=2e3)),
     )
-    assert sweep_tables.limits(one) == [
+    assert tables.limits(one) == [
         "v1: all sizes fit, up to 256",
         "v2: ran up to 128",
         "v3: no size ran",
         "v4: ran up to 128",
     ]
-    assert f"v3 at 128, 256: {why}" in sweep_tables.notes(one)
-    assert f"- v3 at 128, 256: {why}" in sweep_tables.as_markdown([one])
-    assert any(line.startswith("v2 at 256: gate red") for line in sweep_tables.notes(one))
+    assert f"- v3 at 128, 256: {why}" in markdown(one)
+    assert "- v2 at 256: gate red" in markdown(one)
 
 
 def test_a_limit_that_was_told_is_not_predicted_anew() -> None:
@@ -480,11 +475,12 @@ def test_a_narrow_terminal_shows_every_column(
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.delenv("TERM", raising=False)
     one = build(*runs, lost("v2", 8192, config=runs[0].config))
-    sweep_tables.show([one], "table")
+    tables.of_sweeps([one]).show("table")
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert max(map(len, shown.splitlines())) <= width
-    for words in (*sweep_tables.header(one)[:4], "v1 ", "v2 ", "14.29x", "409,600.00", "123,456",
-                  "peak MB", "out of memory", "pass *"):  # fmt: skip
+    header = tables.sweep_table(one).header[:4]
+    for words in (*header, "v1 ", "v2 ", "14.29x", "409,600.00", "123,456", "peak MB",
+                  "out of memory", "pass *"):  # fmt: skip
         assert words in shown, shown
 
 
@@ -494,11 +490,11 @@ def test_a_devices_name_may_hold_anything(
     device = {"type": "cuda", "name": "A \ud800$x^{$ GPU\n", "memory_gb": 1.0}
     one = build(*(lost(v, n, device=device) for v in ("v1", "v2") for n in (128, 256)))
     assert one.title.endswith("A $x^{$ GPU")
-    for form in FORMATS:
-        sweep_tables.show([one], form)
+    for form in tables.FORMATS:
+        tables.of_sweeps([one]).show(form)
         capsys.readouterr().out.encode()
     # Nothing was timed, and no memory measured.
-    sweep_figure.plot([one], tmp_path / "sweep.png")
+    figures.plot_sweeps([one], tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").stat().st_size > 1000
 
 
@@ -507,7 +503,7 @@ def test_a_picture_of_many_sizes_can_be_read() -> None:
     device = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
     runs = [at(v, n, 70.0 + n / 20, device=device) for v in ("v1", "v2") for n in sizes[:-1]]
     one = build(*runs, *(lost(v, sizes[-1], device=device) for v in ("v1", "v2")))
-    figure = sweep_figure._draw([one])
+    figure = figures.draw_sweeps([one])
     figure.canvas.draw()
     labels = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
     assert labels[-1].get_text() == "8,192"
@@ -542,7 +538,8 @@ def test_the_dashboard_finds_a_sweep_of_each_axis(tmp_path: Path) -> None:
             shape = {k: told.pop(k) for k in ("batch_size", "seq_len") if k in told}
             config = {**make_result().config, **told}
             name = "tiny" if size == sizes[0] else "custom"
-            runs.append(make_result("v1", config=config, config_name=name, **shape))
+            kind = {"config_name": name, "kind": sweep.KIND}
+            runs.append(make_result("v1", config=config, **kind, **shape))
             results.save(runs[-1], folder)
         titles = sweeps_view(folder, runs[0])
         assert titles == [
@@ -585,31 +582,21 @@ FAILS_AT_32 = (
 )
 
 
-@pytest.fixture(scope="module")
-def poor_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small repository whose V2 has no memory for 32 tokens."""
-    changes = {
-        "workshop/run/presets.py": SHRINK_PRESET,
-        "version2_pytorch_fused/tiny_llama_v2.py": FAILS_AT_32,
-    }
-    return copy_repository(tmp_path_factory.mktemp("poor") / "code", changes)
-
-
 @pytest.mark.slow
 def test_a_real_sweep_ends_where_memory_does(
-    poor_copy: Path, tmp_path: Path, type_command: Callable[..., Finished]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """V2 has no memory for 32 tokens."""
+    changes = {"workshop/run/presets.py": SHRINK_PRESET, V2: FAILS_AT_32}
+    use_versions_of(copy_repository(tmp_path / "code", changes), monkeypatch)
+    monkeypatch.setitem(presets.PRESETS, "tiny", presets.Preset(64, 1, 4, 16, 2, 300))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "out"
-    finished = type_command(
-        *("python", TOOL, "--device", "cpu", "--sweep", "seq-len", "8", "...", "64"),
-        *("--versions", "v1", "v2", "--repeats", "1", "--num-steps", "3", "--warmup-steps", "1"),
-        *("--output-dir", folder),
-        folder=poor_copy,
-        OMP_NUM_THREADS="1",
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert "Traceback" not in finished.stdout + finished.stderr
-    assert "v2 tiny fp32, seq-len 32, run 1 of 1: out of memory on " in finished.stderr
+    words = ["--device", "cpu", "--sweep", "seq-len", "8", "...", "64", "--versions", "v1", "v2"]
+    words += [*FEW_STEPS, "--output-dir", str(folder)]
+    assert compare_versions.main(words) == 0
+    captured = capsys.readouterr()
+    assert "v2 tiny fp32, seq-len 32, run 1 of 1: out of memory on " in captured.err
     (one,) = json.loads((folder / "sweep.json").read_text())["sweeps"]
     v1, v2 = one["curves"]
     assert [(p["size"], p["parity"]) for p in v1["points"]] == [
@@ -618,33 +605,23 @@ def test_a_real_sweep_ends_where_memory_does(
     assert [p["size"] for p in v2["points"]] == [8, 16, 32]
     assert (v1["fits"], v2["fits"], v2["measured_limit"]) == (64, 16, 32)
     assert all(p["step_ms"] and p["peak_memory_mb"] for p in v1["points"])
-    assert re_lines(finished.stdout, "v2: fits up to 16; out of memory at 32 (measured)")
-    statuses = {(r.version, r.seq_len): r.status for r in results.load_folder(folder)}
+    assert "\nv2: fits up to 16; out of memory at 32 (measured)" in captured.out
+    runs = results.load_folder(folder)
+    assert {run.kind for run in runs} == {sweep.KIND}
+    statuses = {(run.version, run.seq_len): run.status for run in runs}
     assert statuses["v2", 32] == "failed" and ("v2", 64) not in statuses
-    again = type_command(
-        *("python", TOOL, "--sweep", "seq-len", "--from-results", folder, "--format", "json"),
-        folder=poor_copy,
-    )
-    assert again.returncode == 0
-    assert json.loads(again.stdout)["sweeps"] == [one]
-
-
-def re_lines(text: str, line: str) -> bool:
-    return any(found.startswith(line) for found in text.splitlines())
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_ctrl_c_keeps_the_sizes_that_were_run(poor_copy: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    terminal = Terminal(
-        *("python", TOOL, "--device", "cpu", "--sweep", "batch-size", "2", "...", "64"),
-        *("--versions", "v1", "--repeats", "1", "--num-steps", "3", "--warmup-steps", "1"),
-        *("--output-dir", folder),
-        folder=poor_copy,
-    )
-    terminal.interrupted_after("v1 tiny fp32, batch-size 4, run 1 of 1: ", 0.2)
-    assert running(folder) == []
-    (one,) = json.loads((folder / "sweep.json").read_text())["sweeps"]
-    assert [p["size"] for p in one["curves"][0]["points"]][:2] == [2, 4]
-    words = ["--sweep", "batch-size", "--from-results", str(folder)]
+    words = ["--sweep", "seq-len", "--from-results", str(folder), "--format", "json"]
     assert compare_versions.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["sweeps"] == [one]
+
+
+def test_ctrl_c_keeps_the_sizes_that_were_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One size is enough then."""
+    run = at("v1", 128, device=HERE)
+    monkeypatch.setattr(compare_versions, "run_plans", lambda *_, **__: ([run], True))
+    words = ["--device", "cpu", "--sweep", "seq-len", "128", "256", "--output-dir", str(tmp_path)]
+    assert compare_versions.main(words) == 130
+    (one,) = json.loads((tmp_path / "sweep.json").read_text())["sweeps"]
+    assert [point["size"] for point in one["curves"][0]["points"]] == [128]

@@ -290,7 +290,11 @@ def _median(samples: list[float]) -> float | None:
 
 
 def _finish(request: Request, result: RunResult, status: int) -> int:
-    path = results.save(result, request.output_dir)
+    target = request.arguments.result_file
+    if target is None:
+        path = results.save(result, request.output_dir)
+    else:
+        path = results.save_as(target, result)
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")

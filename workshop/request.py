@@ -184,7 +184,10 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         help="what the gate runs on (default: the run's own batch size and sequence length, or as "
         "much as V1 in high precision has the memory for)",
     )
-    add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
+    # compare_versions.py names the session, what the run is for, and the file that it reads then.
+    add("--session", help=argparse.SUPPRESS)
+    add("--kind", choices=results.KINDS, default=results.KINDS[0], help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
     add(
         "--no-gate",
@@ -449,6 +452,7 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
+        kind=arguments.kind,
         options=options,
         command=_command(),
         data=data_record,

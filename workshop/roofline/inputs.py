@@ -12,12 +12,12 @@ from itertools import islice
 from pathlib import Path
 
 from workshop import results
-from workshop.compare import comparison, studies
+from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
 from workshop.kernels import benchmark
 from workshop.kernels.cases import OURS, TFLOPS
-from workshop.kernels.measure import Row
+from workshop.kernels.measure import Row as KernelRow
 from workshop.profilers import figures, reading, rocprof_compute
 from workshop.profilers import load as profiles
 from workshop.profilers.categories import categorize
@@ -252,8 +252,8 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
         raise WorkshopError(
             f"no run is {config or 'of any size'} {precision or ''}: there is {have}"
         )
-    chosen = studies.preferred(wanted, among=runs)
-    rows = [row for row in comparison.build_rows(chosen) if row.step_ms]
+    chosen = preferred(wanted)
+    rows = [row for row in build_rows(chosen) if row.step_ms]
     if not rows:
         return
     _set_device(roofline, next(run for run in wanted if _is_of(run, rows[0])).device)
@@ -288,7 +288,7 @@ def _of_one_device(runs: list[RunResult], roofline: Roofline) -> list[RunResult]
     return [run for run in runs if run.device.get("name") == newest]
 
 
-def _is_of(run: RunResult, row: comparison.Row) -> bool:
+def _is_of(run: RunResult, row: Row) -> bool:
     names = ("session", "version", "precision", "batch_size", "seq_len")
     return run.config_name == row.config and all(
         getattr(run, name) == getattr(row, name) for name in names
@@ -296,7 +296,7 @@ def _is_of(run: RunResult, row: comparison.Row) -> bool:
 
 
 def _run_points(
-    label: str, row: comparison.Row, run: RunResult, counted: float | None, *, parts: bool
+    label: str, row: Row, run: RunResult, counted: float | None, *, parts: bool
 ) -> Iterator[Point]:
     """The step, and its parts if wanted. AdamW does no products: it has bytes only."""
     sizes = _sizes(run)
@@ -513,7 +513,7 @@ def _add_benchmark(roofline: Roofline, path: Path) -> None:
     )
 
 
-def _benchmark_points(row: Row, precision: str) -> Iterator[Point]:
+def _benchmark_points(row: KernelRow, precision: str) -> Iterator[Point]:
     of_products = row.unit == TFLOPS
     category = categorize(row.op)
     if of_products and category != "attention":
