@@ -7,8 +7,9 @@ figure there is typed by hand. `--check` changes nothing and exits 1 if they are
 
 import argparse
 import math
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,8 +27,11 @@ from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.collection import Collection  # noqa: E402
 from workshop.compare.markdown import table_line  # noqa: E402
 from workshop.compare.rows import Row, build_rows, ordinary  # noqa: E402
+from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
+from workshop.kernels import benchmark  # noqa: E402
+from workshop.kernels.cases import OURS  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.profilers.table import KernelTable  # noqa: E402
@@ -39,16 +43,22 @@ REFERENCE = ROOT / "results" / "reference"
 WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
-LADDER, PROFILES, EXERCISES = "ladder", "profiles", "exercises"
+LADDER, PROFILES, EXERCISES, IDEAS = "ladder", "profiles", "exercises", "ideas"
 WATERFALLS, SWEEPS, FIRST_USE = "waterfalls", "sweeps", "first use"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
 """What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
 HOT_KERNELS = 6
-INTRODUCTION = """Written by `make docs` from the result files under
+FULL_REPORT = REFERENCE / "report.md"
+INTRODUCTION = """Written by `make docs` from the result files in this folder, which hold every
+step's time, the losses, the gate's verdict and the command of each run. Not measured by us: AMD
+hardware.
+"""
+SHORT = """Written by `make docs` from the result files under
 [results/reference/](results/reference/), which hold every step's time, the losses, the gate's
-verdict and the command of each run; every figure leads to its own. To see them again with all
-pictures, without a GPU:
+verdict and the command of each run.
+[The full report](results/reference/report.md) has every table: phases, memory, sweeps, profiles,
+kernels and command lines. The same with all pictures, without a GPU:
 
 ```bash
 python analysis_tools/report_generator.py --results results/reference
@@ -86,8 +96,9 @@ def render() -> dict[Path, str]:
     sheets, problems = sheet.read_all()
     if problems:
         raise WorkshopError(problems[0])
-    documents = {ROOT / "PERFORMANCE_RESULTS.md": _performance(collection)}
+    documents = _performance(collection)
     devices = _runs_of_devices()
+    falls = waterfall.build([run for runs in devices for run in runs])
     ladders = [build_rows(ordinary(runs)) for runs in devices]
     parts = {
         ROOT / "README.md": {
@@ -106,6 +117,8 @@ def render() -> dict[Path, str]:
             PROFILES: "\n\n".join(map(_profile, _profiles(key))),
             EXERCISES: index.of_version(its, folder),
         }
+        if version.key != BASELINE:
+            parts[folder / "README.md"][IDEAS] = _ideas(folder / "README.md", key, falls)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 
@@ -121,13 +134,20 @@ def with_parts(document: Path, parts: Mapping[str, str]) -> str:
     """
     text = _read(document)
     for part, filling in parts.items():
-        begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            name = document.relative_to(ROOT)
-            raise WorkshopError(f"{name}: expected one line {begin!r} and one {end!r}")
-        head, rest = text.split(begin)
-        text = f"{head}{begin}\n{filling}\n{end}{rest.split(end)[1]}"
+        head, _, tail = _split(text, part, document)
+        text = f"{head}\n{filling}\n{tail}"
     return text
+
+
+def _split(text: str, part: str, document: Path) -> tuple[str, str, str]:
+    """What is before, between and after a part's markers."""
+    begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        name = document.relative_to(ROOT)
+        raise WorkshopError(f"{name}: expected one line {begin!r} and one {end!r}")
+    head, rest = text.split(begin)
+    filling, tail = rest.split(end)
+    return head + begin, filling, end + tail
 
 
 def _read(path: Path) -> str:
@@ -248,6 +268,35 @@ def _first_use(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+# --- the gain of each idea -----------------------------------------------------------------------
+
+
+def _ideas(document: Path, version: str, falls: Sequence[Waterfall]) -> str:
+    """The table of a version's README, its last column filled in: what each idea gained in the
+    waterfalls, found by the flag in its line that switches it off."""
+    _, old, _ = _split(_read(document), IDEAS, document)
+    header, line, *rows = [row for row in old.splitlines() if row.startswith("|")]
+    filled = [f"{row.rsplit(' | ', 1)[0]} | {_gains(row, version, falls)} |" for row in rows]
+    places = dict.fromkeys(f"{one.precision}, {one.device}" for one in falls)
+    where = "; ".join(places)
+    note = f"Measured: times as fast as without it, {where}; ~1: no significant difference."
+    return "\n".join([header, line, *filled, "", note])
+
+
+def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
+    flag = re.search(r"--no-(fuse[a-z-]+|cuda-graph)|--(compile) none", row)
+    idea = (flag[1] or flag[2]).replace("-", "_") if flag else ""
+    rungs = {rung for one in VERSIONS.values() for rung in one.rungs}
+    titles = {title for code, what, title in rungs if (code, what) == (version, idea)}
+    found = {
+        one.config: tables.ratio(step.gain, step.gain_ci, tables.SAME)
+        for one in falls
+        for step in one.steps
+        if step.rung.version == version and step.rung.title in titles
+    }
+    return "; ".join(f"{config} {gain}" for config, gain in found.items()) or "-"
+
+
 # --- the profiles --------------------------------------------------------------------------------
 
 
@@ -276,8 +325,8 @@ def _source(table: KernelTable, run: results.RunResult) -> str:
 # --- PERFORMANCE_RESULTS.md ----------------------------------------------------------------------
 
 
-def _performance(collection: Collection) -> str:
-    """The report of all reference results.
+def _performance(collection: Collection) -> dict[Path, str]:
+    """The report of all reference results, and its one page.
 
     Raises:
         WorkshopError: one of them is broken.
@@ -286,8 +335,50 @@ def _performance(collection: Collection) -> str:
     for link, reason in report.broken:
         raise WorkshopError(f"{link.path}: {reason}")
     pictures = (path.relative_to(ROOT).as_posix() for path in REFERENCE.glob("*/comparison.png"))
-    shown = [f"![Throughput, time and memory]({path})" for path in sorted(pictures)]
-    return pages.markdown_page(report, ROOT, introduction="\n".join([INTRODUCTION, *shown]))
+    parts = [
+        f"# {report.title}\n\n{SHORT}",
+        *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
+        f"**{report.proof}**",
+        "## How to read the tables",
+        "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ),
+    ]
+    if report.glance:
+        table = pages.References(ROOT).table(report.glance)
+        full = FULL_REPORT.relative_to(ROOT).as_posix()
+        parts += ["## The ladder at a glance", f"{report.glance.caption}:"]
+        parts.append(table.replace("](#", f"]({full}#"))
+    for path in sorted(REFERENCE.glob("*/kernels/kernels.json")):
+        parts.append(_best_kernels(path))
+    return {
+        ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n",
+        FULL_REPORT: pages.markdown_page(report, REFERENCE, introduction=INTRODUCTION),
+    }
+
+
+def _best_kernels(path: Path) -> str:
+    """V3's operators at the largest size of each against the fastest right contender there."""
+    rows, run = benchmark.load(path)
+    header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
+    lines = [table_line(header), "| --- | --- | ---: | --- | ---: | ---: |"]
+    for group in benchmark.by_op([row for row in rows if row.samples]):
+        size = max(group, key=lambda row: sum(row.amounts.values())).size
+        times = {
+            row.contender: sum(row.median_ms(phase) or math.nan for phase in row.amounts)
+            for row in group
+            if row.size == size
+        }
+        ours = times.pop(OURS, None)
+        if ours is None or not times:
+            continue
+        best = min(times, key=lambda contender: times[contender])
+        cells = [f"`{group[0].op}`", size, f"{ours:.3f} ms", best, f"{times[best]:.3f} ms"]
+        lines.append(table_line([*cells, f"{times[best] / ours:.2f}x as fast"]))
+    caption = (
+        f"Forward and backward pass together, {run.precision}, {run.device['name']}, at the "
+        "largest size of each operator, replayed from graphs, on data that the cache does not hold. Only "
+        "contenders whose results and gradients are right have a time."
+    )
+    return "\n\n".join(["## V3's kernels against the fastest other", caption, "\n".join(lines)])
 
 
 if __name__ == "__main__":
