@@ -44,7 +44,7 @@ WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
 LADDER, PROFILES, EXERCISES, IDEAS = "ladder", "profiles", "exercises", "ideas"
-WATERFALLS, SWEEPS, FIRST_USE = "waterfalls", "sweeps", "first use"
+WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
 """What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
@@ -240,7 +240,7 @@ def _worth(runs: list[RunResult], ladders: list[list[Row]]) -> dict[str, str]:
     return {
         WATERFALLS: _study("waterfall", map(tables.waterfall_table, falls)) if falls else "",
         SWEEPS: _study("sweep*", map(tables.sweep_table, sweeps)) if sweeps else "",
-        FIRST_USE: _first_use([row for rows in ladders for row in rows if row.startup_s]),
+        STARTUP: _startup([row for rows in ladders for row in rows if row.startup_s]),
     }
 
 
@@ -253,7 +253,7 @@ def _study(pattern: str, found: Iterable[tables.Table]) -> str:
     return f"{pictures}\n\n{tables.markdown(found)}"
 
 
-def _first_use(rows: list[Row]) -> str:
+def _startup(rows: list[Row]) -> str:
     """A line for each version and size that is compiled or captured; without rows, nothing."""
     if not rows:
         return ""
@@ -375,8 +375,8 @@ def _best_kernels(path: Path) -> str:
         lines.append(table_line([*cells, f"{times[best] / ours:.2f}x as fast"]))
     caption = (
         f"Forward and backward pass together, {run.precision}, {run.device['name']}, at the "
-        "largest size of each operator, replayed from graphs, on data that the cache does not hold. Only "
-        "contenders whose results and gradients are right have a time."
+        "largest size of each operator, replayed from graphs, on data that the cache does not "
+        "hold. Only contenders whose results and gradients are right have a time."
     )
     return "\n\n".join(["## V3's kernels against the fastest other", caption, "\n".join(lines)])
 

@@ -23,7 +23,7 @@ from workshop import cli, results, versions
 from workshop.errors import WorkshopError
 from workshop.request import Request, build_parser, check_arguments
 from workshop.results import RunResult
-from workshop.run import first_use, hardware, precision, trainer
+from workshop.run import hardware, precision, startup, trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 Finished = subprocess.CompletedProcess[str]
@@ -349,7 +349,7 @@ def test_what_the_gate_alone_compiles_is_no_cost_of_the_version(
 
     def look(self: Any, tokens: torch.Tensor, *targets: torch.Tensor) -> Any:
         kind = "training" if targets else "logits"
-        found.add((len(tokens), kind, first_use._of_use))
+        found.add((len(tokens), kind, startup._count_graphs))
         return forward(self, tokens, *targets)
 
     monkeypatch.setattr(model, "forward", look)

@@ -569,7 +569,7 @@ def test_the_report_and_the_documents_show_what_was_measured(
     monkeypatch.setattr(update_docs, "REFERENCE", tmp_path)
     parts = update_docs._worth([one.run for one in collection.runs], [])
     assert "### Sequence length, tiny, fp32, Some CPU" in parts[update_docs.SWEEPS]
-    assert parts[update_docs.WATERFALLS] == parts[update_docs.FIRST_USE] == ""
+    assert parts[update_docs.WATERFALLS] == parts[update_docs.STARTUP] == ""
 
 
 # --- the command ------------------------------------------------------------------------------

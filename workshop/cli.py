@@ -26,7 +26,7 @@ from workshop.request import (
     within_memory,
 )
 from workshop.results import RunResult
-from workshop.run import chips, first_use, flops, hardware, interpreter, timing, trainer
+from workshop.run import chips, flops, hardware, interpreter, startup, timing, trainer
 
 _PROGRESS_LINES = 10
 _SECONDS_OF_SILENCE = 10.0
@@ -67,12 +67,12 @@ def _gate_train_save(request: Request) -> int:
     result = new_result(request, data_record)
     result.peak_tflops, result.peak_source = peak(request)
     print_configuration(request, data_record)
-    first_use.watch_compilers(torch_compile=request.compile_mode != "none")
+    startup.watch_compilers(torch_compile=request.compile_mode != "none")
     model = request.build()
     if not arguments.no_gate:
         start = time.perf_counter()
         report = _gate(request, model)
-        gate_s = time.perf_counter() - start - first_use.compile_seconds()
+        gate_s = time.perf_counter() - start - startup.compile_seconds()
         result.setup_s["gate"] = max(0.0, gate_s)
         result.parity = report.record()
         if not report.passed:
@@ -128,7 +128,7 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
         flush=True,
     )
     setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
-    with first_use.graphs_of_no_use() if smaller else contextlib.nullcontext():
+    with startup.not_counted() if smaller else contextlib.nullcontext():
         report = parity.check_model(
             model,
             setting,
@@ -250,7 +250,7 @@ def _record_training(
     result.losses = results.finite(training.losses)
     result.memory_mb = training.memory_mb
     result.waited_share = training.waited_share
-    result.setup_s |= {"compile": first_use.compile_seconds(), **training.setup_s}
+    result.setup_s |= {"compile": startup.compile_seconds(), **training.setup_s}
     if training.no_memory_for_phases:
         print("note: no memory is left to time the parts of a step")
     # Either may have cut a backward pass short.
@@ -312,7 +312,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         rate = [("rate", _rate_line(request, result))]
     rows = [
         *speed,
-        *_first_use_lines(result),
+        *_startup_lines(result),
         ("loss", f"{_loss(result.losses[0])} first, {_loss(result.losses[-1])} final"),
         ("memory", _memory_line(result)),
         *rate,
@@ -347,13 +347,13 @@ def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
     ]
 
 
-def _first_use_lines(result: RunResult) -> list[tuple[str, str]]:
-    told = [
+def _startup_lines(result: RunResult) -> list[tuple[str, str]]:
+    parts = [
         f"{result.setup_s[name]:.1f} s to {name}"
         for name in ("compile", "capture")
         if result.setup_s.get(name, 0.0) >= 0.05
     ]
-    return [("first use", ", ".join(told))] if told else []
+    return [("startup", ", ".join(parts))] if parts else []
 
 
 def _loss(value: float | None) -> str:

@@ -47,7 +47,7 @@ from workshop.gate.canonical import (
     is_gradient,
     load_canonical,
 )
-from workshop.run import data, first_use, flops, hardware, trainer
+from workshop.run import data, flops, hardware, startup, trainer
 from workshop.run.precision import Precision, get_precision, kept_matmul_mode
 
 Build = Callable[[Any], nn.Module]
@@ -350,7 +350,7 @@ def _check_in_fp32(
     """The gate in fp32, on few tokens and a small model: what is small beside the roundings of a
     lower precision shows there. It adds its measures and failures to the report."""
     config = small_config(setting.config)
-    with first_use.graphs_of_no_use(kernels=False):  # of fp32, which training never calls
+    with startup.not_counted(kernels=False):  # of fp32, which training never calls
         small = check(
             build,
             config,
@@ -414,7 +414,7 @@ def _run(
     tell("gradients")
     loss, gradients = _loss_and_gradients(model, precision, tokens, targets)
     tell("logits")
-    with first_use.graphs_of_no_use(), torch.no_grad(), precision.autocast(setting.device.type):
+    with startup.not_counted(), torch.no_grad(), precision.autocast(setting.device.type):
         logits = model(tokens).clone()
 
     load_canonical(model, canonical_state(setting.config, setting.seed))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from workshop import versions
 from workshop.errors import WorkshopError
-from workshop.run import first_use, markers, memory, waiting
+from workshop.run import markers, memory, startup, waiting
 from workshop.run.precision import Precision
 from workshop.run.timing import StepClock
 
@@ -417,10 +417,10 @@ def train(
     graphs that they are captured in.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
-    start, compiled = time.perf_counter(), first_use.compile_seconds()
+    start, compiled = time.perf_counter(), startup.compile_seconds()
     runner.warm_up(schedule.warmup)
     runner.wait()
-    apart = runner.capture_s + first_use.compile_seconds() - compiled
+    apart = runner.capture_s + startup.compile_seconds() - compiled
     warm_up = max(0.0, time.perf_counter() - start - apart)
     training = Training(setup_s={"capture": runner.capture_s, "warm_up": warm_up})
     if runner.device.type == "cpu":

@@ -14,7 +14,7 @@ from typing import Any
 _lock = threading.Lock()  # backward passes are compiled in a thread of autograd's
 _seconds = 0.0
 _started: float | None = None
-_of_use = _kernels_of_use = True
+_count_graphs = _count_kernels = True
 _watched: set[str] = set()
 
 
@@ -43,7 +43,7 @@ def compile_seconds() -> float:
 
 
 @contextlib.contextmanager
-def graphs_of_no_use(*, kernels: bool = True) -> Iterator[None]:
+def not_counted(*, kernels: bool = True) -> Iterator[None]:
     """What torch.compile takes in the block is not counted: its graphs are for other shapes or
     without a backward pass, and training never calls them.
 
@@ -51,13 +51,13 @@ def graphs_of_no_use(*, kernels: bool = True) -> Iterator[None]:
         kernels: whether training calls Triton's kernels of the block, not so if they are of another
             precision: they are not counted then.
     """
-    global _of_use, _kernels_of_use
-    before = _of_use, _kernels_of_use
-    _of_use, _kernels_of_use = False, kernels and _kernels_of_use
+    global _count_graphs, _count_kernels
+    before = _count_graphs, _count_kernels
+    _count_graphs, _count_kernels = False, kernels and _count_kernels
     try:
         yield
     finally:
-        _of_use, _kernels_of_use = before
+        _count_graphs, _count_kernels = before
 
 
 def _start(*_: object) -> None:
@@ -69,7 +69,7 @@ def _start(*_: object) -> None:
 def _end(*_: object) -> None:
     global _seconds, _started
     with _lock:
-        if _started is not None and _of_use:
+        if _started is not None and _count_graphs:
             _seconds += time.perf_counter() - _started
         _started = None
 
@@ -78,5 +78,5 @@ def _kernel_compiled(*, times: Any, **_: object) -> None:
     """Called by Triton after each kernel; those that torch.compile asks for are in its time."""
     global _seconds
     with _lock:
-        if _started is None and _kernels_of_use:
+        if _started is None and _count_kernels:
             _seconds += times.total / 1e6
