@@ -51,7 +51,7 @@ def _adamw_step_kernel(
 ):  # fmt: skip
     """One parameter: counts its step, unless it is to be skipped, and computes what is the same for
     all of its numbers: keep = 1 - lr decay, rate = lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step),
-    and what undoes the loss scale; keep < 0 stands for a step to skip."""
+    and what undoes the loss scale; keep < 0 marks a step to skip."""
     owner = tl.program_id(0)
     step_ptr = _at(addresses, owner * _POINTERS + 4, tl.float32, 4)
     skip = False
@@ -79,7 +79,7 @@ def _adamw_kernel(
     addresses, sizes, owners, starts, factors_ptr, beta1, rest1, beta2, rest2, eps,
     LOW: tl.constexpr, ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of one parameter: `owners` and `starts` tell each program which."""
+    """A chunk of one parameter: `owners` and `starts` say which."""
     owner = tl.load(owners + tl.program_id(0))
     factors = factors_ptr + owner * _FACTORS
     keep = tl.load(factors)

@@ -271,7 +271,7 @@ def _gather_dk_dv(
 ):  # fmt: skip
     """Adds to dk and dv of keys n what the queries first..last of head h give.
 
-    The scores stand transposed, (N, M): as the left factors of dk's and dv's products they then
+    The scores are transposed, (N, M): as the left factors of dk's and dv's products they then
     stay in registers. Keys beyond T need no mask: what they gather is not written.
     """
     for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):

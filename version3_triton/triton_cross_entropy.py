@@ -72,8 +72,8 @@ def chunk_rows(N: int) -> int:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a @ b, or = for the first of them, gathered in fp32 whatever a and b are."""
-    beta = 0 if first else 1  # at 0 whatever total holds is not read
+    """total += a @ b, or = for the first of them, gathered in fp32 for any type of a and b."""
+    beta = 0 if first else 1  # at 0 total is not read
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif a.is_cuda and has_wide_products():

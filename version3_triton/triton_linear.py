@@ -62,7 +62,7 @@ def _state(weight: Tensor) -> tuple[object, ...]:
 
 
 def keep_rounded(weight: Tensor) -> None:
-    """From now on `rounded` keeps this weight's copy: whoever calls this renews it."""
+    """From now on `rounded` keeps this weight's copy: the caller renews it."""
     _kept.setdefault(weight, (None, None))
 
 

@@ -251,8 +251,8 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
 def capture_step(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
     """The whole step as one CUDA/HIP graph: hundreds of kernels, one launch by the host.
 
-    A replay runs the same kernels on the same addresses, so whatever changes from step to step must
-    lie on the device: the batch is copied into the tensors that `step` reads, the loss comes out
+    A replay runs the same kernels on the same addresses, so what changes from step to step must
+    be on the device: the batch is copied into the tensors that `step` reads, the loss comes out
     in one tensor. Capturing trains nothing. Before it, `step` has run on `stream` a few times: it
     has compiled its kernels and allocated the optimizer's state.
     """

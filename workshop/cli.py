@@ -44,10 +44,10 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
 
 def leave_if_missing(key: str) -> None:
     """Ends the process, in one line and with the status for it, if the version needs what this
-    machine lacks. For a version's file to call before it imports that."""
-    lack = versions.missing(versions.ALL[key])
-    if lack:
-        print(f"error: {lack}", file=sys.stderr)
+    machine does not have. For a version's file to call before it imports that."""
+    missing = versions.missing(versions.ALL[key])
+    if missing:
+        print(f"error: {missing}", file=sys.stderr)
         sys.exit(errors.NOT_ON_THIS_MACHINE)
 
 
@@ -135,7 +135,7 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
             request.module.configure_optimizer,
             cuda_graph=request.cuda_graph,
             build=lambda c: dataclasses.replace(request, config=c).build_on(request.device),
-            tell=_now_and_then(),
+            notify=_now_and_then(),
         )
     print(f"gate: {report.summary()}")
     for failure in report.failures:
@@ -143,17 +143,17 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
     return report
 
 
-def _now_and_then() -> parity.Tell:
+def _now_and_then() -> trainer.Notify:
     """Prints what the gate is at, but nothing of one that is done in seconds."""
     last = time.monotonic()
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         nonlocal last
         if time.monotonic() - last >= _SECONDS_OF_SILENCE:
             last = time.monotonic()
             print(f"gate: {what} ...", flush=True)
 
-    return tell
+    return report
 
 
 def _train(

@@ -1,4 +1,4 @@
-"""The errors that a user can mend, and the exit codes of every tool."""
+"""The errors that a user can fix, and the exit codes of every tool."""
 
 import atexit
 import contextlib
@@ -22,7 +22,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WorkshopError(Exception):
-    """Something the user can mend; its text is one line: what, where, what to do.
+    """Something the user can fix; its text is one line: what, where, what to do.
 
     Command lines print it on stderr and exit with `exit_code`, without a traceback.
     """
@@ -31,7 +31,7 @@ class WorkshopError(Exception):
 
 
 class NotOnThisMachine(WorkshopError):
-    """The machine lacks what was asked for: whoever runs many counts this one as skipped."""
+    """The machine does not have what was asked for: a run of many counts this one as skipped."""
 
     exit_code = NOT_ON_THIS_MACHINE
 
@@ -93,7 +93,7 @@ def discard_output() -> None:
 
 
 def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
-    """Does a command's work; its exit status. An error that the user can mend, Ctrl-C, SIGTERM and
+    """Does a command's work; its exit status. An error that the user can fix, Ctrl-C, SIGTERM and
     a full disk become one line on stderr. What stdout can't encode is printed as `?`. Where
     the output is not read to its end, as in `... | head -1`, the command ends at once, with status
     1 as rich has it.
@@ -118,13 +118,13 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
         discard_output()
         return ANSWER_IS_NO
     except Exception as error:
-        lack = _room_that_was_missing(error)
-        if lack is None and isinstance(error, OSError):  # such as a name of 300 letters
+        problem = _out_of_room(error)
+        if problem is None and isinstance(error, OSError):  # such as a name of 300 letters
             what = "" if error.filename is None else f"{error.filename}: "
-            lack = f"{what}{error.strerror or error}"
-        if lack is None:
+            problem = f"{what}{error.strerror or error}"
+        if problem is None:
             raise
-        print(f"error: {printable(lack)}", file=sys.stderr)
+        print(f"error: {printable(problem)}", file=sys.stderr)
         return WRONG_USAGE
 
 
@@ -151,7 +151,7 @@ def _terminated_like_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _room_that_was_missing(error: BaseException) -> str | None:
+def _out_of_room(error: BaseException) -> str | None:
     """What a full disk or temporary folder kept from being written, in a sentence; None for an
     error of another kind. A compiler's error carries it behind its own, or in its text."""
     remedy = "free some room, or name another folder with TMPDIR or --output-dir"

@@ -20,7 +20,7 @@ def import_torch() -> None:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        lack = f"PyTorch is missing in this Python ({sys.executable})"
+        problem = f"PyTorch is missing in this Python ({sys.executable})"
         how = "run `make setup` and `source .venv/bin/activate`, or load your site's PyTorch module"
-        print(f"error: {lack}: {how}", file=sys.stderr)
+        print(f"error: {problem}: {how}", file=sys.stderr)
         sys.exit(errors.NOT_ON_THIS_MACHINE)

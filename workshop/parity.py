@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.parity",
         description="Shows whether a version trains the same model as V1. Exit 0: it does; 1: no; "
-        "77: the version needs what this machine lacks.",
+        "77: the version needs something that is missing here.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--version", required=True, help=", ".join(versions.available()))
@@ -105,8 +105,8 @@ def _check_memory(setting: Setting) -> None:
     needed = truth_dtype(setting).itemsize * (state + kept)
     available = hardware.memory_bytes(setting.device)
     if available is not None and needed > available:
-        told = f"at least {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
-        raise _out_of_memory(setting, told)
+        bound = f"at least {needed / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
+        raise _out_of_memory(setting, bound)
 
 
 def _out_of_memory(setting: Setting, what: str) -> OutOfMemory:

@@ -297,8 +297,8 @@ def _model_config(
 
 
 def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Schedule:
-    """The steps that were asked for, else those that a user has the patience for; the parts of
-    an interpreted step tell nobody anything."""
+    """The steps that were asked for, else those that a user has the patience for; the phases of
+    an interpreted step say nothing."""
     usual = trainer.Schedule(_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS)
     if arguments.profile_steps:
         usual = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)

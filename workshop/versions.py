@@ -201,7 +201,7 @@ def baseline_first(keys: Iterable[str]) -> list[str]:
 
 
 def missing(version: Version) -> str | None:
-    """What a version needs and this Python lacks, with how to get it, in one line; or None."""
+    """What a version needs and is missing here, with how to get it, in one line; or None."""
     for package in version.packages:
         if not importlib.util.find_spec(package):
             name = package.replace("_", "-")
@@ -228,9 +228,9 @@ def load(key: str) -> ModuleType:
     name = version.path.stem
     if name in sys.modules:
         return sys.modules[name]
-    lack = missing(version)
-    if lack:
-        raise NotOnThisMachine(lack)
+    problem = missing(version)
+    if problem:
+        raise NotOnThisMachine(problem)
     spec = importlib.util.spec_from_file_location(name, version.path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

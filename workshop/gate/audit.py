@@ -73,7 +73,7 @@ class Reference:
 
 
 def sketch(tensor: Tensor, name: str) -> Tensor:
-    """BUCKETS numbers whose differences tell how far two tensors are apart: (BUCKETS,), fp64.
+    """BUCKETS numbers whose differences estimate how far two tensors are apart: (BUCKETS,), fp64.
     Only sketches of one name may be compared: it decides the signs.
 
     A count sketch (Charikar, Chen and Farach-Colton, 2002): each element goes with a random sign
@@ -138,8 +138,8 @@ def train_truth(setting: Setting, batches: Tensor, learning_rate: float) -> tupl
 def reference_path(folder: Path, **facts: object) -> Path:
     """Where V1's process leaves what a run with these facts is compared with: everything that
     decides what V1 would do, such as its sizes, batches, seed, rate and number of steps."""
-    told = json.dumps(facts, sort_keys=True, default=str)
-    return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.pt"
+    key = json.dumps(facts, sort_keys=True, default=str)
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
 
 
 def save_reference(path: Path, reference: Reference) -> None:
@@ -169,14 +169,14 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     measures |= _tensors("gradient", found.gradients, truth.gradients, own.gradients, floor)
     red = {name: measure for name, measure in measures.items() if not measure.passed}
     worst = max(measures, key=lambda name: parity.badness(measures[name]))
-    told = dict.fromkeys(["loss", worst, *red])
+    shown = dict.fromkeys(["loss", worst, *red])
     return results.Audit(
         status="fail" if red else "pass",
         failures=[_sentence(name, measure, found, truth) for name, measure in red.items()],
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
         reference=f"V1 in {reference.arithmetic}",
-        measures={name: parity.as_recorded(measures[name]) for name in told},
+        measures={name: parity.as_recorded(measures[name]) for name in shown},
         steps=len(found.losses),
         why="",
     )

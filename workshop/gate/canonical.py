@@ -33,7 +33,7 @@ def _canonical_state(sizes: tuple[Any, ...], seed: int) -> Mapping[str, Tensor]:
 
 
 def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A Hugging Face Llama's state_dict under V1's names, which lack the `model.` prefix."""
+    """A Hugging Face Llama's state_dict under V1's names, which have no `model.` prefix."""
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 

@@ -52,7 +52,6 @@ from workshop.run.precision import Precision, get_precision, kept_matmul_mode
 
 Build = Callable[[Any], nn.Module]
 ConfigureOptimizer = Callable[[nn.Module, float], torch.optim.Optimizer]
-Tell = Callable[[str], object]
 
 MULTIPLE = 2.0
 """How far from the truth a version may be, in units of V1's own distance at that precision.
@@ -298,15 +297,15 @@ def check_model(
     *,
     cuda_graph: bool = False,
     build: Build | None = None,
-    tell: Tell = lambda _: None,
+    notify: trainer.Notify = lambda _: None,
 ) -> ParityReport:
     """`check` for a model that exists already; it is left with other weights.
 
     Args:
         build: makes the small model that is checked in fp32 first, if the setting asks for less;
             without it that is left out.
-        tell: is given what the model does next, in a few words: it may be interpreted or compiled,
-            and take long.
+        notify: called with what the model does next, in a few words: interpreted or
+            compiled, it may take long.
     """
     baseline_optimizer = versions.load(versions.BASELINE).configure_optimizer
     exact_dtype = truth_dtype(setting)
@@ -334,7 +333,14 @@ def check_model(
     with kept_matmul_mode():
         truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
         baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
-        candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph, tell=tell)
+        candidate = _run(
+            model,
+            setting,
+            precision,
+            optimizer,
+            cuda_graph=cuda_graph,
+            notify=notify,
+        )
     _compare(report, setting, truth, baseline, candidate)
     return report
 
@@ -403,7 +409,7 @@ def _run(
     configure_optimizer: ConfigureOptimizer,
     *,
     cuda_graph: bool = False,
-    tell: Tell = lambda _: None,
+    notify: trainer.Notify = lambda _: None,
 ) -> _Outcome:
     """The gate's programme for one model: logits, gradients, then a short training run."""
     batches = setting.batches(1 + CURVE_STEPS)
@@ -411,19 +417,24 @@ def _run(
     tokens, targets = batches[0]
     load_canonical(model, setting.random_weights)
     # Compiled first, as training will need it: the first compilation pays what all others share.
-    tell("gradients")
+    notify("gradients")
     loss, gradients = _loss_and_gradients(model, precision, tokens, targets)
-    tell("logits")
+    notify("logits")
     with startup.not_counted(), torch.no_grad(), precision.autocast(setting.device.type):
         logits = model(tokens).clone()
 
     load_canonical(model, canonical_state(setting.config, setting.seed))
     before = {name: weight.clone() for name, weight in canonical_weights(model).items()}
     optimizer = configure_optimizer(model, setting.learning_rate)
-    tell("training")
+    notify("training")
     try:
         curve = trainer.train_losses(
-            model, optimizer, batches[1:], precision, cuda_graph=cuda_graph, tell=tell
+            model,
+            optimizer,
+            batches[1:],
+            precision,
+            cuda_graph=cuda_graph,
+            notify=notify,
         )
     except trainer.NoGradient:
         curve = torch.full((CURVE_STEPS,), math.nan)
@@ -517,9 +528,9 @@ def _compare_gradients(
     for name, true in truth.gradients.items():
         found = candidate.gradients.get(name)
         if found is None or not is_gradient(found):
-            lack = "is missing" if found is None else "is all zeros"
+            problem = "is missing" if found is None else "is all zeros"
             report.failures.append(
-                f"gradient of {name} {lack} (relative error 1.0): the backward pass does not "
+                f"gradient of {name} {problem} (relative error 1.0): the backward pass does not "
                 "reach it"
             )
             continue

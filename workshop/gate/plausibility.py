@@ -1,4 +1,4 @@
-"""The physics: figures that no machine could give, whoever printed them.
+"""The physics: results that no machine could give, ours or others'.
 
 The gate asks whether a version trains the right model; this asks whether its figures can be true
 at all, from nothing but the sizes, the times and the chip. It needs no access to the code, so it
@@ -72,7 +72,7 @@ def check(claim: Claim) -> list[str]:
 
 
 def _senseless(claim: Claim) -> Iterator[str]:
-    """Figures that no run has, whatever the chip: times below zero, a batch of none."""
+    """Values that no run has on any chip: times below zero, an empty batch."""
     counts = {"batch_size": claim.batch_size, "seq_len": claim.seq_len}
     counts |= {f"model.{f.name}": getattr(claim.model, f.name) for f in fields(flops.Sizes)}
     names = "step_ms forward_ms backward_ms optimizer_ms memory_mb peak_tflops bandwidth_gbs"

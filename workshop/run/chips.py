@@ -42,9 +42,9 @@ _HALVED = ", halved: PyTorch sees each die as a device"
 _A100, _H100, _H200, _GH200 = (_NVIDIA.format(n) for n in ("A100", "H100", "H200", "GH200"))
 _B200, _GB200 = _NVIDIA.format("HGX B200"), _NVIDIA.format("GB200 NVL72")
 _AMPERE, _ADA, _BLACKWELL = (_GEFORCE.format(n) for n in ("GA102", "Ada", "RTX Blackwell"))
-_MI200 = _AMD.format("MI250X") + _HALVED + "; the name stands for its smaller sisters too"
+_MI200 = _AMD.format("MI250X") + _HALVED + "; the smaller models share the name"
 
-# The first pattern found in the device's name wins, so the longer names stand first. fp32 is
+# The first pattern found in the device's name wins, so the longer names come first. fp32 is
 # the rate without tf32; on AMD's Instinct that of the matrix units, which fp32 products use.
 # fmt: off
 _CHIPS: tuple[tuple[str, Peaks], ...] = (

@@ -54,7 +54,7 @@ def _cpu_name() -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All of the device's memory; None where the system does not tell."""
+    """All of the device's memory; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -84,7 +84,7 @@ _CGROUP_VERSIONS = (
 
 def free_memory_bytes(device: torch.device) -> int | None:
     """What a new process could have of the device's memory, on the CPU within the limits of its
-    container or batch job; None where the system does not tell."""
+    container or batch job; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     match = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(_PROC / "meminfo"), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a program pays before its first fast step: compilers at work, told apart from all else.
+"""What a program pays before its first fast step: the compilers' time, apart from all else.
 
 torch.compile says when it starts and ends, for forward and backward passes alike; Triton says what
 the compilation of each kernel took. A compiler that finds its work done in its cache takes less.

@@ -68,7 +68,7 @@ def spread(samples: Sequence[float]) -> float:
 @dataclass(frozen=True)
 class Ratio:
     """How many times faster, and its 95% interval: None where one side is a single process, which
-    tells nothing of the scatter between processes."""
+    says nothing of the scatter between processes."""
 
     value: float
     interval: tuple[float, float] | None
@@ -84,7 +84,7 @@ def speedup(baseline: Sequence[Sequence[float]], other: Sequence[Sequence[float]
 
     Each argument holds one list of step times a process. A process counts once, with the logarithm
     of its median: steps of one process share its clock, memory layout and neighbours, so that more
-    of them tell nothing of the next process. The interval is Welch's t, since one version may
+    of them say nothing of the next process. The interval is Welch's t, since one version may
     scatter a hundred times as much between processes as the other. docs/regression.md says how
     often it is wrong.
     """

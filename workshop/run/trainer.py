@@ -38,6 +38,7 @@ COMPILE_MODES = (
 EAGER_STEPS_BEFORE_CAPTURE = 3
 """Steps that really train before a graph is captured: they compile, choose kernels and create
 the optimizer's state, none of which a capture may do."""
+Notify = Callable[[str], object]
 Progress = Callable[[int, float, float, Callable[[], int]], None]
 """Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
 that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
@@ -53,7 +54,7 @@ class Schedule:
 
     @property
     def batches(self) -> int:
-        """All steps: with them the one that tells the peak of memory on the CPU."""
+        """All steps: with them the one that measures the peak of memory on the CPU."""
         return self.warmup + self.timed + self.phases + 1
 
 
@@ -377,17 +378,17 @@ def train_losses(
     precision: Precision,
     *,
     cuda_graph: bool = False,
-    tell: Callable[[str], object] = lambda _: None,
+    notify: Notify = lambda _: None,
 ) -> Tensor:
     """Trains on each of `batches` (n, 2, B, T) once, as `train` does; the losses, (n,).
 
     Args:
-        tell: is given which step begins, of those after the warm-up.
+        notify: called with the step that begins, of those after the warm-up.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     runner.warm_up(min(EAGER_STEPS_BEFORE_CAPTURE, len(batches)))
     while runner.done < len(batches):
-        tell(f"training step {runner.done + 1}/{len(batches)}")
+        notify(f"training step {runner.done + 1}/{len(batches)}")
         runner.advance()
     return runner.losses()
 
@@ -404,7 +405,7 @@ def train(
     after_clock: Callable[[Tensor], None] | None = None,
 ) -> Training:
     """Trains the schedule's steps: warm-up, timed, and those whose parts are timed. On the CPU
-    one step between the first two tells the peak of memory.
+    one step between the first two measures the peak of memory.
 
     Args:
         batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own

@@ -84,5 +84,5 @@ if __name__ == "__main__":
         argv=sys.argv,
         add=torch_profiler.add_flags,
     )
-    told = "interrupted before anything was run"
-    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=told))
+    interrupted = "interrupted before anything was run"
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=interrupted))
