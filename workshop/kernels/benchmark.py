@@ -423,7 +423,7 @@ def plot(group: list[Row], run: Run, target: Path) -> None:
     unit, phases = group[0].unit, list(group[0].amounts)
     ceiling = run.ceilings.get(unit, 0.0)
     reached = "a large copy" if unit == GBS else "a large matrix product"
-    style = {"font.size": 17, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {"font.size": 17, "axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(19.2, 7.6), layout="constrained")
         axes = figure.subplots(1, 2)
