@@ -106,7 +106,7 @@ def kernels() -> ModuleType:
     Raises:
         NotOnThisMachine: Triton is not installed.
     """
-    versions.load("v3")  # from its folder, with all its kernels
+    versions.load("v3")  # imports them from its folder
     return sys.modules["triton_kernels"]
 
 
