@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 50
 _WIDE = 120
-"""Columns of a terminal that shows all figures; and where there is none."""
+"""Columns of a terminal that shows all numbers, and of output to a file."""
 _NARROW_COLUMNS = ("", "name", "share", "FLOP/B", "GB/s", "GFLOP/s", "roof", "of roof")
 _LEAST_NAME = 14
 
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     numbers.add_argument(
         "--label", action="append", metavar="TEXT", help='(default "point 1", ...)'
     )
-    limits = parser.add_argument_group("ceilings, beside those that are known of the device")
+    limits = parser.add_argument_group("ceilings, added to those known of the device")
     limits.add_argument("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
     limits.add_argument("--peak-bw", type=float, metavar="X", help="GB/s of the memory")
     limits.add_argument("--chip", metavar="NAME", help='data sheet of a listed chip, as "L4"')
@@ -84,11 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--precision",
         choices=("fp32", "tf32", "bf16", "fp16"),
-        help="of result files, only those of it; of kernels, that of their products where no "
-        "record tells it (default bf16); of plain numbers (default fp32)",
+        help="of result files, only those of it; of kernels, that of their products where none "
+        "is recorded (default bf16); of plain numbers (default fp32)",
     )
     add("--config", metavar="PRESET", help="of result files, only those of it (default: all)")
-    add("--top", type=int, default=12, metavar="N", help="points to tell of (default %(default)s)")
+    add("--top", type=int, default=12, metavar="N", help="points to describe (default %(default)s)")
     add(
         "--results",
         type=Path,
@@ -208,7 +208,7 @@ def _table(roofline: Roofline, top: int, width: int) -> "Table":
     kept = [i for i in kept if any(row[i] != "-" for row in rows)]
     widths = [max(len(row[i]) for row in (header, *rows[:top])) for i in kept]
     name_at = figures.HEADER.index("name")
-    # A column stands between two spaces and a line.
+    # A column has two spaces and a line around it.
     left = width - sum(w for w, i in zip(widths, kept, strict=True) if i != name_at)
     room = max(_LEAST_NAME, left - 3 * len(kept))
     title = f"{roofline.device}: {roofline.title}" if roofline.device else roofline.title
@@ -231,7 +231,7 @@ def _table(roofline: Roofline, top: int, width: int) -> "Table":
 
 
 def _write(roofline: Roofline, top: int, folder: Path) -> list[str]:
-    """Writes all forms that this machine can, in the place of an earlier roofline's; what to say
+    """Writes all forms that this machine can, in the place of an earlier roofline's; a line on each
     of them."""
     contents: dict[Path, results.Content] = {
         folder / "roofline.json": results.json_text(as_json(roofline)),

@@ -1,14 +1,18 @@
 """V3's operators with arguments that find mistakes, and their comparison with plain fp64."""
 
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import triton_adamw
 import triton_attention
 import triton_cross_entropy
 import triton_embedding
@@ -35,6 +39,7 @@ MODULES = {
         triton_cross_entropy,
         triton_linear,
         triton_embedding,
+        triton_adamw,
     )
 }
 
@@ -93,7 +98,7 @@ def norm_cases() -> Iterator[Case]:
 
 def swiglu_cases() -> Iterator[Case]:
     module = "triton_swiglu"
-    for shape in ((1, 1, 2), (3, 63, 152), (5, 1376), (2, 129, 2500)):
+    for shape in ((1, 1, 2), (3, 63, 152), (5, 1376), (1, 35, 2500)):
         name = "x".join(map(str, shape))
         yield Case(name, module, "swiglu", partial(lambda s: (normal(*s), normal(*s)), shape), {})
         yield Case(name, module, "swiglu_fused", partial(lambda s: (normal(*s),), shape), {})
@@ -115,7 +120,7 @@ def rope_cases() -> Iterator[Case]:
 
 
 def qkv_attention_cases() -> Iterator[Case]:
-    sizes = ((1, 2, 1, 2, 64, 40), (2, 6, 2, 63, 32, 72), (1, 4, 4, 129, 32, 64))
+    sizes = ((1, 2, 1, 2, 64, 40), (2, 6, 2, 63, 32, 72), (1, 2, 2, 129, 32, 64))
     for B, H, K, T, D, C in sizes:
         name = f"B{B} H{H} K{K} T{T} D{D} C{C}"
         shapes = (B, T, C), ((H + 2 * K) * D, C)
@@ -147,9 +152,9 @@ def attention_cases() -> Iterator[Case]:
         (2, 4, 2, 63, 32, True),
         (1, 3, 1, 129, 64, True),
         (1, 2, 2, 200, 128, True),
-        (2, 6, 3, 129, 32, False),
+        (1, 2, 1, 129, 32, False),
         (1, 2, 1, 1, 64, False),
-        (3, 5, 5, 65, 64, True),
+        (1, 3, 3, 65, 64, True),
     )
     for B, H, K, T, D, causal in sizes:
         make = partial(
@@ -260,3 +265,38 @@ def _like(argument: Tensor, values: Tensor) -> Tensor:
         argument.shape, argument.stride(), dtype=values.dtype, device=values.device
     )
     return copy.copy_(values)
+
+
+KERNELS_OF = {"triton_qkv_attention": "triton_attention", "triton_attention": "triton_rope"}
+
+
+def with_fault(module: str, old: str, new: str, folder: Path) -> ModuleType:
+    """The module with one line changed, its operators in a namespace of their own. A line that it
+    does not have is that of the module whose kernels it takes."""
+    text = Path(MODULES[module].__file__).read_text(encoding="utf-8")
+    name = f"fault_{module}_{abs(hash((old, new)))}"
+    if old not in text:
+        kernels = KERNELS_OF[module]
+        faulty = with_fault(kernels, old, new, folder)
+        text = text.replace(f"from {kernels} import", f"from {faulty.__name__} import")
+        old = new = '"""'
+    assert text.count(old) >= 1, f"{module}.py has no line with {old!r}"
+    changed = text.replace(old, new).replace("tiny_llama::", f"{name}::")
+    changed = changed.replace("torch.ops.tiny_llama.", f"torch.ops.{name}.")
+    path = folder / f"{name}.py"
+    path.write_text(changed, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded
+    spec.loader.exec_module(loaded)
+    # In the interpreter one program may take all there is: here several share the work.
+    if module == "triton_rms_norm":
+        loaded.BACKWARD_BLOCKS["interpreter"] = ((2**16, loaded.Block(2**12, 2**12, 3)),)
+    elif module == "triton_cross_entropy":
+        loaded.BLOCKS["interpreter"] = (16, 512, 1)
+    elif module == "triton_adamw":
+        loaded.CHUNK = 64
+    elif module == "triton_attention":
+        loaded.INTERPRETED_TILE = loaded.Tile(64, 32, 1, 1)
+    return loaded

@@ -1,9 +1,7 @@
 """The kernels' benchmark: wrong kernels get no times, work is counted right, figures are shown."""
 
 import contextlib
-import csv
 import dataclasses
-import io
 import json
 import os
 import subprocess
@@ -73,15 +71,6 @@ class Timer:
 # --- as a user types it ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def quick(
-    type_command: TypeCommand, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Finished, Path]:
-    output = tmp_path_factory.mktemp("kernels")
-    command = (*COMMAND, "--quick", "--output-dir", output)
-    return type_command(*command, folder=ROOT, **INTERPRETER), output
-
-
 # On a GPU machine Triton is the one of PyTorch's release, whose interpreter may not run there.
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compiles the kernels")
 
@@ -89,13 +78,14 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compil
 @NO_GPU
 @pytest.mark.slow
 def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(
-    quick: tuple[Finished, Path],
+    type_command: TypeCommand, tmp_path: Path
 ) -> None:
-    finished, output = quick
+    output = tmp_path / "out"
+    finished = type_command(*COMMAND, "--quick", "--output-dir", output, **INTERPRETER)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert not finished.stderr
     assert tool.NOTHING_TIMED in finished.stdout
-    assert sorted(path.name for path in output.iterdir()) == ["kernels.csv", "kernels.json"]
+    assert sorted(path.name for path in output.iterdir()) == ["kernels.json"]
     content = json.loads((output / "kernels.json").read_text())
     assert content["interpreted"] and content["precision"] == "fp32"
     ours = [row for row in content["rows"] if row["contender"] == OURS]
@@ -236,124 +226,82 @@ def wrong_groups(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # Operation, what to put in the kernel's place (given the plain version), what the note must name.
 FAULTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "ReLU for SiLU": ("swiglu", lambda _: lambda gate, up: gate.relu() * up, "y is off"),
-    "halves swapped": (
-        "swiglu_fused",
-        lambda plain: lambda both: plain(both.roll(both.shape[-1] // 2, -1)),
-        "y is off",
-    ),
-    "gradient 5% off": (
-        "swiglu",
+    "halves swapped": ("swiglu_fused",
+        lambda plain: lambda both: plain(both.roll(both.shape[-1] // 2, -1)), "y is off"),
+    "gradient 5% off": ("swiglu",
         lambda plain: lambda gate, up: plain(gate, scaled_gradient(up, 1.05)),
-        "gradient of up is off",
-    ),
-    "severed": (
-        "swiglu",
-        lambda plain: lambda gate, up: plain(gate.detach(), up),
-        "gradient of gate is missing",
-    ),
-    "no backward": (
-        "swiglu",
-        lambda plain: lambda gate, up: plain(gate, up).detach(),
-        "gradient of gate is missing",
-    ),
-    "NaN": (
-        "swiglu",
+        "gradient of up is off"),
+    "severed": ("swiglu", lambda plain: lambda gate, up: plain(gate.detach(), up),
+        "gradient of gate is missing"),
+    "no backward": ("swiglu", lambda plain: lambda gate, up: plain(gate, up).detach(),
+        "gradient of gate is missing"),
+    "NaN": ("swiglu",
         lambda plain: lambda gate, up: plain(gate, up).index_fill(0, torch.tensor([2]), torch.nan),
-        "y is off by nan",
-    ),
+        "y is off by nan"),
     "another shape": ("swiglu", lambda plain: lambda *both: plain(*both)[:-1], "another shape"),
-    "no weight": (
-        "rms_norm",
-        lambda plain: lambda x, weight, eps: plain(x, torch.ones_like(weight), eps),
-        "y is off",
-    ),
-    "no weight gradient": (
-        "rms_norm",
+    "no weight": ("rms_norm",
+        lambda plain: lambda x, weight, eps: plain(x, torch.ones_like(weight), eps), "y is off"),
+    "no weight gradient": ("rms_norm",
         lambda plain: lambda x, weight, eps: plain(x, weight.detach(), eps),
-        "gradient of weight is missing",
-    ),
-    "stale stream": (
-        "add_rms_norm",
+        "gradient of weight is missing"),
+    "stale stream": ("add_rms_norm",
         lambda plain: lambda branch, stream, *rest: (plain(branch, stream, *rest)[0], stream),
-        "new stream is off",
-    ),
-    "one result": (
-        "add_rms_norm",
-        lambda plain: lambda *arguments: plain(*arguments)[0],
-        "another shape",
-    ),
-    "turned back": (
-        "apply_rope",
-        lambda plain: lambda q, k, cos, sin: plain(q, k, cos, -sin),
-        "q is off",
-    ),
-    "turned the other way": (
-        "qkv_attention",
+        "new stream is off"),
+    "one result": ("add_rms_norm",
+        lambda plain: lambda *arguments: plain(*arguments)[0], "another shape"),
+    "turned back": ("apply_rope",
+        lambda plain: lambda q, k, cos, sin: plain(q, k, cos, -sin), "q is off"),
+    "turned the other way": ("qkv_attention",
         lambda plain: lambda x, weight, cos, sin, *heads: plain(x, weight, cos, -sin, *heads),
-        "out is off",
-    ),
+        "out is off"),
     "mask off by one": ("flash_attention", lambda _: late_mask, "out is off"),
-    "no scale": (
-        "flash_attention",
-        lambda plain: lambda q, k, v: plain(q, k, v, scale=1.0),
-        "out is off",
-    ),
-    "not causal": (
-        "flash_attention",
-        lambda plain: lambda q, k, v: plain(q, k, v, causal=False),
-        "out is off",
-    ),
+    "no scale": ("flash_attention",
+        lambda plain: lambda q, k, v: plain(q, k, v, scale=1.0), "out is off"),
+    "not causal": ("flash_attention",
+        lambda plain: lambda q, k, v: plain(q, k, v, causal=False), "out is off"),
     "head grouping": ("flash_attention", wrong_groups, "out is off"),
-    "sum, not mean": (
-        "linear_cross_entropy",
+    "sum, not mean": ("linear_cross_entropy",
         lambda plain: lambda hidden, weight, targets: plain(hidden, weight, targets) * len(targets),
-        "loss is off",
-    ),
-    "upstream gradient ignored": (
-        "linear_cross_entropy",
+        "loss is off"),
+    "upstream gradient ignored": ("linear_cross_entropy",
         lambda plain: lambda hidden, *rest: plain(scaled_gradient(hidden, 1.3), *rest),
-        "gradient of hidden is off",
-    ),
-}
+        "gradient of hidden is off"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_turns_its_row_red_and_is_not_timed(
-    fault: str, precision: str, v3: ModuleType, monkeypatch: pytest.MonkeyPatch
+    fault: str, v3: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op, plant, note = FAULTS[fault]
-    timer = Timer()
     case = small_case(op)
-    before = measure.measure_case(case, make_setting(precision), timer)
-    assert before[0].status == "ok" and timer.asked[:2] == [OURS, cases.PLAIN]
-    monkeypatch.setattr(v3, op, plant(getattr(v3, f"{op}_reference")))
-    ours, *others = measure.measure_case(case, make_setting(precision), timer)
-    assert (ours.contender, ours.status, ours.failed) == (OURS, "WRONG", True)
-    assert note in ours.note
-    assert not ours.samples and OURS not in timer.asked
-    assert {row.contender for row in others if row.samples} == set(timer.asked)
-    assert "WRONG" not in {row.status for row in others}
+    for precision in ("fp32", "bf16"):
+        timer = Timer()
+        monkeypatch.setattr(v3, op, getattr(v3, f"{op}_reference"))
+        before = measure.measure_case(case, make_setting(precision), timer)
+        assert before[0].status == "ok" and timer.asked[:2] == [OURS, cases.PLAIN]
+        monkeypatch.setattr(v3, op, plant(getattr(v3, f"{op}_reference")))
+        ours, *others = measure.measure_case(case, make_setting(precision), timer)
+        assert (ours.contender, ours.status, ours.failed) == (OURS, "WRONG", True)
+        assert note in ours.note
+        assert not ours.samples and OURS not in timer.asked
+        assert {row.contender for row in others if row.samples} == set(timer.asked)
+        assert "WRONG" not in {row.status for row in others}
 
 
-def test_a_kernel_of_ours_that_crashes_has_failed(v3: ModuleType) -> None:
-    def crash(*_: Tensor) -> Tensor:
-        raise ValueError("no such tile\nand a long story")
-
-    case = dataclasses.replace(small_case("swiglu"), kernel=crash)
-    ours = measure.measure_case(case, make_setting(), Timer())[0]
-    assert (ours.status, ours.failed, ours.note) == ("failed", True, "ValueError: no such tile")
-
-
-def test_a_rival_that_is_wrong_absent_or_crashes_is_no_failure_of_ours(v3: ModuleType) -> None:
+def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3: ModuleType) -> None:
     def absent(*_: Tensor) -> Tensor:
         raise cases.Absent("not installed")
 
     def crash(*_: Tensor) -> Tensor:
-        raise RuntimeError("CUDA error")
+        raise RuntimeError("CUDA error\nand a long story")
 
     def no_memory(*_: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")
+
+    ours = dataclasses.replace(small_case("swiglu"), kernel=crash)
+    row = measure.measure_case(ours, make_setting(), Timer())[0]
+    assert (row.status, row.failed, row.note) == ("failed", True, "RuntimeError: CUDA error")
 
     rivals = {"a": lambda gate, up: gate.relu() * up, "b": absent, "c": crash, "d": no_memory}
     timer = Timer()
@@ -418,50 +366,30 @@ def test_arguments_are_random_and_laid_out_as_the_model_has_them(v3: ModuleType)
 # --- work ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("op", "size", "itemsize", "unit", "expected"),
-    [
-        ("rms_norm", (8192, 1024), 2, GBS, {FORWARD: 33554432, BACKWARD: 50331648}),
-        ("rms_norm", (8192, 1024), 4, GBS, {FORWARD: 67108864, BACKWARD: 100663296}),
-        ("add_rms_norm", (8192, 1024), 2, GBS, {FORWARD: 67108864, BACKWARD: 67108864}),
-        ("swiglu", (8192, 4096), 2, GBS, {FORWARD: 201326592, BACKWARD: 335544320}),
-        ("swiglu_fused", (8192, 4096), 2, GBS, {FORWARD: 201326592, BACKWARD: 335544320}),
-        # 12,582,912 numbers of q and k, read and written, and 2 tables of 512 x 64 fp32
-        (
-            "apply_rope",
-            (16, 512, 16, 8, 64),
-            2,
-            GBS,
-            {FORWARD: 50331648 + 262144, BACKWARD: 50331648 + 262144},
-        ),
-        # 2 x 16 x 16 x 512^2 x 64
-        (
-            "flash_attention",
-            (16, 512, 16, 8, 64),
-            2,
-            TFLOPS,
-            {FORWARD: 8589934592, BACKWARD: 21474836480},
-        ),
-        # 6 x 8192 x 1024 x 32000
-        ("linear_cross_entropy", (8192, 1024, 32000), 2, TFLOPS, {BOTH: 1610612736000}),
-    ],
-)
-def test_work_is_counted_as_the_field_counts_it(
-    op: str, size: tuple[int, ...], itemsize: int, unit: str, expected: dict[str, float]
-) -> None:
-    case = cases.OPS[op].make(*size)
-    assert (case.unit, case.amounts(itemsize)) == (unit, expected)
+HEADS = (16, 512, 16, 8, 64)
+WORK = [
+    ("rms_norm", (8192, 1024), 2, GBS, {FORWARD: 33554432, BACKWARD: 50331648}),
+    ("rms_norm", (8192, 1024), 4, GBS, {FORWARD: 67108864, BACKWARD: 100663296}),
+    ("add_rms_norm", (8192, 1024), 2, GBS, {FORWARD: 67108864, BACKWARD: 67108864}),
+    ("swiglu", (8192, 4096), 2, GBS, {FORWARD: 201326592, BACKWARD: 335544320}),
+    ("swiglu_fused", (8192, 4096), 2, GBS, {FORWARD: 201326592, BACKWARD: 335544320}),
+    # 12,582,912 numbers of q and k, read and written, and 2 tables of 512 x 64 fp32
+    ("apply_rope", HEADS, 2, GBS, dict.fromkeys((FORWARD, BACKWARD), 50331648 + 262144)),
+    # 2 x 16 x 16 x 512^2 x 64
+    ("flash_attention", HEADS, 2, TFLOPS, {FORWARD: 8589934592, BACKWARD: 21474836480}),
+    # 2 x 16 x 512 x 1024 x 2048 and attention's
+    ("qkv_attention", HEADS, 2, TFLOPS,
+     {FORWARD: 34359738368 + 8589934592, BACKWARD: 68719476736 + 21474836480}),
+    # 6 x 8192 x 1024 x 32000
+    ("linear_cross_entropy", (8192, 1024, 32000), 2, TFLOPS, {BOTH: 1610612736000}),
+]  # fmt: skip
 
 
-def test_the_sizes_are_those_of_the_published_anchors(v3: ModuleType) -> None:
-    timed = cases.make_cases(list(cases.OPS), timed=True, quick=False)
-    sizes = {op: [case.size for case in timed if case.op == op] for op in cases.OPS}
-    assert sizes["rms_norm"] == ["8192 x 1024", "16384 x 4096", "65536 x 2048"]
-    assert sizes["swiglu"] == sizes["swiglu_fused"] == ["8192 x 4096", "16384 x 11008"]
-    assert sizes["flash_attention"][3:] == ["1 x 16384, H16 K8 D64", "4 x 2048, H32 K16 D128"]
-    assert sizes["linear_cross_entropy"] == ["8192 x 1024 x 32000", "8192 x 1024 x 1000"]
-    quick = cases.make_cases(list(cases.OPS), timed=True, quick=True)
-    assert [case.op for case in quick] == list(cases.OPS)
+def test_work_is_counted_as_the_field_counts_it() -> None:
+    for op, size, itemsize, unit, expected in WORK:
+        case = cases.OPS[op].make(*size)
+        assert (op, case.unit, case.amounts(itemsize)) == (op, unit, expected)
+    assert {op for op, *_ in WORK} == set(cases.OPS)
 
 
 # --- the clock, as far as a CPU has one ------------------------------------------------------
@@ -561,18 +489,16 @@ def test_a_run_with_a_gpu_shows_and_writes_what_it_timed(
 def test_who_waits_for_the_device_is_timed_launch_by_launch(
     v3: ModuleType, pretended_gpu: list[str]
 ) -> None:
-    def waiting(gate: Tensor, up: Tensor) -> Tensor:
-        if pretended_gpu[-1] == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-        result: Tensor = v3.swiglu_reference(gate, up)
-        return result
+    def failing(message: str) -> Callable[..., Tensor]:
+        def call(gate: Tensor, up: Tensor) -> Tensor:
+            if pretended_gpu[-1] == "error":
+                raise RuntimeError(message)
+            result: Tensor = v3.swiglu_reference(gate, up)
+            return result
 
-    def broken(gate: Tensor, up: Tensor) -> Tensor:
-        if pretended_gpu[-1] == "error":
-            raise RuntimeError("CUDA error: of its own")
-        result: Tensor = v3.swiglu_reference(gate, up)
-        return result
+        return call
 
+    waiting, broken = map(failing, ("a synchronizing CUDA operation", "CUDA error: of its own"))
     case = dataclasses.replace(small_case("swiglu"), rivals={"a": waiting, "b": broken})
     rows = measure.measure_case(case, make_setting(), measure.time_contenders)
     notes = {row.contender: row.note for row in rows}
@@ -659,16 +585,15 @@ def canned() -> list[Row]:
     ]
 
 
-def test_a_rate_is_the_work_over_the_median(canned: list[Row]) -> None:
+def test_a_rate_is_the_work_over_the_median(
+    canned: list[Row],
+) -> None:
     row = canned[0]
     row.samples = {FORWARD: [0.02, 0.01, 0.5]}
     assert row.median_ms(FORWARD) == 0.02
     assert row.rate(FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9)
     assert RUN.share(row, FORWARD) == pytest.approx(33554432 / 0.02e-3 / 1e9 / 4242)
     assert (row.rate(BACKWARD), RUN.share(row, BACKWARD)) == (None, None)
-
-
-def test_the_worst_tensor_is_the_one_nearest_to_its_allowance() -> None:
     row = Row("op", "size", OURS, GBS, {}, allowed={"a": 1e-6, "b": 1e-2, "c": 1e-2})
     assert row.worst is None
     row.errors = {"a": 5e-7, "b": 4e-3, "c": 0.0}
@@ -714,7 +639,7 @@ def test_the_files_hold_samples_rates_and_environment(canned: list[Row], tmp_pat
     canned[0].errors["y"] = float("nan")
     written = tool.write_outputs(canned, RUN, tmp_path)
     assert [Path(path).name for path in written] == [
-        *("kernels.json", "kernels.csv"),
+        "kernels.json",
         *("rms_norm.png", "flash_attention.png", "linear_cross_entropy.png"),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
@@ -727,29 +652,18 @@ def test_the_files_hold_samples_rates_and_environment(canned: list[Row], tmp_pat
     assert content["rows"][0]["samples"][FORWARD] == canned[0].samples[FORWARD]
     assert content["rows"][0]["errors"]["y"] is None  # JSON has no NaN
 
-    lines = list(csv.DictReader(io.StringIO((tmp_path / "kernels.csv").read_text())))
-    assert len(lines) == 14 * 2 + 3
-    first = lines[0]
-    assert (first["op"], first["contender"], first["phase"]) == ("rms_norm", OURS, FORWARD)
-    assert float(first["rate"]) == pytest.approx(2900) and first["unit"] == GBS
-    assert float(first["of_ceiling"]) == pytest.approx(2900 / 4242)
-    absent = next(line for line in lines if line["status"] == "absent")
-    assert (absent["ms"], absent["rate"], absent["note"]) == ("", "", "not installed")
+    rows, run = tool.load(tmp_path / "kernels.json")
+    assert run == RUN and rows[1:] == canned[1:] and rows[0].samples == canned[0].samples
+    assert rows[0].worst == "y", "an error that is no number is the worst"
     for path in tmp_path.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20000
-
-
-def test_pictures_of_an_earlier_run_go(canned: list[Row], tmp_path: Path) -> None:
-    tool.write_outputs(canned, RUN, tmp_path)
     (tmp_path / "mine.png").touch()
     tool.write_outputs(canned[:4], RUN, tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"rms_norm.png", "mine.png"}
     for row in canned:
         row.samples = {}
     tool.write_outputs(canned, RUN, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("kernels.csv", "kernels.json", "mine.png")
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*("kernels.json", "mine.png")]
 
 
 # --- on a GPU --------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ Each command runs in a process of its own with an empty Triton cache; elsewhere 
 Triton interprets.
 """
 
+import functools
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,42 +69,46 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("inspected")
 
 
-@pytest.fixture(scope="module")
-def started(type_command: TypeCommand, results: Path) -> Iterator[dict[str, Future[Finished]]]:
-    """The slow commands, two at a time."""
-    planted = results / "code"
-    for folder in ("workshop", "version3_triton"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder, planted / folder, ignore=ignore)
-    with (planted / "version3_triton" / "triton_kernels.py").open("a") as operators:
-        operators.write(PLANTED)
-    small = ("--precision", "bf16", "--config")
-    commands = {
-        "amd": ("--target", *AMD, "--config", "small", "very_large"),
-        "nvidia": ("--target", "sm_90", "--kernel", "attention_forward", *small, "small"),
-        "planted": ("--target", "gfx942", "--kernel", "planted", *small, "tiny"),
-        "nothing": ("--target", "gfx942", "--kernel", "no_such", *small, "tiny"),
-    }
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(
-                type_command,
-                *("python", *TOOL, *words, "--json", results / name / "kernels.json"),
-                *("--asm", results / "asm"),
-                folder=planted if name == "planted" else ROOT,
-                # Whatever the user has set and kept: it is for the GPU that is compiled.
-                TRITON_INTERPRET="1",
-                TRITON_CACHE_DIR=str(results / f"cache of {name}"),
-                COLUMNS="120",
-            )
-            for name, words in commands.items()
-        }
+COMMANDS = {
+    "amd": ("--target", *AMD, "--config", "small", "very_large"),
+    "nvidia": ("--target", "sm_90", "--kernel", "attention_forward", "--config", "small"),
+    "planted": ("--target", "gfx942", "--kernel", "planted", "--config", "tiny"),
+    "nothing": ("--target", "gfx942", "--kernel", "no_such", "--config", "tiny"),
+}
 
 
 @pytest.fixture(scope="module")
-def kernels(started: dict[str, Future[Finished]], results: Path) -> Kernels:
+def inspect(type_command: TypeCommand, results: Path) -> Callable[[str], Finished]:
+    """Runs one of COMMANDS, once."""
+
+    @functools.cache
+    def run(name: str) -> Finished:
+        root = ROOT
+        if name == "planted":
+            root = results / "code"
+            for folder in ("workshop", "version3_triton"):
+                ignore = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / folder, root / folder, ignore=ignore)
+            with (root / "version3_triton" / "triton_kernels.py").open("a") as operators:
+                operators.write(PLANTED)
+        return type_command(
+            *("python", *TOOL, *COMMANDS[name], "--json", results / name / "kernels.json"),
+            *("--asm", results / "asm", *(() if name == "amd" else ("--precision", "bf16"))),
+            folder=root,
+            # A user's own settings and cache: they are for the GPU that is compiled.
+            PYTHONPATH=str(root),
+            TRITON_INTERPRET="1",
+            TRITON_CACHE_DIR=str(results / f"cache of {name}"),
+            COLUMNS="120",
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kernels(inspect: Callable[[str], Finished], results: Path) -> Kernels:
     """What V3 launches on AMD GPUs."""
-    finished = started["amd"].result()
+    finished = inspect("amd")
     assert finished.returncode in (0, 1), finished.stderr
     return read(results / "amd")
 
@@ -124,60 +128,46 @@ def on(target: str, kernels: Kernels) -> Kernels:
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("target", AMD)
-def test_every_kernel_compiles_and_none_spills_into_memory(kernels: Kernels, target: str) -> None:
+def test_every_kernel_compiles_fits_and_spills_nothing_into_memory(
+    kernels: Kernels, target: str, results: Path
+) -> None:
     compiled = on(target, kernels)
     assert {kernel["kernel"] for kernel in compiled} == LAUNCHED
     for kernel in compiled:
         assert kernel["faults"] == []
         assert kernel["spills"]["VGPR"] == kernel["spills"]["bytes"] == 0
         assert kernel["registers"]["VGPR"] + kernel["registers"]["AGPR"] <= 512
-        assert kernel["waves"] > 0
-    steps = {step for kernel in compiled for step in kernel["used_by"]}
-    assert steps == {f"{p} {c}" for p in ("bf16", "fp32") for c in ("small", "very_large")}
-
-
-@needs_triton
-@pytest.mark.parametrize("target", AMD)
-def test_their_tiles_fit_into_the_lds(kernels: Kernels, target: str) -> None:
-    used = [kernel["shared_bytes"] for kernel in on(target, kernels)]
-    assert 0 < max(used) <= LDS_KIB[target] * 1024
-
-
-@needs_triton
-@pytest.mark.parametrize("target", AMD)
-def test_products_run_on_the_matrix_units(kernels: Kernels, target: str) -> None:
-    for kernel in on(target, kernels):
         instructions = kernel["matrix_instructions"]
         assert bool(instructions) == (kernel["kernel"] in WITH_PRODUCTS), kernel["kernel"]
         precisions = {step.split()[0] for step in kernel["used_by"]}
         for name in instructions:
             assert re.fullmatch(r"v_mfma_f32_\d+x\d+x\d+_?(b?f\d+)(_1k)?", name)
             assert ("bf16" in name) == (precisions == {"bf16"})
-
-
-@needs_triton
-def test_the_waves_are_those_that_llvm_expects(kernels: Kernels, results: Path) -> None:
-    """LLVM writes how many waves the registers allow; of a program that puts two waves on each
-    SIMD, only whole pairs run."""
-    for kernel in kernels:
+        # LLVM writes how many waves the registers allow; of a program that puts two waves on each
+        # SIMD, only whole pairs run.
         (name,) = kernel["assembly"]
         text = (results / "asm" / name).read_text()
-        assert f"amdgcn-amd-amdhsa--{kernel['target']}" in text
+        assert f"amdgcn-amd-amdhsa--{target}" in text
         occupancy = re.search(r"; Occupancy: (\d+)", text)
         assert occupancy is not None
         together = max(1, kernel["num_warps"] // 4)
         by = kernel["waves_by"]
         ours = min(by["registers"], by["SGPR"], by["slots"])
         assert ours == int(occupancy[1]) // together * together, name
+    assert 0 < max(kernel["shared_bytes"] for kernel in compiled) <= LDS_KIB[target] * 1024
+    steps = {step for kernel in compiled for step in kernel["used_by"]}
+    assert steps == {f"{p} {c}" for p in ("bf16", "fp32") for c in ("small", "very_large")}
 
 
 # --- the tool as a user types it --------------------------------------------------------------
 
 
 @needs_triton
-def test_table(started: dict[str, Future[Finished]], kernels: Kernels) -> None:
-    finished = started["amd"].result()
+@pytest.mark.slow
+def test_table(inspect: Callable[[str], Finished], kernels: Kernels) -> None:
+    finished = inspect("amd")
     assert finished.returncode == 0, finished.stdout
     assert finished.stderr == ""
     tables = re.split(r"^(?=gfx\w+ \()", finished.stdout, flags=re.MULTILINE)[1:]
@@ -192,8 +182,9 @@ def test_table(started: dict[str, Future[Finished]], kernels: Kernels) -> None:
 
 
 @needs_triton
-def test_nvidia(started: dict[str, Future[Finished]], results: Path) -> None:
-    finished = started["nvidia"].result()
+@pytest.mark.slow
+def test_nvidia(inspect: Callable[[str], Finished], results: Path) -> None:
+    finished = inspect("nvidia")
     assert finished.returncode == 0, finished.stdout
     (kernel,) = read(results / "nvidia")
     assert (kernel["target"], kernel["kernel"]) == ("sm_90", "attention_forward")
@@ -207,8 +198,8 @@ def test_nvidia(started: dict[str, Future[Finished]], results: Path) -> None:
 
 
 @needs_triton
-def test_kernel_that_spills(started: dict[str, Future[Finished]], results: Path) -> None:
-    finished = started["planted"].result()
+def test_kernel_that_spills(inspect: Callable[[str], Finished], results: Path) -> None:
+    finished = inspect("planted")
     assert finished.returncode == 1, finished.stdout
     failing, spilling = read(results / "planted")
     assert (spilling["kernel"], failing["kernel"]) == ("planted", "apply_rope")
@@ -220,8 +211,9 @@ def test_kernel_that_spills(started: dict[str, Future[Finished]], results: Path)
 
 
 @needs_triton
-def test_name_that_no_kernel_has(started: dict[str, Future[Finished]], results: Path) -> None:
-    finished = started["nothing"].result()
+@pytest.mark.slow
+def test_name_that_no_kernel_has(inspect: Callable[[str], Finished], results: Path) -> None:
+    finished = inspect("nothing")
     assert finished.returncode == 2
     assert finished.stdout == "" and not (results / "nothing" / "kernels.json").exists()
     assert re.fullmatch(r"error: --kernel no_such: .*attention_forward.*\n", finished.stderr)

@@ -1,8 +1,8 @@
 """Times other tiles for V3's kernels on this GPU, and prints the table entries of the best.
 
-V3 takes its tiles from small tables, so that a first run need not wait. They were swept on one
-kind of GPU: this is how to do it on yours. A candidate whose results differ from the present
-tile's is dropped, whatever its time; so is one that the chip has no room for. Paste the printed
+V3 takes its tiles from small tables, so that a first run has no tuning to wait for. They were swept
+on one kind of GPU: this repeats it on yours. A candidate whose results differ from the present
+tile's is dropped; so is one that does not fit the chip. Paste the printed
 entries into the tables (each file has its own), then run the tests and workshop.kernels.benchmark.
 """
 
@@ -36,7 +36,7 @@ WORTH_IT = 0.02
 
 @dataclass
 class Job:
-    """One table: what may stand in it, and a call that reads it."""
+    """One table: its candidate entries, and a call that reads it."""
 
     module: ModuleType
     table_name: str
@@ -128,7 +128,7 @@ def tune(job: Job, clock: Callable[[Callable[[], Any]], float]) -> Outcome:
             try:
                 same = _agree(_tensors(job.call()), expected)
                 milliseconds = clock(job.call) if same else None
-            except Exception:  # too large for the chip, in the words of any part of Triton
+            except Exception:  # too large for the chip; each part of Triton has its own error
                 milliseconds = None
             if milliseconds is None:
                 dropped += 1

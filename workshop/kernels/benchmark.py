@@ -1,6 +1,6 @@
-"""Times V3's kernels, forward and backward, beside other implementations; correct ones only.
+"""Times V3's kernels and other implementations, forward and backward; correct ones only.
 
-Rivals are the plain version beside each kernel, PyTorch's own operation, torch.compile of the
+Rivals are each kernel's plain version, PyTorch's own operation, torch.compile of the
 plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
 with the plain version in fp64; one that is wrong gets a red row and no times. Rates are shown with
 what a large copy or product reaches on the same device in the same run.
@@ -86,7 +86,7 @@ class Run:
         return rate / ceiling if rate and ceiling else None
 
     def implausible(self, row: Row) -> list[str]:
-        """A sentence for each rate that the chip can't reach, whoever measured it."""
+        """A sentence for each rate that the chip can't reach, of any contender."""
         limit = self.limits.get(row.unit, float("inf"))
         rates = {phase: row.rate(phase) or 0.0 for phase in row.amounts}
         return [
@@ -252,10 +252,10 @@ def measure(
         task = progress.add_task("", total=len(cases))
         for case in cases:
 
-            def say(text: str, label: str = f"{case.op} {case.size}") -> None:
+            def report(text: str, label: str = f"{case.op} {case.size}") -> None:
                 progress.update(task, description=f"{label}: {text}")
 
-            yield measure_case(case, setting, None if interpreted else time_contenders, say)
+            yield measure_case(case, setting, None if interpreted else time_contenders, report)
             progress.advance(task)
 
 
@@ -270,7 +270,7 @@ def by_op(rows: list[Row]) -> list[list[Row]]:
 
 
 def header(rows: list[Row], run: Run) -> list[str]:
-    """Of one operation's table, whose columns are what `cells` gives."""
+    """The column names of one operation's table; `cells` gives a row."""
     names = ["size", "contender"]
     if not run.interpreted:
         if BOTH in rows[0].amounts:
@@ -308,7 +308,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def notes(rows: list[Row], run: Run) -> list[str]:
-    """What rows of one operation have to say, each sentence once, with its sizes."""
+    """The notes on one operation's rows, each sentence once, with its sizes."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.note:
@@ -423,7 +423,7 @@ def plot(group: list[Row], run: Run, target: Path) -> None:
     unit, phases = group[0].unit, list(group[0].amounts)
     ceiling = run.ceilings.get(unit, 0.0)
     reached = "a large copy" if unit == GBS else "a large matrix product"
-    style = {"font.size": 17, "axes.spines.top": False, "axes.spines.right": False}
+    style: Any = {"font.size": 17, "axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(19.2, 7.6), layout="constrained")
         axes = figure.subplots(1, 2)

@@ -106,7 +106,7 @@ def kernels() -> ModuleType:
     Raises:
         NotOnThisMachine: Triton is not installed.
     """
-    versions.load("v3")  # from its folder, with all its kernels
+    versions.load("v3")  # imports them from its folder
     return sys.modules["triton_kernels"]
 
 
@@ -134,7 +134,8 @@ def make_case(op: str, size: str, *constants: Any, **fields: Any) -> Case:
     v3 = kernels()
     kernel: Function = lambda *tensors: getattr(v3, op)(*tensors, *constants)  # noqa: E731
     plain: Function = lambda *tensors: getattr(v3, f"{op}_reference")(*tensors, *constants)  # noqa: E731
-    return Case(**{"op": op, "size": size, "kernel": kernel, "plain": plain} | fields)
+    both: dict[str, Any] = {"kernel": kernel, "plain": plain}
+    return Case(op=op, size=size, **both | fields)
 
 
 # --- element-wise and by rows --------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Chip:
     shared_reserved: int = 0
     """Bytes that the system takes for itself for each program."""
     programs: int | None = None
-    """How many a unit holds whatever they need; None where waves_per_simd says it all."""
+    """The most that a unit holds; None where waves_per_simd alone limits them."""
 
     @property
     def is_amd(self) -> bool:
@@ -190,7 +190,7 @@ class OfflineDriver:
 
 @dataclass
 class Launch:
-    """One launch that was compiled instead, or what the compiler had against it."""
+    """One launch that was compiled instead, or the compiler's error."""
 
     kernel: str
     constants: dict[str, Any] = field(default_factory=dict)
@@ -227,7 +227,7 @@ def compiling(chip: Chip, wanted: str) -> Iterator[list[Launch]]:
                 return
             try:
                 record.compiled = function.warmup(*args, grid=grid, **kwargs)
-            except Exception as error:  # whatever a compiler throws is its answer
+            except Exception as error:  # any error of the compiler is a result
                 record.error = f"does not compile: {_one_line(error)}"
 
         return launch
@@ -258,8 +258,8 @@ def prepare_operators() -> None:
             module.check = lambda *_, **__: None  # type: ignore[attr-defined]
         for value in list(vars(module).values()):
             if isinstance(value, torch.library.CustomOpDef):
-                # On tensors without memory PyTorch asks an operator only for its results' shapes.
-                # Its body tells them too, and launches the kernels on the way.
+                # On tensors without memory PyTorch needs only the shapes of an operator's results.
+                # Its body gives them too, and launches the kernels on the way.
                 value.register_fake(value._init_fn)
 
 
@@ -285,7 +285,7 @@ class Kernel:
     stores in the code on NVIDIA."""
     shared_bytes: int = 0
     matrix_instructions: dict[str, int] = field(default_factory=dict)
-    """How often each stands in the code."""
+    """How often each is in the code."""
     waves_by: dict[str, float] = field(default_factory=dict)
     """Waves a SIMD that each resource would allow alone; "slots" is what the hardware can hold."""
     faults: list[str] = field(default_factory=list)
@@ -304,7 +304,7 @@ class Kernel:
 
 
 def read_kernel(chip: Chip, launch: Launch, used_by: str) -> Kernel:
-    """What a compiled launch takes, or why there is none."""
+    """The resources of a compiled launch, or why there is none."""
     kernel = Kernel(chip.name, launch.kernel, [used_by])
     kernel.constants = {n: v for n, v in launch.constants.items() if isinstance(v, int)}
     # A loop's own number of stages goes before the launch's.
@@ -566,7 +566,7 @@ def _in_process(request: Request) -> Answer:
     workers = ProcessPoolExecutor(
         1,
         mp_context=multiprocessing.get_context("spawn"),
-        # At Ctrl-C the process ends at once, whatever its compiler is doing.
+        # At Ctrl-C the process ends at once, even while it compiles.
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_DFL),
     )
@@ -583,7 +583,7 @@ def _in_process(request: Request) -> Answer:
 # --- showing -------------------------------------------------------------------------------------
 
 WIDE = 120
-"""Columns that the whole table takes; a narrower terminal does without the less telling cells."""
+"""Columns that the whole table takes; a narrower terminal shows fewer columns."""
 TILE_WIDTH = 18
 
 Cell = Callable[[Kernel], str]
@@ -654,14 +654,14 @@ def where(kernel: Kernel) -> str:
 
 def without_twins(kernels: list[Kernel]) -> list[Kernel]:
     """Kernels that differ in nothing that is shown become one; sizes can lead to other code with
-    the same figures."""
+    the same numbers."""
     seen: dict[str, Kernel] = {}
     for kernel in kernels:
-        figures = repr(dataclasses.replace(kernel, used_by=[], assembly=[]))
-        if figures in seen:
-            seen[figures].used_by += [s for s in kernel.used_by if s not in seen[figures].used_by]
+        shown = repr(dataclasses.replace(kernel, used_by=[], assembly=[]))
+        if shown in seen:
+            seen[shown].used_by += [s for s in kernel.used_by if s not in seen[shown].used_by]
         else:
-            seen[figures] = dataclasses.replace(kernel, used_by=list(kernel.used_by))
+            seen[shown] = dataclasses.replace(kernel, used_by=list(kernel.used_by))
     return list(seen.values())
 
 
@@ -706,7 +706,7 @@ def show(chip: Chip, kernels: list[Kernel]) -> None:
 
 
 def notes(chip: Chip, kernels: list[Kernel], wide: bool) -> Iterator[str]:
-    """What the figures alone would not say."""
+    """Faults, and how to read the numbers."""
     for kernel in kernels:
         for fault in kernel.faults:
             yield f"FAULT: {kernel.kernel}, {where(kernel)}: {fault}"
@@ -756,7 +756,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--kernel", default="", metavar="NAME", help="only kernels with NAME in their name")
     add("--asm", type=Path, metavar="DIR", help="write each kernel's assembly to a file in DIR")
-    add("--json", type=Path, metavar="FILE", help="write all figures to FILE, for programs")
+    add("--json", type=Path, metavar="FILE", help="write all numbers to FILE, for programs")
     return parser
 
 

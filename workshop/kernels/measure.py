@@ -1,10 +1,10 @@
-"""How benchmark.py checks a contender, and how it times one that is right.
+"""How the benchmark checks a contender, and how it times one that is correct.
 
 The check: results and every gradient against the plain version in fp64, by relative RMS. The
 allowance calibrates itself on what the plain version loses at the same precision.
 
-The clock: events around replays of a CUDA graph that holds many calls, so that nobody's launches
-from Python are timed. The calls of a graph go round over copies of the arguments, four times as
+The clock: events around replays of a CUDA graph that holds many calls, so that launches
+from Python are not timed. The calls of a graph go round over copies of the arguments, four times as
 large as the last-level cache together. All contenders take turns, so that drift hits all alike.
 """
 
@@ -288,9 +288,9 @@ def relative_rms(found: Tensor | None, true: Tensor) -> float:
 
 
 def check(row: Row, case: Case, function: Function, data: Data, truth: dict[str, Tensor]) -> None:
-    """Fills the row's status, errors and note; whoever is absent or wrong says why."""
+    """Fills the row's status, errors and note: the reason where it is absent or wrong."""
     own = data.fresh()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             found = outcome(case, function, own)
@@ -300,7 +300,7 @@ def check(row: Row, case: Case, function: Function, data: Data, truth: dict[str,
             return
         except Exception as error:  # a rival's reasons not to run are its own
             row.status = FAILED if row.contender == OURS else ABSENT
-            row.note = _reason(error, [str(warning.message) for warning in said])
+            row.note = _reason(error, [str(warning.message) for warning in warned])
             return
     row.errors = {name: relative_rms(found[name], true) for name, true in truth.items()}
     wrong = [name for name, error in row.errors.items() if not error <= row.allowed[name]]
@@ -317,13 +317,13 @@ def _verdict(name: str, error: float, allowed: float) -> str:
     return f"{name} is off by {error:.1e} of its size, allowed {allowed:.1e}"
 
 
-def _reason(error: Exception, said: list[str]) -> str:
+def _reason(error: Exception, warned: list[str]) -> str:
     """Why a contender did not run, in one line. SDPA gives its reasons as warnings."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         silent = ("not used because", "has been runtime disabled")
-        reasons = [text for text in said if not any(words in text for words in silent)]
+        reasons = [text for text in warned if not any(words in text for words in silent)]
         return reasons[0].split(" (Triggered")[0] if reasons else "has no kernel for this case"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
@@ -354,7 +354,10 @@ Timer = Callable[[Case, list[tuple[Row, Function]], Data, Setting], None]
 
 
 def measure_case(
-    case: Case, setting: Setting, timer: Timer | None, say: Callable[[str], None] = lambda _: None
+    case: Case,
+    setting: Setting,
+    timer: Timer | None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
     """A row for each contender; `timer` gets those that are right. None: nothing is timed."""
     rows = {
@@ -369,13 +372,13 @@ def measure_case(
             row.status, row.note = ABSENT, "this device has no memory for the check"
         return [row for row, _ in rows.values()]
     for row, function in rows.values():
-        say(f"checking {row.contender}")
+        report(f"checking {row.contender}")
         row.allowed = dict(allowed)
         check(row, case, function, data, truth)
     del truth
     right = [(row, function) for row, function in rows.values() if row.status == OK]
     if timer and right:
-        say("timing")
+        report("timing")
         timer(case, right, data, setting)
     return [row for row, _ in rows.values()]
 
@@ -415,7 +418,7 @@ def time_contenders(
 def _time_phase(
     phase: str, right: list[tuple[Row, Function]], data: Data, setting: Setting
 ) -> None:
-    # Replays follow one another and nobody reads their results: the graphs share their memory.
+    # Replays follow one another and their results are not read: the graphs share their memory.
     pool = torch.cuda.graph_pool_handle()
     timed = []
     for row, function in right:
@@ -473,8 +476,8 @@ def _prepare(
 
 
 def _copies(data: Data, row: Row, device: torch.device) -> int:
-    """Sets of arguments that together no cache holds, as far as memory allows. (Who needs so much
-    memory that it does not, overflows the cache in a single call.)"""
+    """Sets of arguments that together no cache holds, as far as memory allows. (A contender
+    with too much memory for that overflows the cache in a single call.)"""
     properties = torch.cuda.get_device_properties(device)
     cache = float(properties.L2_cache_size)
     if torch.version.hip:  # whose properties leave out the cache between L2 and memory

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 FOLDER = "ceilings"
 BENCHMARK = Path("kernels", "kernels.json")
 """Of a results folder, in which measurements are kept."""
-Say = Callable[[str], object]
+Report = Callable[[str], object]
 
 
 @dataclass
@@ -81,20 +81,20 @@ def from_data_sheet(device_name: str) -> list[Ceiling]:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def measure(device: torch.device, say: Say = lambda what: None) -> Measurement:
+def measure(device: torch.device, report: Report = lambda what: None) -> Measurement:
     """Measures the copy bandwidth and a product at each precision that the device has: seconds, on
     a CPU as well.
 
     Args:
-        say: told before each what is measured.
+        report: called before each measurement, with its name.
     """
     start = time.perf_counter()
-    say("copy")
+    report("copy")
     copy_gbs = hardware.measure_copy_gbs(device)
     tflops = {}
     with kept_matmul_mode():
         for name in supported(device):
-            say(f"{name} product")
+            report(f"{name} product")
             PRECISIONS[name].set_matmul_mode()
             tflops[name] = hardware.measure_matmul_tflops(device, PRECISIONS[name].autocast_dtype)
     return Measurement(
@@ -154,12 +154,12 @@ def find(
     *,
     broken: list[str] | None = None,
 ) -> list[Ceiling]:
-    """What was measured of a device, the newest figure of each kind; none if nothing was.
+    """What was measured of a device, the newest of each kind; none if nothing was.
 
     Args:
-        threads: of a CPU, where they are known: with others it reaches other figures.
+        threads: of a CPU, where they are known: its rates depend on them.
         folder: of results (default: the checkout's), whose measurements and benchmark of kernels
-            are looked at, beside those of the checkout's reference results.
+            are read, as are those of the checkout's reference results.
         broken: takes a sentence for each file that is broken, which is left out. Without it the
             first of them is an error.
 

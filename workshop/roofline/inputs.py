@@ -1,6 +1,6 @@
 """Makes a roofline of what there is: result files, kernel tables, V3's benchmark, plain numbers.
 
-What a tool counted is taken as it is. Where nothing was counted, the model's sizes tell what a
+What a tool counted is taken as it is. Where nothing was counted, the model's sizes give what a
 training step must compute and must at least move.
 """
 
@@ -50,7 +50,7 @@ FORWARD_BYTES, BACKWARD_BYTES = 4, 8
 and writes its gradient, in fp32, as this workshop keeps them."""
 LONGEST_LABEL = 60
 ASSUMED = "bf16"
-"""Precision of products that nothing tells it of."""
+"""Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
 """Of a profile's time: with fewer kernels counted, it is one without counters."""
 LEAST_COUNTED = 0.9
@@ -105,8 +105,8 @@ def load(
     table that has counters and steps, the bytes of that run's whole step are no lower bound.
 
     Args:
-        precision: of runs, only those of it; of kernels, that of the products where no record
-            tells it.
+        precision: of runs, only those of it; of kernels, that of the products where none is
+            recorded.
         config: of runs, only those of this preset.
 
     Raises:
@@ -132,7 +132,7 @@ def load(
 def from_numbers(
     intensities: Sequence[float], gflops: Sequence[float], labels: Sequence[str], precision: str
 ) -> Roofline:
-    """The roofline of typed figures: FLOP a byte, 10^9 FLOP a second, and a label each.
+    """The roofline of typed numbers: FLOP a byte, 10^9 FLOP a second, and a label each.
 
     Raises:
         WorkshopError: their numbers differ, or one is not positive.
@@ -373,7 +373,7 @@ def _add_table(
     _set_device(roofline, run.device if run else {"name": table.device}, table.path)
     roofline.notes += [printable(warning) for warning in table.warnings]
     counted = [kernel for kernel in table.kernels if _is_counted(kernel)]
-    # A trace tells the bytes of copies and memsets, without any counter.
+    # A trace has the bytes of copies and memsets, without any counter.
     if sum(table.share(kernel) for kernel in counted) >= LEAST_SEEN:
         _add_kernels(roofline, table, counted, run, precision)
         return
@@ -408,8 +408,8 @@ def _add_kernels(
     if of_products is None:
         of_products = ASSUMED
         roofline.notes.append(
-            f"nothing tells the run's precision: products are held against {ASSUMED}; --precision "
-            "says otherwise"
+            f"the run's precision is not recorded: products are compared with {ASSUMED}; "
+            "--precision says otherwise"
         )
     for kernel in counted:
         seconds = kernel.total_ns / 1e9
@@ -436,7 +436,7 @@ def _add_kernels(
 
 def _add_products(roofline: Roofline, known: figures.Figures, run: RunResult) -> None:
     """Of a profile without counters: all products, all fused attention and AdamW as a point each,
-    as far as the model's sizes tell what they do."""
+    as far as the model's sizes give their work."""
     reached = run.gradients
     if known.steps is None or (reached and reached.params_with_grad < reached.params_total):
         return  # how often, or whether, the work was done is not known

@@ -1,9 +1,9 @@
-"""The roofline: how fast a kernel runs, and which of the chip's limits stands over it.
+"""The roofline: how fast a kernel runs, and which of the chip's limits bounds it.
 
 A kernel that does F operations and moves B bytes has the arithmetic intensity F / B. Its rate can
 exceed neither the chip's rate at its precision nor intensity x bandwidth: the two roofs (Williams,
-Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009). Whichever of its two rates
-is the larger share of its limit tells the roof above it, and the share tells how far it is.
+Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009). The limit that
+its rate comes closer to is the roof above it, and the share says how close it is.
 """
 
 import csv
@@ -47,7 +47,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Point:
-    """What one kernel, or one part of a training step, achieved. A rate that nobody counted is
+    """What one kernel, or one part of a training step, achieved. A rate that was not counted is
     None; 0 is one that was counted."""
 
     label: str
@@ -81,7 +81,7 @@ class Point:
 
 @dataclass
 class Roofline:
-    """Points under the ceilings of one device, in the order in which they are told: whole steps and
+    """Points under the ceilings of one device, in order: whole steps and
     their parts by version, kernels by time."""
 
     title: str
@@ -91,12 +91,12 @@ class Roofline:
     notes: list[str] = field(default_factory=list)
     """Sentences: what was assumed, what is left out."""
     warnings: list[str] = field(default_factory=list)
-    """Sentences: figures that can't be true."""
+    """Sentences: numbers that can't be true."""
     threads: object = None
     """Of a CPU, where they are known: with others it has other ceilings."""
 
     def limit(self, point: Point, kind: str, origins: tuple[str, ...] = ORIGINS) -> Ceiling | None:
-        """The ceiling of a kind that holds for a point, from the first origin that knows it: the
+        """The ceiling of a kind that holds for a point, from the first origin that has it: the
         main memory's, or that of its precision."""
         name = MAIN_MEMORY if kind == MEMORY else point.precision
         known = [c for c in self.ceilings if (c.kind, c.name) == (kind, name)]
@@ -115,7 +115,7 @@ class Roofline:
 
 
 def share(point: Point, ceiling: Ceiling | None) -> float:
-    """Of a ceiling, from 0 to 1, and above where the figures can't be true; 0 without one."""
+    """Of a ceiling, from 0 to 1, and above where the numbers can't be true; 0 without one."""
     return (point.rate(ceiling.kind) or 0.0) / ceiling.rate if ceiling else 0.0
 
 
@@ -215,11 +215,11 @@ def _least(point: Point, kind: str) -> str:
 
 def _reason(point: Point) -> str:
     if point.calls is None or point.seconds is None:
-        return "something else holds it, which a profile tells"
+        return "something else bounds it, which a profile shows"
     each = point.seconds / point.calls
     if each < SHORT_CALL:
         return f"a call lasts {digits(each * 1e6)} µs, too short to fill the chip"
-    return "latency, a cache or too little parallel work holds it"
+    return "latency, a cache or too little parallel work bounds it"
 
 
 # --- for programs --------------------------------------------------------------------------------
