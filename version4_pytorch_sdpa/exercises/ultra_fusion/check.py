@@ -108,7 +108,7 @@ def _is_product(table: KernelTable, kernel: Kernel) -> bool:
 
 
 def _calls(table: KernelTable, which: Callable[[Kernel], bool] = lambda _: True) -> float:
-    """Calls a step of the kernels (operators) that are asked for."""
+    """Calls a step of the kernels (operators) that are counted."""
     assert table.steps
     return sum(kernel.calls for kernel in table.kernels if which(kernel)) / table.steps
 
