@@ -414,7 +414,7 @@ def test_deploying_with_a_mistake_is_one_line(
     monkeypatch.setattr(deploy, "HERE", tmp_path)
     monkeypatch.setattr(deploy, "STEPS", 1)
     assert deploy.main(["--output-dir", str(tmp_path)]) == 2
-    assert "measure() returns lacks p50_ms, p95_ms, max_ms" in capsys.readouterr().err
+    assert "measure() returns no p50_ms, p95_ms, max_ms" in capsys.readouterr().err
 
 
 def test_deploying_an_unfinished_model_is_one_line(

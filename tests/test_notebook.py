@@ -165,8 +165,8 @@ def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:
         notebook.changes("Fusions", "v1", "v2")
 
 
-def test_what_is_told_is_escaped() -> None:
-    shown = notebook.told([Item(True, "a<b>", "predicted 1 & more\nwhy")])._repr_html_()
+def test_what_is_shown_is_escaped() -> None:
+    shown = notebook.answers([Item(True, "a<b>", "predicted 1 & more\nwhy")])._repr_html_()
     assert shown == "<ul><li><b>a&lt;b&gt;</b>: predicted 1 &amp; more<br>why</li></ul>"
 
 

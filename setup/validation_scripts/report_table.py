@@ -127,7 +127,7 @@ def probed_row(script: str, name: str, row: Row, module: str) -> Row:
 def run_probe(function: Callable[[], Facts]) -> int:
     try:
         facts = function()
-    except Exception as error:  # Whatever a broken installation raises is the finding.
+    except Exception as error:  # Any error of a broken installation is the finding.
         facts = {"problem": f"{type(error).__name__}: {last_line(str(error))}"}
     print(json.dumps(facts))
     return EXIT_OK

@@ -1,6 +1,6 @@
 """Tensors amid memory that is watched, so that a kernel without a mask is caught in the act.
 
-Around what a kernel may read stands NaN, and what it must write holds NaN before. Around that lies
+Around what a kernel may read is NaN, and what it must write holds NaN before. Around that is
 a number that no kernel writes, which is looked at afterwards. In Triton's interpreter the loads are
 watched, too. So a mistake that would bring Python down, or nothing at all, on another day, becomes
 a wrong element with a name.
@@ -20,8 +20,8 @@ from workshop.exercises.frame import Item
 GUARD = 4096
 """Elements before and behind a tensor: more than a block of an exercise's kernels overshoots."""
 _UNTOUCHED = -1776.5  # exact in every floating-point type
-_NAN_TOLD = (
-    "NaN stands beside the inputs, and in the output before your kernel runs: such an element was "
+_NAN_MEANS = (
+    "NaN is beside the inputs, and in the output before your kernel runs: such an element was "
     "never written, or made of what is not the input's; or it is a 0 / 0 of the kernel's own"
 )
 
@@ -100,7 +100,7 @@ class Output:
         Args:
             expected, what, limit: as for `first_difference`.
         """
-        return self.beside(what) or with_nan_told(
+        return self.beside(what) or nan_explained(
             first_difference(self.tensor, expected, what=what, limit=limit), self.tensor
         )
 
@@ -120,10 +120,10 @@ class Output:
         )
 
 
-def with_nan_told(item: Item, yours: object) -> Item:
+def nan_explained(item: Item, yours: object) -> Item:
     """A red Item about a tensor with NaN in it, with the reason that this usually has."""
     has_nan = isinstance(yours, Tensor) and bool(yours.isnan().any())
-    return item if item.ok or not has_nan else Item(False, item.what, f"{item.why}\n{_NAN_TOLD}")
+    return item if item.ok or not has_nan else Item(False, item.what, f"{item.why}\n{_NAN_MEANS}")
 
 
 def device() -> torch.device:

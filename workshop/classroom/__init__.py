@@ -1,1 +1,1 @@
-"""For the people in the room: checks of machines, the guide's figures, the notebook."""
+"""For the people in the room: checks of machines, the guide's numbers, the notebook."""

@@ -1,7 +1,7 @@
 """What a notebook needs beside the tools: to run them from a cell, and to show what they made.
 
-No figure is made here: each comes from the gate or from a result file. Nothing of Jupyter is
-imported: an object that knows its HTML is all that it asks for.
+No number is made here: each comes from the gate or from a result file. Nothing of Jupyter is
+imported: an object with `_repr_html_` is enough.
 """
 
 import base64
@@ -32,7 +32,7 @@ _THEME = (
 """The names that a report's charts give their colours, as Jupyter's theme has them."""
 _CODE = "font-family: var(--jp-code-font-family, monospace); white-space: pre; line-height: 1.3"
 _ADDED, _TAKEN, _PLACE = "#2e9e5b40", "#d1495b40", "#80808030"
-"""Behind the lines of a diff: half transparent, so that letters stand out on light and dark."""
+"""Behind the lines of a diff: half transparent, readable on light and dark."""
 _PASSED, _FAILED = "#2e9e5b", "#d1495b"
 _NEAREST, _FARTHEST = 1e-3, 1e6
 """Shares of what the gate allows: for errors that hardly are any, and for those without number."""
@@ -120,7 +120,7 @@ def _diff_line(line: str) -> str:
     return f'<div style="{_CODE}; background: {colour}">{text}</div>'
 
 
-def told(items: Iterable[Item]) -> Shown:
+def answers(items: Iterable[Item]) -> Shown:
     """Predictions and what became of them."""
     lines = []
     for item in items:
@@ -171,7 +171,7 @@ def pictures(folder: Path) -> list[Shown]:
 
 def gate(reports: Mapping[str, ParityReport]) -> Shown:
     """All that the gate measured: a dot for each quantity, left of the line if it passed. One whose
-    error is no number stands farthest to the right, those without any farthest to the left.
+    error is no number is farthest to the right, those without any farthest to the left.
 
     Args:
         reports: by what was checked; no two of a notebook have the same names.

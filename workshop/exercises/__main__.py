@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m workshop.exercises",
         description="The workshop's exercises: which there are, whether yours is right, a hint.",
         epilog="Exit status: 0 done, and all of a check green; 1 something is red or not answered "
-        "yet; 2 wrong usage; 77 this machine lacks what the check needs.",
+        "yet; 2 wrong usage; 77 this machine does not have what the check needs.",
     )
     parser.add_argument(
         "--results-dir",
@@ -99,12 +99,12 @@ def _check(arguments: argparse.Namespace, root: Path) -> int:
     with terminal.waiting(f"checking {one.name} ..."):
         outcome = runner.run(one.folder, results=arguments.results_dir, limit_s=arguments.limit)
     terminal.show(terminal.verdict(one, outcome))
-    if outcome.lacks is None:
+    if outcome.missing is None:
         green = sum(item.ok for item in outcome.items)
         progress.checked(one.name, green, len(outcome.items))
     if outcome.passed:
         terminal.show(terminal.what_comes_next(_sheets(root), progress, behind=one.name))
-    if outcome.lacks is not None:
+    if outcome.missing is not None:
         return errors.NOT_ON_THIS_MACHINE
     return errors.DONE if outcome.passed else errors.ANSWER_IS_NO
 
@@ -134,7 +134,7 @@ def _reset(arguments: argparse.Namespace, root: Path) -> int:
 
 
 def _sheets(root: Path) -> list[Sheet]:
-    """All exercises; those whose sheets can't be read are told on stderr."""
+    """All exercises; the errors of sheets that can't be read go to stderr."""
     sheets, problems = sheet.read_all(root)
     for problem in problems:
         print(f"warning: {problem}", file=sys.stderr)

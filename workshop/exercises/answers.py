@@ -34,7 +34,7 @@ class Answers:
         except UnicodeDecodeError:
             raise WorkshopError(f"{path.name}: it is not in UTF-8: save it as UTF-8") from None
         except tomllib.TOMLDecodeError as error:
-            hint = "text stands in quotes, closed on the same line; a number has no comma"
+            hint = "text goes in quotes, closed on the same line; a number has no comma"
             raise WorkshopError(f"{path.name}: {error}; {hint}") from None
         except RecursionError:
             raise WorkshopError(f"{path.name}: brackets are nested too deeply") from None
@@ -87,7 +87,7 @@ class Answers:
         return value.strip()
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
-        """One of `choices`, in whatever case it is written.
+        """One of `choices`, upper or lower case.
 
         Raises:
             Unanswered: it is empty.
@@ -105,7 +105,7 @@ class Answers:
         return WorkshopError(f"{self.path.name}{where}: {key} {should}, found {value!r:.40}")
 
     def _line(self, key: str) -> int | None:
-        """Where the key stands; None where it is written in another way than the template's."""
+        """The line of a key; None where it is written in another way than the template's."""
         table, _, name = key.rpartition(".")
         current = ""
         for number, line in enumerate(self._text.splitlines(), start=1):

@@ -17,11 +17,11 @@ def first_difference(yours: object, expected: Tensor, *, what: str, limit: float
     """Whether a tensor is the expected one, up to rounding; if not, where it first differs.
 
     An element is wrong if it is further from the expected one than `limit` times the sum of that
-    one's size and of all expected elements' root mean square: those near zero need no digits that
-    the others lack.
+    one's size and of all expected elements' root mean square: those near zero need no
+    more digits than the others.
 
     Args:
-        yours: the participant's tensor, or whatever came in its place, such as None.
+        yours: the participant's tensor, or anything else, such as None.
         expected: any shape, any floating or integer type.
         what: what it is, as the Item names it: "the gradient of x, shape (5, 63)".
         limit: such as 1e-5 for fp32.

@@ -1,4 +1,4 @@
-"""What went wrong in a participant's file, told in one line with the line of the file."""
+"""What went wrong in a participant's file, in one line with the line of the file."""
 
 import traceback
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _MOST = 400
 
 
 def as_item(error: BaseException, work: Work) -> Item:
-    """The red Item that tells of an error which ended a check, or a part of one."""
+    """The red Item of an error which ended a check, or a part of one."""
     if isinstance(error, Unanswered):
         return Item(False, f"not answered yet: {error}")
     if isinstance(error, Missing):
@@ -32,8 +32,8 @@ def as_item(error: BaseException, work: Work) -> Item:
     return _of_running(error, work)
 
 
-def lack(error: BaseException) -> NotOnThisMachine | None:
-    """What this machine lacks, if the error comes from that."""
+def missing(error: BaseException) -> NotOnThisMachine | None:
+    """What is missing on this machine, if the error comes from that."""
     if isinstance(error, NotOnThisMachine):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "triton":

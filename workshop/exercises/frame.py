@@ -90,7 +90,7 @@ class Work:
         own = MY_DIAGNOSIS if (folder / DIAGNOSIS).is_file() else MY_ANSWERS
         self.answers_path = answers or folder / own
         self.results = results
-        self._told: set[Item] = set()
+        self._shown: set[Item] = set()
 
     def module(self) -> ModuleType:
         """mine.py, imported once. What it raises is left to the caller: the frame shows it, with
@@ -128,11 +128,11 @@ class Work:
             except (KeyboardInterrupt, GeneratorExit):
                 raise
             except BaseException as error:
-                if lack := faults.lack(error):
-                    raise lack from None
+                if missing := faults.missing(error):
+                    raise missing from None
                 item = faults.as_item(error, self)
-                if item not in self._told:  # a file that can't be read is so for every part
-                    self._told.add(item)
+                if item not in self._shown:  # a file that can't be read is so for every part
+                    self._shown.add(item)
                     yield item
 
     def stored_runs(self, version: str = "v1", **filters: object) -> list["StoredRun"]:

@@ -11,7 +11,7 @@ def tables(sheets: Sequence[Sheet], folder: Path) -> str:
     """A table a session, with its minutes added up.
 
     Args:
-        sheets: in the order in which they are to stand.
+        sheets: in their order.
         folder: of the document, from which links start.
     """
     its = {number: [s for s in sheets if s.session == number] for number in SESSIONS}

@@ -20,7 +20,7 @@ M = TypeVar("M")
 def prediction(
     what: str, predicted: float, measured: float, unit: str, *, within: float = 0.25, why: str
 ) -> Item:
-    """An Item that is green whatever was predicted, and says how far off it was.
+    """An Item that is always green, and says how far off it was.
 
     Args:
         what: the quantity, "the time of a step".

@@ -30,9 +30,9 @@ from workshop.versions import ROOT
 LIMIT_S = 120.0
 """Several times what the longest check takes on a quiet machine."""
 _GRACE_S = 10.0
-"""What the process gets to end by itself, which tells the line that it was at."""
+"""Time for the process to end by itself, which shows the line that it was at."""
 _ITEMS, _STACK, _PRINTED = "items.jsonl", "stack.txt", "printed.txt"
-_DONE, _LACKS = "done", "lacks"
+_DONE, _MISSING = "done", "missing"
 _MOST_PRINTED = 20
 """Lines of what the participant's code printed that are shown."""
 _MOST_READ = 1 << 16
@@ -42,7 +42,7 @@ _MOST_OUTPUT = 16 * _MB
 _MOST_WRITTEN = 1000 * _MB
 """Bytes that it may write in all, and into one file: torch.compile's header alone takes 150 MB."""
 _LOOK_S = 0.1
-"""How often is looked at what it wrote."""
+"""How often its writes are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Outcome:
     """What a check found."""
 
     items: list[Item]
-    lacks: str | None = None
-    """What this machine lacks for it, in a sentence."""
+    missing: str | None = None
+    """What this machine does not have for it, in a sentence."""
     printed: list[str] = dataclasses.field(default_factory=list)
     """The last lines of what the participant's code printed."""
 
     @property
     def passed(self) -> bool:
-        return self.lacks is None and bool(self.items) and all(item.ok for item in self.items)
+        return self.missing is None and bool(self.items) and all(item.ok for item in self.items)
 
 
 # --- outside -------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _wait(process: "subprocess.Popen[bytes]", printed: Path, limit_s: float) -> 
 
 
 def _written(process: int) -> int:
-    """Bytes that a process has written, to whatever file; 0 where the system does not say."""
+    """Bytes that a process has written, to any file; 0 where the system does not say."""
     try:
         counts = Path(f"/proc/{process}/io").read_text(encoding="utf-8")
     except OSError:  # not Linux, or the process has just ended
@@ -148,19 +148,19 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _outcome(work: Work, place: Path, status: int | None, beyond: str, limit_s: float) -> Outcome:
-    items, done, lacks = [], False, None
+    items, done, missing = [], False, None
     lines = (place / _ITEMS).read_text(encoding="utf-8") if (place / _ITEMS).is_file() else ""
     for line in lines.splitlines():
         record = json.loads(line)
-        if _LACKS in record:
-            lacks = record[_LACKS]
+        if _MISSING in record:
+            missing = record[_MISSING]
         elif _DONE in record:
             done = True
         else:
             items.append(Item(**record))
     if not done:
         items.append(_broken_off(work, place, status, beyond, limit_s))
-    return Outcome(items, lacks, _last_printed(place))
+    return Outcome(items, missing, _last_printed(place))
 
 
 def _broken_off(work: Work, place: Path, status: int | None, beyond: str, limit_s: float) -> Item:
@@ -178,9 +178,9 @@ def _broken_off(work: Work, place: Path, status: int | None, beyond: str, limit_
     if beyond:
         return Item(False, f"{where or 'the check'}: {beyond}", "Does a loop never end?")
     if status is None or stack.startswith("Timeout"):
-        told = f"still running after {limit_s:.0f} s"
+        problem = f"still running after {limit_s:.0f} s"
         why = "Does a loop never end? For a slow machine: --limit 600"
-        return Item(False, f"{where or 'the check'}: {told}", why)
+        return Item(False, f"{where or 'the check'}: {problem}", why)
     if status < 0:
         name = signal.Signals(-status).name
         why = "out of memory?" if -status == signal.SIGKILL else ""
@@ -199,7 +199,7 @@ def _last_printed(place: Path) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Inside the process: writes an Item a line, and ends it without waiting for anybody."""
+    """Inside the process: writes an Item a line, and ends it without waiting for threads."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
     for name in ("folder", "mine", "answers", "results", "place"):
         parser.add_argument(name, type=Path)
@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
             for item in check_here(work):
                 write(dataclasses.asdict(item) | {"ok": bool(item.ok)})  # a tensor's truth, too
         except NotOnThisMachine as error:
-            write({_LACKS: str(error)})
+            write({_MISSING: str(error)})
         write({_DONE: True})
     sys.stdout.flush()
     sys.stderr.flush()

@@ -41,7 +41,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class Sheet:
-    """An exercise, as its README.md tells it."""
+    """An exercise, as its README.md describes it."""
 
     folder: Path
     title: str

@@ -118,8 +118,8 @@ def verdict(sheet: Sheet, outcome: Outcome) -> Group:
         lines.append(Text("Printed meanwhile, at the end:", style="dim"))
         lines += [_indented(line, style="dim") for line in outcome.printed]
     green, total = sum(item.ok for item in outcome.items), len(outcome.items)
-    if outcome.lacks is not None:
-        lines.append(Text(f"Not on this machine: {printable(outcome.lacks)}", style="yellow"))
+    if outcome.missing is not None:
+        lines.append(Text(f"Not on this machine: {printable(outcome.missing)}", style="yellow"))
     elif outcome.passed:
         lines.append(Text(f"Passed: {total} of {total} green", style="bold green"))
     else:

@@ -107,12 +107,12 @@ class AddRMSNorm(torch.autograd.Function):
 
 
 class Stage5(v3.TinyLlama):
-    """The launch stands in an autograd.Function: a kernel that fills an empty tensor leaves no
+    """The launch is in an autograd.Function: a kernel that fills an empty tensor leaves no
     trace that a backward pass could follow."""
 
     class FinalNorm(v3.RMSNorm):
         def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-            # The sum is handed on to nobody.
+            # The sum goes nowhere else.
             return AddRMSNorm.apply(stream, branch, self, self.weight), stream
 
     def __init__(self, config: v3.TinyLlamaConfig) -> None:

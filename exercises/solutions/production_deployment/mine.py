@@ -1,4 +1,4 @@
-"""From a trained V4 to files that others can run, and to figures that they can rely on.
+"""From a trained V4 to files that others can run, and to numbers that they can rely on.
 
 Shapes in the comments:
     B batch   T tokens of a sequence   V vocabulary
@@ -24,7 +24,7 @@ Model = Callable[[Tensor], Tensor]
 
 
 def save_weights(model: Any, path: Path) -> None:
-    """Writes a file that holds data and no code, so that nobody has to trust who sends it."""
+    """Writes a file that holds data and no code, so that its sender need not be trusted."""
     torch.save({"config": dataclasses.asdict(model.config), "weights": model.state_dict()}, path)
 
 

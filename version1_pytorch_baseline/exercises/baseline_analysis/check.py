@@ -51,9 +51,9 @@ class Measured:
         peaks = [run.peak_tflops for run in (self.later, self.doubled) if run.peak_tflops]
         if not peaks or max(peaks) <= QUIET * min(peaks):
             return None
-        told = " and ".join(f"{peak:.3g}" for peak in peaks)
+        note = " and ".join(f"{peak:.3g}" for peak in peaks)
         return (
-            f"the machine was busier in one of the two runs (a large matrix product reached {told} "
+            f"the machine was busier in one of the two runs (a large matrix product reached {note} "
             "TFLOP/s); run both again, with nothing else beside them"
         )
 
@@ -170,23 +170,23 @@ QUESTIONS: tuple[Found[Measured], ...] = (
 
 
 def _runs(work: Work) -> Iterator[Item]:
-    """Whether the three runs are there, and whether their figures may be believed."""
+    """Whether the three runs are there, and whether their numbers may be believed."""
     m = measured(work)
     run = m.later
-    told = (
+    note = (
         f"{step_ms(run):.4g} and {step_ms(m.earlier):.4g} ms with {run.batch_size} sequences, "
         f"{step_ms(m.doubled):.4g} ms with {m.doubled.batch_size}"
     )
     if least_ms(m) > step_ms(run):
-        told += "\nFaster than its peak: other programs ran while the peak was measured."
-    told += "".join(f"\n{path.relative_to(work.results)}" for path in m.files)
-    yield Item(True, f"your three runs: {run.config_name}, {run.precision}, {_device(run)}", told)
+        note += "\nFaster than its peak: other programs ran while the peak was measured."
+    note += "".join(f"\n{path.relative_to(work.results)}" for path in m.files)
+    yield Item(True, f"your three runs: {run.config_name}, {run.precision}, {_device(run)}", note)
     three = (m.later, m.earlier, m.doubled)
     gate = all(one.parity.status == "pass" for one in three)
     doubts = [sentence for one in three for sentence in one.plausibility]
     yield Item(
         gate and not doubts,
-        "they passed the gate, and no figure is impossible",
+        "they passed the gate, and no number is impossible",
         "\n".join(doubts) if doubts else "" if gate else "The gate is red: see its result file.",
     )
 
@@ -196,8 +196,8 @@ def _differ(work: Work) -> Iterator[Item]:
     answer = work.answers().number("found.runs_differ_percent")
     close = abs(answer - percent) <= max(0.3, 0.1 * percent)
     how = "the longer median over the shorter one, less 1, in percent"
-    told = f"{percent:.1f}%" if close else f"yours, {answer:.3g}%, is not what they say: {how}"
-    yield Item(close, "how far apart two runs are", told)
+    note = f"{percent:.1f}%" if close else f"yours, {answer:.3g}%, is not what they say: {how}"
+    yield Item(close, "how far apart two runs are", note)
 
 
 def _believe(work: Work) -> Iterator[Item]:
@@ -208,8 +208,8 @@ def _believe(work: Work) -> Iterator[Item]:
         "yes": "One run each proves nothing here: compare_versions.py alternates and repeats.",
         "no": "This time not. But two runs are few: compare_versions.py gives an interval.",
     }
-    told = lesson[right] if answer == right else f"they differ by a factor of {ratio:.3f}"
-    yield Item(answer == right, f"whether one version can show {CLAIM}x against itself", told)
+    note = lesson[right] if answer == right else f"they differ by a factor of {ratio:.3f}"
+    yield Item(answer == right, f"whether one version can show {CLAIM}x against itself", note)
 
 
 def _larger_part(work: Work) -> Iterator[Item]:

@@ -150,12 +150,12 @@ def _profiles(work: Work) -> Iterator[Item]:
     m = measured(work)
     what = f"{m.run.config_name}, {m.run.precision}, {m.run.device['name']}"
     ratio = call_ns(m.single) / call_ns(m.table)
-    told = (
+    note = (
         f"{calls(m.table):,.0f} {m.table.what} calls a step with {m.run.batch_size} sequences. "
         f"A single one has {1 / m.run.batch_size:.3g} of the work; its calls take {ratio:.3g} of "
         "the time"
     )
-    yield Item(True, f"your two profiles: {what}", told)
+    yield Item(True, f"your two profiles: {what}", note)
 
 
 def _hottest(work: Work) -> Iterator[Item]:
@@ -164,12 +164,12 @@ def _hottest(work: Work) -> Iterator[Item]:
     rank = next((i for i, kernel in enumerate(kernels) if _names(answer, kernel.name)), None)
     if rank == 0:
         share = measured(work).table.share(kernels[0])
-        told = f"{display_name(kernels[0].name, 60)}: {share:.1%}"
+        note = f"{display_name(kernels[0].name, 60)}: {share:.1%}"
     elif rank is None:
-        told = f"no row of the hot list is called {answer!r:.60}"
+        note = f"no row of the hot list is called {answer!r:.60}"
     else:
-        told = f"it is number {rank + 1} by its total time"
-    yield Item(rank == 0, "the hottest row", told)
+        note = f"it is number {rank + 1} by its total time"
+    yield Item(rank == 0, "the hottest row", note)
 
 
 def _names(answer: str, name: str) -> bool:
@@ -197,8 +197,8 @@ def _bound(work: Work) -> Iterator[Item]:
         return
     right = advice.finding in BOUNDS[answer]
     shares = f"products {m.percent(PRODUCTS):.0f}%, passes {m.percent(PASSES):.0f}%"
-    told = advice.sentence if right else f"{shares}, idle {100 * (1 - m.busy):.0f}%"
-    yield Item(right, "what bounds the step", told)
+    note = advice.sentence if right else f"{shares}, idle {100 * (1 - m.busy):.0f}%"
+    yield Item(right, "what bounds the step", note)
 
 
 # --- the participant's profiles ------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _together(work: Work) -> Iterator[Item]:
 
 
 def _grouped_heads(work: Work) -> Iterator[Item]:
-    """Optional: what does not work yet is told, in green."""
+    """Optional: what does not work yet is note, in green."""
     mine, case = work.module(), _case(63, kv_heads=2)
     what, done = "optional: 4 query heads share 2 key/value heads", "done: k and v are not repeated"
     try:
@@ -86,7 +86,7 @@ def _grouped_heads(work: Work) -> Iterator[Item]:
             _compare_forward(mine, case, 16, what="out", limit=FP32),
             _compare_backward(mine, case, 16, what="gradients", limit=FP32),
         )
-    except Exception as error:  # whatever the participant's code may raise
+    except Exception as error:  # any error of the participant's code
         yield Item(True, what, f"not yet: {type(error).__name__}: {error!s:.200}")
         return
     failed = next((item for item in items if not item.ok), None)
@@ -129,7 +129,7 @@ def _large_scores() -> _Case:
 
 
 def _normal(batch: int, T: int, heads: int) -> Tensor:
-    """(batch, heads, T, D) with a model's strides, in whose memory T stands before the heads."""
+    """(batch, heads, T, D) with a model's strides, in whose memory T comes before the heads."""
     return torch.randn(batch, T, heads, D).transpose(1, 2)
 
 
@@ -168,8 +168,8 @@ def _compare(
     returned: object, names: tuple[str, ...], case: _Case, what: str, limit: float
 ) -> Item:
     if not isinstance(returned, tuple) or len(returned) != len(names):
-        told = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
-        return Item(False, what, f"it returns {told}, expected {', '.join(names)}")
+        note = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+        return Item(False, what, f"it returns {note}, expected {', '.join(names)}")
     found = dict(zip(names, returned, strict=True))
     return _first_wrong(found, {name: case.expected[name] for name in names}, what, limit)
 
@@ -186,7 +186,7 @@ def _first_wrong(
 
 
 class _Inputs:
-    """Copies of tensors, to tell whether the participant's code has changed them."""
+    """Copies of tensors, to see whether the participant's code has changed them."""
 
     def __init__(self, **tensors: Tensor) -> None:
         self._pairs = {name: (x, x.clone()) for name, x in tensors.items()}

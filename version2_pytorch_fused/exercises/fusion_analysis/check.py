@@ -108,16 +108,16 @@ def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
     what = f"{_flag(fusion)}: a longer step"
     measured = 100 * (ratio.value - 1)
     if ratio.interval is None:
-        told = f"predicted {predicted:.3g}%, measured: {measured:+.1f}% in one process"
-        yield Item(True, what, f"{told}: run the sheet's loop to its end for an interval")
+        note = f"predicted {predicted:.3g}%, measured: {measured:+.1f}% in one process"
+        yield Item(True, what, f"{note}: run the sheet's loop to its end for an interval")
         return
     if ratio.significant:
         yield prediction(what, predicted, measured, "%", within=0.5, why=WHY[fusion])
         return
     low, high = (100 * (bound - 1) for bound in ratio.interval)
-    told = f"predicted {predicted:.3g}%, measured: no clear difference [{low:+.1f}%, {high:+.1f}%]"
+    note = f"predicted {predicted:.3g}%, measured: no clear difference [{low:+.1f}%, {high:+.1f}%]"
     off = "" if low <= predicted <= high else f"\n{WHY[fusion]}"
-    yield Item(True, what, told + off)
+    yield Item(True, what, note + off)
 
 
 def _predicted_memory(work: Work) -> Iterator[Item]:
@@ -217,30 +217,30 @@ QUESTIONS: tuple[Found[Work], ...] = (
 
 
 def _dearest_switch(work: Work) -> Iterator[Item]:
-    """Right is every switch that the clock can't tell from the dearest."""
+    """Right is every switch that the clock can't distinguish from the dearest."""
     answer = work.answers().choice("findings.dearest_switch", (*FLAGS, NONE))
     whole, what = _runs(work), "the switch that costs most time"
     ratios = {flag: _ratio(_runs(work, fusion), whole) for flag, fusion in FLAGS.items()}
     clear = {
         flag: ratio.value for flag, ratio in ratios.items() if ratio.significant and ratio.value > 1
     }
-    told = ", ".join(f"{flag} {round(100 * (r.value - 1)):+d}%" for flag, r in ratios.items())
+    note = ", ".join(f"{flag} {round(100 * (r.value - 1)):+d}%" for flag, r in ratios.items())
     if not clear or answer not in clear:
         right = not clear and answer == NONE
         why = f"clearly longer became: {', '.join(clear) or 'none'}"
-        yield Item(right, what, told if right else f"{told}; {why}")
+        yield Item(right, what, note if right else f"{note}; {why}")
         return
     dearest = max(clear, key=clear.__getitem__)
     tied = not _ratio(_runs(work, FLAGS[dearest]), _runs(work, FLAGS[answer])).significant
     right = answer == dearest or tied
-    yield Item(right, what, told if right else f"{told}: not {answer}")
+    yield Item(right, what, note if right else f"{note}: not {answer}")
 
 
 def _memory_switch(work: Work) -> Iterator[Item]:
     answer = work.answers().choice("findings.memory_switch", tuple(FLAGS))
     more = {flag: _memory_more_mb(work, fusion) for flag, fusion in FLAGS.items()}
-    told = ", ".join(f"{flag} {mb:+.1f} MB" for flag, mb in more.items())
-    yield Item(more[answer] == max(more.values()), "the switch that costs most memory", told)
+    note = ", ".join(f"{flag} {mb:+.1f} MB" for flag, mb in more.items())
+    yield Item(more[answer] == max(more.values()), "the switch that costs most memory", note)
 
 
 def _memory_more(work: Work) -> Iterator[Item]:
@@ -260,8 +260,8 @@ def _norm_is_one_kernel(work: Work) -> Iterator[Item]:
     answer = work.answers().choice("findings.norm_is_one_kernel", ("yes", "no"))
     squares = [_calls(work, fusion, "aten::pow") for fusion in (None, "fuse_norm")]
     right = "yes" if squares[0] < squares[1] else "no"
-    told = f"aten::pow: {squares[0]:g} calls a step in V2, {squares[1]:g} with --no-fuse-norm"
-    yield Item(answer == right, "is F.rms_norm one kernel?", told)
+    note = f"aten::pow: {squares[0]:g} calls a step in V2, {squares[1]:g} with --no-fuse-norm"
+    yield Item(answer == right, "is F.rms_norm one kernel?", note)
 
 
 # --- the participant's profiles ------------------------------------------------------------------

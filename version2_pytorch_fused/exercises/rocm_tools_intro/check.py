@@ -95,19 +95,19 @@ def _predict_counter_runs(work: Work) -> Iterator[Item]:
 def _csv_flag(work: Work) -> Iterator[Item]:
     answer = " ".join(work.answers().text("csv_flag").split())
     why = "the option and the word after it; all commands in commands.txt but one ask for formats"
-    yield judged("the option for CSV files", answer in CSV_FLAGS, f"{answer!r}: {why}")
+    yield judged(answer in CSV_FLAGS, "the option for CSV files", f"{answer!r}: {why}")
 
 
 def _separator(work: Work) -> Iterator[Item]:
     answer = work.answers().text("separator")
     why = f"{answer!r} is not what comes before `python` in every command"
-    yield judged("what separates the tool from the program", answer == "--", why)
+    yield judged(answer == "--", "what separates the tool from the program", why)
 
 
 def _counter_runs(work: Work) -> Iterator[Item]:
     counted = work.answers().number("counter_runs")
     why = f"you counted {counted:g}: each command of the dry run that has --pmc is one"
-    yield judged("runs under counters", counted == len(_counters()), why)
+    yield judged(counted == len(_counters()), "runs under counters", why)
 
 
 def _read_counter(work: Work) -> Iterator[Item]:
@@ -117,7 +117,7 @@ def _read_counter(work: Work) -> Iterator[Item]:
         yield Item(True, what, NOT_COMPARED)
         return
     why = f"{answer!r} is not in the first --pmc command, whose folder is counters/read"
-    yield judged(what, answer.upper() in _counters()[0], why)
+    yield judged(answer.upper() in _counters()[0], what, why)
 
 
 def _command(work: Work) -> Iterator[Item]:
@@ -125,7 +125,7 @@ def _command(work: Work) -> Iterator[Item]:
     commands = {letter: words for letter, *words in map(shlex.split, lines)}
     letter = work.answers().choice("command", tuple(commands))
     fault = _fault(commands[letter])
-    yield judged(f"command {letter}", fault is None, f"{fault}")
+    yield judged(fault is None, f"command {letter}", f"{fault}")
 
 
 def _fault(words: list[str]) -> str | None:
@@ -175,7 +175,7 @@ def _hottest_calls(work: Work) -> Iterator[Item]:
             "warm-up too. `show` leaves out what is outside of the marked steps"
         )
     right = answer == kernel.calls / _steps()
-    yield judged("its calls a step", right, why)
+    yield judged(right, "its calls a step", why)
 
 
 def _idle(work: Work) -> Iterator[Item]:
@@ -183,7 +183,7 @@ def _idle(work: Work) -> Iterator[Item]:
     assert line
     idle = 100 * line.idle_ns / line.span_ns
     why = f"yours is {answer:g}: `show` has the ms in which the GPU was busy, and of how many"
-    yield judged("the GPU's idle share", abs(answer - idle) <= 100 * WITHIN / 2, why)
+    yield judged(abs(answer - idle) <= 100 * WITHIN / 2, "the GPU's idle share", why)
 
 
 def _fastest() -> Kernel:
@@ -272,4 +272,4 @@ def _names(work: Work, key: str, what: str, right: Kernel) -> Item:
     if len(found) != 1:
         how_many = f"{len(found)} kernels have" if found else "no kernel has"
         return Item(False, what, f"{how_many} {answer!r} in the name: write more of it")
-    return judged(what, found[0] == right.name, f"{found[0]} is not it")
+    return judged(found[0] == right.name, what, f"{found[0]} is not it")

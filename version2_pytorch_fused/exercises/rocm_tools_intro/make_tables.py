@@ -1,4 +1,4 @@
-"""Writes made_up_run/: tables as rocprofv3 writes them, with figures that nobody measured.
+"""Writes made_up_run/: tables as rocprofv3 writes them, with made-up numbers.
 
 We have no AMD GPU. The headers are rocprofv3's of ROCm 7; the kernels' names are of the kinds that
 PyTorch runs there, and their times, sizes and counters are invented below, roughly as a layer of V2
@@ -40,7 +40,7 @@ _UNDER_COUNTERS = 1.4
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kernel that nobody ran: microseconds, and MB that it reads and writes."""
+    """A made-up kernel: microseconds, and MB that it reads and writes."""
 
     name: str
     us: float

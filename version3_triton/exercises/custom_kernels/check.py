@@ -11,7 +11,7 @@ from triton_launch import INTERPRETED
 import torch
 from torch import Tensor
 
-from version3_triton.exercises.guarded_memory import Output, device, guarded, with_nan_told
+from version3_triton.exercises.guarded_memory import Output, device, guarded, nan_explained
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
 from workshop.gate.parity import MULTIPLE
@@ -157,7 +157,7 @@ def _launched(mine: ModuleType, case: Case, P: int) -> Iterator[Item]:
     arguments = (guarded(t) for t in (dy, x, weight, rstd))
     mine.launch_backward(*arguments, dx.tensor, partial_dw.tensor)
     judge = Judge(case)
-    yield dx.beside(f"dx, {case.name}") or with_nan_told(judge.look("dx", dx.tensor), dx.tensor)
+    yield dx.beside(f"dx, {case.name}") or nan_explained(judge.look("dx", dx.tensor), dx.tensor)
     what, dw = f"partial_dw, {case.name}", partial_dw.tensor.sum(0)
     yield partial_dw.beside(what) or _each_row(partial_dw, what) or judge.look("dw", dw)
 
@@ -217,7 +217,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def _draw(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Case:
-    """Rows of x from large to tiny, so that the place of eps can be told; random dy and weight."""
+    """Rows of x from large to tiny, so that the place of eps can be note; random dy and weight."""
     where = device()
     scales = torch.logspace(1, -4, shape[-2], device=where)[:, None]
     x, dy = torch.randn(2, *shape, device=where)

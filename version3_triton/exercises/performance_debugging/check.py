@@ -77,7 +77,7 @@ def _predictions(work: Work) -> Iterator[Item]:
         sum(any(sight.differs(loss) for loss in losses) for sight in sights),
         "",
         within=0.1,
-        why="And only one of them is so far off that nobody would take it for a good loss.",
+        why="And only one of them is so far off that it can't pass for a good loss.",
     )
 
 

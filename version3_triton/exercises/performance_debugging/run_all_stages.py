@@ -135,8 +135,8 @@ def run(stages: list[Path], arguments: argparse.Namespace) -> list[Path]:
     return failed
 
 
-def _run_one(stage: Path, arguments: argparse.Namespace, tell: Callable[..., None]) -> str | None:
-    """Runs a stage; what went wrong, in a line, or None. `tell(description=...)` shows where it
+def _run_one(stage: Path, arguments: argparse.Namespace, report: Callable[..., None]) -> str | None:
+    """Runs a stage; what went wrong, in a line, or None. `report(description=...)` shows where it
     is."""
     # An old result beside a failure would pass for a new one.
     (arguments.output_dir / f"{stage.stem}.json").unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def _run_one(stage: Path, arguments: argparse.Namespace, tell: Callable[..., Non
             try:
                 for line in process.stdout:
                     where = line.strip().removeprefix(f"{stage.stem}: ")
-                    tell(description=f"{stage.stem}: {where}"[:_WIDEST])
+                    report(description=f"{stage.stem}: {where}"[:_WIDEST])
                 status = process.wait()
             except BaseException:
                 _stop(process)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stage 2: V3, with a SwiGLU kernel of our own, shorter than V3's.
 
-An element of the result needs one element of gate and one of up, wherever in the row it stands. So
+An element of the result needs one element of gate and one of up, at any place in the row. So
 a program takes BLOCK of them in a line, and there are neither rows nor columns.
 """
 

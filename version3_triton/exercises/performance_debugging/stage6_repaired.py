@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stage 6: V3 as it stands, after all that was found in the five others was put right."""
+"""Stage 6: V3 as it is, after the faults of the five others were fixed."""
 
 import sys
 

@@ -195,9 +195,9 @@ OCCUPANCY: tuple[Predicted[inspection.Chip], ...] = (
 
 
 def _compiled(work: Work) -> Iterator[Item]:
-    lack = versions.missing(versions.VERSIONS["v3"])
-    if lack:
-        raise NotOnThisMachine(lack)
+    missing = versions.missing(versions.VERSIONS["v3"])
+    if missing:
+        raise NotOnThisMachine(missing)
     path = work.results / INSPECTION
     if not path.is_file():
         raise Missing(f"results/{INSPECTION} is not there yet", COMPILE)

@@ -42,7 +42,7 @@ def _as_interpreted(work: Work) -> Iterator[Item]:
     outcome = runner.run(work.folder, mine=work.mine_path, limit_s=INTERPRETER_S)
     what = "loads: none beside the inputs, in Triton's interpreter"
     red = [item for item in outcome.items if not item.ok]
-    yield from red or [Item(outcome.passed, what, outcome.lacks or "")]
+    yield from red or [Item(outcome.passed, what, outcome.missing or "")]
 
 
 def _to_the_first_red(items: Iterable[Item]) -> Iterator[Item]:
@@ -60,7 +60,7 @@ def _add(work: Work) -> Iterator[Item]:
         item = _launched(mine.add, (x, y), Output(x), x + y, f"add: N = {N:,}")
         programs = -(-N // mine.BLOCK)
         masked = f"programs: {programs}; elements of the last one that are masked: "
-        yield _told(item, f"{masked}{programs * mine.BLOCK - N}")
+        yield _with_reason(item, f"{masked}{programs * mine.BLOCK - N}")
 
 
 def _softmax(work: Work) -> Iterator[Item]:
@@ -68,7 +68,7 @@ def _softmax(work: Work) -> Iterator[Item]:
     for name, x, like in _rows():
         right = torch.softmax(x, -1)
         item = _launched(mine.softmax, (x,), Output(like), right, f"softmax: {name}")
-        yield _told(item, PASSES) if name == STRIDES else item
+        yield _with_reason(item, PASSES) if name == STRIDES else item
 
 
 def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -109,7 +109,7 @@ def _launched(
 
 
 def _arange(R: int, C: int) -> Tensor:
-    """Each element is its place in memory: it tells where a wrong one came from."""
+    """Each element is its place in memory: it shows where a wrong one came from."""
     return torch.arange(R * C, dtype=torch.float32, device=device()).reshape(R, C)
 
 
@@ -117,6 +117,6 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(shape, device=device())
 
 
-def _told(item: Item, why: str) -> Item:
+def _with_reason(item: Item, why: str) -> Item:
     """A green Item with a reason."""
     return Item(True, item.what, why) if item.ok else item

@@ -1,9 +1,8 @@
 """Three kernels: a mask, a row, strides.
 
-Above each stands its specification in plain PyTorch. Write the kernel's body where YOUR CODE
-stands, then take the `raise` out of the function that launches it. The launches are right as they
-are. `tl` has what a body needs: program_id, arange, load, store, max, sum, exp.
-"""
+Above each is its specification in plain PyTorch. Write the kernel's body at YOUR CODE, then take
+the `raise` out of the function that launches it. The launches are right as they are. `tl` has what
+a body needs: program_id, arange, load, store, max, sum, exp."""
 
 import torch
 import triton

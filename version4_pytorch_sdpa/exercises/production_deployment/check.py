@@ -144,7 +144,7 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 
 
 def _with_dropout() -> type[nn.Module]:
-    """V4 as many a model is that has dropout, which tells training mode from evaluation mode."""
+    """V4 with dropout, in which training mode differs from evaluation mode."""
     base: Any = versions.load("v4").TinyLlama
 
     class WithDropout(base):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Takes a V4 from training to figures, with the functions of your mine.py: trains it, saves and
+"""Takes a V4 from training to numbers, with the functions of your mine.py: trains it, saves and
 loads its weights, exports it, shows that every form gives the trained model's logits, and then
 measures their latencies."""
 
@@ -120,9 +120,9 @@ def measure(
     for batch_size in BATCH_SIZES:
         tokens = torch.randint(size.vocab_size, (batch_size, size.seq_len), device=device)
         row = mine.measure(model, tokens, wait)
-        lacking = [name for name in TIMES if name not in row]
-        if lacking:
-            raise WorkshopError(f"mine.py: what measure() returns lacks {', '.join(lacking)}")
+        missing = [name for name in TIMES if name not in row]
+        if missing:
+            raise WorkshopError(f"mine.py: measure() returns no {', '.join(missing)}")
         speed = batch_size * size.seq_len / row["p50_ms"] * 1e3
         yield {"form": form, "batch_size": batch_size} | row | {"tokens_per_s": speed}
 
@@ -201,8 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         except (WorkshopError, OSError):
             raise
         except Exception as error:  # of the participant's file: any
-            told = faults.as_item(error, frame.Work(HERE))
-            raise WorkshopError(f"{told.what}: {told.why}") from error
+            note = faults.as_item(error, frame.Work(HERE))
+            raise WorkshopError(f"{note.what}: {note.why}") from error
 
     return errors.exit_status(work, interrupted="interrupted: no table")
 

@@ -20,7 +20,7 @@ def read_table(path: Path, form: str) -> dict[int, dict[str, float]]:
     """The rows of one form ("model", "exported", "compiled") by batch size.
 
     Raises:
-        WorkshopError: there is no table, or it lacks them.
+        WorkshopError: there is no table, or they are not in it.
     """
     if not path.is_file():
         raise WorkshopError(f"{path.name} is missing: run deploy.py, as the sheet says")

@@ -1,4 +1,4 @@
-"""From a trained V4 to files that others can run, and to figures that they can rely on.
+"""From a trained V4 to files that others can run, and to numbers that they can rely on.
 
 Shapes in the comments:
     B batch   T tokens of a sequence   V vocabulary
@@ -25,7 +25,7 @@ Model = Callable[[Tensor], Tensor]
 
 
 def save_weights(model: Any, path: Path) -> None:
-    """Writes a file that holds data and no code, so that nobody has to trust who sends it.
+    """Writes a file that holds data and no code, so that its sender need not be trusted.
 
     It is one dict with two entries: "config", the sizes in `model.config` as a plain dict, and
     "weights", the model's state_dict. `torch.load(path, weights_only=True)` reads it.
@@ -48,7 +48,7 @@ def export_model(model: Any, path: Path) -> None:
     """Writes the computation itself: a program that runs without V4's source code.
 
     It takes tokens (B, T) for every B >= 1 and T from 1 to `model.config.max_seq_len`, and it
-    computes as in evaluation mode, whatever mode the model is in now.
+    computes as in evaluation mode, in any mode that the model is in now.
     """
     # YOUR CODE (torch.export.export with dynamic_shapes, torch.export.save)
     raise NotImplementedError("export the model for any batch and length")
@@ -76,8 +76,8 @@ def measure(
 
 def release_verdict(exit_status: int) -> str:
     """What a release pipeline makes of `regression_tester.py check`'s exit status: "pass",
-    "fail", or "unknown" if nothing was judged. Whatever else happened, such as wrong usage or a
+    "fail", or "unknown" if nothing was judged. Anything else, such as wrong usage or a
     crash, is no pass.
     """
     # YOUR CODE (docs/regression.md has the statuses)
-    raise NotImplementedError("tell the exit statuses apart")
+    raise NotImplementedError("distinguish the exit statuses")

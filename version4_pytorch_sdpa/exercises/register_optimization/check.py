@@ -38,9 +38,9 @@ LIMITS = ("registers", "shared memory", "both", "slots")
 
 
 def check(work: Work) -> Iterator[Item]:
-    lack = versions.missing(versions.get_version("v3"))
-    if lack:
-        raise NotOnThisMachine(lack.replace("version v3", "this exercise"))
+    missing = versions.missing(versions.get_version("v3"))
+    if missing:
+        raise NotOnThisMachine(missing.replace("version v3", "this exercise"))
     with _cases(work) as cases:
         yield from work.each(
             _numbers,
@@ -196,16 +196,16 @@ def _intensity(tile: Any) -> float:
 
 def _chip(case: Case, work: Work) -> Iterator[Item]:
     mine = case.mine()
-    if mine.lacks:
-        yield Item(True, f"{case.name}: not compiled", mine.lacks)
+    if mine.missing:
+        yield Item(True, f"{case.name}: not compiled", mine.missing)
     elif mine.kernel is None:
         yield Item(False, f"{case.name}, tile {_words(case.tile)}", mine.fault)
     else:
         failures = list(_failures(case.chip, mine.kernel, case.tile))
         shown = [(case.start().kernel, case.start_tile), (mine.kernel, case.tile)]
         verdict = "" if failures else ": spills nothing, fits, leaves room"
-        told = "\n".join([*failures, *_table(case.chip, shown)])
-        yield Item(not failures, f"{case.name}{verdict}", told)
+        note = "\n".join([*failures, *_table(case.chip, shown)])
+        yield Item(not failures, f"{case.name}{verdict}", note)
 
 
 def _failures(chip: Chip, kernel: Kernel, tile: Any) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _failures(chip: Chip, kernel: Kernel, tile: Any) -> Iterator[str]:
 
 
 def _table(chip: Chip, shown: list[tuple[Kernel | None, Any]]) -> Iterator[str]:
-    """The starting figures and the participant's, side by side."""
+    """The starting numbers and the participant's, side by side."""
     goals = {
         "spilled bytes a lane": "0",
         f"KiB of {chip.shared_name}": f"<= {chip.shared_per_program_kib}",
@@ -293,15 +293,15 @@ def _shared(case: Case, work: Work) -> Iterator[Item]:
 def _limit(case: Case, work: Work) -> Iterator[Item]:
     mine = case.mine()
     what = f"what limits the waves of your tile on {case.chip.name}"
-    if mine.lacks:
+    if mine.missing:
         yield Item(True, f"{what}: not compiled")
     elif mine.kernel is None:
         yield Item(False, what, "nothing to say yet: it does not compile")
     else:
         said = work.answers().choice(f"findings.limit_{case.chip.name}", LIMITS)
         found = _limit_of(mine.kernel)
-        told = "" if said == found else f"you wrote {said!r}; the table above says {found!r}"
-        yield Item(said == found, what, told)
+        note = "" if said == found else f"you wrote {said!r}; the table above says {found!r}"
+        yield Item(said == found, what, note)
 
 
 def _limit_of(kernel: Kernel) -> str:

@@ -29,8 +29,8 @@ class Compiled:
 
     kernel: Kernel | None = None
     fault: str = ""
-    lacks: str = ""
-    """What this machine lacks to compile for this chip."""
+    missing: str = ""
+    """What is missing on this machine to compile for this chip."""
 
 
 Job = tuple[Path, str]
@@ -76,8 +76,8 @@ def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:
         if len(launches) != 1:
             return Compiled(fault=f"swiglu_product launches {len(launches)} kernels, not one")
         kernel = read_kernel(chip, launches[0], "bf16 medium")
-    except NotOnThisMachine as lack:
-        return Compiled(lacks=str(lack))
+    except NotOnThisMachine as missing:
+        return Compiled(missing=str(missing))
     except Exception as error:  # of the participant's file, which the check shows with its line
         return Compiled(fault=printable(f"{type(error).__name__}: {error}")[:300])
     if not kernel.num_warps:
@@ -86,7 +86,7 @@ def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:
 
 
 def _import_anew(path: Path) -> ModuleType:
-    """The file as a new module: a kernel keeps what it was compiled to, whatever the chip."""
+    """The file as a new module: a kernel keeps what it was compiled to, for any chip."""
     spec = importlib.util.spec_from_file_location(f"tiles_{uuid.uuid4().hex}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

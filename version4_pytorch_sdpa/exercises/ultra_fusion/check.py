@@ -42,7 +42,10 @@ def check(work: Work) -> Iterator[Item]:
     yield from work.each(
         *(_predicted_calls, _predicted_products, _predicted_fused),
         *(partial(_count, name) for name in COUNTS),
-        *(_swiglu, _addmm, _graph, _idle, _graph_removes),
+        *(_swiglu, _addmm),
+        *(partial(_graph, key) for key in ("graph_launches", "graph_kernels")),
+        *(partial(_idle, version) for version in ("v2", "v4")),
+        _graph_removes,
     )
 
 
@@ -105,7 +108,7 @@ def _is_product(table: KernelTable, kernel: Kernel) -> bool:
 
 
 def _calls(table: KernelTable, which: Callable[[Kernel], bool] = lambda _: True) -> float:
-    """Calls a step of the kernels (operators) that are asked for."""
+    """Calls a step of the kernels (operators) that are counted."""
     assert table.steps
     return sum(kernel.calls for kernel in table.kernels if which(kernel)) / table.steps
 
@@ -163,7 +166,7 @@ COUNTS: dict[str, tuple[str, Callable[[KernelTable, KernelTable], float], str]] 
         "add up the calls of all names with _fused_ in them that the compiler made",
     ),
 }
-"""What is counted, how, and where it stands."""
+"""What is counted, how, and where to find it."""
 
 
 def _count(name: str, work: Work) -> Iterator[Item]:
@@ -183,11 +186,11 @@ def _read(
     within: float = 0.5,
     unit: str = "",
 ) -> Item:
-    """A figure of one step that was read off a profile: right up to rounding.
+    """A number of one step that was read off a profile: right up to rounding.
 
     Args:
         steps: that the profile has.
-        how: where the figure stands.
+        how: where to find it.
         within, unit: of `found`.
     """
     if abs(said - found) <= within:
@@ -235,39 +238,31 @@ def _addmm(work: Work) -> Iterator[Item]:
     yield Item(said == "gradient", "what the one addmm adds", why)
 
 
-def _graph(work: Work) -> Iterator[Item]:
+def _graph(key: str, work: Work) -> Iterator[Item]:
     table = _recorded("nvidia_h200", "v4")
     assert table.steps
-    launches = table.host_calls["cudaGraphLaunch"].calls / table.steps
-    for key, what, found, how in (
-        (
-            "graph_launches",
+    what, found, how = {
+        "graph_launches": (
             "launches of a graph on the H200",
-            launches,
+            table.host_calls["cudaGraphLaunch"].calls / table.steps,
             "look for cudaGraphLaunch in kernels.json",
         ),
-        ("graph_kernels", "kernels that they run", _calls(table), "the end of `show` has them"),
-    ):
-        said = work.answers().number(f"puzzles.{key}")
-        yield _read(what, said, found, steps=table.steps, how=how)
+        "graph_kernels": ("kernels that they run", _calls(table), "the end of `show` has them"),
+    }[key]
+    said = work.answers().number(f"puzzles.{key}")
+    yield _read(what, said, found, steps=table.steps, how=how)
 
 
-def _idle(work: Work) -> Iterator[Item]:
-    for version in ("v2", "v4"):
-        table = _recorded("nvidia_h200", version)
-        assert table.steps and table.timeline
-        found = table.timeline.idle_ns / table.steps / 1e6
-        said = work.answers().number(f"puzzles.idle_ms_{version}")
-        what = f"idle time of the H200 in {version.upper()}"
-        yield _read(
-            what,
-            said,
-            found,
-            steps=table.steps,
-            how="the end of `show` has it, of all steps",
-            within=0.05 * found,
-            unit=" ms",
-        )
+def _idle(version: str, work: Work) -> Iterator[Item]:
+    table = _recorded("nvidia_h200", version)
+    assert table.steps and table.timeline
+    found = table.timeline.idle_ns / table.steps / 1e6
+    said = work.answers().number(f"puzzles.idle_ms_{version}")
+    what, how = (
+        f"idle time of the H200 in {version.upper()}",
+        "the end of `show` has it, of all steps",
+    )
+    yield _read(what, said, found, steps=table.steps, how=how, within=0.05 * found, unit=" ms")
 
 
 def _graph_removes(work: Work) -> Iterator[Item]:
