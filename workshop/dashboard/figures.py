@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import plotly.graph_objects as go
 
 from workshop.compare.rows import Row
-from workshop.dashboard.data import SWEPT, LossCurve, SweepPoint
+from workshop.compare.sweep import Point
+from workshop.dashboard.data import SWEPT, LossCurve
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
@@ -307,10 +308,10 @@ def switches(whole: Row, variants: Sequence[Row]) -> go.Figure:
 
 
 def sweep(
-    lines: Sequence[tuple[Row, Sequence[SweepPoint]]],
+    lines: Sequence[tuple[Row, Sequence[Point]]],
     axis: str,
     title: str,
-    value: Callable[[SweepPoint], float | None],
+    value: Callable[[Point], float | None],
 ) -> go.Figure:
     """A figure of each version's runs over one size; open markers where no gate was run."""
     figure = _figure(y=title, x=SWEPT[axis], height=400)
@@ -325,7 +326,9 @@ def sweep(
             line={"color": colour(row), "width": 3},
             marker={
                 "size": 12,
-                "symbol": [symbol if point.proven else f"{symbol}-open" for point in points],
+                "symbol": [
+                    symbol if point.row.parity == "pass" else f"{symbol}-open" for point in points
+                ],
             },
             hovertemplate="%{x:,}: %{y:,.4g}",
         )
