@@ -25,7 +25,7 @@ table or of its run's record."""
 _SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
 _OF_A_RUN, _OF_A_TABLE, _OF_A_BENCHMARK = "version", "kernel_table", "session"
 _START = 4096
-"""Characters of a file that tell what it is."""
+"""Characters of a file that are read to find its kind."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Snapshot:
         return ordinary(s.run for s in self.groups[group])
 
     def sweeps(self, group: Group, field: str) -> list[Sweep]:
-        """The newest sweep over a field of the results that goes through the group's size, if any."""
+        """The newest sweep over a field of the results through the group's size, if any."""
         if (group, field) not in self._sweeps:
             axis, kept = _AXES[field], kept_by(self.groups[group][0].run, _AXES[field])
             alike = (

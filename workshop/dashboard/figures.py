@@ -317,19 +317,15 @@ def sweep(
     figure = _figure(y=title, x=SWEPT[axis], height=400)
     sizes = sorted({point.size for _, points in lines for point in points})
     for row, points in lines:
-        symbol = ALL[row.version].marker
+        proven = [point.row.parity == "pass" for point in points]
+        symbols = [ALL[row.version].marker + ("" if passed else "-open") for passed in proven]
         figure.add_scatter(
             x=[point.size for point in points],
             y=[value(point) for point in points],
             name=text(row.label),
             mode="lines+markers",
             line={"color": colour(row), "width": 3},
-            marker={
-                "size": 12,
-                "symbol": [
-                    symbol if point.row.parity == "pass" else f"{symbol}-open" for point in points
-                ],
-            },
+            marker={"size": 12, "symbol": symbols},
             hovertemplate="%{x:,}: %{y:,.4g}",
         )
     figure.update_xaxes(type="log", tickvals=sizes, ticktext=[f"{size:,}" for size in sizes])
