@@ -241,14 +241,14 @@ def _waterfall(arguments: argparse.Namespace) -> Study:
 
 def _sweep(arguments: argparse.Namespace) -> Study:
     axis, sizes = sweep.parse(arguments.sweep)
-    asked = sweep.plan(arguments) if arguments.from_results is None else None
+    scope = sweep.plan(arguments) if arguments.from_results is None else None
 
     def run(session: str) -> Outcome:
-        assert asked is not None
-        _prepare(arguments, asked.left_out)
-        plans = sweep.plans(asked, arguments, session)
-        total = asked.most_runs * arguments.repeats
-        return run_plans(plans, arguments, session, keys=asked.keys, total=total)
+        assert scope is not None
+        _prepare(arguments, scope.left_out)
+        plans = sweep.plans(scope, arguments, session)
+        total = scope.most_runs * arguments.repeats
+        return run_plans(plans, arguments, session, keys=scope.keys, total=total)
 
     def find(runs: list[RunResult]) -> list[sweep.Sweep]:
         found = sweep.build(runs, axis, sizes=sizes)

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,53 +255,43 @@ def _run(arguments: argparse.Namespace) -> list[RunResult]:
 
 
 def _run_again(baseline: Baseline, arguments: argparse.Namespace) -> list[RunResult]:
-    """The baseline's versions, run anew by its flags and those that were given instead.
+    """The baseline's versions, run anew by its options and those that were given instead.
 
     Raises:
         NotOnThisMachine: the machine is not the baseline's.
         WorkshopError: the baseline has no size that can be run by its name.
     """
-    flags = list(_run_flags(baseline))
-    for name in ("repeats", "num_steps", "device"):
-        given = getattr(arguments, name)
-        if given is not None:
-            flags += [f"--{name.replace('_', '-')}", str(given)]
-    flags += ["--output-dir", str(arguments.output_dir)]
-    fresh = compare_versions.build_parser().parse_args(flags)
-    here = dataclasses.replace(
-        baseline.runs[0],
-        device=hardware.describe(hardware.get_device(fresh.device)),
-        software=results.describe_software(),
-    )
-    differences = regression.differing(baseline.runs[0], here)
-    if differences and not arguments.force:
-        told = printable("; ".join(differences))
-        raise NotOnThisMachine(
-            f"not comparable with {arguments.baseline}: {told}; save a baseline here, or use "
-            "--force"
-        )
-    return _run(fresh)
-
-
-def _run_flags(baseline: Baseline) -> Iterator[str]:
-    """The flags of compare_versions that give runs like the baseline's."""
     runs = [run for run in baseline.runs if run.config_name in PRESETS]
     if not runs:
         raise WorkshopError("the baseline has no preset's runs: run your own, then --from-results")
     first = runs[0]
-    for flag, values in (
-        ("--versions", [run.version for run in runs if versions.get_version(run.version).exists]),
-        ("--config", [run.config_name for run in runs]),
-        ("--precision", [run.precision for run in runs]),
-    ):
-        yield from (flag, *dict.fromkeys(values))
     synthetic = str(first.data.get("name")).startswith("synthetic")
-    yield from ("--data", "synthetic" if synthetic else "text")
-    yield from ("--num-steps", str(first.options.get("num_steps", len(first.step_ms))))
-    yield from ("--warmup-steps", str(first.warmup_steps))
-    yield from ("--repeats", str(regression.repeats(runs)))
-    yield from ("--device", str(first.device.get("type", "auto")))
-    yield from ("--seed", str(first.options.get("seed", 42)))
+    options = {
+        "versions": list(dict.fromkeys(run.version for run in runs)),
+        "config": list(dict.fromkeys(run.config_name for run in runs)),
+        "precision": list(dict.fromkeys(run.precision for run in runs)),
+        "data": "synthetic" if synthetic else "text",
+        "num_steps": first.options.get("num_steps", len(first.step_ms)),
+        "warmup_steps": first.warmup_steps,
+        "repeats": regression.repeats(runs),
+        "device": first.device.get("type", "auto"),
+        "seed": first.options.get("seed", 42),
+        "output_dir": arguments.output_dir,
+    }
+    given = {name: getattr(arguments, name) for name in ("repeats", "num_steps", "device")}
+    options |= {name: value for name, value in given.items() if value is not None}
+    fresh = argparse.Namespace(**options)
+    here = dataclasses.replace(
+        first,
+        device=hardware.describe(hardware.get_device(fresh.device)),
+        software=results.describe_software(),
+    )
+    differences = regression.differing(first, here)
+    if differences and not arguments.force:
+        listed = printable("; ".join(differences))
+        remedy = "save a baseline here, or use --force"
+        raise NotOnThisMachine(f"not comparable with {arguments.baseline}: {listed}; {remedy}")
+    return _run(fresh)
 
 
 # --- the report ----------------------------------------------------------------------------------

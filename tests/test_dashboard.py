@@ -375,14 +375,16 @@ def test_a_sweep_of_the_width_is_of_one_model(tmp_path: Path) -> None:
     content = stored_runs.reference()
     widths = ((256, 1024, "1"), (512, 2048, "1"), (256, 4096, "2"))  # the last: another model
     for hidden, ffn, session in widths:
-        config = content["config"] | {"hidden_dim": hidden, "intermediate_dim": ffn}
+        heads = {"num_heads": hidden // 64, "num_kv_heads": hidden // 128}
+        config = content["config"] | {"hidden_dim": hidden, "intermediate_dim": ffn} | heads
         written = {"config_name": "custom", "config": config, "session": session}
+        written["kind"] = "sweep point"
         written["step_ms"] = [float(ffn)] * 9
         stored_runs.write(tmp_path, content, f"{hidden}-{ffn}", **written)
     snapshot = snapshot_of(tmp_path)
     group = next(g for g, runs in snapshot.groups.items() if runs[0].run.step_ms[0] == 2048)
     points = data.sweep(snapshot, group, "v1", "hidden_dim")
-    assert [(point.size, point.step_ms) for point in points] == [(256, 1024), (512, 2048)]
+    assert [(point.size, point.row.step_ms) for point in points] == [(256, 1024), (512, 2048)]
 
 
 def test_all_sizes_of_a_session_have_one_peak(tmp_path: Path) -> None:
@@ -414,8 +416,8 @@ def test_an_error_that_is_no_number_is_the_worst(tmp_path: Path) -> None:
 def test_runs_of_several_lengths_are_a_sweep(tmp_path: Path) -> None:
     content = stored_runs.reference()
     for length in (64, 128, 256):
-        stored_runs.write(tmp_path, content, str(length), seq_len=length)
-    stored_runs.write(tmp_path, content, "wider", batch_size=32, seq_len=512)
+        stored_runs.write(tmp_path, content, str(length), seq_len=length, kind="sweep point")
+    stored_runs.write(tmp_path, content, "wider", batch_size=32, seq_len=512, kind="sweep point")
     snapshot = snapshot_of(tmp_path)
     group = next(group for group in snapshot.groups if group.shape == "8 × 128")
     found = blocks.view("Sweeps", snapshot, snapshot.settle(Choice(*group)))
@@ -431,13 +433,14 @@ def test_a_sweep_is_of_one_session_and_has_no_point_where_that_failed(tmp_path: 
         for length in lengths:
             step_ms = [100.0 * int(session) + length] * 9
             at = {"session": session, "seq_len": length, "step_ms": step_ms}
+            at["kind"] = "sweep point"
             if (session, length) == ("2", 256):
                 at |= {"parity": red, "status": "gate failed", "step_ms": []}
             stored_runs.write(tmp_path, content, f"{session}-{length}", **at)
     snapshot = snapshot_of(tmp_path)
     group = next(group for group in snapshot.groups if group.shape == "8 × 128")
     points = data.sweep(snapshot, group, "v1", "seq_len")
-    assert [(point.size, point.step_ms) for point in points] == [(128, 328), (512, 712)]
+    assert [(point.size, point.row.step_ms) for point in points] == [(128, 328), (512, 712)]
 
 
 def test_parts_switched_off_are_told_of_their_version(tmp_path: Path) -> None:

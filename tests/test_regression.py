@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from test_compare import SHRINK_PRESET, TypeCommand, copy_repository
+from test_compare import SHRINK_PRESET, copy_repository, use_versions_of
 from test_results import files, make_result
 
 from analysis_tools import regression_tester
@@ -37,7 +37,6 @@ from workshop.run import timing
 ROOT = Path(__file__).resolve().parents[1]
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
 CPU_NOISE = ROOT / "tests" / "fixtures" / "noise_cpu.json"
-TOOL = Path("analysis_tools") / "regression_tester.py"
 SAMPLES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 THRESHOLD = 0.03
 
@@ -515,7 +514,10 @@ def test_every_form_holds_the_verdicts_and_shows_names_as_text(
     assert "changes by 3% or more: 1 slower, 9 no significant difference" in table
 
     text = names["markdown"].read_text()
-    assert "| v2 | step | 100.10 ms | 150.15 ms | +50% |" in text and "| **slower** |" in text
+    assert (
+        "| v2 | step | 100.10 ms | 150.15 ms | +50% |" in text
+        and "- **v2 tiny fp32 step: slower: " in text
+    )
     assert "\x1b" not in text and r"\<b\>\[red\]" in text and "<b>" not in text
     assert r"| v1 compile=\<i\>\|\`x\`\[2J | step |" in text
 
@@ -640,28 +642,23 @@ def with_clock(folder: Path, milliseconds: float) -> Path:
 
 @pytest.mark.slow
 def test_a_planted_slow_down_is_found_in_real_runs(
-    type_command: TypeCommand, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    then, now = with_clock(tmp_path / "then", 20), with_clock(tmp_path / "now", 80)
-    common = ("--num-steps", "10", "--baseline", tmp_path / "b.json")
-    saved = type_command(
-        *("python", TOOL, "baseline", "save", "--versions", "v1", "--config", "tiny"),
-        *("--device", "cpu", "--repeats", "3", "--output-dir", tmp_path / "a", *common),
-        folder=then,
-        OMP_NUM_THREADS="1",
-    )
-    assert saved.returncode == 0, saved.stderr
-    assert "v1 tiny fp32, run 3 of 3" in saved.stderr  # progress
-    checked = type_command(
-        *("python", TOOL, "check", "--repeats", "2", "--output-dir", tmp_path / "b", *common),
-        *("--junit", tmp_path / "j.xml"),
-        folder=now,
-        OMP_NUM_THREADS="1",
-    )
-    assert checked.returncode == 1, checked.stdout + checked.stderr
+    def run(clock_ms: float, *words: str | Path) -> int:
+        code = with_clock(tmp_path / str(clock_ms), clock_ms)
+        with pytest.MonkeyPatch.context() as patch:
+            use_versions_of(code, patch)
+            common = ("--num-steps", "10", "--baseline", tmp_path / "b.json")
+            return run_tool(*words, *common)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save = ("baseline", "save", "--versions", "v1", "--config", "tiny", "--device", "cpu")
+    assert run(20, *save, "--repeats", "3", "--output-dir", tmp_path / "a") == 0
+    check = ("check", "--repeats", "2", "--output-dir", tmp_path / "b")
+    assert run(80, *check, "--junit", tmp_path / "j.xml") == 1
     found = json.loads((tmp_path / "b" / "regression" / "check.json").read_text())["findings"]
     by_metric = {f["metric"]: f for f in found}
-    for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms"):
+    for name in SAMPLES:
         assert by_metric[name]["verdict"] == SLOWER
         assert by_metric[name]["change"] == pytest.approx(3, rel=0.03)
     assert by_metric["peak_memory_mb"]["verdict"] in (SAME, TOO_NOISY)

@@ -291,7 +291,8 @@ def test_a_device_may_have_any_name(tmp_path: Path) -> None:
     for version, changes in (("v1", {}), ("v2", {"fuse_optimizer": False})):  # of a waterfall
         run = reference(version, precision="fp32")
         options = run["options"] | changes
-        write(tmp_path, run, device=run["device"] | name, options=options, session="1")
+        rung = {"options": options, "session": "1", "kind": "waterfall rung"}
+        write(tmp_path, run, device=run["device"] | name, **rung)
         run = reference(version)
         write(tmp_path, run, device=run["device"] | name)
     html, markdown = make(tmp_path, at=tmp_path)
@@ -444,7 +445,8 @@ def test_a_participants_page_has_their_runs_alone(
     own = reference("v1")
     write(results, own, "own", device=own["device"] | {"name": "My GPU"})
     for length in (333, 444):  # a sweep, whose sizes nobody asks a participant for
-        write(results, own, f"{length}", seq_len=length, session="1", config_name="custom")
+        size = {"seq_len": length, "config_name": "custom", "kind": "sweep point"}
+        write(results, own, f"{length}", session="1", **size)
     assert type_command(*command).returncode == 0
     page = tmp_path / "my_results.md"
     text = page.read_text(encoding="utf-8")

@@ -366,6 +366,7 @@ def test_only_runs_that_differ_in_one_size_make_a_sweep() -> None:
     others = [
         at("v1", 512, session="20250101"),
         at("v1", 512, batch_size=4),
+        at("v1", 64, kind="run"),
         at("v1", 512, precision="bf16"),
         at("v1", 512, config={**make_result().config, "num_layers": 2}),
         at("v1", 512, device={"type": "cpu", "name": "Another"}),
@@ -391,6 +392,7 @@ def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
     assert one.failed
     assert tables.point_without_time(curve(one, "v2").points[1]) == "GATE RED"
+    assert [line.style for line in tables.sweep_table(one).lines] == [None, None, None, "red"]
     record = tables.of_sweeps([one]).items[0]["curves"][1]["points"][1]
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
 

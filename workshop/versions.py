@@ -163,7 +163,7 @@ PEERS = {
     )
 }
 ALL = VERSIONS | PEERS
-"""Whatever a result file may be of."""
+"""All keys of result files."""
 
 
 def of_file(path: Path) -> Version:
@@ -201,7 +201,8 @@ def baseline_first(keys: Iterable[str]) -> list[str]:
 
 
 def missing(version: Version) -> str | None:
-    """What a version needs and is missing here, with how to get it, in one line; or None."""
+    """A package that a version needs and that is not installed, with how to install it, in one
+    line; or None."""
     for package in version.packages:
         if not importlib.util.find_spec(package):
             name = package.replace("_", "-")
@@ -228,9 +229,8 @@ def load(key: str) -> ModuleType:
     name = version.path.stem
     if name in sys.modules:
         return sys.modules[name]
-    problem = missing(version)
-    if problem:
-        raise NotOnThisMachine(problem)
+    if reason := missing(version):
+        raise NotOnThisMachine(reason)
     spec = importlib.util.spec_from_file_location(name, version.path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

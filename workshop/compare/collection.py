@@ -20,12 +20,12 @@ from workshop.roofline import ceilings
 from workshop.versions import VERSIONS
 
 RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
-"""What lies below them is meant to be a result file; and, if it has their name, a kernel table or
-the record of its run."""
+"""Files below them are taken for results; those below the second if they have the name of a kernel
+table or of its run's record."""
 _SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
 _OF_A_RUN, _OF_A_TABLE, _OF_A_BENCHMARK = "version", "kernel_table", "session"
 _START = 4096
-"""Characters of a file that tell what it is."""
+"""Characters of a file that are read to find its kind."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,8 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a profiler saw of a version: its folder's kernels.json, and run.json where it has one.
-
-    `version` is one of VERSIONS; or empty, if neither a record nor the folder's name tells it.
-    """
+    """A profile of a version: its folder's kernels.json, and run.json where it has one. `version`
+    is empty if neither the record nor the folder's name gives one of VERSIONS."""
 
     folder: Path
     version: str
@@ -75,9 +73,9 @@ class _File:
 
 
 class Collection:
-    """What lies below the folders. `refresh` fills and updates `runs` (oldest session first),
-    `profiles` (by folder), `benchmarks` and `broken` (by path); each time it puts new lists in
-    their place, so that who holds the old ones may go on reading them."""
+    """The results below some folders. `refresh` replaces `runs` (oldest session first), `profiles`
+    (by folder), `benchmarks` and `broken` (by path) by new lists; a reader may keep the old ones.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Raises WorkshopError: one of them is no folder."""
@@ -163,8 +161,8 @@ class Collection:
 
 
 def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """Those below a folder that may be results, with the time of their last change and size.
-    Names that begin with a dot are files in the making. Folders may be links, to a larger disk."""
+    """JSON files below a folder, with time of change and size. Names that begin with a dot are
+    unfinished files. Folders may be links, to a larger disk."""
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")

@@ -16,7 +16,7 @@ _ACTIVE = re.compile(
 )
 """What Markdown, GitHub's included, takes for markup inside of a line."""
 _OPENING = re.compile(r"^(?:\d+(?=[.)])|(?=[-+=#]))")
-"""What it takes for a list's item or a heading, up to the sign that tells it."""
+"""The start of a line that Markdown takes for a list's item or a heading."""
 
 
 class Markdown(str):

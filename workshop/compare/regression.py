@@ -31,7 +31,7 @@ loosened.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -398,7 +398,10 @@ def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
 
 def differing(before: RunResult, after: RunResult) -> list[str]:
     """The differences of device and software, each with both values."""
-    pairs = {"device": (before.device, after.device), "software": (before.software, after.software)}
+    pairs: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
+        "device": (before.device, after.device),
+        "software": (before.software, after.software),
+    }
     return [
         f"{heading} {name}: {then.get(name)} then, {now.get(name)} now"
         for heading, (then, now) in pairs.items()

@@ -65,7 +65,7 @@ _ROPE_TABLE = 2048
 """Rows of a model's RoPE tables, unless the sequence is longer."""
 
 
-# --- what is asked for ---------------------------------------------------------------------------
+# --- the axis and its sizes ----------------------------------------------------------------------
 
 
 def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
@@ -174,22 +174,22 @@ def plan(arguments: argparse.Namespace) -> Range:
     )
 
 
-def plans(asked: Range, arguments: argparse.Namespace, session: str) -> Iterator[Plan]:
+def plans(scope: Range, arguments: argparse.Namespace, session: str) -> Iterator[Plan]:
     """The processes, size by size, of the versions that may have the memory for it, as the smaller
     sizes' results in the session's folder show."""
-    for config, precision in itertools.product(asked.presets, asked.precisions):
+    for config, precision in itertools.product(scope.presets, scope.precisions):
         preset = presets.get_preset(config)
-        kept = _kept(asked.axis, preset.model(), preset.batch_size, preset.seq_len)
-        left = asked.keys
-        for size in asked.sizes:
+        kept = _kept(scope.axis, preset.model(), preset.batch_size, preset.seq_len)
+        left = scope.keys
+        for size in scope.sizes:
             runs = [
                 run
                 for run in sessions.load_session(arguments.output_dir, session)
-                if run.precision == precision and kept_by(run, asked.axis) == kept
+                if run.precision == precision and kept_by(run, scope.axis) == kept
             ]
             ended = {run.version for run in runs if out_of_memory(run)}
             own = [
-                _plan(asked, Plan(key, config, precision, kind=KIND), size, runs)
+                _plan(scope, Plan(key, config, precision, kind=KIND), size, runs)
                 for key in left
                 if key not in ended
             ]
@@ -197,23 +197,23 @@ def plans(asked: Range, arguments: argparse.Namespace, session: str) -> Iterator
             yield from sessions.alternate(own, arguments.repeats)
 
 
-def _plan(asked: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
+def _plan(scope: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
     """The plan at one size; left out if the smaller sizes' runs predict that it can't fit."""
-    axis = asked.axis
+    axis = scope.axis
     changes = sizes_at(axis, size, presets.get_preset(plan.config))
     plan = dataclasses.replace(plan, sizes=changes, name=f"{axis.flag} {size}")
-    if asked.free_bytes is None:
+    if scope.free_bytes is None:
         return plan
     _, sizes = plan.shape()
-    free_mb = asked.free_bytes / MB
+    free_mb = scope.free_bytes / MB
     peaks = peaks_mb([run for run in runs if run.version == plan.version], axis)
     # A GPU that runs out of memory reports it; a CPU's process is killed.
-    cautious = asked.device.type == "cpu"
+    cautious = scope.device.type == "cpu"
     predicted_mb = predict(peaks, size, axis.degree, cautious=cautious)
     if predicted_mb is None and cautious:
         shape = sizes["batch_size"], sizes["seq_len"]
         predicted_mb = estimate_mb(plan.version, model_sizes(sizes), *shape)
-    if predicted_mb is not None and predicted_mb > LEEWAY[asked.device.type] * free_mb:
+    if predicted_mb is not None and predicted_mb > LEEWAY[scope.device.type] * free_mb:
         why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
         prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
         return dataclasses.replace(plan, left_out=why, prediction=prediction)

@@ -262,7 +262,7 @@ def build(runs: Sequence[RunResult], requested: Requested | None = None) -> list
 def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     """The versions and precisions at the ends of a session's waterfalls, and for each whether rungs
     of its own were run."""
-    ends = {}
+    ends: dict[tuple[str, str], bool] = {}
     for precision in PRECISIONS:
         ran = {to: _ran(to, precision, runs) for to in TARGETS}
         shared = frozenset.intersection(*ran.values())

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from workshop.compare.collection import Profile
 from workshop.compare.rows import Row, without_interval
+from workshop.compare.sweep import Point
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import SWEPT, Choice, Group, Snapshot
 from workshop.errors import WorkshopError
@@ -272,10 +273,10 @@ def _sweeps(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
         lines = [(row, points) for row, points in found if len(points) > 1]
         if not lines:
             continue
-        panels: list[tuple[str, str, Callable[[data.SweepPoint], float | None]]] = [
-            ("step time", "ms a step", lambda point: point.step_ms),
-            ("throughput", "tokens a second", lambda point: point.tokens_per_s),
-            ("memory", "peak memory, MB", lambda point: point.peak_mb),
+        panels: list[tuple[str, str, Callable[[Point], float | None]]] = [
+            ("step time", "ms a step", lambda point: point.row.step_ms),
+            ("throughput", "tokens a second", lambda point: point.row.tokens_per_s),
+            ("memory", "peak memory, MB", lambda point: point.row.peak_memory_mb),
         ]
         after = ["Open marks: no gate was run there."] if _any_unproven(lines) else []
         blocks += [
@@ -290,8 +291,8 @@ def _sweeps(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     ]  # fmt: skip
 
 
-def _any_unproven(lines: Sequence[tuple[Row, Sequence[data.SweepPoint]]]) -> bool:
-    return any(not point.proven for _, points in lines for point in points)
+def _any_unproven(lines: Sequence[tuple[Row, Sequence[Point]]]) -> bool:
+    return any(point.row.parity != "pass" for _, points in lines for point in points)
 
 
 # --- roofline ------------------------------------------------------------------------------------

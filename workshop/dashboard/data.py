@@ -1,7 +1,7 @@
 """What the page can choose from, and what a choice shows."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,17 +12,16 @@ from workshop.compare.rows import (
     build_rows,
     ordinary,
     session_peaks,
-    steady,
     trained_differently,
     variant,
 )
-from workshop.compare.sweep import AXES, kept_by
+from workshop.compare.sweep import AXES, Point, Sweep, build, kept_by
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import ceilings
 from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.model import Roofline
-from workshop.run import presets, timing
+from workshop.run import presets
 from workshop.versions import ALL, BASELINE
 
 _AXES = {axis.field: axis for axis in AXES.values()}
@@ -32,8 +31,6 @@ HALF = ("bf16", "fp16")
 """What one trains in where the device can."""
 _DAY = len("20261120")
 """Characters of a session's name that tell the day."""
-_FOLLOWS_HIDDEN = ("hidden_dim", "intermediate_dim")
-"""A sweep of the hidden dimension keeps the feed-forward layer as many times as wide."""
 
 
 class Group(NamedTuple):
@@ -75,6 +72,7 @@ class Snapshot:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
         self._peaks = session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
+        self._sweeps: dict[tuple[Group, str], list[Sweep]] = {}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
 
     def rows(self, group: Group) -> list[Row]:
@@ -90,6 +88,20 @@ class Snapshot:
     def _ordinary_of(self, group: Group) -> list[RunResult]:
         """The group's runs that are of no waterfall or sweep."""
         return ordinary(s.run for s in self.groups[group])
+
+    def sweeps(self, group: Group, field: str) -> list[Sweep]:
+        """The newest sweep over a field of the results through the group's size, if any."""
+        if (group, field) not in self._sweeps:
+            axis, kept = _AXES[field], kept_by(self.groups[group][0].run, _AXES[field])
+            alike = (
+                stored.run
+                for other, runs in self.groups.items()
+                if (other.device, other.precision) == (group.device, group.precision)
+                for stored in runs
+            )
+            runs = [run for run in alike if kept_by(run, axis) == kept]
+            self._sweeps[group, field] = build(runs, axis)
+        return self._sweeps[group, field]
 
     def roofline(self, paths: Sequence[Path]) -> Roofline:
         """Of result files, a profile's folder or a benchmark, with all known ceilings.
@@ -330,88 +342,8 @@ def _loss(curve: LossCurve, step: int) -> float:
     return curve.run.losses[step - 1] or 0.0
 
 
-@dataclass(frozen=True)
-class SweepPoint:
-    """One size of a sweep: medians over all runs of its session at that size."""
-
-    size: float
-    step_ms: float
-    tokens_per_s: float
-    peak_mb: float | None
-    proven: bool
-    """Whether a run of it passed the gate."""
-
-
-def sweep(snapshot: Snapshot, group: Group, label: str, axis: str) -> list[SweepPoint]:
-    """The runs of a version that differ from those of a group in one size alone, by that size: of
-    the newest session that has two sizes. A size where that session failed has no point.
-
-    Over the hidden dimension those whose heads keep their size, as in compare_versions.py --sweep;
-    or, if there are none, those that keep their number of heads.
-    """
-    points: list[SweepPoint] = []
-    for alike in (_of_one_sweep, _differs_in):
-        if len(points) < 2:
-            points = _sweep_points(snapshot, group, label, axis, alike)
-    return points
-
-
-def _sweep_points(
-    snapshot: Snapshot,
-    group: Group,
-    label: str,
-    axis: str,
-    alike: Callable[[RunResult, RunResult, str], bool],
-) -> list[SweepPoint]:
-    sample = snapshot.groups[group][0].run
-    by_session: dict[str, dict[float, list[RunResult]]] = {}
-    for other, stored_runs in snapshot.groups.items():
-        if other.device != group.device or other.precision != group.precision:
-            continue
-        size = _sizes(stored_runs[0].run)[axis]
-        if alike(stored_runs[0].run, sample, axis):
-            for run in (s.run for s in stored_runs if label_of(s.run) == label):
-                by_session.setdefault(run.session, {}).setdefault(size, []).append(run)
-    told = max((name for name, sizes in by_session.items() if len(sizes) > 1), default=None)
-    by_size = by_session[told] if told is not None else {}
-    points = [_sweep_point(size, runs) for size, runs in sorted(by_size.items())]
-    return [point for point in points if point]
-
-
-def _of_one_sweep(run: RunResult, other: RunResult, axis: str) -> bool:
-    return kept_by(run, _AXES[axis]) == kept_by(other, _AXES[axis])
-
-
-def _differs_in(run: RunResult, other: RunResult, axis: str) -> bool:
-    free = _FOLLOWS_HIDDEN if axis == "hidden_dim" else (axis,)
-    one, two = _sizes(run), _sizes(other)
-    if axis == "hidden_dim" and _widening(one) != _widening(two):
-        return False
-    return all(one[name] == two[name] for name in one if name not in free)
-
-
-def _widening(sizes: dict[str, float]) -> float:
-    return sizes["intermediate_dim"] / sizes["hidden_dim"]
-
-
-def _sizes(run: RunResult) -> dict[str, float]:
-    sizes = dict(run.config)
-    sizes.pop("max_seq_len", None)  # a limit, which grows with the sequence
-    return sizes | {"batch_size": run.batch_size, "seq_len": run.seq_len}
-
-
-def _sweep_point(size: float, runs: list[RunResult]) -> SweepPoint | None:
-    """Of one session's runs; None where nothing was timed that may be compared."""
-    bad = any(run.error or run.refused for run in runs)
-    timed = [run for run in runs if run.step_ms and not run.interpreted]
-    if bad or not timed:
-        return None
-    step = timing.median([ms for run in steady(timed) for ms in run.step_ms])
-    peaks = [float(run.memory_mb["peak"]) for run in timed if run.memory_mb]
-    return SweepPoint(
-        size=size,
-        step_ms=step,
-        tokens_per_s=timed[0].batch_size * timed[0].seq_len / step * 1e3,
-        peak_mb=max(peaks, default=None),
-        proven=any(run.parity.status == "pass" for run in timed),
-    )
+def sweep(snapshot: Snapshot, group: Group, label: str, axis: str) -> list[Point]:
+    """The points with a time of a version's curve, of the newest sweep through a group's size."""
+    curves = (curve for one in snapshot.sweeps(group, axis) for curve in one.curves)
+    points = next((curve.points for curve in curves if curve.label == label), [])
+    return [point for point in points if point.row.step_ms]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import plotly.graph_objects as go
 
 from workshop.compare.rows import Row
-from workshop.dashboard.data import SWEPT, LossCurve, SweepPoint
+from workshop.compare.sweep import Point
+from workshop.dashboard.data import SWEPT, LossCurve
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
@@ -307,26 +308,24 @@ def switches(whole: Row, variants: Sequence[Row]) -> go.Figure:
 
 
 def sweep(
-    lines: Sequence[tuple[Row, Sequence[SweepPoint]]],
+    lines: Sequence[tuple[Row, Sequence[Point]]],
     axis: str,
     title: str,
-    value: Callable[[SweepPoint], float | None],
+    value: Callable[[Point], float | None],
 ) -> go.Figure:
     """A figure of each version's runs over one size; open markers where no gate was run."""
     figure = _figure(y=title, x=SWEPT[axis], height=400)
     sizes = sorted({point.size for _, points in lines for point in points})
     for row, points in lines:
-        symbol = ALL[row.version].marker
+        proven = [point.row.parity == "pass" for point in points]
+        symbols = [ALL[row.version].marker + ("" if passed else "-open") for passed in proven]
         figure.add_scatter(
             x=[point.size for point in points],
             y=[value(point) for point in points],
             name=text(row.label),
             mode="lines+markers",
             line={"color": colour(row), "width": 3},
-            marker={
-                "size": 12,
-                "symbol": [symbol if point.proven else f"{symbol}-open" for point in points],
-            },
+            marker={"size": 12, "symbol": symbols},
             hovertemplate="%{x:,}: %{y:,.4g}",
         )
     figure.update_xaxes(type="log", tickvals=sizes, ticktext=[f"{size:,}" for size in sizes])

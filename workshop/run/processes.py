@@ -12,7 +12,7 @@ _WATCH = 'trap "" HUP INT TERM; read -r line; kill -s KILL -- "-$1"'
 @contextlib.contextmanager
 def ended_with_us(process: "subprocess.Popen[Any]") -> Iterator[None]:
     """Kills the process, and all that it has started, if this program ends within the block: by
-    SIGKILL too, of which no program hears.
+    SIGKILL too, which no program can handle.
 
     Args:
         process: started with `start_new_session`, so that it is the head of a group of its own.
