@@ -137,12 +137,6 @@ def test_every_version_of_a_kernel_trace_gives_the_same(
     assert table.steps is None and not table.phases_ns and table.device is None
 
 
-def test_nanoseconds_of_a_clock_that_is_longer_than_a_float(write: Write) -> None:
-    row = {"Start_Timestamp": 2**60 + 1, "End_Timestamp": 2**60 + 8}
-    path = write("kernel_trace.csv", table_text(KERNEL_TRACE, [dispatch(ADD, 0, 0) | row]))
-    assert rocprofv3.read(path).total_ns == 7
-
-
 def test_tables_of_sums(write: Write) -> None:
     def stats(name: str, *rows: Row) -> KernelTable:
         return rocprofv3.read(write(f"run_{name}.csv", table_text(STATS, rows)))
@@ -330,15 +324,6 @@ def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
     assert table.warnings == [f"{tmp_path / 'b'} holds another run, which is left out"]
 
 
-def test_the_processes_of_a_run_are_added_up(tmp_path: Path) -> None:
-    """The default names: a folder with the host's, and files with the process's number."""
-    for host, pid in (("node1", "71_"), ("node1", "72_"), ("node2", "71_")):
-        write_run(tmp_path / host, pid, kernel_trace=(KERNEL_TRACE, THREE))
-    table = rocprofv3.read(tmp_path)
-    assert figures(table) == {ADD: (6, 1200, 100, 300), GEMM: (3, 1200, 400, 400)}
-    assert (table.timeline, table.warnings) == (None, ["the sum of 3 processes"])
-
-
 def test_what_can_be_read_is_read(tmp_path: Path) -> None:
     """A trace without a valid row gives way to the sums; a database that is none, to the CSV."""
     sums = {"Name": ADD, "Calls": 2, "TotalDurationNs": 400, "MinNs": 100, "MaxNs": 300}
@@ -354,14 +339,6 @@ def test_what_can_be_read_is_read(tmp_path: Path) -> None:
     assert "run_77_results.db: can't be read as a database" in database
     assert "run_77_hip_api_trace.csv: no column Start_Timestamp" in calls
     assert "run_77_kernel_trace.csv, row 2: from '15501" in trace
-
-
-def test_a_folder_without_anything_says_so(tmp_path: Path) -> None:
-    with pytest.raises(WorkshopError, match="no kernels, host calls or steps in it"):
-        rocprofv3.read(tmp_path)
-    write_run(tmp_path, kernel_trace=(KERNEL_TRACE, [dispatch(ADD, 0, 5) | {"Kernel_Name": ""}]))
-    with pytest.raises(WorkshopError, match=r"run_77_kernel_trace.csv: .*row 2: '' is no name"):
-        rocprofv3.read(tmp_path)
 
 
 # --- counters ------------------------------------------------------------------------------------
@@ -433,35 +410,24 @@ def test_operations_from_counters(counters: Mapping[str, float], flops: float | 
     assert filled(counters).flops == flops
 
 
-OF_ROCPROFV3 = {"FETCH_SIZE": 3, "WRITE_SIZE": 1}
-OF_OLD_ROCPROF_COMPUTE = {f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2, "TCC_BUBBLE_sum": 0} | WRITTEN
-
-
-@pytest.mark.parametrize("device", ["AMD Instinct MI355X", "MI350 (gfx950)", "AMD Instinct MI300X"])
 @pytest.mark.parametrize(
     ("counters", "too_low"),
     [
-        (OF_ROCPROFV3, True),
-        (OF_OLD_ROCPROF_COMPUTE, True),
+        ({"FETCH_SIZE": 3, "WRITE_SIZE": 1}, True),
         (MI350_READS | WRITTEN, False),
-        ({"FETCH_SIZE": 3}, False),  # no bytes are told at all
         (NO_PRODUCTS, False),
     ],
 )
-def test_bytes_without_every_length_of_a_read_are_a_lower_bound_on_mi350(
-    counters: Mapping[str, float], too_low: bool, device: str
+def test_bytes_on_mi350_need_every_length_of_a_read(
+    counters: Mapping[str, float], too_low: bool
 ) -> None:
-    def said(device: str | None, more: Mapping[str, float]) -> bool:
-        collected = Counters()
-        for counter, value in (counters | more).items():
-            collected.add("k", counter, value)
-        collected.fill([Kernel("k", "other", 1, 1.0)])
-        return any("bytes are a lower bound" in line for line in collected.warnings(device))
-
-    assert said(device, {}) == (too_low and "MI300" not in device)
-    # Only these chips have such a counter.
-    assert said(None, {"SQ_INSTS_VALU_MFMA_MOPS_F6F4": 1}) == too_low
-    assert not said(None, {})
+    collected = Counters()
+    for counter, value in counters.items():
+        collected.add("k", counter, value)
+    collected.fill([Kernel("k", "other", 1, 1.0)])
+    for device, expected in (("AMD Instinct MI355X", too_low), ("AMD Instinct MI300X", False)):
+        told = any("bytes are a lower bound" in line for line in collected.warnings(device))
+        assert told == expected
 
 
 def filled(counters: Mapping[str, float], *, calls: int = 1) -> Kernel:
@@ -562,46 +528,6 @@ UNDER_HSA = (
 )
 
 
-def csv_under_hsa(folder: Path, *, traced: bool) -> Path:
-    if not traced:
-        return write_step(folder)
-    calls = [
-        row
-        | {"Domain": "HSA_CORE_API", "Function": "hsa_signal_store_screlease"}
-        | {
-            "Correlation_Id": 10 * row["Correlation_Id"],
-            "Start_Timestamp": row["Start_Timestamp"] + 1,
-        }
-        for row in STEP_CALLS
-    ]
-    kernels, copies = (
-        [row | {"Correlation_Id": 10 * row["Correlation_Id"]} for row in rows]
-        for rows in (STEP_KERNELS, STEP_COPIES)
-    )
-    return write_step(
-        folder,
-        hsa_api_trace=(API_TRACE, calls),
-        kernel_trace=(KERNEL_TRACE, kernels),
-        memory_copy_trace=(COPY_TRACE, copies),
-    )
-
-
-def database_under_hsa(folder: Path, *, traced: bool) -> Path:
-    folder.mkdir()
-    build_database(folder / "run_results.db", *NO_COUNTERS, *(UNDER_HSA if traced else ()))
-    return folder
-
-
-@pytest.mark.parametrize("written", [csv_under_hsa, database_under_hsa])
-def test_what_calls_to_hsa_launch_is_in_the_step_of_the_call_to_hip(
-    tmp_path: Path, written: Callable[..., Path]
-) -> None:
-    plain = rocprofv3.read(written(tmp_path / "plain", traced=False))
-    table = rocprofv3.read(written(tmp_path / "traced", traced=True))
-    assert plain.steps and plain.phases_ns
-    assert dataclasses.replace(table, path=plain.path) == plain
-
-
 # rocprof-sys has its own names for the categories, and markers' messages as the regions' names.
 OF_ROCPROF_SYS = (
     *NO_COUNTERS,
@@ -653,12 +579,6 @@ def test_processes_in_one_database_are_kept_apart(tmp_path: Path) -> None:
     table = rocprofv3.read(path)  # of three kernels, one in each of two processes and in a third
     assert figures(table)[GEMM] == (1, 100, 100, 100) and table.phases_ns == {"forward": 125}
     assert "1 kernels and copies" in table.warnings[0]
-
-
-def test_a_database_goes_before_the_same_in_csv(tmp_path: Path) -> None:
-    write_run(tmp_path, "run_", kernel_trace=(KERNEL_TRACE, THREE))
-    build_database(tmp_path / "run_results.db", *NO_COUNTERS)
-    assert rocprofv3.read(tmp_path).total_ns == 175
 
 
 @pytest.mark.parametrize(

@@ -101,20 +101,6 @@ def test_a_broken_table_is_refused_or_sane(
 # --- what a path is ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "tool"),
-    [
-        ("ncu/ncu_raw_h200.csv", "ncu"),
-        ("ncu/ncu_details_h200.csv", "ncu"),
-        ("proton/h200_proton.hatchet", "proton"),
-        ("kineto/h200_small_2layer_trace.json.gz", "torch.profiler"),
-    ],
-)
-def test_our_own_profiles_are_known(name: str, tool: str) -> None:
-    table = load(FIXTURES / name)
-    assert table.tool == tool and table.total_ns > 0 and not table.warnings
-
-
 UNKNOWN = {
     "nothing.csv": (b"", "no header"),
     "letters.csv": (b"a,b\n1,2\n", "its columns (a, b) are of no profiler"),
@@ -142,13 +128,6 @@ def test_what_is_unknown_gets_one_line(name: str, tmp_path: Path) -> None:
         load(tmp_path / name)
     text = str(caught.value)
     assert name in text and message in text and "\n" not in text
-
-
-def test_places_without_a_profile(tmp_path: Path) -> None:
-    with pytest.raises(WorkshopError, match="no such file or folder"):
-        load(tmp_path / "missing")
-    with pytest.raises(WorkshopError, match="no profiler's output in it"):
-        load(tmp_path)
 
 
 NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
@@ -306,21 +285,6 @@ def test_kernels_can_be_told_apart_at_any_width(path: Path, width: int) -> None:
 
 
 # --- as a user types it --------------------------------------------------------------------------
-
-PROFILERS = ("python", "-m", "workshop.profilers")
-
-
-def test_show_diff_and_advise(type_command, tmp_path: Path) -> None:
-    trace = FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz"
-    answer = type_command(*PROFILERS, "show", trace, "--limit", "3", "--output-dir", tmp_path)
-    assert answer.returncode == 0, answer.stderr
-    assert "GPU busy" in answer.stdout and "more" in answer.stdout
-    answer = type_command(*PROFILERS, "diff", trace, tmp_path / "kernels.json")
-    assert answer.returncode == 0, answer.stderr
-    answer = type_command(*PROFILERS, "advise", trace, tmp_path, "--output-dir", tmp_path)
-    assert answer.returncode == 0, answer.stderr
-    advice = json.loads((tmp_path / "advice.json").read_text())["advice"]
-    assert set(advice) == {str(trace), str(tmp_path)} and all(advice.values())
 
 
 @pytest.mark.parametrize(
