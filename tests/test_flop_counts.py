@@ -290,6 +290,7 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
         assert end == "# exit status 0"
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_an_interpreted_step_is_counted_on_one_sequence_and_not_timed(
     type_command: TypeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,6 @@ COPY_TRACE = (
     "Start_Timestamp End_Timestamp"
 )
 API_TRACE = "Domain Function Process_Id Thread_Id Correlation_Id Start_Timestamp End_Timestamp"
-STATS = "Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev"
 COUNTERS = (
     "Correlation_Id Dispatch_Id Agent_Id Queue_Id Process_Id Thread_Id Grid_Size Kernel_Id "
     "Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
@@ -135,24 +134,6 @@ def test_every_version_of_a_kernel_trace_gives_the_same(
     assert table.timeline == Timeline(span_ns=1300, busy_ns=750)
     assert (table.tool, table.what, table.warnings) == ("rocprofv3", "kernel", [])
     assert table.steps is None and not table.phases_ns and table.device is None
-
-
-def test_tables_of_sums(write: Write) -> None:
-    def stats(name: str, *rows: Row) -> KernelTable:
-        return rocprofv3.read(write(f"run_{name}.csv", table_text(STATS, rows)))
-
-    row = {"Name": ADD, "Calls": 4, "TotalDurationNs": 1000, "MinNs": 100, "MaxNs": 400}
-    table = stats("kernel_stats", row)
-    assert figures(table) == {ADD: (4, 1000, 100, 400)} and table.timeline is None
-    copies = stats("memory_copy_stats", row | {"Name": "MEMORY_COPY_HOST_TO_DEVICE"})
-    assert copies.kernels[0].category == "copy" and copies.launches == 4
-    calls = stats("hip_api_stats", row | {"Name": "hipLaunchKernel"})
-    assert calls.host_calls == {"hipLaunchKernel": HostCall(4, 1000)} and not calls.kernels
-    for other in ("domain_stats", "marker_api_stats", "hsa_api_stats"):
-        with pytest.raises(WorkshopError, match=f"run_{other}.csv: not the sums of"):
-            stats(other, row)
-    with pytest.raises(WorkshopError, match="row 2: a mean of 250 ns is not between 300 and 400"):
-        stats("kernel_stats", row | {"MinNs": 300})
 
 
 def test_copies_and_host_calls_alone(write: Write) -> None:
@@ -240,9 +221,7 @@ def write_step(folder: Path, **others: tuple[str, list[Row]]) -> Path:
 
 def test_a_folder_is_the_table_of_its_steps(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "hotspots")
-    # Sums of the same kernels, and a helper process's own files, add nothing.
-    sums = {"Name": GEMM, "Calls": 3, "TotalDurationNs": 600, "MinNs": 100, "MaxNs": 300}
-    write_run(folder, kernel_stats=(STATS, [sums]))
+    # A helper process's own files add nothing.
     write_run(folder, "run_78_", hip_api_trace=(API_TRACE, [call("hipInit", 0, 3, 1)]))
     (folder / "run_77_results.pftrace").write_bytes(b"\x0a\x00")
     (tmp_path / "kernels.csv").write_text("name,category,calls\n")
@@ -307,7 +286,7 @@ def test_counters_of_other_runs_are_taken_by_the_call(tmp_path: Path) -> None:
 
 
 def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
-    """One without counters before one with them, then one that tells every dispatch."""
+    """One without counters before one with them."""
     counted = [dispatch(GEMM, 0, 999)], [count(GEMM, "WRITE_SIZE", 1.0, 1)]
     write_run(
         tmp_path / "a_pass_1",
@@ -315,30 +294,11 @@ def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
         counter_collection=(COUNTERS, counted[1]),
     )
     assert rocprofv3.read(tmp_path).total_ns == 999
-    sums = {"Name": GEMM, "Calls": 1, "TotalDurationNs": 50, "MinNs": 50, "MaxNs": 50}
-    write_run(tmp_path / "b", kernel_stats=(STATS, [sums]))
-    assert rocprofv3.read(tmp_path).total_ns == 50
-    write_run(tmp_path / "c", kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, 60)]))
+    for name, ns in (("c", 50), ("b", 60)):
+        write_run(tmp_path / name, kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, ns)]))
     table = rocprofv3.read(tmp_path)
     assert table.total_ns == 60
-    assert table.warnings == [f"{tmp_path / 'b'} holds another run, which is left out"]
-
-
-def test_what_can_be_read_is_read(tmp_path: Path) -> None:
-    """A trace without a valid row gives way to the sums; a database that is none, to the CSV."""
-    sums = {"Name": ADD, "Calls": 2, "TotalDurationNs": 400, "MinNs": 100, "MaxNs": 300}
-    bad = dispatch(ADD, 0, -5)
-    write_run(
-        tmp_path, kernel_trace=(KERNEL_TRACE, [bad]), kernel_stats=(STATS, [sums]),
-        hip_api_trace=("Domain Function", []),
-    )  # fmt: skip
-    (tmp_path / "run_77_results.db").write_bytes(b"SQLite format 3\0" + bytes(100))
-    table = rocprofv3.read(tmp_path)
-    assert figures(table) == {ADD: (2, 400, 100, 300)}
-    database, calls, trace = table.warnings
-    assert "run_77_results.db: can't be read as a database" in database
-    assert "run_77_hip_api_trace.csv: no column Start_Timestamp" in calls
-    assert "run_77_kernel_trace.csv, row 2: from '15501" in trace
+    assert table.warnings == [f"{tmp_path / 'c'} holds another run, which is left out"]
 
 
 # --- counters ------------------------------------------------------------------------------------
@@ -608,7 +568,7 @@ def test_truncated_databases_and_texts_with_their_name(write: Write, tmp_path: P
     for length in range(0, len(whole), 997):
         path.write_bytes(whole[:length])
         assert_refused_or_sane(path)
-    with pytest.raises(WorkshopError, match=r"text.db: none of the tables that rocprofv3 writes"):
+    with pytest.raises(WorkshopError, match=r"text.db: no trace and no counters of rocprofv3"):
         rocprofv3.read(write("text.db", "no database\n"))
 
 
@@ -616,7 +576,7 @@ def test_truncated_databases_and_texts_with_their_name(write: Write, tmp_path: P
     ("text", "message"),
     [
         ("", "empty or cut off"),
-        ("a,b,c\n1,2,3\n", "none of the tables that rocprofv3 writes; its columns are a, b, c"),
+        ("a,b,c\n1,2,3\n", "no trace and no counters of rocprofv3 .*; its columns are a, b, c"),
         (table_text(KERNEL_TRACE, []), "no kernels, host calls or steps in it"),
         (table_text(KERNEL_TRACE, [dispatch(ADD, 0, -1)]), "row 2: from .* is no time"),
         (table_text(KERNEL_TRACE, [dispatch(ADD, -T0, 1)]), "row 2: from '0' to '1' is no time"),
@@ -810,8 +770,7 @@ def assert_refused_or_sane(path: Path) -> None:
 def valid_files(folder: Path) -> list[Path]:
     """One of each kind."""
     rows = [count(GEMM, counter, 2, 1) for counter in ("FETCH_SIZE", "WRITE_SIZE")]
-    sums = {"Name": ADD, "Calls": 4, "TotalDurationNs": 1000, "MinNs": 100, "MaxNs": 400}
-    write_step(folder, counter_collection=(COUNTERS, rows), kernel_stats=(STATS, [sums, sums]))
+    write_step(folder, counter_collection=(COUNTERS, rows))
     (folder / "run_77_agent_info.csv").unlink()
     build_database(folder / "results.db")
     rows = [wide_row(0, 0, 100, 10), wide_row(1, 500, 300, 30)]

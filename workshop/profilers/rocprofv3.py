@@ -26,7 +26,6 @@ from workshop.profilers.rocprofv3_formats import (
     Files,
     Process,
     Rows,
-    Sum,
     from_database,
     from_tables,
     interval,
@@ -44,14 +43,12 @@ _HEADERS: Mapping[str, frozenset[str]] = {
     ),
     "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
     "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
-    "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
 }
 """The columns that tell a table; the first that fits it is."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
-_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
-    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES)})\.csv(?:\.gz)?"
 )
 _RowT = TypeVar("_RowT", bound=tuple)
 
@@ -59,9 +56,8 @@ _RowT = TypeVar("_RowT", bound=tuple)
 def read(path: Path) -> KernelTable:
     """The kernels and copies in a file of rocprofv3's, or in all that a folder holds.
 
-    Of a folder's runs, those that tell every dispatch go before those with sums only, and those
-    without counters before those with them, under which kernels take longer and never overlap.
-    Where there are several, the first by name is read.
+    Of a folder's runs, those without counters go before those with them, under which kernels take
+    longer and never overlap. Where there are several, the first by name is read.
 
     If the run marks its steps and tells the host's calls, the table is that of the steps, without
     start-up and warm-up.
@@ -115,7 +111,7 @@ def _table_with(columns: Iterable[str]) -> str | None:
 
 
 def _set_of(path: Path) -> Files:
-    """A file by itself, known by its content; the name tells only what a table of sums sums."""
+    """A file by itself, known by its content."""
     files = Files(path.parent)
     if is_database(path):
         files.database = path
@@ -124,16 +120,11 @@ def _set_of(path: Path) -> Files:
     table = _table_with(columns)
     if table is None:
         raise WorkshopError(
-            f"{path}: none of the tables that rocprofv3 writes; "
+            f"{path}: no trace and no counters of rocprofv3 (give its folder); "
             f"its columns are {printable(', '.join(columns)):.200}"
         )
     if table == "api_trace":  # one header for all domains, which the rows name
         files.tables = dict.fromkeys(_API_TRACES, path)
-    elif table == "stats":
-        of = next((name for name in _SUMS if name in path.name), None)
-        if of is None:
-            raise WorkshopError(f"{path}: not the sums of kernels, copies or HIP calls")
-        files.tables = {of: path}
     else:
         files.tables = {table: path}
     return files
@@ -232,17 +223,16 @@ def _first_table(
 
 
 def _has_kernels(processes: Iterable[Process]) -> bool:
-    return any(one.kernels or one.kernel_sums or one.counts for one in processes)
+    return any(one.kernels or one.counts for one in processes)
 
 
 def _has_counters(processes: Iterable[Process]) -> bool:
     return any(one.counts for one in processes)
 
 
-def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
+def _rank(processes: list[Process]) -> tuple[bool, bool]:
     """By which the run comes first whose times mislead least."""
-    only_sums = not any(process.kernels for process in processes)
-    return not _has_kernels(processes), _has_counters(processes), only_sums
+    return not _has_kernels(processes), _has_counters(processes)
 
 
 class _Part:
@@ -264,9 +254,9 @@ class _Part:
         # Versions differ in whether the operation's prefix stands before it.
         self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
 
-    def add_host_call(self, name: str, ns: float, *, calls: int = 1, **_: object) -> None:
+    def add_host_call(self, name: str, ns: float) -> None:
         call = self.host_calls.get(name) or self.host_calls.setdefault(name, HostCall())
-        call.calls += calls
+        call.calls += 1
         call.total_ns += ns
 
 
@@ -362,15 +352,11 @@ class _Run:
         self._steps = max(self._steps, len(launches.steps))
         if each(process.host_calls, partial(self._add_call, launches)):
             self._calls_traced = True
-        else:
-            each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
         traced = each(process.kernels, partial(self._add_kernel, launches))
-        if not traced and not each(process.kernel_sums, partial(_add_sum, whole.add_kernel)):
+        if not traced:
             _add_counts(process, self._counters, self._notes, whole)
-        # Where only sums of the kernels are known, the copies alone make no timeline.
-        add_copy = partial(self._add_copy, launches, in_timeline=traced > 0)
-        if not each(process.copies, add_copy):
-            each(process.copy_sums, partial(_add_sum, whole.add_copy))
+        # Copies alone make no timeline.
+        each(process.copies, partial(self._add_copy, launches, in_timeline=traced > 0))
         whole.processes += whole.kernels > before[0]
         self._in_steps.processes += self._in_steps.kernels > before[1]
 
@@ -461,20 +447,6 @@ def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise NoNumber(f"{name!r:.40} is no name")
     return printable(name)
-
-
-def _add_sum(add: Callable[..., None], row: Sum) -> None:
-    """Gives a row of a table of sums to `add`, with its extremes where it has both."""
-    _, name, calls, total, shortest, longest = row
-    number_of_calls, total_ns = reading.count(calls), reading.nanoseconds(total)
-    if shortest is None or longest is None:
-        add(_name(name), total_ns, calls=number_of_calls)
-        return
-    least, most = reading.nanoseconds(shortest), reading.nanoseconds(longest)
-    mean = total_ns / number_of_calls
-    if not least - 1 <= mean <= most + 1:
-        raise NoNumber(f"a mean of {mean:.0f} ns is not between {least:.0f} and {most:.0f}")
-    add(_name(name), total_ns, calls=number_of_calls, min_ns=least, max_ns=most)
 
 
 def _size(size: Any) -> float | None:

@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
     add("--steps", type=count, metavar="N", help="training steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
-    add("--lock", type=Path, metavar="FILE", help="that keeps others out: deleted at the end")
+    add("--lock", type=Path, metavar="FILE", help="a lock's file, deleted at the end")
     return parser
 
 
