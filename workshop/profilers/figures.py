@@ -209,7 +209,7 @@ def duration(ns: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them, or all that stand before the point."""
+    """Three of them, or all before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

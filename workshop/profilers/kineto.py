@@ -3,7 +3,7 @@
 A kernel belongs to the phase (forward, backward, optimizer) in which the host launched it: the GPU
 runs it later, often when the host is in the next phase. Autograd launches the backward pass from a
 thread of its own, while the thread that holds the range "backward" waits; so a launch's phase is
-told by its time on the host, whatever its thread.
+found by its time on the host, on any thread.
 """
 
 import math
@@ -160,7 +160,7 @@ class _Calls:
 
 
 class _Trace:
-    """A trace's events, sorted by what they tell. Times in ns since its first event.
+    """A trace's events, sorted by kind. Times in ns since its first event.
 
     Attributes:
         begin: of the first step, once `drop_before_steps` has found it.
@@ -407,7 +407,7 @@ def _table(
 
 
 def device_names(path: Path) -> dict[int, str]:
-    """Of the GPUs that a trace tells of, by number."""
+    """Of the GPUs in a trace, by number."""
     devices = json_stream.value(reading.head(path), "deviceProperties")
     return {
         device["id"]: printable(device["name"])

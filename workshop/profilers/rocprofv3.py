@@ -44,7 +44,7 @@ _HEADERS: Mapping[str, frozenset[str]] = {
     "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
     "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
 }
-"""The columns that tell a table; the first that fits it is."""
+"""The columns that identify a table; the first match counts."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
@@ -59,7 +59,7 @@ def read(path: Path) -> KernelTable:
     Of a folder's runs, those without counters go before those with them, under which kernels take
     longer and never overlap. Where there are several, the first by name is read.
 
-    If the run marks its steps and tells the host's calls, the table is that of the steps, without
+    If the run marks its steps and traces the host's calls, the table is that of the steps, without
     start-up and warm-up.
 
     Bytes and operations come from counters, which other runs collected than the one that gave the
@@ -95,7 +95,7 @@ def recognises_header(columns: list[str]) -> bool:
 
 
 def is_database(path: Path) -> bool:
-    """Whether a file is an SQLite database, whatever its name."""
+    """Whether a file is an SQLite database, under any name."""
     if not path.is_file():
         return False
     with reading.readable(path), path.open("rb") as file:
@@ -188,7 +188,7 @@ class _Notes:
 
 
 def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list[Process]:
-    """Those in a set of files: from that of its formats which tells most and can be read."""
+    """Those in a set of files: from its database, if that can be read, or its CSV."""
     formats: list[Callable[[], list[Process]]] = []
     if files.database is not None:
         formats.append(lambda: from_database(files, stack))
@@ -251,7 +251,7 @@ class _Part:
         self.kernels += 1
 
     def add_copy(self, direction: str, ns: float, **more: Any) -> None:
-        # Versions differ in whether the operation's prefix stands before it.
+        # Versions differ in whether they put the operation's prefix before it.
         self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
 
     def add_host_call(self, name: str, ns: float) -> None:
@@ -293,7 +293,7 @@ class _Run:
             self._add(process)
 
     def table(self, path: Path) -> KernelTable:
-        """Without the bytes and operations that counters tell."""
+        """Without the bytes and operations that come from counters."""
         part = self._in_steps if self._in_steps.kernels else self._whole
         table = KernelTable(
             path,
@@ -324,7 +324,7 @@ class _Run:
             why = (
                 "no call in the marked steps launched a kernel"
                 if self._calls_traced
-                else "without a trace of the HIP runtime it can't be told what the marked steps "
+                else "without a trace of the HIP runtime it is unknown what the marked steps "
                 "launched"
             )
             table.warnings.append(
@@ -400,9 +400,9 @@ class _Launches:
     before what they launched.
 
     A kernel has the correlation of the host call that launched it, and belongs where that call
-    began: on whatever thread, since autograd launches from its own. Without host calls nothing can
-    be told. When a kernel ran would not tell it: the GPU lags behind the host, often by more than
-    a phase.
+    began, on any thread, since autograd launches from its own. Without host calls nothing is
+    known. The time at which a kernel ran would not do: the GPU lags behind the host, often by more
+    than a phase.
     """
 
     def __init__(self) -> None:
@@ -450,7 +450,7 @@ def _name(name: object) -> str:
 
 
 def _size(size: Any) -> float | None:
-    """A copy's bytes, where the format tells them."""
+    """A copy's bytes, where the format has them."""
     try:
         moved = number(size)
     except NoNumber:

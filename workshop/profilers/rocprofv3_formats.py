@@ -24,7 +24,7 @@ Count = tuple[int, Any, str, Any, Hashable, Any, Any]
 
 @dataclass
 class Rows(Generic[_RowT]):
-    """Rows that are read when they are asked for, once, and where to note those that can't be."""
+    """Rows that are read on demand, once, and where to note those that can't be."""
 
     problems: Problems
     rows: Iterable[_RowT]
@@ -43,7 +43,7 @@ class Files:
 
 @dataclass
 class Process:
-    """What one traced process did; None for what the format does not tell."""
+    """What one traced process did; None for what the format does not have."""
 
     run: Path
     tool: str = "rocprofv3"
@@ -168,7 +168,7 @@ def from_database(files: Files, stack: contextlib.ExitStack) -> list[Process]:
     """The processes in a rocpd database, which stays open until `stack` closes.
 
     Raises:
-        WorkshopError: it can't be read, or lacks rocpd's views.
+        WorkshopError: it can't be read, or has no views of rocpd.
     """
     assert files.database is not None
     database = _Database(files.database, stack)
@@ -235,7 +235,7 @@ class _Database:
         return "rocprofv3"
 
     def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
-        """The text of a query; columns that the view lacks come as NULL."""
+        """The text of a query; columns that the view does not have come as NULL."""
         has = self.columns(view)
         names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
         where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"

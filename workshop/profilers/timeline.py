@@ -1,7 +1,7 @@
 """What of a trace of torch.profiler makes a picture of one training step, much as Perfetto shows
 it; picture.py draws it.
 
-Threads of the host stand above the streams of the GPU, on one axis of time. Perfetto stacks a
+Threads of the host are above the streams of the GPU, on one axis of time. Perfetto stacks a
 thread's slices by nesting alone; here they are also sorted by what they are: marker ranges, then
 operators, then calls of the CUDA or HIP runtime.
 """
@@ -24,7 +24,7 @@ RANGES, OPERATORS, CALLS, KERNELS = "ranges", "operators", "runtime calls", "ker
 """Kinds of slices, in the order of their rows."""
 _ALL_KINDS = (RANGES, OPERATORS, CALLS, KERNELS)
 RANGE, CALL, SYNCHRONISATION = "marker range", "runtime call", "synchronisation"
-"""What stands for a category where a slice is no operator and no kernel."""
+"""In place of a category, where a slice is no operator and no kernel."""
 
 _MOST_THREADS, _MOST_STREAMS = 3, 2
 _KINDS = {
@@ -142,7 +142,7 @@ def read(path: Path) -> Trace:
 
 
 class _NoEvent(ValueError):
-    """An entry of the list of events is none, or lacks its name."""
+    """An entry of the list of events is none, or has no name."""
 
 
 class _Reader:
@@ -172,7 +172,7 @@ class _Reader:
         arguments = event.get("args")
         title = arguments.get("name") if isinstance(arguments, dict) else None
         # A thread may be named twice, by its own name and by its process's: "pt_autograd_0"
-        # tells more than "python3".
+        # is clearer than "python3".
         if isinstance(title, str) and "autograd" not in self._trace.titles.get(_key(event), ""):
             self._trace.titles[_key(event)] = title
 
@@ -326,7 +326,7 @@ def _inside(slices: list[Slice], begin: float, window: Window) -> list[Slice]:
 
 
 def _weight(lane: Lane) -> tuple[bool, int]:
-    """The thread with the ranges tells most, even where it does little, as with a graph."""
+    """The thread with the ranges comes first, even where it does little, as with a graph."""
     return RANGES in lane.slices, sum(len(slices) for slices in lane.slices.values())
 
 

@@ -79,5 +79,5 @@ if __name__ == "__main__":
         steps=10,
         argv=sys.argv,
     )
-    told = "interrupted before anything was run"
-    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=told))
+    message = "interrupted before anything was run"
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=message))
