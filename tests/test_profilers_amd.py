@@ -562,16 +562,6 @@ def test_databases_that_are_none_of_rocpds(
     assert str(path) in str(error.value)
 
 
-def test_truncated_databases_and_texts_with_their_name(write: Write, tmp_path: Path) -> None:
-    whole = build_database(tmp_path / "whole.db").read_bytes()
-    path = tmp_path / "cut.db"
-    for length in range(0, len(whole), 997):
-        path.write_bytes(whole[:length])
-        assert_refused_or_sane(path)
-    with pytest.raises(WorkshopError, match=r"text.db: no trace and no counters of rocprofv3"):
-        rocprofv3.read(write("text.db", "no database\n"))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
