@@ -895,10 +895,10 @@ def test_interrupt_ends_the_profiler_and_shows_what_was_completed(machine: Machi
     assert "interrupted" in err and re.search(r"nsys .* ok", out)
     tools = json.loads((machine.out / "summary.json").read_text())["tools"]
     assert [tool["status"] for tool in tools] == ["ok", "interrupted", "not run"]
-    assert not alive(int(grandchild.read_text()))
+    assert not is_running(int(grandchild.read_text()))
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
