@@ -115,18 +115,6 @@ def test_flash_attention_of_a_gpu_computes_its_scores_again(odd_config, products
     assert all(remark.explained for remark in remarks)
 
 
-def test_a_counter_that_refuses_grouped_heads_counts_plain_products(odd_config) -> None:
-    def refuse(step):
-        if torch.backends.cuda.flash_sdp_enabled():
-            raise AssertionError("h == h2")
-        return SCRIPT.count_with_torch(step)
-
-    step = make_step("v2", odd_config)
-    counted = flop_counts.count_with_torch(step, refuse)
-    assert "refuses grouped heads" in counted.note
-    assert sum(counted.step_flops) == flops.step_flops(odd_config, B, T, causal=False).total
-
-
 @pytest.mark.parametrize(
     ("part", "method", "severed", "columns", "attention"),
     [
@@ -302,6 +290,7 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
         assert end == "# exit status 0"
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_an_interpreted_step_is_counted_on_one_sequence_and_not_timed(
     type_command: TypeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

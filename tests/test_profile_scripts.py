@@ -18,7 +18,6 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -474,32 +473,6 @@ def test_a_word_that_our_tables_need_is_missed(command: str, machine: Machine) -
         assert f"{word} is missing" in found
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_dry_run_can_be_pasted_into_a_shell(tool: str, machine: Machine) -> None:
-    tools = ("rocprof_sys_sample", "rocprof_sys_run", "rocprof_compute", "ncu")
-    machine.install(nsys=NSYS_TOOL, rocprofv3=RECORDER)
-    machine.install(**dict.fromkeys(tools, f"{RECORDER}pwd"))
-    printed = machine.run(tool, "--dry-run").stdout
-    for record in machine.record.parent.glob("record.*"):  # of questions after the version
-        record.unlink()
-    subprocess.run(
-        ["sh", "-e"],
-        input=printed,
-        text=True,
-        env=machine.environment(),
-        cwd=machine.bin,
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
-    printed_words = {word for c in profiler_commands(printed.splitlines()) for word in c}
-    records = list(machine.record.parent.glob("record.*"))
-    assert records and machine.out.is_dir()
-    for record in records:
-        assert set(record.read_text().splitlines()) <= printed_words
-    if tool == "rocprof_compute":  # which writes to where it is run
-        assert (machine.out / "counters.txt").read_text() == f"{machine.out}\n"
-
-
 @pytest.mark.parametrize(
     ("rocm", "commands", "formats"),
     [("6.2", 1, {"csv"}), ("6.3", 8, {"csv", "pftrace"}), ("7.0", 7, {"rocpd"})],
@@ -614,29 +587,6 @@ def test_ncu_gets_the_chip_s_names_for_bytes(listed: str, expected: str, machine
     moved = [metric for metric in metrics if metric.startswith("dram__bytes")]
     assert moved == [f"{expected}_read.sum", f"{expected}_write.sum"]
     assert not [metric for metric in metrics if "tensor" in metric]
-
-
-def test_dry_run_of_all_is_every_script_s(machine: Machine) -> None:
-    for script in ("run_pytorch_profiler.py", "run_deepspeed_flops.py"):
-        (machine.folder / script).write_text("import sys; print('python', *sys.argv[1:])\n")
-    words = ("--steps", "2", "--", "--config", "tiny")
-    done = machine.run("all_profilers", "--dry-run", *words, PYTHON=sys.executable)
-    assert done.returncode == 0, done.stderr
-    assert not machine.out.exists()
-    for tool in TOOLS:
-        alone = machine.run(
-            tool,
-            "--dry-run",
-            "--output-dir",
-            machine.out / "v1" / tool,
-            *words,
-            PYTHON=sys.executable,
-        )
-        assert alone.stdout in done.stdout
-    python = (
-        f"python --output-dir {machine.out}/v1/deepspeed_flops --steps 2 --dry-run -- --config tiny"
-    )
-    assert python in done.stdout
 
 
 # --- Running --------------------------------------------------------------------------------------
@@ -889,32 +839,17 @@ def test_all_run_past_a_failure_and_the_summary_tells(
 
 
 def check_page(folder: Path) -> None:
-    """The page links every output, asks for nothing from elsewhere, and shows names as text."""
-    text = (folder / "index.html").read_text()
-    assert "<script" not in text and "<b>" not in text and "\x1b" not in text
-    assert "&lt;script&gt;alert(1)" in text
-
-    class Links(HTMLParser):
-        targets: set[str] = set()
-        ids: set[str] = set()
-
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            values = dict(attrs)
-            assert "src" not in values and tag != "link"
-            if values.get("href"):
-                self.targets.add(values["href"] or "")
-            if values.get("id"):
-                self.ids.add(values["id"] or "")
-
-    page = Links()
-    page.feed(text)
-    elsewhere = {target for target in page.targets if target.startswith("https:")}
+    """The page links every output, loads nothing from elsewhere, and shows names as text."""
+    page = (folder / "index.html").read_text()
+    assert not re.search(r"<script|<b>|<link|src=|\x1b", page)
+    assert "&lt;script&gt;alert(1)" in page
+    targets = set(re.findall(r'href="([^"]*)"', page))
+    elsewhere = {target for target in targets if target.startswith("https:")}
     assert elsewhere <= {"https://ui.perfetto.dev", "https://pytorch.org/memory_viz"}
-    anchors = {target for target in page.targets if target.startswith("#")}
-    assert {anchor[1:] for anchor in anchors} <= page.ids
-    files = {urllib.parse.unquote(t) for t in page.targets - elsewhere - anchors}
-    outputs = {str(p.relative_to(folder)) for p in folder.glob("*/**/*") if p.is_file()}
-    assert outputs <= files
+    anchors = {target for target in targets if target.startswith("#")}
+    assert {anchor[1:] for anchor in anchors} <= set(re.findall(r' id="([^"]*)"', page))
+    files = {urllib.parse.unquote(target) for target in targets - elsewhere - anchors}
+    assert {str(p.relative_to(folder)) for p in folder.glob("*/**/*") if p.is_file()} <= files
     assert all((folder / name).is_file() for name in files)
 
 
@@ -960,10 +895,10 @@ def test_interrupt_ends_the_profiler_and_shows_what_was_completed(machine: Machi
     assert "interrupted" in err and re.search(r"nsys .* ok", out)
     tools = json.loads((machine.out / "summary.json").read_text())["tools"]
     assert [tool["status"] for tool in tools] == ["ok", "interrupted", "not run"]
-    assert not alive(int(grandchild.read_text()))
+    assert not is_running(int(grandchild.read_text()))
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

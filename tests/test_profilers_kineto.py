@@ -88,12 +88,6 @@ def test_phases_are_those_of_the_launch_on_whatever_thread(tmp_path: Path) -> No
     assert table.warnings == []
 
 
-def test_a_severed_backward_pass_is_a_phase_without_kernels(tmp_path: Path) -> None:
-    events = [event for event in LAGGING_STEP if event["name"] != "bwd"]
-    phases = read(tmp_path, *events).phases_ns
-    assert phases == {"forward": 30e3, "backward": 0.0, "optimizer": 4e3}
-
-
 def test_a_graph_launch_has_many_kernels(tmp_path: Path) -> None:
     table = read(
         tmp_path,
@@ -172,16 +166,6 @@ def test_what_was_launched_before_the_first_step_is_left_out(tmp_path: Path) -> 
     assert (without_steps.launches, without_steps.host_calls["cudaLaunchKernel"].calls) == (9, 3)
     with pytest.raises(WorkshopError, match="no kernels and no operators"):
         read(tmp_path, *late[:2], step[0])
-
-
-def test_kernels_that_overlap_are_busy_once(tmp_path: Path) -> None:
-    table = read(
-        tmp_path, kernel("a", 10, 10, 1), kernel("b", 15, 20, 2), kernel("c", 18, 2, 3),
-        kernel("d", 50, 5, 4),
-    )  # fmt: skip
-    assert table.timeline is not None
-    assert (table.timeline.span_ns, table.timeline.busy_ns) == (45e3, 30e3)
-    assert table.total_ns == 37e3
 
 
 def test_several_devices(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from test_results import make_result
@@ -76,43 +76,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(1.0)
 
 
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_a_broken_table_is_refused_or_sane(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("broken")
-    _, path = kernel_file.write(TABLE, folder)
-    content = json.loads(path.read_text())
-    value = data.draw(st.sampled_from([None, -1, 1e300, "x", [], {}, True, 0, float("inf")]))
-    field = data.draw(st.sampled_from([*content, *content["kernels"][0]]))
-    target = content if field in content else content["kernels"][0]
-    target[field] = value
-    text = json.dumps(content)
-    path.write_text(text[: data.draw(st.sampled_from([len(text), len(text) - 9]))])
-    try:
-        table = load(path)
-    except WorkshopError as error:
-        assert str(path) in str(error) and "\n" not in str(error)
-    else:
-        assert all(kernel.calls >= 1 and kernel.total_ns >= 0 for kernel in table.kernels)
-
-
 # --- what a path is ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "tool"),
-    [
-        ("ncu/ncu_raw_h200.csv", "ncu"),
-        ("ncu/ncu_details_h200.csv", "ncu"),
-        ("proton/h200_proton.hatchet", "proton"),
-        ("kineto/h200_small_2layer_trace.json.gz", "torch.profiler"),
-    ],
-)
-def test_our_own_profiles_are_known(name: str, tool: str) -> None:
-    table = load(FIXTURES / name)
-    assert table.tool == tool and table.total_ns > 0 and not table.warnings
 
 
 UNKNOWN = {
@@ -142,13 +106,6 @@ def test_what_is_unknown_gets_one_line(name: str, tmp_path: Path) -> None:
         load(tmp_path / name)
     text = str(caught.value)
     assert name in text and message in text and "\n" not in text
-
-
-def test_places_without_a_profile(tmp_path: Path) -> None:
-    with pytest.raises(WorkshopError, match="no such file or folder"):
-        load(tmp_path / "missing")
-    with pytest.raises(WorkshopError, match="no profiler's output in it"):
-        load(tmp_path)
 
 
 NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
@@ -306,21 +263,6 @@ def test_kernels_can_be_told_apart_at_any_width(path: Path, width: int) -> None:
 
 
 # --- as a user types it --------------------------------------------------------------------------
-
-PROFILERS = ("python", "-m", "workshop.profilers")
-
-
-def test_show_diff_and_advise(type_command, tmp_path: Path) -> None:
-    trace = FIXTURES / "kineto" / "h200_small_2layer_trace.json.gz"
-    answer = type_command(*PROFILERS, "show", trace, "--limit", "3", "--output-dir", tmp_path)
-    assert answer.returncode == 0, answer.stderr
-    assert "GPU busy" in answer.stdout and "more" in answer.stdout
-    answer = type_command(*PROFILERS, "diff", trace, tmp_path / "kernels.json")
-    assert answer.returncode == 0, answer.stderr
-    answer = type_command(*PROFILERS, "advise", trace, tmp_path, "--output-dir", tmp_path)
-    assert answer.returncode == 0, answer.stderr
-    advice = json.loads((tmp_path / "advice.json").read_text())["advice"]
-    assert set(advice) == {str(trace), str(tmp_path)} and all(advice.values())
 
 
 @pytest.mark.parametrize(

@@ -389,19 +389,6 @@ def test_proton_scopes_bytes_and_operations(write: Write) -> None:
     assert kernel(table, "adam").bytes is None
 
 
-def test_proton_tells_the_phases_only_where_it_can(write: Write) -> None:
-    """A backward pass that is short, with kernels outside all scopes: they may be its own. Without
-    such kernels it is really short, and that is worth telling."""
-    forward = node("forward", leaf("gemm", 1, 100))
-    backward = node("backward", leaf("fill", 1, 2))
-    elsewhere = leaf("gemm", 2, 200)
-    table = proton.read(write("p.hatchet", hatchet(node("step", forward, backward), elsewhere)))
-    assert table.phases_ns == {}
-    assert "PyTorch launches the backward pass from another" in table.warnings[0]
-    table = proton.read(write("p.hatchet", hatchet(node("step", forward, backward))))
-    assert (table.phases_ns, table.warnings) == ({"forward": 100, "backward": 2}, [])
-
-
 def test_proton_leaves_out_what_is_broken(write: Write) -> None:
     path = write(
         "p.hatchet",

@@ -151,26 +151,6 @@ def test_a_step_or_a_stretch_can_be_chosen(write: Callable[[list], Path]) -> Non
         timeline.arrange(trace, Window(0.01, 0.02, ""))
 
 
-def test_the_busiest_threads_and_streams_are_kept_and_the_one_with_the_ranges(
-    write: Callable[[list], Path],
-) -> None:
-    events = [event("user_annotation", "step", HOST, 0, 100)]
-    for n in range(5):
-        for i in range(5 + n):
-            events.append(event("cpu_op", "aten::mm", (10, 20 + n), 10 + n + i, 1))
-            events.append(event("kernel", "gemm", (0, 30 + n), 10 + n + i, 1))
-    trace = timeline.read(write(events))
-    lanes = timeline.arrange(trace, timeline.choose_window(trace, None, None, None))
-    assert [lane.title for lane in lanes] == [
-        "main thread: thread 10",
-        "thread 23",
-        "thread 24",
-        "GPU 0 (a GPU), stream 34",
-        "GPU 0 (a GPU), stream 33",
-    ]
-    assert trace.warnings == [f"{trace.path}: 6 less busy threads or streams not drawn"]
-
-
 def test_the_page_tells_what_is_in_the_trace() -> None:
     main, autograd, stream = timeline.arrange(timeline.read(FIXTURE), SECOND_STEP)
     phases = timeline.nest(main.slices[RANGES])[0]

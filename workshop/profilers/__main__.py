@@ -108,14 +108,14 @@ def _advise(arguments: argparse.Namespace) -> int:
         advice[str(path)] = advisor.advise(table, recorded_run(path))
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / "advice.json"
-        records = {path: list(map(dataclasses.asdict, told)) for path, told in advice.items()}
+        records = {path: list(map(dataclasses.asdict, found)) for path, found in advice.items()}
         results.write_json(target, {"schema_version": 1, "advice": records, "warnings": warnings})
     console = Console()
-    for path, told in advice.items():
+    for path, found in advice.items():
         console.print(printable(path), markup=False, highlight=False, style="bold")
         for warning in render_warnings(warnings[path]):
             console.print(warning)
-        console.print(advisor.render(told))
+        console.print(advisor.render(found))
     if target is not None:
         print(f"Written: {target}")
     return errors.DONE

@@ -2,7 +2,7 @@
 rests on, and comes with the version of the workshop that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
-table lacks them (no timeline, no marker ranges, no counters) nothing is said.
+table does not have them (no timeline, no marker ranges, no counters) nothing is said.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
 
 
 def headline(advices: Iterable[Advice]) -> Advice | None:
-    """The one that says what bounds the run; None if the figures do not tell."""
+    """The one that says what bounds the run; None if the metrics do not show it."""
     return next(
         (advice for advice in advices if advice.finding.endswith(BOUND) or advice.finding == MIXED),
         None,
@@ -190,7 +190,7 @@ def _short_backward(figures: Figures) -> Iterator[Advice]:
             f"The kernels in the backward range take {figures.time(backward)}, {ratio}, but "
             f"{figures.time(outside)} lie outside of all ranges: a range belongs to the thread "
             "that opened it, and autograd runs the backward pass on another. Whether it is whole "
-            "can't be told from the ranges.",
+            "can't be seen from the ranges.",
             "run_pytorch_profiler.py places the backward pass right, in each version's folder.",
             at_stake_ns=outside,
         )
@@ -207,19 +207,19 @@ def _short_backward(figures: Figures) -> Iterator[Advice]:
 
 
 def _missing_products(figures: Figures) -> Iterator[Advice]:
-    """By the operations that a step must do, where the record tells the model's sizes."""
+    """By the operations that a step must do, where the record has the model's sizes."""
     needed, peak = figures.needed_flops, figures.peak_tflops
     if needed is None or figures.total_ns < LEAST_NS:
         return
     counted = _counted_flops(figures)
     rate = needed / figures.total_ns / 1e3
     if counted is not None and counted < LEAST_FLOPS * needed:
-        told = (
+        facts = (
             f"the profiler counted {digits(counted / 1e12)} TFLOP in {figures.steps:,} steps, "
             f"{counted / needed:.2f} of the {digits(needed / 1e12)}"
         )
     elif peak and rate > peak:
-        told = (
+        facts = (
             f"all kernels together took {duration(figures.total_ns)}, in which the chip can do "
             f"{digits(peak * figures.total_ns / 1e9)} TFLOP (data sheet), not the "
             f"{digits(needed / 1e12)}"
@@ -228,7 +228,7 @@ def _missing_products(figures: Figures) -> Iterator[Advice]:
         return
     yield Advice(
         "missing-products",
-        f"Products are missing: {told} that the forward and backward pass of this model need. "
+        f"Products are missing: {facts} that the forward and backward pass of this model need. "
         "Either kernels are missing from the profile, or a part of the backward pass did not run.",
         "Profile whole steps, as the run_* scripts do: a range of one thread misses the backward "
         f"pass. {_ask_the_gate(figures.run)}",
@@ -238,9 +238,9 @@ def _missing_products(figures: Figures) -> Iterator[Advice]:
 
 
 def _counted_flops(figures: Figures) -> float | None:
-    """Operations of all kernels, where counters tell those of the products."""
-    told = sum(k.total_ns for k in figures.table.kernels if is_product(k) and k.flops)
-    if told <= 0 or told < COUNTED * figures.products_ns:
+    """Operations of all kernels, where counters cover those of the products."""
+    covered_ns = sum(k.total_ns for k in figures.table.kernels if is_product(k) and k.flops)
+    if covered_ns <= 0 or covered_ns < COUNTED * figures.products_ns:
         return None
     return sum(kernel.flops or 0.0 for kernel in figures.table.kernels)
 
@@ -265,36 +265,36 @@ def _unfit(figures: Figures) -> Advice | None:
     return None
 
 
-# --- the bound, where the kernels do not tell it -------------------------------------------------
+# --- the bound, outside of the kernels ------------------------------------------------------
 
 
 def _idle(figures: Figures) -> Iterator[Advice]:
     share, line = figures.idle_share, figures.table.timeline
     if share is None or line is None or share < SOMEWHAT_IDLE:
         return
-    told = (
+    facts = (
         f"the GPU idles {share:.0%} of the time ({duration(line.idle_ns)} of "
         f"{duration(line.span_ns)}). It runs {figures.times(figures.launches, 'kernels')}, "
         f"{duration(figures.total_ns / figures.launches)} long on average, with "
         f"{duration(figures.gap_ns)} between them.{_host_launches(figures)}"
     )
     if figures.bound == "launch":
-        yield _launch_bound(figures, told, line.busy_ns / line.span_ns, line.idle_ns)
+        yield _launch_bound(figures, facts, line.busy_ns / line.span_ns, line.idle_ns)
     elif figures.bound == "host":
-        yield _host_bound(figures, told, line.idle_ns)
+        yield _host_bound(figures, facts, line.idle_ns)
     elif figures.bound == "latency":
-        yield _latency_bound(figures, told, line.idle_ns)
+        yield _latency_bound(figures, facts, line.idle_ns)
     else:
         yield Advice(
             "idle",
-            f"{_capital(told)} The profiler slows the host, so a part of this is its own doing.",
+            f"{_capital(facts)} The profiler slows the host, so a part of this is its own doing.",
             "Compare the span of a step here with its time without a profiler, which "
             "analysis_tools/compare_versions.py measures.",
             at_stake_ns=line.idle_ns,
         )
 
 
-def _launch_bound(figures: Figures, told: str, busy_share: float, idle_ns: float) -> Advice:
+def _launch_bound(figures: Figures, facts: str, busy_share: float, idle_ns: float) -> Advice:
     still_idle = max(0.0, 1 - PROFILER_SLOWDOWN * busy_share)
     treatment = [
         "--cuda-graph captures the step, and one launch replays all of it: it works with every "
@@ -303,14 +303,14 @@ def _launch_bound(figures: Figures, told: str, busy_share: float, idle_ns: float
     ]
     return Advice(
         "launch" + BOUND,
-        f"launch-bound: {told} The profiler slows the host; were it {PROFILER_SLOWDOWN} times as "
+        f"launch-bound: {facts} The profiler slows the host; were it {PROFILER_SLOWDOWN} times as "
         f"fast without, the GPU would still idle {still_idle:.0%}.",
         " ".join(treatment),
         at_stake_ns=idle_ns,
     )
 
 
-def _latency_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
+def _latency_bound(figures: Figures, facts: str, idle_ns: float) -> Advice:
     treatment = [
         "Only fewer kernels, or longer ones, make this less: --batch-size and --config give each "
         "of them more to do.",
@@ -323,7 +323,7 @@ def _latency_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
     ]
     return Advice(
         "latency" + BOUND,
-        f"latency-bound: {told} Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a "
+        f"latency-bound: {facts} Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a "
         f"kernel, and these follow each other every {duration(figures.pace_ns)}: the gaps lie "
         "between kernels that were launched together, as those of a graph are.",
         " ".join(treatment),
@@ -331,7 +331,7 @@ def _latency_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
     )
 
 
-def _host_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
+def _host_bound(figures: Figures, facts: str, idle_ns: float) -> Advice:
     why = (
         "its kernels come out of a graph"
         if figures.in_graphs
@@ -339,7 +339,7 @@ def _host_bound(figures: Figures, told: str, idle_ns: float) -> Advice:
     )
     return Advice(
         "host" + BOUND,
-        f"host-bound: {told} The GPU waits for the host, and not for ordinary launches ({why}): "
+        f"host-bound: {facts} The GPU waits for the host, and not for ordinary launches ({why}): "
         "for data, for Python between the steps, or for start-up, in which code is loaded and "
         "compiled, if the profile covers it.",
         "Look at what the host's threads do in the gaps of the timeline, which "
@@ -418,20 +418,20 @@ def _product_rate(figures: Figures) -> list[str]:
     ns = sum(kernel.total_ns for kernel in counted)
     if counted and ns >= COUNTED * figures.products_ns > 0:
         operations = sum(kernel.flops or 0.0 for kernel in counted)
-        told = f"The profiler counted {digits(operations / 1e12)} TFLOP in {duration(ns)} of it"
+        facts = f"The profiler counted {digits(operations / 1e12)} TFLOP in {duration(ns)} of it"
     elif figures.needed_flops and figures.steps and figures.products_ns:
         operations, ns = figures.needed_flops, figures.products_ns
         each = digits(operations / figures.steps / 1e12)
-        told = f"A step needs {each} TFLOP, causal attention counted by half"
+        facts = f"A step needs {each} TFLOP, causal attention counted by half"
     else:
         return []
     rate, peak = operations / ns / 1e3, figures.peak_tflops
     if peak is None or figures.run is None:
-        return [f"{told}: {digits(rate)} TFLOP/s."]
+        return [f"{facts}: {digits(rate)} TFLOP/s."]
     if rate > peak:  # of another precision's units, or not all in kernels with a product's name
         return []
     return [
-        f"{told}: {digits(rate)} TFLOP/s, {rate / peak:.0%} of the {digits(peak)} that the data "
+        f"{facts}: {digits(rate)} TFLOP/s, {rate / peak:.0%} of the {digits(peak)} that the data "
         f"sheet gives for {figures.run.precision}."
     ]
 
@@ -462,8 +462,8 @@ def _lower_precision(figures: Figures, precision: str) -> str:
     names = {"fp32": ["fp32", "tf32", "bf16"], "tf32": ["tf32", "bf16"]}[precision]
     rates = figures.peaks.tflops if figures.peaks else {}
     names = [name for name in names if name in rates or not rates]
-    told = ", ".join(f"{name} {digits(rates[name])}" for name in names if name in rates)
-    sheet = f" (TFLOP/s on the data sheet: {told})" if told else ""
+    facts = ", ".join(f"{name} {digits(rates[name])}" for name in names if name in rates)
+    sheet = f" (TFLOP/s on the data sheet: {facts})" if facts else ""
     return (
         f"--precision {' or '.join(names[1:])} uses faster units{sheet}; PERFORMANCE_RESULTS.md "
         "has every version's times at both."
@@ -660,7 +660,7 @@ def _unrecognised(figures: Figures) -> Iterator[Advice]:
         f"{figures.of_all(ns)} ({figures.time(ns)}) went into {figures.calls} of no category, "
         f"above all {display_name(longest.name, 60)} ({figures.time(longest.total_ns)}): the other "
         "shares may be larger than they seem.",
-        "workshop/profilers/categories.py tells categories by names: add those that you know.",
+        "workshop/profilers/categories.py assigns categories by name: add what is missing.",
         at_stake_ns=ns,
     )
 

@@ -17,7 +17,7 @@ MOST = 2.0**64
 _LANES = 64
 """Work-items of a wave: a vector instruction counts once for all of them."""
 _MFMA_UNIT = 512
-"""Operations that one count of the matrix units' stands for."""
+"""Operations that one count of the matrix units represents."""
 _MATRIX = "SQ_INSTS_VALU_MFMA_MOPS_"
 _VECTOR_OPERATIONS = {"ADD": 1, "MUL": 1, "TRANS": 1, "FMA": 2}
 
@@ -94,10 +94,10 @@ class Counters:
             self._lengths_unknown |= moved is not None and _reads_by_length(means) is None
 
     def warnings(self, device: str | None = None) -> list[str]:
-        """Sentences: what the counters can't tell.
+        """Sentences: what the counters don't cover.
 
         Args:
-            device: the GPU's name, where the tool tells it.
+            device: the GPU's name, where the tool gives it.
         """
         if not self:
             return []
@@ -110,7 +110,7 @@ class Counters:
         missing = [counter for counter in _FLOPS if counter not in self._collected]
         if missing and len(missing) < len(_FLOPS) and not self._has_matrix_counters():
             sentences.append(
-                f"no operations are told: without the counters of the matrix units ({_MATRIX}*) "
+                f"no operations are given: without the counters of the matrix units ({_MATRIX}*) "
                 "they would be far too few"
             )
         elif missing and len(missing) < len(_FLOPS):

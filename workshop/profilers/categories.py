@@ -1,9 +1,9 @@
-"""What a kernel does, told from its name.
+"""What a kernel does, derived from its name.
 
 The names are those of the libraries' and the compilers' kernels, mangled or not, and of PyTorch's
-operators, which stand for kernels in the trace of a machine without a GPU.
+operators, which take the place of kernels in the trace of a machine without a GPU.
 
-A name tells which function ran, not why it was called. So:
+A name says which function ran, not why it was called. So:
 
 - "elementwise" is every pass over data that memory bounds: besides pointwise functions also sums,
   softmax, RoPE, SwiGLU, dropout, fills, random numbers and the loss on logits that exist already.
@@ -16,7 +16,7 @@ A name tells which function ran, not why it was called. So:
   operators that only describe memory (a view); autograd's nodes, which call operators.
 
 Of a C++ name that its profiler has truncated the template arguments are gone, and what only they
-tell: then a copy in PyTorch's elementwise kernel counts as "elementwise", too.
+say: then a copy in PyTorch's elementwise kernel counts as "elementwise", too.
 """
 
 import re
@@ -33,14 +33,14 @@ CATEGORIES = (
 )
 
 _LONGEST = 1 << 14
-"""Characters of a name that are looked at: what a templated kernel is stands before that."""
+"""Characters of a name that are looked at: what a templated kernel is comes before that."""
 
 # The first that matches the name, in lower case, wins. Where a pattern has a wildcard, it begins
 # with ^, so that the time for a name is proportional to its length.
 _RULES = (
     # TorchInductor names a kernel after every operator that it touches, and some that it only
     # feeds ("triton_red_fused_rms_norm__scaled_dot_product_flash_attention_add_0"): what kind of
-    # kernel it is stands before them. Templates (tem) are products or flex_attention; for-each
+    # kernel it is comes before them. Templates (tem) are products or flex_attention; for-each
     # kernels (for) come from optimizers; the rest are pointwise passes and reductions.
     ("attention", r"^triton_tem_fused_.*flex_attention"),
     ("GEMM", r"^triton_tem_"),

@@ -86,7 +86,7 @@ class TableDiff:
     """From table `a` to table `b`."""
 
     unit: str
-    """What the figures are of: "step" where both tables tell the steps, else "profile"."""
+    """What the figures are of: "step" where both tables have the steps, else "profile"."""
     what: str
     """What the tables hold: "kernel", or a CPU's "operator"."""
     a: Side
@@ -107,7 +107,7 @@ def compare(
     run_a: RunResult | None = None,
     run_b: RunResult | None = None,
 ) -> TableDiff:
-    """What changed from `a` to `b`: per step where both tell their steps, else in all.
+    """What changed from `a` to `b`: per step where both have their steps, else in all.
 
     Kernels are matched by name, and those of torch.compile also where only its running number
     differs, if that leaves no choice.
@@ -252,8 +252,8 @@ def _notes(a: KernelTable, b: KernelTable, timed: bool) -> list[str]:
         )
     if not (a.steps and b.steps):
         notes.append(
-            "whole profiles are compared: not both tell how many steps they hold, so a longer one "
-            "has more of everything"
+            "whole profiles are compared: the steps of one are not known, so a longer one has "
+            "more of everything"
         )
     if a.tool != b.tool:
         notes.append(

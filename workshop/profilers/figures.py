@@ -21,14 +21,7 @@ LEAST_BOUND = 0.4
 """Of the kernels' time: what takes less bounds nothing alone."""
 
 _GROUPS = ("GEMM", "attention", "elementwise", "optimizer", "copy", "communication", "other")
-_SINGULAR = {
-    "kernels": "kernel",
-    "operators": "operator",
-    "launch calls": "launch call",
-    "graph launches": "graph launch",
-    "copies": "copy",
-    "times": "time",
-}
+_SINGULAR = {"graph launches": "graph launch", "copies": "copy"}
 _GRAPH_LAUNCH = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 _LAUNCH = re.compile(r"(?:cuda|cu|hip)(?!Graph)\w*Launch\w*Kernel")
 _HOST_COPY = re.compile(
@@ -183,7 +176,7 @@ class Figures:
     def times(self, count: float, what: str) -> str:
         """As in "385 kernels a step"; "770 kernels" where the steps are not known."""
         number = count / self.steps if self.steps else count
-        what = _SINGULAR[what] if number == 1 else what
+        what = _SINGULAR.get(what, what.removesuffix("s")) if number == 1 else what
         return f"{digits(number)} {what}{' a step' if self.steps else ''}"
 
 
@@ -209,7 +202,7 @@ def duration(ns: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them, or all that stand before the point."""
+    """Three of them, or all before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -134,8 +134,8 @@ class Remark:
 
     def __str__(self) -> str:
         amounts = ((self.forward, "forward"), (self.backward, "backward"))
-        told = ", ".join(f"{amount:+,.0f} {phase}" for amount, phase in amounts if amount)
-        return f"{told}: {self.text}" if told else self.text
+        text = ", ".join(f"{amount:+,.0f} {phase}" for amount, phase in amounts if amount)
+        return f"{text}: {self.text}" if text else self.text
 
 
 # --- counting ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def count_with_deepspeed(
     try:
         with contextlib.redirect_stdout(sys.stdout):  # which its report replaces for a while
             return DeepSpeedCount(*count(step, report)), ""
-    except Exception as error:  # of whatever it patches, in anyone's words
+    except Exception as error:  # of anything that it patches
         first_line = next(iter(str(error).splitlines()), "")
         return None, f"failed ({type(error).__name__}: {first_line:.100})"
 
@@ -389,7 +389,7 @@ class Utilisation:
 
 
 def measure_utilisation(request: Request, batches: Tensor) -> Utilisation:
-    """Times the request's steps as `tiny_llama_vN.py` does: compiled and captured as asked.
+    """Times the request's steps as `tiny_llama_vN.py` does: compiled and captured as requested.
 
     Args:
         batches: int64 (n, 2, B, T) on the host, as many as the request's schedule takes.
@@ -591,7 +591,7 @@ def _wrapped(text: str) -> str:
 
 
 def _table(report: Report) -> Iterator[str]:
-    """The rows of a Markdown table whose columns stand below each other as plain text too."""
+    """The rows of a Markdown table whose columns are aligned in plain text too."""
     analytic = report.work.step
     forward, backward = report.torch.step_flops
     if report.deepspeed:

@@ -3,7 +3,7 @@
 A kernel belongs to the phase (forward, backward, optimizer) in which the host launched it: the GPU
 runs it later, often when the host is in the next phase. Autograd launches the backward pass from a
 thread of its own, while the thread that holds the range "backward" waits; so a launch's phase is
-told by its time on the host, whatever its thread.
+found by its time on the host, on any thread.
 """
 
 import math
@@ -64,7 +64,7 @@ def read(path: Path) -> KernelTable:
     for row, event in json_stream.items(path, "traceEvents", problems):
         try:
             trace.add(event)
-        except (NoNumber, _NoEvent) as error:
+        except (NoNumber, NoEvent) as error:
             problems.add(row, str(error))
     if not row and not problems.count:
         raise WorkshopError(
@@ -117,8 +117,37 @@ def category(event: dict) -> str:
     return found if isinstance(found, str) else ""
 
 
-class _NoEvent(ValueError):
+class NoEvent(ValueError):
     """An entry of the list of events is not what its place or its category makes it."""
+
+
+class Clock:
+    """Reads the times of events in ns since the first event's start: since 1970, nanoseconds would
+    take more digits than a float has."""
+
+    def __init__(self) -> None:
+        self._origin_us: float | None = None
+
+    def times(self, event: dict) -> tuple[float, float]:
+        """Start and duration.
+
+        Raises:
+            NoNumber: they are none.
+        """
+        try:
+            start_us = number(event.get("ts"))
+        except NoNumber as error:
+            raise NoNumber(f"its start (ts): {error}") from None
+        try:
+            duration = nanoseconds(event.get("dur"), _NS_PER_US)
+        except NoNumber as error:
+            raise NoNumber(f"its duration (dur): {error}") from None
+        if self._origin_us is None:
+            self._origin_us = start_us
+        start = (start_us - self._origin_us) * _NS_PER_US
+        if abs(start) > MOST_NS:
+            raise NoNumber(f"its start (ts): {start_us:g} is years from the first event's")
+        return start, duration
 
 
 class _Interval(NamedTuple):
@@ -160,7 +189,7 @@ class _Calls:
 
 
 class _Trace:
-    """A trace's events, sorted by what they tell. Times in ns since its first event.
+    """A trace's events, sorted by kind. Times in ns since its first event.
 
     Attributes:
         begin: of the first step, once `drop_before_steps` has found it.
@@ -181,7 +210,7 @@ class _Trace:
         self.ranges: dict[str, list[_Interval]] = {name: [] for name in _RANGES}
         self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
         self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
-        self._origin_us: float | None = None
+        self._clock = Clock()
         self._adders = {
             "kernel": self._add_kernel,
             "gpu_memcpy": self._add_copy,
@@ -195,17 +224,17 @@ class _Trace:
 
     def add(self, event: Any) -> None:
         """Raises:
-        NoNumber, _NoEvent: what it should hold is missing or makes no sense.
+        NoNumber, NoEvent: what it should hold is missing or makes no sense.
         """
         if not isinstance(event, dict):
-            raise _NoEvent(f"a {type(event).__name__} is no event")
+            raise NoEvent(f"a {type(event).__name__} is no event")
         adder = self._adders.get(category(event))
         if adder is None or event.get("ph") != "X":
             return
         name, arguments = event.get("name"), event.get("args")
         if not isinstance(name, str) or not name:
-            raise _NoEvent("it has no name")
-        start, duration = self._times(event)
+            raise NoEvent("it has no name")
+        start, duration = self._clock.times(event)
         if name not in self._names:
             self._names[name] = printable(name)
         adder(
@@ -215,24 +244,6 @@ class _Trace:
             start,
             duration,
         )
-
-    def _times(self, event: dict) -> tuple[float, float]:
-        """Start and duration. The start counts from the first event: since 1970, nanoseconds
-        would take more digits than a float has."""
-        try:
-            start_us = number(event.get("ts"))
-        except NoNumber as error:
-            raise NoNumber(f"its start (ts): {error}") from None
-        try:
-            duration = nanoseconds(event.get("dur"), _NS_PER_US)
-        except NoNumber as error:
-            raise NoNumber(f"its duration (dur): {error}") from None
-        if self._origin_us is None:
-            self._origin_us = start_us
-        start = (start_us - self._origin_us) * _NS_PER_US
-        if abs(start) > MOST_NS:
-            raise NoNumber(f"its start (ts): {start_us:g} is years from the first event's")
-        return start, duration
 
     def drop_before_steps(self) -> int:
         """Drops what the host launched before the first step, if there are steps; how many kernels
@@ -407,7 +418,7 @@ def _table(
 
 
 def device_names(path: Path) -> dict[int, str]:
-    """Of the GPUs that a trace tells of, by number."""
+    """Of the GPUs in a trace, by number."""
     devices = json_stream.value(reading.head(path), "deviceProperties")
     return {
         device["id"]: printable(device["name"])

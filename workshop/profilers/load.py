@@ -93,10 +93,12 @@ def _doubts(path: Path, ended: bool) -> list[str]:
     sentences = []
     folder = _runners_folder(path)
     if ended and folder is not None and (how := _commands(folder)[-1]) != _SUCCESS:
-        told = (
+        how_it_ended = (
             how.removeprefix("# ") if how.startswith(_STATUS) else "interrupted, or at work still"
         )
-        sentences.append(f"{folder}: its run did not succeed ({told}): parts may be missing")
+        sentences.append(
+            f"{folder}: its run did not succeed ({how_it_ended}): parts may be missing"
+        )
     try:
         run = recorded_run(path)
     except WorkshopError as error:
@@ -142,7 +144,7 @@ def _load_folder(folder: Path) -> KernelTable:
 
 
 def _files_by_reader(folder: Path) -> defaultdict[ModuleType, list[Path]]:
-    """What lies in a folder or below and could be read by itself, whatever its name."""
+    """What lies in a folder or below and could be read by itself, under any name."""
     files = defaultdict(list)
     for path in sorted(folder.rglob("*")):
         if _TEXT_NAME.search(path.name) and path.is_file():
@@ -202,7 +204,7 @@ def _csv_reader(path: Path) -> tuple[ModuleType, Path]:
     for reader in (rocprofv3, nsys):
         if reader.recognises_header(columns):
             return reader, path
-    for workload in (path, path.parent / "pmc_perf.csv"):  # any file of one stands for it
+    for workload in (path, path.parent / "pmc_perf.csv"):  # any of its files will do
         if workload.is_file() and rocprof_compute.recognises(workload):
             return rocprof_compute, workload
     raise WorkshopError(

@@ -11,7 +11,7 @@ from workshop.errors import printable
 
 ELLIPSIS = "…"
 _MOST = 20_000
-"""Characters that are looked at: beyond these no name tells a reader more."""
+"""Characters that are looked at: beyond these no name is any clearer."""
 _MOST_WORDS = 2
 """Template arguments that are kept: the functor, and what it applies."""
 
@@ -29,8 +29,8 @@ length of the identifier that follows."""
 _OPENING, _CLOSING = "<([{", ">)]}"
 _LIBRARIES = ("at::native::", "at::cuda::", "at::", "c10::", "std::")
 
-# Template arguments that stand in every other name: types, loaders, and wrappers of the functor
-# that tells what the kernel computes.
+# Template arguments that are in every other name: types, loaders, and wrappers of the functor
+# that says what the kernel computes.
 _PLAIN = frozenset(
     """
     void bool char int unsigned signed short long float double half true false const auto
@@ -60,7 +60,7 @@ def display_name(name: str, width: int) -> str:
     short = _short(printable(name[:_MOST]))
     if len(short) <= width:
         return short
-    # Names begin alike, with a library's or a template's name: their ends tell more.
+    # Names begin alike, with a library's or a template's name: their ends say more.
     head = width // 3
     tail = width - head - len(ELLIPSIS)
     return short[:head] + ELLIPSIS + short[len(short) - tail :]
@@ -94,7 +94,7 @@ def _short(name: str) -> str:
 
 
 def _short_of_mangled(name: str) -> str:
-    """As for C++ source, of a name as a linker knows it, _ZN2at6native13reduce_kernelILi512E..."""
+    """As for C++ source, of a mangled name, _ZN2at6native13reduce_kernelILi512E..."""
     identifiers: list[str] = []
     position = _MANGLED.match(name).end()  # type: ignore[union-attr]
     end_of_function = 0

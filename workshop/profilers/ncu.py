@@ -2,7 +2,7 @@
 
     ncu --import report.ncu-rep --csv --page raw
 
-ncu runs one kernel at a time, several times over, with empty caches unless told otherwise: the
+ncu runs one kernel at a time, several times over, with empty caches by default: the
 times are those of a kernel alone, and there is no timeline. What it computes and moves, it counts.
 """
 
@@ -28,7 +28,7 @@ from workshop.profilers.table import KernelTable, Sums
 _ID, _NAME = "ID", "Kernel Name"
 _TIME = "gpu__time_duration.sum"
 _TIME_LABEL = "Duration"
-"""What the details page calls it when a section asked for it, and not --metrics."""
+"""What the details page calls it when it comes from a section, and not from --metrics."""
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 """The second is what Blackwell calls it."""
@@ -60,7 +60,7 @@ _BEFORE_HEADER = 1 << 22
 
 
 class Launch(NamedTuple):
-    """What a page tells of one launch of a kernel."""
+    """What a page has on one launch of a kernel."""
 
     row: int
     name: str
@@ -111,14 +111,14 @@ def read(path: Path) -> KernelTable:
     vector_units = _OPS_PER_INSTRUCTION.keys() & launch.values.keys()
     if vector_units and all(kernel.flops is None for kernel in kernels):
         warnings.append(
-            "no operations are told: without the metrics of the tensor cores "
+            "no operations are given: without the metrics of the tensor cores "
             "(sm__ops_path_tensor_*) they would be far too few"
         )
     return KernelTable(path, "ncu", kernels, device=device, warnings=warnings)
 
 
 def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
-    """One a row; the units stand in the row below the header."""
+    """One a row; the units are in the row below the header."""
     name = table.index(_NAME)
     columns = {metric: i for metric, i in table.columns.items() if _is_wanted(metric)}
     units = dict.fromkeys(columns, "")
@@ -134,7 +134,7 @@ def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
 
 
 def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
-    """One of several rows, which stand one below the other: one of each metric."""
+    """One of several rows, one below the other: one of each metric."""
     name, metric = table.index(_NAME), table.index("Metric Name")
     unit, value = table.index("Metric Unit"), table.index("Metric Value")
     process = table.index("Process ID")

@@ -2,8 +2,8 @@
 
     nsys stats --report cuda_gpu_kern_sum --format csv --output . report.nsys-rep
 
-cuda_gpu_trace, where it was asked for, tells every kernel and copy with its start; otherwise
-cuda_gpu_kern_sum and cuda_gpu_mem_time_sum tell their sums. cuda_api_sum adds the calls on the
+cuda_gpu_trace, where it was requested, has every kernel and copy with its start; otherwise
+cuda_gpu_kern_sum and cuda_gpu_mem_time_sum have their sums. cuda_api_sum adds the calls on the
 host, nvtx_sum or nvtx_pushpop_sum the number of steps, nvtx_kern_sum the phases of a step.
 
 The headers are known from nsys's documentation and from outputs that others have published; no
@@ -92,7 +92,7 @@ def _reports_of(path: Path) -> dict[str, Path]:
 
 
 def _end_of_name(path: Path) -> str | None:
-    """What of a file's name tells its report; None if nothing does."""
+    """The part of a file's name that names its report; None if there is none."""
     return next((end for end in _FILE_ENDS if path.name.endswith(end)), None)
 
 
@@ -155,7 +155,7 @@ class _Report:
         }
 
     def index(self, column: str) -> int:
-        """Where one of the report's columns stands."""
+        """The index of one of the report's columns."""
         return self._columns[column][0]
 
     def find(self, column: str) -> int | None:
@@ -261,7 +261,7 @@ def _count_steps(report: _Report, table: KernelTable) -> None:
 
 def _add_phases(report: _Report, table: KernelTable) -> None:
     """Sets the times of the phases that have kernels. nsys gives a kernel to the ranges of the
-    thread that launched it, and autograd has a thread of its own unless it is told otherwise."""
+    thread that launched it, and autograd has a thread of its own by default."""
     range_, total = report.index("NVTX Range"), report.index("Total Time")
     unit_ns = report.unit_ns("Total Time")
     phases: dict[str, float] = {}
@@ -276,7 +276,7 @@ def _add_phases(report: _Report, table: KernelTable) -> None:
     if table.phases_ns and "backward" not in table.phases_ns:
         table.warnings.append(
             "no kernel is in a range named backward: nsys gives a kernel to the ranges of the "
-            "thread that launched it, and autograd has one of its own unless it is told otherwise"
+            "thread that launched it, and autograd has one of its own by default"
         )
 
 

@@ -40,7 +40,7 @@ BUSY = "GPU busy"
 _DARK = "#5B6770"
 _STRIP = "#EEF1F4"
 """Behind a lane's title."""
-# Colours that the colour-blind tell apart (Okabe and Ito's), with the hues that the categories
+# Colours that the colour-blind can distinguish (Okabe and Ito's), with the hues that the categories
 # have on the terminal, and greys.
 COLOURS = {
     "GEMM": "#009E73",
@@ -74,7 +74,7 @@ _FONT_SIZE = 10
 _LABELLED, _NARROWEST = 20, 3
 """Width from which on a slice may have a label, and of the narrowest letters."""
 _FEWEST_LETTERS = 6
-"""Of a name that is cut: with fewer it tells nothing."""
+"""Of a name that is cut: with fewer it is useless."""
 _NAMESPACE = re.compile(r"::|: ")
 """As in "autograd::engine::evaluate_function: MulBackward0"."""
 
@@ -88,13 +88,13 @@ def draw(
     end_ms: float | None = None,
 ) -> None:
     """Draws one step of a trace, or a stretch of it, as a PNG of WIDTH by at most HEIGHT pixels.
-    What could not be read or has no room is told on stderr.
+    What could not be read or has no room is reported on stderr.
 
     Args:
         trace: a .json or .json.gz, or a folder with one (the newest counts).
         step: which one, counted from 1; the first where nothing else is said. A trace without
             step ranges is drawn whole.
-        start_ms: since the trace began; the picture's axis and Perfetto's tell it.
+        start_ms: since the trace began; as on the picture's axis and on Perfetto's.
         end_ms: likewise.
 
     Raises:
@@ -119,7 +119,7 @@ def _write(title: str, window: Window, lanes: list[Lane], target: Path) -> None:
 
     figure = Figure(dpi=100)
     with warnings.catch_warnings():
-        # A name in a script that the font lacks is drawn as boxes.
+        # A name in a script that is not in the font is drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
         _Picture(FigureCanvasAgg(figure), window, lanes).draw(title)
         try:
@@ -239,7 +239,7 @@ class _Picture:
         by_colour: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for s in row:
             start, width = max(s.start, self._window.start), self._width(s)
-            # A line of background parts what stands side by side.
+            # A line of background separates neighbours.
             by_colour[_colour(s, band)].append((start, max(width - self._pixel, self._pixel)))
             if s.name and width > _LABELLED * self._pixel:
                 self._label(s, start + width / 2, width, top + band.height / 2, _colour(s, band))

@@ -58,7 +58,7 @@ class ProfileRun:
     _step: trainer.Step
 
     def step(self) -> None:
-        """Trains one step; there are as many as `prepare` was asked for."""
+        """Trains one step; there are as many as `prepare` was called with."""
         self.runner.marked_step(self._step, self.range)
 
     def eager_step(self) -> None:
@@ -111,7 +111,7 @@ def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRu
     """Builds the model with V1's initial weights, trains the warm-up, captures what is captured;
     prints the configuration first.
 
-    A captured step is taken in three graphs, so that marker ranges can tell its parts.
+    A captured step is taken in three graphs, so that marker ranges can mark its parts.
     """
     batches, data_record = data
     print_configuration(request, data_record)
@@ -173,7 +173,7 @@ def gradients_sentence(record: results.RunResult) -> str:
 
 
 def _start_profiler(device: torch.device) -> None:
-    # ROCm has no counterpart: its tools watch the whole run, and the ranges tell the steps.
+    # ROCm has no counterpart: its tools watch the whole run, and the ranges mark the steps.
     if device.type == "cuda" and torch.version.cuda:
         torch.cuda.synchronize(device)
         torch.cuda.profiler.start()
@@ -201,7 +201,7 @@ def runner_arguments(
 
     Args:
         steps: the default of --steps.
-        argv: the whole command line. Its first word is the runner's file, whose folder tells the
+        argv: the whole command line. Its first word is the runner's file, whose folder gives the
             version and whose name the tool.
         add: adds the runner's own flags.
 
@@ -222,7 +222,7 @@ def runner_arguments(
         description=description,
         usage=f"{script.name} [options] [-- flags of {version.path.name}]",
         epilog="Exit status: 0 done, 1 memory ran out or a counter failed, 2 wrong usage, 77 this "
-        "machine lacks what it needs, 130 interrupted.",
+        "machine does not have what it needs, 130 interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -275,7 +275,7 @@ def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:
         _empty(folder)
         record = f"# {Path(shlex.split(command)[1]).name}\n{command}\n"
         results.write_text(folder / COMMAND_FILE, record)
-        status = errors.ANSWER_IS_NO  # as of an error that nobody foresaw
+        status = errors.ANSWER_IS_NO  # as of an unexpected error
         try:
             status = work()
         except WorkshopError as error:
@@ -327,7 +327,7 @@ def _empty(folder: Path) -> None:
             "choose another one"
         )
     try:
-        # The mark outlives the rest: deleting can be interrupted too.
+        # The mark goes last: deleting can be interrupted too.
         for path in folder.iterdir():
             if path.name != COMMAND_FILE:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -4,7 +4,7 @@
 
 Its times are sums over the calls of a kernel in a scope: there is no timeline. A marker range, NVTX
 or roctx, is a scope too. Kernels' names are as the compiler made them, C++ ones mangled. Bytes and
-operations are there where the program told them at the launch, as Triton kernels can.
+operations are there where the program gave them at the launch, as Triton kernels can.
 """
 
 import json
@@ -19,7 +19,7 @@ from workshop.profilers.table import PHASES, STEP, Kernel, KernelTable, Sums
 
 _TIME = "time (ns)"
 _OUTSIDE = ""
-"""The phase of a kernel that stands in no scope of a step."""
+"""The phase of a kernel in no scope of a step."""
 _LEAST_BACKWARD = 0.1
 """Of the forward pass's time. A backward pass that another thread launches leaves less in its
 scope: the gradient of the loss by itself."""

@@ -148,7 +148,7 @@ def text(path: Path) -> str:
 
 
 def is_gzip(path: Path) -> bool:
-    """Whether a file begins as gzip does, whatever its name."""
+    """Whether a file begins as gzip does."""
     with readable(path), path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
@@ -191,7 +191,7 @@ class CsvTable:
         yield from after
 
     def index(self, *names: str) -> int:
-        """Where the first of these columns stands that the file has.
+        """The index of the first of these columns that the file has.
 
         Raises:
             WorkshopError: it has none of them.

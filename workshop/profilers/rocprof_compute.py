@@ -2,7 +2,7 @@
 measured ceilings of the machine's GPUs.
 
 It replays the program for each group of counters, with kernels one at a time: a kernel's times are
-true, but nothing tells when the GPU idles, nor which step or phase a kernel belongs to.
+true, but nothing shows when the GPU idles, nor which step or phase a kernel belongs to.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def _has_ceilings(folder: Path) -> bool:
 
 def _lead(path: Path) -> str:
     if _has_ceilings(path):
-        return "its ceilings alone tell nothing of kernels: profile without --roof-only"
+        return "it has ceilings and no kernels: profile without --roof-only"
     return "give what `rocprof-compute profile` wrote"
 
 
@@ -81,7 +81,7 @@ def _has_columns(file: Path, *columns: str) -> bool:
 
 
 class _Workload:
-    """Adds up what the files of a workload tell, and keeps what can't be read."""
+    """Adds up what the files of a workload hold, and keeps what can't be read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -165,7 +165,7 @@ class _CounterColumns:
         self.last = max(self._name or 0, self._value or 0, *indices, 0)
 
     def values(self, fields: list[str]) -> Iterator[tuple[str, str]]:
-        """(counter, value); a dispatch may lack some, which were collected in another replay."""
+        """(counter, value); a dispatch has only those of its replay."""
         if self._name is not None and self._value is not None:
             yield fields[self._name], fields[self._value]
         for name, index in self._columns:

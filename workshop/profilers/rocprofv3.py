@@ -26,7 +26,6 @@ from workshop.profilers.rocprofv3_formats import (
     Files,
     Process,
     Rows,
-    Sum,
     from_database,
     from_tables,
     interval,
@@ -44,14 +43,12 @@ _HEADERS: Mapping[str, frozenset[str]] = {
     ),
     "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
     "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
-    "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
 }
-"""The columns that tell a table; the first that fits it is."""
+"""The columns that identify a table; the first match counts."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
-_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
-    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES)})\.csv(?:\.gz)?"
 )
 _RowT = TypeVar("_RowT", bound=tuple)
 
@@ -59,11 +56,10 @@ _RowT = TypeVar("_RowT", bound=tuple)
 def read(path: Path) -> KernelTable:
     """The kernels and copies in a file of rocprofv3's, or in all that a folder holds.
 
-    Of a folder's runs, those that tell every dispatch go before those with sums only, and those
-    without counters before those with them, under which kernels take longer and never overlap.
-    Where there are several, the first by name is read.
+    Of a folder's runs, those without counters go before those with them, under which kernels take
+    longer and never overlap. Where there are several, the first by name is read.
 
-    If the run marks its steps and tells the host's calls, the table is that of the steps, without
+    If the run marks its steps and traces the host's calls, the table is that of the steps, without
     start-up and warm-up.
 
     Bytes and operations come from counters, which other runs collected than the one that gave the
@@ -99,7 +95,7 @@ def recognises_header(columns: list[str]) -> bool:
 
 
 def is_database(path: Path) -> bool:
-    """Whether a file is an SQLite database, whatever its name."""
+    """Whether a file is an SQLite database, under any name."""
     if not path.is_file():
         return False
     with reading.readable(path), path.open("rb") as file:
@@ -115,7 +111,7 @@ def _table_with(columns: Iterable[str]) -> str | None:
 
 
 def _set_of(path: Path) -> Files:
-    """A file by itself, known by its content; the name tells only what a table of sums sums."""
+    """A file by itself, known by its content."""
     files = Files(path.parent)
     if is_database(path):
         files.database = path
@@ -124,16 +120,11 @@ def _set_of(path: Path) -> Files:
     table = _table_with(columns)
     if table is None:
         raise WorkshopError(
-            f"{path}: none of the tables that rocprofv3 writes; "
+            f"{path}: no trace and no counters of rocprofv3 (give its folder); "
             f"its columns are {printable(', '.join(columns)):.200}"
         )
     if table == "api_trace":  # one header for all domains, which the rows name
         files.tables = dict.fromkeys(_API_TRACES, path)
-    elif table == "stats":
-        of = next((name for name in _SUMS if name in path.name), None)
-        if of is None:
-            raise WorkshopError(f"{path}: not the sums of kernels, copies or HIP calls")
-        files.tables = {of: path}
     else:
         files.tables = {table: path}
     return files
@@ -197,7 +188,7 @@ class _Notes:
 
 
 def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list[Process]:
-    """Those in a set of files: from that of its formats which tells most and can be read."""
+    """Those in a set of files: from its database, if that can be read, or its CSV."""
     formats: list[Callable[[], list[Process]]] = []
     if files.database is not None:
         formats.append(lambda: from_database(files, stack))
@@ -232,17 +223,16 @@ def _first_table(
 
 
 def _has_kernels(processes: Iterable[Process]) -> bool:
-    return any(one.kernels or one.kernel_sums or one.counts for one in processes)
+    return any(one.kernels or one.counts for one in processes)
 
 
 def _has_counters(processes: Iterable[Process]) -> bool:
     return any(one.counts for one in processes)
 
 
-def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
+def _rank(processes: list[Process]) -> tuple[bool, bool]:
     """By which the run comes first whose times mislead least."""
-    only_sums = not any(process.kernels for process in processes)
-    return not _has_kernels(processes), _has_counters(processes), only_sums
+    return not _has_kernels(processes), _has_counters(processes)
 
 
 class _Part:
@@ -261,12 +251,12 @@ class _Part:
         self.kernels += 1
 
     def add_copy(self, direction: str, ns: float, **more: Any) -> None:
-        # Versions differ in whether the operation's prefix stands before it.
+        # Versions differ in whether they put the operation's prefix before it.
         self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
 
-    def add_host_call(self, name: str, ns: float, *, calls: int = 1, **_: object) -> None:
+    def add_host_call(self, name: str, ns: float) -> None:
         call = self.host_calls.get(name) or self.host_calls.setdefault(name, HostCall())
-        call.calls += calls
+        call.calls += 1
         call.total_ns += ns
 
 
@@ -303,7 +293,7 @@ class _Run:
             self._add(process)
 
     def table(self, path: Path) -> KernelTable:
-        """Without the bytes and operations that counters tell."""
+        """Without the bytes and operations that come from counters."""
         part = self._in_steps if self._in_steps.kernels else self._whole
         table = KernelTable(
             path,
@@ -334,7 +324,7 @@ class _Run:
             why = (
                 "no call in the marked steps launched a kernel"
                 if self._calls_traced
-                else "without a trace of the HIP runtime it can't be told what the marked steps "
+                else "without a trace of the HIP runtime it is unknown what the marked steps "
                 "launched"
             )
             table.warnings.append(
@@ -362,15 +352,11 @@ class _Run:
         self._steps = max(self._steps, len(launches.steps))
         if each(process.host_calls, partial(self._add_call, launches)):
             self._calls_traced = True
-        else:
-            each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
         traced = each(process.kernels, partial(self._add_kernel, launches))
-        if not traced and not each(process.kernel_sums, partial(_add_sum, whole.add_kernel)):
+        if not traced:
             _add_counts(process, self._counters, self._notes, whole)
-        # Where only sums of the kernels are known, the copies alone make no timeline.
-        add_copy = partial(self._add_copy, launches, in_timeline=traced > 0)
-        if not each(process.copies, add_copy):
-            each(process.copy_sums, partial(_add_sum, whole.add_copy))
+        # Copies alone make no timeline.
+        each(process.copies, partial(self._add_copy, launches, in_timeline=traced > 0))
         whole.processes += whole.kernels > before[0]
         self._in_steps.processes += self._in_steps.kernels > before[1]
 
@@ -414,9 +400,9 @@ class _Launches:
     before what they launched.
 
     A kernel has the correlation of the host call that launched it, and belongs where that call
-    began: on whatever thread, since autograd launches from its own. Without host calls nothing can
-    be told. When a kernel ran would not tell it: the GPU lags behind the host, often by more than
-    a phase.
+    began, on any thread, since autograd launches from its own. Without host calls nothing is
+    known. The time at which a kernel ran would not do: the GPU lags behind the host, often by more
+    than a phase.
     """
 
     def __init__(self) -> None:
@@ -463,22 +449,8 @@ def _name(name: object) -> str:
     return printable(name)
 
 
-def _add_sum(add: Callable[..., None], row: Sum) -> None:
-    """Gives a row of a table of sums to `add`, with its extremes where it has both."""
-    _, name, calls, total, shortest, longest = row
-    number_of_calls, total_ns = reading.count(calls), reading.nanoseconds(total)
-    if shortest is None or longest is None:
-        add(_name(name), total_ns, calls=number_of_calls)
-        return
-    least, most = reading.nanoseconds(shortest), reading.nanoseconds(longest)
-    mean = total_ns / number_of_calls
-    if not least - 1 <= mean <= most + 1:
-        raise NoNumber(f"a mean of {mean:.0f} ns is not between {least:.0f} and {most:.0f}")
-    add(_name(name), total_ns, calls=number_of_calls, min_ns=least, max_ns=most)
-
-
 def _size(size: Any) -> float | None:
-    """A copy's bytes, where the format tells them."""
+    """A copy's bytes, where the format has them."""
     try:
         moved = number(size)
     except NoNumber:

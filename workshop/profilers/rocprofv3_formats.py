@@ -18,15 +18,13 @@ _RowT = TypeVar("_RowT")
 Event = tuple[int, Any, Any, Any, Hashable, Any]
 """(row, name, start, end, correlation, bytes) of a kernel, a copy, a host call or a marker range:
 as they were read, unchecked. Bytes are a copy's, None where the format has none."""
-Sum = tuple[int, str, str, str, str | None, str | None]
-"""(row, name, calls, total, shortest, longest)."""
 Count = tuple[int, Any, str, Any, Hashable, Any, Any]
 """(row, kernel, counter, value, dispatch, start, end)."""
 
 
 @dataclass
 class Rows(Generic[_RowT]):
-    """Rows that are read when they are asked for, once, and where to note those that can't be."""
+    """Rows that are read on demand, once, and where to note those that can't be."""
 
     problems: Problems
     rows: Iterable[_RowT]
@@ -45,7 +43,7 @@ class Files:
 
 @dataclass
 class Process:
-    """What one traced process did; None for what the format does not tell."""
+    """What one traced process did; None for what the format does not have."""
 
     run: Path
     tool: str = "rocprofv3"
@@ -57,11 +55,8 @@ class Process:
     hsa_calls: Rows[Event] | None = None
     """Of the layer below it. Where they are traced too, what was launched has the correlation of
     the call nearest to the hardware."""
-    host_call_sums: Rows[Sum] | None = None
     kernels: Rows[Event] | None = None
-    kernel_sums: Rows[Sum] | None = None
     copies: Rows[Event] | None = None
-    copy_sums: Rows[Sum] | None = None
     counts: Rows[Count] | None = None
 
 
@@ -107,11 +102,8 @@ def from_tables(files: Files) -> Process:
         markers=events("marker_api_trace", "Function", "MARKER"),
         host_calls=events("hip_api_trace", "Function", "HIP"),
         hsa_calls=events("hsa_api_trace", "Function", "HSA"),
-        host_call_sums=rows("hip_api_stats", _csv_sums),
         kernels=events("kernel_trace", "Kernel_Name"),
-        kernel_sums=rows("kernel_stats", _csv_sums),
         copies=events("memory_copy_trace", "Direction"),
-        copy_sums=rows("memory_copy_stats", _csv_sums),
         counts=rows("counter_collection", _csv_counts),
     )
 
@@ -129,15 +121,6 @@ def _csv_events(path: Path, problems: Problems, name_column: str, domain: str) -
     for row, fields in table.rows(1 + max(name, start, end, correlation, of_domain)):
         if fields[of_domain].startswith(domain):
             yield row, fields[name], fields[start], fields[end], fields[correlation], None
-
-
-def _csv_sums(path: Path, problems: Problems) -> Iterator[Sum]:
-    table = CsvTable(path, problems)
-    name, calls, total = (table.index(column) for column in ("Name", "Calls", "TotalDurationNs"))
-    shortest, longest = table.find("MinNs"), table.find("MaxNs")
-    for row, fields in table.rows(1 + max(name, calls, total, shortest or 0, longest or 0)):
-        extremes = [None if index is None else fields[index] for index in (shortest, longest)]
-        yield row, fields[name], fields[calls], fields[total], extremes[0], extremes[1]
 
 
 def _csv_counts(path: Path, problems: Problems) -> Iterator[Count]:
@@ -185,7 +168,7 @@ def from_database(files: Files, stack: contextlib.ExitStack) -> list[Process]:
     """The processes in a rocpd database, which stays open until `stack` closes.
 
     Raises:
-        WorkshopError: it can't be read, or lacks rocpd's views.
+        WorkshopError: it can't be read, or has no views of rocpd.
     """
     assert files.database is not None
     database = _Database(files.database, stack)
@@ -252,7 +235,7 @@ class _Database:
         return "rocprofv3"
 
     def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
-        """The text of a query; columns that the view lacks come as NULL."""
+        """The text of a query; columns that the view does not have come as NULL."""
         has = self.columns(view)
         names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
         where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"

@@ -38,7 +38,7 @@ QUESTIONS = {
     "rocprof_compute": "how well does each kernel use the parts of an AMD GPU?",
     "ncu": "what does each kernel move and compute on an NVIDIA GPU, against its limits?",
     "nsys": "when does what run on an NVIDIA GPU, and where does it wait?",
-    "proton": "which kernels take the time, told in seconds and with Triton alone?",
+    "proton": "which kernels take the time, in seconds and with Triton alone?",
 }
 """By tool: what its script answers, in the order of the ladder of tools."""
 
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__.split("\n\n")[0],
         usage="%(prog)s --folder DIR --output-dir DIR [options] SCRIPT... [-- flags of the model]",
         epilog="Exit status: 0 done (what the machine has no tool for is skipped), 1 a script "
-        "failed, 2 wrong usage, 77 the version needs what this machine lacks, 130 interrupted (the "
+        "failed, 2 wrong usage, 77 the version can't run on this machine, 130 interrupted (the "
         "table has what was completed).",
     )
     add = parser.add_argument
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
     add("--steps", type=count, metavar="N", help="training steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
-    add("--lock", type=Path, metavar="FILE", help="that keeps others out: deleted at the end")
+    add("--lock", type=Path, metavar="FILE", help="a lock's file, deleted at the end")
     return parser
 
 
@@ -171,13 +171,13 @@ def _check_model_flags(outcomes: list[Outcome], arguments: argparse.Namespace) -
         check=False,
     )
     status = done.returncode
-    told = _told(list(_lines_from_the_end(done.stderr)), status)
+    reason = _reason(list(_lines_from_the_end(done.stderr)), status)
     if status == errors.NOT_ON_THIS_MACHINE:
-        raise NotOnThisMachine(told)
+        raise NotOnThisMachine(reason)
     if status == errors.WRONG_USAGE:
-        raise WorkshopError(told)
+        raise WorkshopError(reason)
     if status != errors.DONE:
-        raise WorkshopError(f"{outcome.script} can't be started ({told}): run `make setup`")
+        raise WorkshopError(f"{outcome.script} can't be started ({reason}): run `make setup`")
 
 
 def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
@@ -199,11 +199,11 @@ def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
         task = progress.add_task("", total=len(outcomes))
         for outcome in outcomes:
 
-            def tell(line: str, script: str = outcome.script) -> None:
+            def show_line(line: str, script: str = outcome.script) -> None:
                 progress.update(task, description=f"{script}: {line}")
 
             try:
-                _run(outcome, arguments, tell)
+                _run(outcome, arguments, show_line)
             except KeyboardInterrupt:
                 outcome.status = "interrupted"
                 return True
@@ -215,11 +215,11 @@ def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
     return False
 
 
-def _run(outcome: Outcome, arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
+def _run(outcome: Outcome, arguments: argparse.Namespace, show_line: Callable[[str], None]) -> None:
     """Runs a script, and fills its outcome.
 
     Args:
-        tell: is given the last line of what the script has printed so far.
+        show_line: is called with the last line of what the script has printed so far.
     """
     output, log = arguments.output_dir / outcome.output, arguments.output_dir / outcome.log
     before, started = _filled_at(output), time.monotonic()
@@ -228,7 +228,7 @@ def _run(outcome: Outcome, arguments: argparse.Namespace, tell: Callable[[str], 
         with processes.ended_with_us(process):
             try:
                 while process.poll() is None:
-                    tell(next(_last_lines(log), ""))
+                    show_line(next(_last_lines(log), ""))
                     _wait(process, seconds=0.5)
             except KeyboardInterrupt:
                 _stop(process)
@@ -294,10 +294,10 @@ def _judge(outcome: Outcome, log: Path) -> None:
         outcome.status = "ok"
         return
     outcome.status = "skipped" if status == errors.NOT_ON_THIS_MACHINE else "failed"
-    outcome.reason = _told(list(_last_lines(log)), status)
+    outcome.reason = _reason(list(_last_lines(log)), status)
 
 
-def _told(lines: list[str], status: int) -> str:
+def _reason(lines: list[str], status: int) -> str:
     """Why a script ended with a status, by the lines that it printed, the last one first."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"

@@ -1,4 +1,4 @@
-"""The files that a runner leaves beside a profile, whatever the tool."""
+"""The files that a runner leaves beside a profile of any tool."""
 
 COMMAND_FILE = "command.txt"
 """In every folder that a runner fills: what was run. profile_lib.sh writes it, and profile_run for

@@ -97,7 +97,7 @@ def _left_for_names(table: KernelTable, limit: int, columns: list[_Column], widt
     headings = [column.heading for column in columns]
     numbers = sum(max(map(len, cells)) for cells in zip(headings, *rows, strict=True))
     categories = max(len(category) for category in ("category", *(k.category for k in shown)))
-    # Each column stands between two spaces and a line.
+    # Each column is between two spaces and a line.
     return width - numbers - 3 * len(columns) - categories - 7
 
 
@@ -105,7 +105,7 @@ def _left_for_names(table: KernelTable, limit: int, columns: list[_Column], widt
 class _Column:
     heading: str
     value: Callable[[Kernel], float | None]
-    """Of a kernel, in the heading's unit; None where the tool does not tell."""
+    """Of a kernel, in the heading's unit; None where the tool does not have it."""
     format: str
     of_sums: bool = False
     """Whether it says something of many kernels together too."""
@@ -147,7 +147,7 @@ def _title(table: KernelTable) -> str:
 
 
 def summary(table: KernelTable) -> list[str]:
-    """Calls, busy and idle time, time by marker range and by category: a line each, where told."""
+    """Calls, busy and idle time, time by marker range and by category: a line each, where known."""
     lines = [f"{table.launches:,} {table.what} calls, {table.total_ns / 1e6:,.3f} ms"]
     if table.steps:
         per_step = table.launches / table.steps, table.total_ns / table.steps / 1e6

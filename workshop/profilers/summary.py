@@ -63,7 +63,7 @@ class Outcome:
     """The folder for its outputs; `log`: what it printed. Both relative to the summary's folder."""
     log: str
     status: str = "not run"
-    """Or "ok", "skipped" (the machine lacks what it needs), "failed", "interrupted"."""
+    """Or "ok", "skipped" (the machine does not have what it needs), "failed", "interrupted"."""
     reason: str = ""
     """Why it was skipped or has failed, in its own words."""
     seconds: float = 0.0
@@ -114,11 +114,11 @@ def _findings(outputs: list[Path]) -> dict[str, Any]:
         return findings
     try:
         table, run = load_with_doubts(output / "kernels.json"), recorded_run(output)
-    except WorkshopError:  # it stands in the log of the script that wrote them
+    except WorkshopError:  # it is in the log of the script that wrote them
         return findings
     advice = advisor.advise(table, run)
     warned = advice and advice[0].severity == advisor.WARNING
-    # Else the first: a warning, or why the times tell nothing.
+    # Else the first: a warning, or why the times mean nothing.
     first = (None if warned else advisor.headline(advice)) or next(iter(advice), None)
     findings["headline"] = first.sentence if first else ""
     findings["advice"] = [dataclasses.asdict(sentence) for sentence in advice]

@@ -29,9 +29,9 @@ class Kernel:
     """None where the tool gives sums only."""
     max_ns: float | None = None
     bytes: float | None = None
-    """Read from and written to the device's memory by all calls, where counters tell."""
+    """Read from and written to the device's memory by all calls, where there are counters."""
     flops: float | None = None
-    """Floating-point operations of all calls, where counters tell."""
+    """Floating-point operations of all calls, where there are counters."""
 
     @property
     def mean_ns(self) -> float:
@@ -40,7 +40,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When the GPU worked, where a tool tells the start and end of every kernel and copy."""
+    """When the GPU worked, where a tool has the start and end of every kernel and copy."""
 
     span_ns: float
     """From the first start to the last end."""
@@ -64,7 +64,7 @@ class HostCall:
 class KernelTable:
     """What a profiler saw of a run.
 
-    `kernels` comes longest total first. Copies and memsets that the tool tells stand among them,
+    `kernels` comes longest total first. Copies and memsets that the tool has are among them,
     under the category "copy".
     """
 
@@ -78,9 +78,9 @@ class KernelTable:
     device: str | None = None
     timeline: Timeline | None = None
     steps: int | None = None
-    """Training steps, where marker ranges tell."""
+    """Training steps, from the marker ranges."""
     phases_ns: dict[str, float] = field(default_factory=dict)
-    """Time of kernels (and copies) by the marker range that launched them, where markers tell:
+    """Time of kernels (and copies) by the marker range that launched them, where there are any:
     "forward", "backward", "optimizer"."""
     host_calls: dict[str, HostCall] = field(default_factory=dict)
     """By the runtime function's name, such as cudaLaunchKernel or hipStreamSynchronize."""
@@ -132,8 +132,8 @@ class Sums:
         """Adds one call, or the sum of `calls` calls with the extremes that the tool gives.
 
         Args:
-            start_ns: of a single call, where the tool tells it.
-            category: where the tool tells more than the name does.
+            start_ns: of a single call, where the tool has it.
+            category: where the tool says more than the name.
         """
         kernel = self._by_name_as_read.get(name)
         if kernel is None:

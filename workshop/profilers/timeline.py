@@ -1,7 +1,7 @@
 """What of a trace of torch.profiler makes a picture of one training step, much as Perfetto shows
 it; picture.py draws it.
 
-Threads of the host stand above the streams of the GPU, on one axis of time. Perfetto stacks a
+Threads of the host are above the streams of the GPU, on one axis of time. Perfetto stacks a
 thread's slices by nesting alone; here they are also sorted by what they are: marker ranges, then
 operators, then calls of the CUDA or HIP runtime.
 """
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from workshop.errors import WorkshopError
 from workshop.profilers import json_stream, kineto, names, reading
 from workshop.profilers.categories import categorize
-from workshop.profilers.reading import MOST_NS, NoNumber, Problems, nanoseconds, number
+from workshop.profilers.reading import NoNumber, Problems
 
 RANGES, OPERATORS, CALLS, KERNELS = "ranges", "operators", "runtime calls", "kernels"
 """Kinds of slices, in the order of their rows."""
 _ALL_KINDS = (RANGES, OPERATORS, CALLS, KERNELS)
 RANGE, CALL, SYNCHRONISATION = "marker range", "runtime call", "synchronisation"
-"""What stands for a category where a slice is no operator and no kernel."""
+"""In place of a category, where a slice is no operator and no kernel."""
 
 _MOST_THREADS, _MOST_STREAMS = 3, 2
 _KINDS = {
@@ -132,7 +132,7 @@ def read(path: Path) -> Trace:
     for row, event in json_stream.items(path, "traceEvents", problems):
         try:
             reader.add(event)
-        except (NoNumber, _NoEvent) as error:
+        except (NoNumber, kineto.NoEvent) as error:
             problems.add(row, str(error))
     if not trace.tracks:
         raise problems.error("ranges, operators or kernels")
@@ -141,25 +141,21 @@ def read(path: Path) -> Trace:
     return trace
 
 
-class _NoEvent(ValueError):
-    """An entry of the list of events is none, or lacks its name."""
-
-
 class _Reader:
     """Fills a trace with events."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._origin_us: float | None = None
+        self._clock = kineto.Clock()
         # The same few names come in every event: each is kept, and its category sought, once.
         self._known: dict[tuple[str, str], tuple[str, str]] = {}
 
     def add(self, event: Any) -> None:
         """Raises:
-        NoNumber, _NoEvent: what it should hold is missing or makes no sense.
+        NoNumber, kineto.NoEvent: what it should hold is missing or makes no sense.
         """
         if not isinstance(event, dict):
-            raise _NoEvent(f"{event!r:.40} is no event")
+            raise kineto.NoEvent(f"{event!r:.40} is no event")
         phase, category = event.get("ph"), kineto.category(event)
         if phase == "M" and event.get("name") == "thread_name":
             self._add_title(event)
@@ -172,14 +168,14 @@ class _Reader:
         arguments = event.get("args")
         title = arguments.get("name") if isinstance(arguments, dict) else None
         # A thread may be named twice, by its own name and by its process's: "pt_autograd_0"
-        # tells more than "python3".
+        # is clearer than "python3".
         if isinstance(title, str) and "autograd" not in self._trace.titles.get(_key(event), ""):
             self._trace.titles[_key(event)] = title
 
     def _add_slice(self, event: dict, category: str) -> None:
         name = event.get("name")
         if not isinstance(name, str) or not name:
-            raise _NoEvent(f"its name is {name!r:.40}")
+            raise kineto.NoEvent(f"its name is {name!r:.40}")
         start, end = self._times(event)
         known = self._known.get((category, name))
         if known is None:
@@ -193,16 +189,10 @@ class _Reader:
         slices.append(Slice(start, end, *known, _correlation(event)))
 
     def _times(self, event: dict) -> tuple[float, float]:
-        """Start and end in ms since the first event: since 1970, nanoseconds would take more
-        digits than a float has."""
-        start_us, duration = number(event.get("ts")), nanoseconds(event.get("dur"), 1e3) / 1e6
-        if self._origin_us is None:
-            self._origin_us = start_us
-        start = (start_us - self._origin_us) / 1e3
-        if abs(start) * 1e6 > MOST_NS:
-            raise NoNumber(f"its start (ts), {start_us:g}, is years from the first event's")
-        self._trace.begin = min(self._trace.begin, start)
-        return start, start + duration
+        """Start and end in ms since the first event."""
+        start, duration = self._clock.times(event)
+        self._trace.begin = min(self._trace.begin, start / 1e6)
+        return start / 1e6, (start + duration) / 1e6
 
 
 def _key(event: dict) -> Key:
@@ -326,7 +316,7 @@ def _inside(slices: list[Slice], begin: float, window: Window) -> list[Slice]:
 
 
 def _weight(lane: Lane) -> tuple[bool, int]:
-    """The thread with the ranges tells most, even where it does little, as with a graph."""
+    """The thread with the ranges comes first, even where it does little, as with a graph."""
     return RANGES in lane.slices, sum(len(slices) for slices in lane.slices.values())
 
 

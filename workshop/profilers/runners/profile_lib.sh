@@ -47,7 +47,7 @@ ${MODES:+  --mode MODE       only one of: $MODES
   -- FLAGS          flags of $(basename "$MODEL"), such as --config small
 
 PYTHON names the Python to run (default: python, or the one of .venv, whichever has PyTorch).
-Exit status: 0 done, 1 a command failed, 2 wrong usage, 77 this machine lacks what it needs,
+Exit status: 0 done, 1 a command failed, 2 wrong usage, 77 this machine does not have what it needs,
 130 interrupted.
 END
 }
@@ -106,7 +106,7 @@ begin() {
   [[ $TOOL != all_profilers ]] || OUT=$OUT/$VERSION
   for word in "$@"; do
     refuse_own_flag "$word"
-    case $previous:$word in # some tools want to run in another folder
+    case $previous:$word in # some tools run in another folder
       --text-file:*) word=$(absolute "$word") ;;
       *:--text-file=*) word=--text-file=$(absolute "${word#*=}") ;;
     esac
@@ -169,7 +169,7 @@ has_module() { # has_module PYTHON MODULE
 
 # --- What the machine has ------------------------------------------------------------------------
 
-# Each ends the script as skipped if the machine lacks it; a dry run needs nothing.
+# Each ends the script as skipped if the machine does not have it; a dry run needs nothing.
 
 need() { # need PROGRAM WHERE-IT-COMES-FROM
   [[ $DRY_RUN == yes ]] || command -v "$1" >/dev/null || skip "$1 is not installed: $2"
@@ -194,7 +194,7 @@ need_gpu() { # need_gpu nvidia|amd|any
 has_nvidia() { case "$(nvidia-smi -L 2>/dev/null || true)" in GPU*) ;; *) return 1 ;; esac; }
 has_amd() { [[ -e /dev/kfd || -n $(amd_architecture) ]]; }
 
-# Of the first GPU, such as gfx942; nothing where there is none. gfx000 stands for a CPU.
+# Of the first GPU, such as gfx942; nothing where there is none. gfx000 is a CPU.
 amd_architecture() {
   { rocm_agent_enumerator || rocminfo || true; } 2>/dev/null | first_match 'gfx[1-9][0-9a-f]*'
 }
@@ -216,7 +216,7 @@ find_version() { # find_version PROGRAM NEWEST
   TOOL_VERSION=$(version_of "$1")
   [[ -z $TOOL_VERSION ]] || return 0
   TOOL_VERSION=$2
-  note "$1 doesn't tell its version: these are the options of $2"
+  note "$1 doesn't print its version: these are the options of $2"
 }
 
 at_least() { # at_least VERSION WANTED
@@ -234,7 +234,7 @@ run() { # run COMMAND...: the script ends if it fails
   execute "$@" || status=$?
   case $status in
     0) ;;
-    77) skip "$(last_error "the machine lacks something")" ;;
+    77) skip "$(last_error "something is missing on this machine")" ;;
     130) exit 130 ;;
     *)
       fail 1 "$(program "$@") failed with exit status $status; what it printed is in" \
@@ -243,7 +243,7 @@ run() { # run COMMAND...: the script ends if it fails
   esac
 }
 
-attempt() { # attempt WHAT COMMAND...: the script goes on if it fails, and tells at the end
+attempt() { # attempt WHAT COMMAND...: the script goes on if it fails, and reports it at the end
   local status=0
   announce "$(quoted "${@:2}")"
   execute "${@:2}" || status=$?
@@ -273,7 +273,7 @@ enter() { # enter FOLDER: for a tool that writes to where it is run
   [[ $DRY_RUN == yes ]] || cd "$1"
 }
 
-# A tool may fail for want of a right, saying so in its own words and with any exit status.
+# A tool that is not permitted to read counters says so in its own words, with any exit status.
 skip_if_printed() { SKIP_PATTERN=$1 SKIP_REASON=$2; } # skip_if_printed TEXT REASON
 
 execute() {
@@ -312,7 +312,7 @@ take_folder() {
   if [[ -n $(ls -A "$OUT") ]] && ! filled_by_us; then
     fail 2 "--output-dir $OUT: it is not empty, and not written by this script: choose another one"
   fi
-  # The mark outlives the rest: deleting can be interrupted too.
+  # The mark goes last: deleting can be interrupted too.
   find "$OUT/" -mindepth 1 -maxdepth 1 ! -name "$COMMAND_FILE" -exec rm -rf {} +
   note "$(basename "$SCRIPT") of $VERSION, $(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$OUT/$COMMAND_FILE" ||
     fail 2 "--output-dir $OUT: it can't be written"
@@ -367,7 +367,7 @@ show() { # the kernel table of what OUT holds
     fail 1 "the profile in $OUT has no kernel table (see above)"
 }
 
-# Tells what opens the files that no table is made of; an error if there are none.
+# Says what opens the files that no table is made of; an error if there are none.
 timelines() { # timelines PATTERN ADVICE [PATTERN ADVICE]...
   local found all=""
   [[ $DRY_RUN == no ]] || return 0

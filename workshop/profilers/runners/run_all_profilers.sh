@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every profiler that this machine has, one after the other; a table and a page of what came out.
-# What it lacks is skipped, and a failure is no end.
+# What it does not have is skipped, and after a failure the others still run.
 #
 # Usage: ./run_all_profilers.sh [options] [-- flags of the model]
 

@@ -79,5 +79,5 @@ if __name__ == "__main__":
         steps=10,
         argv=sys.argv,
     )
-    interrupted = "interrupted before anything was run"
-    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=interrupted))
+    message = "interrupted before anything was run"
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=message))

@@ -16,7 +16,7 @@ NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGP
 # What a roofline needs, and no more, since few metrics fit into one run of a kernel: time, bytes to
 # and from memory, operations. Instructions of the vector units are counted by kind. The tensor cores
 # count operations, by data types (fp8's and fp64's are not used here) and under names that differ
-# between chips: ncu tells this one's, and what it calls its bytes.
+# between chips: ncu lists this one's, and what it calls its bytes.
 known=$(ncu --query-metrics 2>/dev/null | awk '{ print $1 }') || known=""
 bytes=dram__bytes
 if [[ $known == *dram__bytes_op_read* && $known != *dram__bytes_read* ]]; then # Blackwell
@@ -28,7 +28,7 @@ for operation in fadd fmul ffma dadd dmul dfma hadd hmul hfma; do
 done
 if [[ -z $known && $DRY_RUN == yes ]]; then
   known=$(printf 'sm__ops_path_tensor_src_%s\n' bf16_dst_fp32 fp16 tf32_dst_fp32)
-  note "ncu can't be asked here: these are the tensor cores' metrics of a Hopper (H100, H200)"
+  note "ncu is not here to list them: these are the tensor cores' metrics of a Hopper (H100, H200)"
 fi
 tensor=$(grep '^sm__ops_path_tensor_src_' <<<"$known" | grep -v -e int -e fp8 -e fp64 -e sparsity | sort -u) ||
   note "ncu names no metrics of this chip's tensor cores: TFLOP/s are left out"

@@ -17,8 +17,8 @@ fi
 
 # `proton --name ... script.py` for short. It runs a script in the place of a program, up to Triton
 # 3.6 not one that ends with sys.exit as ours do: proton_app.py runs TRAIN, without the Python at its
-# head, in between. It watches the warm-up too, for it tells the kernels of a captured graph only
-# where it has seen the capture; the marker ranges tell it the steps.
+# head, in between. It watches the warm-up too, because it sees the kernels of a captured graph only
+# where it has seen the capture; the marker ranges mark the steps.
 run "$PYTHON" -m triton.profiler.proton --name "$OUT/proton" \
   "$ROOT/workshop/profilers/proton_app.py" "${TRAIN[@]:1}"
 

@@ -43,8 +43,8 @@ def profile_steps(
         ),
         record_shapes=True,  # of every operator's inputs
         profile_memory=True,  # what every operator allocates and frees
-        with_stack=stacks,  # the Python functions behind it: slow, so only when asked for
-        # Or the trace alone has the stacks, as lanes of its own, and no operator knows its callers.
+        with_stack=stacks,  # the Python functions behind it: slow, so only on request
+        # Or the trace alone has the stacks, as lanes of its own, and no operator has its callers.
         experimental_config=_ExperimentalConfig(verbose=stacks),
     ) as profiler:
         for done in range(1, WAIT + WARMUP + steps + 1):
@@ -84,5 +84,5 @@ if __name__ == "__main__":
         argv=sys.argv,
         add=torch_profiler.add_flags,
     )
-    interrupted = "interrupted before anything was run"
-    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=interrupted))
+    message = "interrupted before anything was run"
+    sys.exit(errors.exit_status(lambda: main(arguments), interrupted=message))

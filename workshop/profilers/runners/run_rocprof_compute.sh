@@ -16,7 +16,7 @@ find_version rocprof-compute 3.9 # 3.2 is ROCm 7.0's, 3.4 is 7.2's, 3.9 is 10.1'
 # Its workloads/NAME/<model of the GPU> is made where it runs: newer versions have no option for
 # the place, older ones have another.
 enter "$OUT"
-[[ $DRY_RUN == no ]] || note "MODEL stands for the GPU's, which its first run tells"
+[[ $DRY_RUN == no ]] || note "MODEL is the name of the GPU, which the first run finds out"
 if wanted counters; then
   run rocprof-compute profile --name counters --no-roof -- "${TRAIN[@]}"
   attempt_to counters.txt rocprof-compute analyze --path "$(workload counters)"

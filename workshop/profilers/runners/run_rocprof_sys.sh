@@ -13,7 +13,7 @@ need rocprof-sys-sample "it is ROCm's package rocprofiler-systems"
 find_version rocprof-sys-sample 1.8
 
 # Without TIME_OUTPUT=OFF the outputs lie in a folder named after the time. The trace that Perfetto
-# opens may lack what threads other than the main one do, such as the backward pass, for which
+# opens may not have what threads other than the main one do, such as the backward pass, for which
 # autograd has its own (ours keeps to the main one under a profiler); the database of USE_ROCPD has
 # it, from version 1.2 on (ROCm 7.1).
 settings=(ROCPROFSYS_TIME_OUTPUT=OFF)

@@ -14,7 +14,7 @@ need rocprofv3 "it comes with ROCm 6.3 and later, in /opt/rocm/bin"
 
 # What this version has, its help lists.
 help=$({ rocprofv3 --help || true; } 2>/dev/null)
-[[ -n $help ]] || note "rocprofv3 can't be asked here: these are the newest version's options"
+[[ -n $help ]] || note "rocprofv3 is not here to list its options: these are the newest version's options"
 has() { [[ -z $help || $help == *"$1"* ]]; } # has WORD
 has_for() { # has_for MODE OPTION
   if has "$2"; then return; fi
@@ -23,7 +23,7 @@ has_for() { # has_for MODE OPTION
   return 1
 }
 
-# PyTorch's own profiler must not run at the same time: both want the same library to themselves,
+# PyTorch's own profiler must not run at the same time: both need exclusive use of the same library,
 # and the program hangs or dies. The files' names hold %pid%, the process's number, because the
 # compiler's helper processes write files too. Kernels keep their whole names: cut short, those that
 # differ in a type or a size become one.
@@ -32,7 +32,7 @@ to() { # to FOLDER FORMAT: sets `output`
 }
 
 # The trace has HIP's calls and the markers beside kernels and copies: they cost the host some time
-# and the kernels none, and the table can tell which part of the step launched a kernel. The format
+# and the kernels none, and the table can show which part of the step launched a kernel. The format
 # that stays is the database (rocpd, in SQLite), from ROCm 7.0 on: CSV and pftrace are deprecated.
 table=rocpd
 if ! has rocpd; then table=csv; fi
