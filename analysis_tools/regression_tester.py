@@ -10,7 +10,6 @@ and memory. docs/regression.md says how they come about and how to use them in C
 
 import argparse
 import dataclasses
-import itertools
 import json
 import re
 import sys
@@ -29,7 +28,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 from analysis_tools import compare_versions  # noqa: E402
 from workshop import errors, results, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
-from workshop.compare import regression, studies  # noqa: E402
+from workshop.compare import regression, rows, tables  # noqa: E402
 from workshop.compare.markdown import escape  # noqa: E402
 from workshop.compare.regression import (  # noqa: E402
     FAILED,
@@ -44,8 +43,8 @@ from workshop.compare.regression import (  # noqa: E402
     Baseline,
     Finding,
 )
-from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
-from workshop.profilers.names import printable  # noqa: E402
+from workshop.compare.tables import Line, Table, print_tables  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import hardware  # noqa: E402
 from workshop.run.presets import PRESETS  # noqa: E402
@@ -55,8 +54,6 @@ FOLDER = "regression"
 """Below an output folder, whose own *.json files are taken for runs."""
 DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.json"
 REPEATS = 10
-WIDE = 110
-"""Columns of a terminal that shows the intervals."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -179,10 +176,8 @@ def save_baseline(arguments: argparse.Namespace) -> int:
     baseline, left_out = regression.make_baseline(folders, words)
     results.write_json(arguments.baseline, dataclasses.asdict(baseline))
     for finding in left_out:
-        print(
-            f"left out: {printable(finding.label)}: {finding.verdict}, {note(finding)}",
-            file=sys.stderr,
-        )
+        line = f"left out: {finding.label}: {finding.verdict}, {finding.note}"
+        print(printable(line), file=sys.stderr)
     labels = dict.fromkeys(f"{r.version} {r.config_name} {r.precision}" for r in baseline.runs)
     print(f"Written: {arguments.baseline} ({len(baseline.runs)} runs)")
     print("\n".join(f"  {printable(label)}" for label in labels))
@@ -229,7 +224,7 @@ def check(arguments: argparse.Namespace) -> int:
 def _load(folder: Path) -> list[RunResult]:
     """The folder's runs, but for those of waterfalls and sweeps beside comparisons of versions."""
     runs = results.load_folder(folder)
-    return studies.preferred(runs, among=runs)
+    return rows.preferred(runs)
 
 
 def _of_versions(runs: list[RunResult], keys: list[str]) -> list[RunResult]:
@@ -249,10 +244,8 @@ def _run(arguments: argparse.Namespace) -> list[RunResult]:
         WorkshopError: too few processes to know how they scatter.
     """
     if arguments.repeats < regression.LEAST_PROCESSES:
-        raise WorkshopError(
-            f"--repeats {arguments.repeats}: the scatter between processes takes at least "
-            f"{regression.LEAST_PROCESSES}; {REPEATS} are better"
-        )
+        least = f"takes at least {regression.LEAST_PROCESSES}; {REPEATS} are better"
+        raise WorkshopError(f"--repeats {arguments.repeats}: the scatter between processes {least}")
     arguments.versions = arguments.versions or versions.available()
     plans = compare_versions.make_plans(arguments)
     results.prepare_folder(arguments.output_dir)
@@ -314,10 +307,14 @@ def _run_flags(baseline: Baseline) -> Iterator[str]:
 
 # --- the report ----------------------------------------------------------------------------------
 
+HEADER = ("version", "what", "then", "now", "change", "interval", "visible", "verdict")
+STYLES = {SLOWER: "red", FAILED: "red", FASTER: "green", TOO_NOISY: "yellow"}
+ALARMS = (SLOWER, FAILED)
+
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown and written."""
+    """The findings, and the baseline that they are against."""
 
     findings: list[Finding]
     baseline: Baseline
@@ -326,7 +323,6 @@ class Report:
 
     @property
     def heading(self) -> str:
-        """Against what it was held."""
         b = self.baseline
         parts = [f"baseline {self.path.name} of {b.created[:10]}"]
         parts += [f"commit {b.git_commit}"] if b.git_commit else []
@@ -341,37 +337,34 @@ class Report:
         counts = [f"{verdicts.count(v)} {v}" for v in order if v in verdicts]
         return f"changes by {self.threshold * 100:.3g}% or more: {', '.join(counts)}"
 
-    def groups(self) -> list[list[Finding]]:
-        """Findings of one size and precision, together."""
-        found: dict[object, list[Finding]] = {}
+    @property
+    def alarms(self) -> list[str]:
+        """Findings of a slow-down or a failure, a line each."""
+        found = [f for f in self.findings if f.verdict in ALARMS]
+        return [printable(f"{f.label} {f.heading}: {_sentence(f)}") for f in found]
+
+    def tables(self) -> list[Table]:
+        """One for each size and precision."""
+        groups: dict[object, list[Finding]] = {}
         for f in self.findings:
-            found.setdefault((f.config, f.precision, f.batch_size, f.seq_len), []).append(f)
-        return list(found.values())
+            groups.setdefault((f.config, f.precision, f.batch_size, f.seq_len), []).append(f)
+        return list(map(_table, groups.values()))
 
 
-def show(report: Report, form: str) -> None:
-    if form == "json":
-        print(as_json(report))
-    elif form == "markdown":
-        print(as_markdown(report))
-    else:
-        _show_tables(report)
-
-
-HEADER = ("version", "what", "then", "now", "change", "interval", "sees", "verdict")
-ONLY_WIDE = ("interval", "sees")
-STYLES = {SLOWER: "red", FAILED: "red", FASTER: "green", TOO_NOISY: "yellow"}
+def _table(group: list[Finding]) -> Table:
+    f = group[0]
+    title = printable(f"{f.config}: {f.batch_size} x {f.seq_len} tokens, {f.precision}")
+    lines = [Line(cells(f), STYLES.get(f.verdict), (f.version, f.variant)) for f in group]
+    return Table(title, HEADER, lines, _notes(group), left=(0, 1, 7), only_wide=(5, 6))
 
 
 def cells(finding: Finding) -> tuple[str, ...]:
     """Of one line, in the order of HEADER."""
     f = finding
     visible = "-" if f.visible is None else _share(f.visible)
-    interval = (
-        f"{_share(f.interval[0], '+')} to {_share(f.interval[1], '+')}" if f.interval else "-"
-    )
+    interval = " to ".join(_share(bound, "+") for bound in f.interval or ()) or "-"
     return (
-        printable(f"{f.version} {f.variant}".strip()),
+        f"{f.version} {f.variant}".strip(),
         f.heading or "-",
         _amount(f.before, f.unit),
         _amount(f.after, f.unit),
@@ -383,7 +376,7 @@ def cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _share(value: float, sign: str = "-") -> str:
-    """A percentage with as many digits as tell something."""
+    """A percentage with its significant digits."""
     return format(value, f"{sign}.{1 if abs(value) < 0.1 else 0}%")
 
 
@@ -391,81 +384,40 @@ def _amount(value: float | None, unit: str | None) -> str:
     return "-" if value is None else f"{value:,.{2 if value < 1000 else 0}f} {unit}"
 
 
-def _title(findings: list[Finding]) -> str:
-    f = findings[0]
-    return printable(f"{f.config}: {f.batch_size} x {f.seq_len} tokens, {f.precision}")
-
-
-def notes(findings: list[Finding]) -> list[str]:
-    """What the figures alone would not say, once for all that share it. Of noisy metrics the step
-    alone: what calms it calms its phases."""
+def _notes(findings: list[Finding]) -> list[str]:
+    """Each note once, with the versions that share it. Of noisy metrics only the step's."""
     lines: dict[str, dict[str, None]] = {}
     for f in findings:
         if f.note and (f.verdict != TOO_NOISY or f.metric == regression.STEP.name):
-            lines.setdefault(note(f), {})[printable(f"{f.version} {f.variant}")] = None
-    return [f"{', '.join(labels)}: {line}" for line, labels in lines.items()]
+            lines.setdefault(f.note, {})[f"{f.version} {f.variant}".strip()] = None
+    return [printable(f"{', '.join(labels)}: {line}") for line, labels in lines.items()]
 
 
-def alarms(findings: list[Finding]) -> list[str]:
-    """What is slower or failed, a line each."""
-    return [
-        printable(f"{f.label} {f.heading}") + f": {_sentence(f)}"
-        for f in findings
-        if f.verdict in (SLOWER, FAILED)
-    ]
+def _sentence(finding: Finding) -> str:
+    _, _, then, now, change, interval, *_ = cells(finding)
+    numbers = "" if finding.change is None else f": {change} ({interval}), {then} then, {now} now"
+    return printable(finding.verdict + numbers + (f": {finding.note}" if finding.note else ""))
 
 
-def note(finding: Finding) -> str:
-    return printable(finding.note)
-
-
-def _show_tables(report: Report) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(width=132, highlight=False, markup=False)
-    wide = console.width >= WIDE
-    shown = [i for i, name in enumerate(HEADER) if wide or name not in ONLY_WIDE]
-    form = (box.HEAVY_HEAD, (0, 1)) if wide else (box.SIMPLE_HEAD, (0, 1, 0, 0))
-    console.print(report.heading, soft_wrap=True)
-    for group in report.groups():
-        table = Table(title=_title(group), title_justify="left", title_style="bold")
-        table.box, table.padding = form
-        for i in shown:
-            left = HEADER[i] in ("version", "what", "verdict")
-            table.add_column(HEADER[i], justify="left" if left else "right")
-        for finding, following in itertools.zip_longest(group, group[1:]):
-            ends = following is not None and cells(finding)[0] != cells(following)[0]
-            shown_cells = [cells(finding)[i] for i in shown]
-            table.add_row(*shown_cells, style=STYLES.get(finding.verdict), end_section=ends)
-        console.print(table)
-        for line in notes(group):
-            console.print(line, soft_wrap=True)
-    for line in alarms(report.findings):
-        console.print(line, style="red", soft_wrap=True)
-    console.print(report.summary, soft_wrap=True)
+def show(report: Report, form: str) -> None:
+    if form == "json":
+        print(as_json(report))
+    elif form == "markdown":
+        print(as_markdown(report))
+    else:
+        console = tables.terminal()
+        console.print(report.heading, soft_wrap=True)
+        print_tables(report.tables())
+        for line in report.alarms:
+            console.print(line, style="red", soft_wrap=True)
+        console.print(report.summary, soft_wrap=True)
 
 
 def as_markdown(report: Report) -> str:
     parts = ["# Regression check", "", f"**{escape(report.summary)}**", ""]
-    parts += [f"- **{escape(line)}**" for line in alarms(report.findings)]
-    parts += ["", f"Held against {escape(report.heading)}.", ""]
-    for group in report.groups():
-        parts += [f"## {escape(_title(group))}", ""]
-        parts.append("| " + " | ".join(HEADER) + " |")
-        parts.append("| --- | --- |" + " ---: |" * (len(HEADER) - 3) + " --- |")
-        for finding in group:
-            line: list[str] = [escape(cell) for cell in cells(finding)]
-            if finding.verdict in (SLOWER, FAILED):
-                line[-1] = f"**{line[-1]}**"
-            parts.append("| " + " | ".join(line) + " |")
-        parts.append("")
-        parts += [f"- {escape(line)}" for line in notes(group)]
-        parts.append("")
-    return "\n".join(parts).rstrip()
+    parts += [f"- **{escape(line)}**" for line in report.alarms]
+    parts += ["", f"Compared with {escape(report.heading)}.", ""]
+    return "\n".join([*parts, tables.markdown(report.tables(), "##")])
 
 
 def as_json(report: Report) -> str:
@@ -489,36 +441,25 @@ def as_junit(report: Report) -> str:
 
     suites = xml.Element("testsuites")
     suite = xml.SubElement(suites, "testsuite", name="regression")
-    failures = skipped = 0
-    for finding in report.findings:
-        f = finding
+    tags = []
+    for f in report.findings:
         where = ".".join(filter(None, (f.config, f.precision, f.version, f.variant)))
-        case = xml.SubElement(
-            suite, "testcase", classname=printable(where), name=f.heading or "verdict"
-        )
-        message = _sentence(finding)
-        if f.verdict in (SLOWER, FAILED):
-            failures += 1
-            xml.SubElement(case, "failure", type=f.verdict, message=message)
-        elif f.verdict not in (SAME, FASTER):
-            skipped += 1
-            xml.SubElement(case, "skipped", message=message)
-        else:
-            xml.SubElement(case, "system-out").text = message
+        names = {"classname": printable(where), "name": f.heading or "verdict"}
+        case = xml.SubElement(suite, "testcase", names)
+        if f.verdict in (SAME, FASTER):
+            xml.SubElement(case, "system-out").text = _sentence(f)
+            continue
+        tags.append("failure" if f.verdict in ALARMS else "skipped")
+        kind = {"type": f.verdict} if f.verdict in ALARMS else {}
+        xml.SubElement(case, tags[-1], kind, message=_sentence(f))
+    counts = {"tests": len(report.findings), "failures": tags.count("failure"), "errors": 0,
+              "skipped": tags.count("skipped")}  # fmt: skip
     for element in (suites, suite):
-        element.set("tests", str(len(report.findings)))
-        element.set("failures", str(failures))
-        element.set("errors", "0")
-        element.set("skipped", str(skipped))
+        for name, count in counts.items():
+            element.set(name, str(count))
     xml.indent(suites)
     text = xml.tostring(suites, encoding="unicode")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}'
-
-
-def _sentence(finding: Finding) -> str:
-    _, _, then, now, change, interval, *_ = cells(finding)
-    figures = "" if finding.change is None else f": {change} ({interval}), {then} then, {now} now"
-    return finding.verdict + figures + (f": {note(finding)}" if finding.note else "")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ figure there is typed by hand. `--check` changes nothing and exits 1 if they are
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,10 +22,10 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import instructor  # noqa: E402
-from workshop.compare import comparison, studies, sweep, sweep_tables, waterfall, waterfall_tables  # noqa: E402
+from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.collection import Collection  # noqa: E402
-from workshop.compare.comparison import Row  # noqa: E402
 from workshop.compare.markdown import table_line  # noqa: E402
+from workshop.compare.rows import Row, build_rows, ordinary  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
@@ -88,7 +88,7 @@ def render() -> dict[Path, str]:
         raise WorkshopError(problems[0])
     documents = {ROOT / "PERFORMANCE_RESULTS.md": _performance(collection)}
     devices = _runs_of_devices()
-    ladders = [comparison.build_rows(studies.ordinary(runs)) for runs in devices]
+    ladders = [build_rows(ordinary(runs)) for runs in devices]
     parts = {
         ROOT / "README.md": {
             LADDER: "\n\n".join(
@@ -182,10 +182,10 @@ def _ladder_cells(row: Row | None) -> list[str]:
 def _spreads(runs: list[RunResult], configs: list[str]) -> list[str]:
     """How far the sessions that measured the ladder lie apart, if there are several of a size."""
     sessions: dict[str, list[RunResult]] = {}
-    for run in studies.ordinary(runs):
+    for run in ordinary(runs):
         if run.precision == LADDER_PRECISION:
             sessions.setdefault(run.session, []).append(run)
-    rows = [row for session in sessions.values() for row in comparison.build_rows(session)]
+    rows = [row for session in sessions.values() for row in build_rows(session)]
     spreads = [_spread([row for row in rows if row.config == config]) for config in configs]
     return [" ".join(filter(None, spreads))] if any(spreads) else []
 
@@ -218,37 +218,33 @@ def _worth(runs: list[RunResult], ladders: list[list[Row]]) -> dict[str, str]:
     falls = waterfall.build(runs)
     sweeps = [one for axis in sweep.AXES.values() for one in sweep.build(runs, axis)]
     return {
-        WATERFALLS: "\n\n".join([_pictures("waterfall"), waterfall_tables.as_markdown(falls)])
-        if falls
-        else "",
-        SWEEPS: "\n\n".join([_pictures("sweep*"), sweep_tables.as_markdown(sweeps)])
-        if sweeps
-        else "",
-        FIRST_USE: _first_use([row for rows in ladders for row in rows if row.first_use_s]),
+        WATERFALLS: _study("waterfall", map(tables.waterfall_table, falls)) if falls else "",
+        SWEEPS: _study("sweep*", map(tables.sweep_table, sweeps)) if sweeps else "",
+        FIRST_USE: _first_use([row for rows in ladders for row in rows if row.startup_s]),
     }
 
 
-def _pictures(pattern: str) -> str:
-    """Those that compare_versions.py wrote beside the runs."""
-    found = sorted(REFERENCE.rglob(f"{pattern}.png"))
-    return "\n\n".join(
+def _study(pattern: str, found: Iterable[tables.Table]) -> str:
+    """The pictures that compare_versions.py wrote beside the runs, and tables."""
+    pictures = "\n\n".join(
         f"![{path.parent.name}, {path.stem}](../{path.relative_to(ROOT).as_posix()})"
-        for path in found
+        for path in sorted(REFERENCE.rglob(f"{pattern}.png"))
     )
+    return f"{pictures}\n\n{tables.markdown(found)}"
 
 
 def _first_use(rows: list[Row]) -> str:
     """A line for each version and size that is compiled or captured; without rows, nothing."""
     if not rows:
         return ""
-    header = ["version and size", "compile", "capture", "with full caches", "paid back"]
+    header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
     lines = [table_line(header), "| --- |" + " ---: |" * (len(header) - 1)]
     for row in rows:
         what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
         cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
         # A later process finds the caches filled.
-        cells.append(f"{row.first_use_least_s:.1f} s" if row.runs > 1 else "-")
-        lines.append(table_line([what, *cells, row.pays_back or "-"]))
+        cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
+        lines.append(table_line([what, *cells, row.break_even or "-"]))
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from workshop import results, versions  # noqa: E402
-from workshop.compare import comparison  # noqa: E402
+from workshop.compare.rows import variant  # noqa: E402
 from workshop.run import timing  # noqa: E402
 
 PROCESSES = (2, 3, 5)
@@ -69,7 +69,7 @@ def recorded(*keys: str) -> list[list[float]]:
         for run in results.load_folder(folder):
             if run.step_ms and run.version in keys:
                 sizes = (*sorted(run.config.items()), run.batch_size, run.seq_len)
-                key = (run.version, comparison.variant(run), run.precision, sizes)
+                key = (run.version, variant(run), run.precision, sizes)
                 found[key].append(timing.median(run.step_ms))
     return [medians for medians in found.values() if len(medians) >= LEAST_STORED]
 

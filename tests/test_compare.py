@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 from conftest import HANGS_S
 from test_results import files, make_result
+from workshop.compare.comparison import Row
 
 from analysis_tools import compare_versions
 from workshop import results, versions
 from workshop.compare import comparison, comparison_figure, comparison_tables, sessions
-from workshop.compare.comparison import Row
 from workshop.dashboard import data, figures
 from workshop.results import RunResult
 

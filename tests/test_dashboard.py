@@ -20,8 +20,8 @@ import stored_runs
 
 from analysis_tools import performance_dashboard
 from workshop import results, versions
-from workshop.compare import comparison, studies
 from workshop.compare.collection import Collection
+from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, data, export, server
 from workshop.dashboard.data import Choice, Live, Snapshot
 from workshop.report import comparisons
@@ -169,7 +169,7 @@ def brightness(colour: str) -> int:
 
 def test_a_choice_changes_the_figures(window: Any, of_the_reference: str) -> None:
     runs = results.load_folder(REFERENCE / "nvidia_h200")
-    rows = comparison.build_rows(studies.ordinary(runs))
+    rows = build_rows(ordinary(runs))
     rates = {(row.config, row.precision, row.version): f"{row.tokens_per_s:,.0f}" for row in rows}
 
     def shows(config: str, precision: str, versions: str) -> bool:

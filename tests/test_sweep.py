@@ -14,12 +14,12 @@ import pytest
 import torch
 from test_compare import SHRINK_PRESET, Terminal, copy_repository, running
 from test_results import files, make_result
+from workshop.compare.comparison_tables import FORMATS
 
 from analysis_tools import compare_versions, update_docs
 from workshop import cli, results, versions
 from workshop.compare import sessions, sweep, sweep_figure, sweep_tables
 from workshop.compare.collection import Collection
-from workshop.compare.comparison_tables import FORMATS
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.dashboard import blocks
 from workshop.dashboard.data import Choice, Snapshot, group_of

@@ -13,7 +13,7 @@ from test_compare import FEW_STEPS, NEVER_WAITS, SHRINK_PRESET, copy_repository,
 from test_results import make_result
 
 from workshop import results
-from workshop.compare import comparison, regression, waterfall
+from workshop.compare import regression, rows, waterfall
 from workshop.dashboard import data
 from workshop.run import timing, waiting
 
@@ -104,10 +104,10 @@ def test_times_are_those_of_the_undisturbed_runs(
         make_result(step_ms=steps, waited_share=share)
         for steps, share in zip((STEADY, SLOW), shares, strict=True)
     ]
-    (row,) = comparison.build_rows(runs)
+    (row,) = rows.build_rows(runs)
     assert row.step_ms == step_ms and row.speedup == 1.0
     assert (row.note, row.runs, row.parity) == (note, 2, "pass")
-    kept = [run.step_ms for run in comparison.steady(runs)]
+    kept = [run.step_ms for run in rows.steady(runs)]
     assert waterfall._times(runs) == kept
     assert len(regression._values(runs, regression.STEP)) == regression.repeats(runs) == len(kept)
     point = data._sweep_point(1.0, runs)

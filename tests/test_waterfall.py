@@ -17,13 +17,13 @@ from test_compare import HOSTILE, SHRINK_PRESET, Terminal, copy_repository, runn
 from test_results import files, make_result
 from test_versions import Recorder
 from torch import nn
+from workshop.compare.comparison_tables import FORMATS
 
 from analysis_tools import compare_versions
 from workshop import cli, results, versions
 from workshop.classroom import instructor
 from workshop.compare import comparison, sessions, waterfall, waterfall_figure, waterfall_tables
 from workshop.compare.collection import Collection
-from workshop.compare.comparison_tables import FORMATS
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity

@@ -209,7 +209,10 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         help="what the gate runs on (default: the run's own batch size and sequence length, or as "
         "much as V1 in high precision has the memory for)",
     )
-    add("--session", default=None, help=argparse.SUPPRESS)  # compare_versions names its own
+    # compare_versions.py names the session, what the run is for, and the file that it reads then.
+    add("--session", help=argparse.SUPPRESS)
+    add("--kind", choices=results.KINDS, default=results.KINDS[0], help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
     add(
         "--no-gate",
@@ -659,6 +662,7 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
+        kind=arguments.kind,
         options=options,
         command=_command(),
         data=data_record,
@@ -733,7 +737,11 @@ def _median(samples: list[float]) -> float | None:
 
 
 def _finish(request: Request, result: RunResult, status: int) -> int:
-    path = results.save(result, request.output_dir)
+    target = request.arguments.result_file
+    if target is None:
+        path = results.save(result, request.output_dir)
+    else:
+        path = results.save_as(target, result)
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")

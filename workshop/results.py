@@ -27,27 +27,23 @@ from workshop.run import flops
 from workshop.versions import ALL, ROOT
 
 SCHEMA_VERSION = 1
+MODEL_SIZES = tuple(size.name for size in dataclasses.fields(flops.Sizes))
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
+KINDS = ("run", "waterfall rung", "sweep point")
 STATUSES = (
-    "complete",
-    "interrupted",
-    "gate failed",
-    "audit failed",
-    "failed",
-    "skipped",
-    "profiled",
-)
+    "complete", "interrupted", "gate failed", "audit failed", "failed", "skipped", "profiled",
+)  # fmt: skip
 MOST_WAITED = 0.5
 DISTURBED = "disturbed: it had to wait for a processor for most of the time"
 PARITY_STATUSES = ("not run", "pass", "fail")
 GATE_ONLY = "gate only"
-"""Of a run that no run of V1 in its session could be compared with."""
+"""The audit's summary of a run without a V1 run in its session to compare with."""
 DEFAULT_FOLDER = ROOT / "results"
 DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
-"""What tools write beside runs, made from them."""
+"""Files that tools write beside runs, made from them."""
 
 NEWER = {"newer": True}
-"""Marks a field that files from before it lack."""
+"""Marks a field that older files don't have."""
 
 T = TypeVar("T")
 
@@ -74,15 +70,15 @@ class Parity:
     measures: dict[str, dict[str, float | str | None]] = field(default_factory=dict)
 
     def closest(self) -> tuple[str, float, float] | None:
-        """The measure that uses most of what it is allowed, its error and its limit; infinite is
-        an error that was no number, of which a file has null. None where nothing was measured."""
-        told = []
+        """The measure nearest to its limit: name, error, limit. A file's null is an infinite error.
+        None where nothing was measured."""
+        shares = []
         for name, measure in self.measures.items():
             error, allowed = measure.get("error"), measure.get("allowed")
             if isinstance(allowed, (int, float)) and allowed > 0:
                 error = float(error) if isinstance(error, (int, float)) else math.inf
-                told.append((error / allowed, name, error, float(allowed)))
-        return max(told)[1:] if told else None
+                shares.append((error / allowed, name, error, float(allowed)))
+        return max(shares)[1:] if shares else None
 
 
 @dataclass
@@ -92,17 +88,17 @@ class Audit(Parity):
     steps: int | None = None
     """Trained up to the last timed one, warm-up included."""
     seconds: float | None = None
-    """What the audit took, after the clock had stopped."""
+    """Duration of the audit, after the clock had stopped."""
     why: str = GATE_ONLY
-    """Of a run that was not audited, why."""
+    """Why a run was not audited."""
 
 
 @dataclass
 class RunResult:
     """One training run of one version. Times in ms, memory in MB (10^6 bytes).
 
-    The defaults are for a run that has not measured yet, or never did. A file has every field but
-    those whose default is None: one from before such a field was measured is read with None.
+    The defaults are for a run that has not measured yet. A file has every field; only those marked
+    NEWER may be missing.
     """
 
     version: str
@@ -118,11 +114,13 @@ class RunResult:
     git_commit: str | None
     created: str
     schema_version: int = SCHEMA_VERSION
+    kind: str = field(default="run", metadata=NEWER)
+    """One of KINDS: a run of a whole version, a rung of a waterfall, or a point of a sweep."""
     status: str = "complete"
-    """One of STATUSES; "interrupted" has fewer steps than were asked for, "skipped" was not run
-    because the machine lacks what it needs, "profiled" ran under a profiler and was not timed."""
+    """One of STATUSES; "interrupted" has fewer steps than requested, "skipped" could not run on
+    this machine, "profiled" ran under a profiler and was not timed."""
     error: str | None = None
-    """Why a failed run failed, as far as it could say, or a skipped one was skipped."""
+    """Why a run failed or was skipped."""
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     data: dict[str, str | int] = field(default_factory=dict)
@@ -131,13 +129,12 @@ class RunResult:
     backward_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
     setup_s: dict[str, float] = field(default_factory=dict)
-    """Seconds before the first timed step: `gate`; `compile`, in the gate and the warm-up;
-    `capture` of the graph; `warm_up`. The last is without the two before it, as is `gate` without
-    `compile`. Files from before they were told apart have `warm_up` alone."""
+    """Seconds before the first timed step: `gate` and `warm_up`, without `compile` (in both) and
+    `capture` (of the graph). Older files have `warm_up` alone."""
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
-    """Of every step up to the last timed one, warm-up first (on the CPU with the step that told
-    the memory); null where it was not finite."""
+    """Of every step up to the last timed one, warm-up first (on the CPU with the step that measured
+    memory); null where it was not finite."""
     gradients: Gradients | None = None
     parity: Parity = field(default_factory=Parity)
     audit: Audit = field(default_factory=Audit, metadata=NEWER)
@@ -145,33 +142,37 @@ class RunResult:
     peak_tflops: float | None = None
     peak_source: str | None = None
     waited_share: float | None = field(default=None, metadata=NEWER)
-    """The share of the timed steps in which the thread that waited longest was ready to run and
-    had no processor, because other programs ran; None where the system doesn't count that."""
+    """The share of the timed steps in which the thread that waited longest was ready to run but
+    had no processor; None where the system doesn't count that."""
 
     @property
     def disturbed(self) -> bool:
-        """Whether its times are those of the other programs. It says nothing about how fast the
-        version is: on a machine of its own a slow one waits as little as a fast one."""
+        """Whether other programs took the processor for most of the timed steps."""
         return self.waited_share is not None and self.waited_share > MOST_WAITED
 
     @property
     def refused(self) -> tuple[str, list[str]] | None:
-        """What shows that it did not train V1's model, "gate" or "audit", and its reasons."""
-        for what, verdict in (("gate", self.parity), ("audit", self.audit)):
+        """The check that failed, "gate" or "audit", with its reasons."""
+        for check, verdict in (("gate", self.parity), ("audit", self.audit)):
             if verdict.status == "fail":
-                return what, verdict.failures
+                return check, verdict.failures
         return None
 
     @property
     def interpreted(self) -> bool:
-        """Whether Triton's interpreter ran its kernels, so that its times may not be compared.
-        On a CPU nothing else can have run them, whatever the file says."""
+        """Whether Triton's interpreter ran its kernels, as it always does on a CPU. Its times may
+        not be compared."""
         on_cpu = ALL[self.version].triton and self.device.get("type") == "cpu"
         return on_cpu or bool(self.options.get("interpreted"))
 
 
+def model_sizes(config: Mapping[str, float]) -> flops.Sizes:
+    """The sizes that FLOPs and memory follow from, of a result's config."""
+    return flops.Sizes(**{name: int(config[name]) for name in MODEL_SIZES})
+
+
 def new_session() -> str:
-    """A name for a run or a comparison that sorts by time and that no other takes."""
+    """A unique name for a run or a comparison, which sorts by time."""
     return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
 
 
@@ -185,7 +186,7 @@ def finite(values: list[float]) -> list[float | None]:
 
 
 def describe_software() -> dict[str, str | None]:
-    """Versions of everything that decides how fast a step is."""
+    """Versions of the software that a step's time depends on."""
     import torch  # not above: files are read without it, too
 
     try:
@@ -205,11 +206,10 @@ def describe_software() -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """The commit in $GIT_COMMIT, where CI systems put it and a copy without its history may be
-    told; else the checkout's, with "-dirty" for uncommitted changes; None if nobody knows."""
-    told = os.environ.get("GIT_COMMIT")
-    if told:
-        return told
+    """$GIT_COMMIT, which CI systems set; else the checkout's commit, with "-dirty" for uncommitted
+    changes; None outside of a checkout."""
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -222,13 +222,10 @@ def git_commit() -> str | None:
 
 
 def prepare_folder(folder: Path, flag: str = "--output-dir") -> Path:
-    """Makes the folder and shows that a file can be written there, before any work is done.
-
-    Args:
-        flag: what the user would choose another folder with.
+    """Makes the folder and checks that a file can be written there, before any work is done.
 
     Raises:
-        WorkshopError: it can't be made or written.
+        WorkshopError: it can't be made or written; it names the `flag` that chooses another.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,11 +239,7 @@ def prepare_folder(folder: Path, flag: str = "--output-dir") -> Path:
 
 
 def prepare_file(path: Path, flag: str) -> None:
-    """Shows that a file can be written, before any work is done.
-
-    Raises:
-        WorkshopError: it can't.
-    """
+    """Checks that a file can be written, before any work is done; raises WorkshopError."""
     if path.is_dir():
         raise WorkshopError(f"{flag} {path} is a folder: name a file")
     prepare_folder(path.parent, flag)
@@ -277,15 +270,14 @@ def write_text(target: Path, text: str) -> None:
 
 
 Content = str | Callable[[Path], object]
-"""Of a file: a text, or a function that writes to the path that it is given."""
+"""A text, or a function that writes a file to the given path."""
 
 
 def write_together(contents: Mapping[Path, Content], gone: Iterable[Path] = ()) -> None:
-    """Writes all the files, or none where one of them can't be written: those from before stay.
+    """Writes all files, or none if one of them can't be written: the old ones stay then.
 
     Args:
-        gone: files that are deleted, if they are not among those written: what an earlier set had
-            and this one has not.
+        gone: files of an earlier set, deleted if they are not among those written.
 
     Raises:
         WorkshopError: there is no room or no right to write.
@@ -310,14 +302,21 @@ def json_text(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
+def new_path(folder: Path, session: str, version: str, config_name: str, precision: str) -> Path:
+    """`folder/runs/SESSION/VERSION_CONFIG_PRECISION_ID.json`, which no other run takes."""
+    name = f"{version}_{config_name}_{precision}_{uuid.uuid4().hex[:6]}.json"
+    return folder / "runs" / session / name
+
+
 def save(result: RunResult, folder: Path) -> Path:
-    """Writes `folder/runs/SESSION/VERSION_CONFIG_PRECISION_ID.json` and returns its path."""
-    name = f"{result.version}_{result.config_name}_{result.precision}_{uuid.uuid4().hex[:6]}.json"
-    return save_as(prepare_folder(folder / "runs" / result.session) / name, result)
+    """Writes a result file at a new path below the folder; its path."""
+    r = result
+    return save_as(new_path(folder, r.session, r.version, r.config_name, r.precision), result)
 
 
 def save_as(target: Path, result: RunResult) -> Path:
     """Writes one result file; its path."""
+    prepare_folder(target.parent)
     write_json(target, {"schema_version": result.schema_version} | dataclasses.asdict(result))
     return target
 
@@ -329,9 +328,8 @@ def load(path: Path) -> RunResult:
     """Reads one result file.
 
     Raises:
-        WorkshopError: it can't be read, is no JSON, has another schema, lacks a field, or has one
-            of the wrong type or with a value that no run gives; the message names the file and
-            the field.
+        WorkshopError: it can't be read, is no JSON, has another schema, or a field is missing, has
+            the wrong type or an impossible value; the message names the file and the field.
     """
     content = read_json(path)
     version = content.get("schema_version")
@@ -347,10 +345,11 @@ def load(path: Path) -> RunResult:
 
 
 def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
-    """Fields of the right type whose values no run gives, and what is wrong with them. Whoever
-    reads a result looks its values up, divides by them and takes medians without asking again."""
+    """Fields of the right type with impossible values, and what is wrong with them. Readers of a
+    result divide by its values and take medians without another check."""
     choices: tuple[tuple[str, str, Collection[str]], ...] = (
         ("version", run.version, ALL),
+        ("kind", run.kind, KINDS),
         ("status", run.status, STATUSES),
         ("parity.status", run.parity.status, PARITY_STATUSES),
         ("audit.status", run.audit.status, PARITY_STATUSES),
@@ -358,10 +357,9 @@ def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
     for where, value, known in choices:
         if value not in known:
             yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
-    if run.parity.status == "fail" and not run.parity.failures:
-        yield "parity.failures", "is empty, though the gate is red"
-    if run.audit.status == "fail" and not run.audit.failures:
-        yield "audit.failures", "is empty, though the audit is red"
+    for where, check, verdict in (("parity", "gate", run.parity), ("audit", "audit", run.audit)):
+        if verdict.status == "fail" and not verdict.failures:
+            yield f"{where}.failures", f"is empty, though the {check} is red"
     if run.status == "complete" and not run.step_ms:
         yield "step_ms", "is empty in a complete run"
     if len(run.losses) < len(run.step_ms):
@@ -370,20 +368,17 @@ def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
         yield "memory_mb.peak", "is missing"
     for part, amount in run.memory_mb.items():
         if isinstance(amount, str) != (part == "source"):
-            yield (
-                f"memory_mb.{part}",
-                f"should be a number (and source a text), found {amount!r:.40}",
-            )
-    for where, figure, least in _bounded_figures(run):
-        if not isinstance(figure, (int, float)) or not least <= figure <= MOST:
-            yield where, f"should lie between {least:g} and {MOST:g}, found {figure!r:.40}"
+            wrong = f"should be a number (and source a text), found {amount!r:.40}"
+            yield f"memory_mb.{part}", wrong
+    for where, number, least in _bounded_numbers(run):
+        if not isinstance(number, (int, float)) or not least <= number <= MOST:
+            yield where, f"should lie between {least:g} and {MOST:g}, found {number!r:.40}"
 
 
-def _bounded_figures(run: RunResult) -> Iterator[tuple[str, object, float]]:
-    """What others divide by, and the least that it can be."""
+def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
+    """Numbers that others divide by, and the least that each can be."""
     yield from (("batch_size", run.batch_size, 1), ("seq_len", run.seq_len, 1))
-    for size in dataclasses.fields(flops.Sizes):
-        yield f"config.{size.name}", run.config.get(size.name), 1
+    yield from ((f"config.{name}", run.config.get(name), 1) for name in MODEL_SIZES)
     yield from ((f"step_ms[{i}]", time, LEAST) for i, time in enumerate(run.step_ms))
     yield from ((f"setup_s.{part}", seconds, 0) for part, seconds in run.setup_s.items())
     if "peak" in run.memory_mb:
@@ -405,19 +400,15 @@ def load_folder(folder: Path) -> list[RunResult]:
         return [load(folder)]
     if not folder.is_dir():
         raise WorkshopError(f"results {folder}: no such folder")
-    below = {path for runs in [folder, *folder.rglob("runs")] for path in _run_files(folder, runs)}
-    if not below:
+    found = set(folder.glob("*.json"))
+    for runs in [folder] if folder.name == "runs" else folder.rglob("runs"):
+        found |= set(runs.rglob("*.json"))
+    paths = sorted(path for path in found if path.name not in DERIVED and path.name[0] != ".")
+    if not paths:
         raise WorkshopError(
             f"results {folder}: no result files (*.json, runs/SESSION/*.json) in it"
         )
-    return sorted((load(path) for path in sorted(below)), key=lambda result: result.session)
-
-
-def _run_files(top: Path, folder: Path) -> Iterator[Path]:
-    found = (
-        folder.glob("*.json") if folder == top and folder.name != "runs" else folder.rglob("*.json")
-    )
-    return (path for path in found if path.name not in DERIVED and path.name[0] != ".")
+    return sorted(map(load, paths), key=lambda result: result.session)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -429,7 +420,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(path: Path) -> Any:
-    """As `read_json`, whatever is in the file."""
+    """As `read_json`, for any JSON value."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
     except OSError as error:
@@ -448,8 +439,8 @@ def _no_constant(name: str) -> None:
 
 
 def decode(kind: type[T], content: Any, path: Path, where: str) -> T:
-    """Builds the dataclass `kind` from parsed JSON, checking every field's type. A field whose
-    default is None may be missing."""
+    """Builds the dataclass `kind` from parsed JSON, checking every field's type. Only those marked
+    NEWER may be missing."""
     if not isinstance(content, dict):
         raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
     hints = typing.get_type_hints(kind)

@@ -34,6 +34,14 @@ class Version:
     """What else it imports, besides PyTorch."""
     file: str = ""
     """Its name, if that is not tiny_llama_KEY.py."""
+    colour: str = "#808080"
+    """In every picture and page."""
+    marker: str = "circle"
+    """One of MARKERS."""
+    rungs: tuple[tuple[str, str, str], ...] = ()
+    """The waterfall from V1 to it, if there is one: of each rung the version whose code runs, what
+    it switches on (a switch, `compile`, `cuda_graph`, or nothing), and its title. Each rung has
+    what those before it of the same version have switched on."""
 
     @property
     def path(self) -> Path:
@@ -44,12 +52,20 @@ class Version:
         return self.path.is_file()
 
 
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "x": "X"}
+"""Plotly's names of the markers, with Matplotlib's."""
+
+_STACKED = (("v2", "fuse_qkv", "fused QKV"), ("v2", "fuse_gate_up", "fused gate-up"))
+"""The first rungs of both waterfalls: V2's switches for the weights that V2, V3 and V4 stack."""
+
 # Every speed-up is derived from this version's time and every gradient compared with its gradient.
 BASELINE = "v1"
 
 VERSIONS = {
     version.key: version
     for version in (
+        # Colours near Okabe and Ito's palette, distinct to all eyes; each has a contrast of 3:1 or
+        # better on white and on dark.
         Version("v1", "plain PyTorch", "version1_pytorch_baseline", parent=None),
         Version(
             "v2",
@@ -60,6 +76,8 @@ VERSIONS = {
                 "Fusions RMSNorm apply_rope Attention FeedForward Block TinyLlama"
                 " configure_optimizer".split()
             ),
+            colour="#D55E00",
+            marker="square",
         ),
         Version(
             "v3",
@@ -72,6 +90,23 @@ VERSIONS = {
             ),
             cuda_graph=True,
             triton=True,
+            colour="#0072B2",
+            marker="diamond",
+            # The optimizer's kernel comes first: with PyTorch's, a step at fp16 can't be captured.
+            # Then the graph: without it the host can't launch the kernels fast enough for any size
+            # at which a kernel saves time, and would hide what they are worth.
+            rungs=(
+                *_STACKED,
+                ("v3", "", "V3's code, no kernel"),
+                ("v3", "fuse_optimizer", "AdamW kernel"),
+                ("v3", "cuda_graph", "graph"),
+                ("v3", "fuse_norm", "RMSNorm kernel"),
+                ("v3", "fuse_swiglu", "SwiGLU kernel"),
+                ("v3", "fuse_attention", "RoPE + attention"),
+                ("v3", "fuse_embedding", "embedding kernel"),
+                ("v3", "fuse_loss", "linear + loss kernel"),
+                ("v3", "fuse_linear", "fp32 weight grads"),
+            ),
         ),
         Version(
             "v4",
@@ -85,6 +120,18 @@ VERSIONS = {
             ),
             compile="default",
             cuda_graph=True,
+            colour="#009E73",
+            marker="triangle-up",
+            rungs=(
+                *_STACKED,
+                ("v2", "fuse_norm", "F.rms_norm"),
+                ("v2", "fuse_attention", "SDPA"),
+                ("v2", "fuse_gqa", "native GQA"),
+                ("v2", "fuse_optimizer", "fused AdamW"),
+                ("v4", "", "V4's code, eager"),
+                ("v4", "compile", "torch.compile"),
+                ("v4", "cuda_graph", "graph"),
+            ),
         ),
     )
 }
@@ -100,6 +147,8 @@ PEERS = {
             compile="default",
             packages=("transformers",),
             file="hugging_face_llama.py",
+            colour="#C06C9B",
+            marker="cross",
         ),
         Version(
             "hf-liger",
@@ -108,6 +157,8 @@ PEERS = {
             parent=None,
             packages=("transformers", "liger_kernel"),
             file="hugging_face_liger.py",
+            colour="#9A7B2B",
+            marker="x",
         ),
     )
 }

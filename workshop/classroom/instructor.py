@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 
 from workshop.compare.collection import Collection, Profile
-from workshop.compare.comparison import Row
+from workshop.compare.rows import Row
 from workshop.gate import plausibility
 from workshop.profilers import kernel_file
 from workshop.report import comparisons, studies

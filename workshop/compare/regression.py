@@ -1,25 +1,23 @@
-"""Is it slower than it was? A stored session of runs against a fresh one.
+"""Is it slower than it was? A stored session of runs against a new one.
 
-A process is what a measurement repeats, as in `timing.speedup`: the steps of one share its clock,
-its memory layout and its neighbours, so that a hundred of them tell less of the next process than
-a second process does. Each process therefore counts once, with its median step. Neighbours only
-ever slow a process down, so the slowest three of ten on either side are set aside, and the change
+Each process counts once, with its median step, as in `timing.speedup`: the steps of a process share
+its clock, its memory layout and its neighbours, and say little about the next process. Neighbours
+only slow a process down, so the slowest three of ten on either side are set aside, and the change
 is the difference of the other logarithms' means. It is judged by Student's t on their winsorized
 scatter: the trimmed t-test (Yuen and Dixon, The approximate behaviour and performance of the
 two-sample trimmed t, Biometrika 60, 1973), trimmed at the slow end alone.
 
-A change is told when two things hold: it is at least the threshold, and its interval does not
-hold 0. All comparisons of a check share FALSE_ALARMS between them (Bonferroni). Where the interval
-is so wide that a change by the threshold could not leave it, the verdict is not "no difference"
-but "too noisy to tell", with the least change that would have been seen and the number of
-processes that would see the threshold.
+A change is reported if it is at least the threshold and its interval does not contain 0. All
+comparisons of a check share FALSE_ALARMS between them (Bonferroni). Where the interval is too wide
+for a change by the threshold to be seen, the verdict is not "no difference" but "too noisy to
+tell", with the least visible change and the number of processes that would show the threshold.
 
 A bootstrap of a few processes draws from too few values for such small probabilities, and a rank
-test of 5 against 5 has none below 1 in 252. What the rule above does was simulated with processes
-that scatter as recorded ones do, 10 a side, 20 steps each, 500 checks of one version's step,
-phases and memory; a version is slowed by 5%, or not at all, and the threshold is 3%:
+test of 5 against 5 has none below 1 in 252. This rule was simulated with processes that scatter as
+recorded ones do, 10 a side, 20 steps each, 500 checks of one version's step, phases and memory; a
+version is slowed by 5%, or not at all, and the threshold is 3%:
 
-    recorded on                                    false alarms   5% found   told: too noisy
+    recorded on                                    false alarms   5% found   too noisy
     H200, 6 versions and sizes that keep it busy      0 of 3000      100%       0%
     H200, 6 that wait for the host (9 to 24%)        16 of 3000        1%      99%
     a shared CPU whose processes differ by 18%        3 of  500       18%      82%
@@ -38,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workshop import errors, results
-from workshop.compare import comparison
+from workshop.compare import rows
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 from workshop.run import timing
@@ -46,12 +44,10 @@ from workshop.versions import ALL
 
 SCHEMA_VERSION = 1
 FALSE_ALARMS = 0.005
-"""The share of checks of unchanged code in which t lets anything be slower, if processes scatter
-normally. They do not: what is left to 0.01 is for that."""
-LEAST_PROCESSES = 2
-"""Of each side, below which nothing is known of the scatter."""
-MOST_PROCESSES = 50
-"""Beyond which nobody waits."""
+"""The share of checks of unchanged code with a "slower" among the verdicts, if processes scatter
+normally. They do not, and it may reach 0.01."""
+LEAST_PROCESSES, MOST_PROCESSES = 2, 50
+"""Of each side: with fewer the scatter is unknown, and more are never advised."""
 
 SLOWER = "slower"
 FASTER = "faster"
@@ -66,8 +62,8 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Metric:
-    """What is compared: its name in a comparison's rows, its heading, its unit, and its value in
-    one process, None where the process did not measure it."""
+    """A quantity to compare: its name in a comparison's rows, its heading, its unit, and its value
+    in one process, None where that did not measure it."""
 
     name: str
     heading: str
@@ -89,11 +85,10 @@ def _peak(run: RunResult) -> float | None:
 
 
 STEP = Metric("step_ms", "step", "ms", _median_of("step_ms"))
+_PHASES = ("forward", "backward", "optimizer")
 METRICS = (
     STEP,
-    Metric("forward_ms", "forward", "ms", _median_of("forward_ms")),
-    Metric("backward_ms", "backward", "ms", _median_of("backward_ms")),
-    Metric("optimizer_ms", "optimizer", "ms", _median_of("optimizer_ms")),
+    *(Metric(f"{phase}_ms", phase, "ms", _median_of(f"{phase}_ms")) for phase in _PHASES),
     Metric("peak_memory_mb", "memory", "MB", _peak),
 )
 
@@ -123,11 +118,11 @@ class Change:
 
     @property
     def visible(self) -> float:
-        """The least slow-down that these processes can tell from none: 0.02 is 2%."""
+        """The least slow-down that these processes can show: 0.02 is 2%."""
         return self.high / self.ratio - 1
 
     def verdict(self, threshold: float) -> str:
-        """SLOWER, FASTER, SAME or TOO_NOISY; `threshold` 0.03 asks for changes by 3% or more."""
+        """SLOWER, FASTER, SAME or TOO_NOISY for changes by the threshold or more: 0.03 is 3%."""
         if self.low > 1 and self.ratio >= 1 + threshold:
             return SLOWER
         if self.high < 1 and self.ratio <= 1 / (1 + threshold):
@@ -135,8 +130,8 @@ class Change:
         return TOO_NOISY if self.visible > threshold else SAME
 
     def processes_needed(self, threshold: float) -> int | None:
-        """How many of each side would tell a change by the threshold, if they scatter as these
-        do; None where MOST_PROCESSES do not."""
+        """How many of each side would show a change by the threshold, if they scatter as these
+        do; None if more than MOST_PROCESSES."""
         for count in range(LEAST_PROCESSES, MOST_PROCESSES + 1):
             kept = _kept(count)
             if _half_width(self.scatter, kept, kept, self.tail) <= math.log1p(threshold):
@@ -169,8 +164,8 @@ def compare(before: Sequence[float], after: Sequence[float], *, comparisons: int
 
 @dataclass(frozen=True)
 class _Side:
-    """Mean of the processes that were not set aside, how many they are, and the winsorized sum of
-    squares: those that were set aside count like the slowest that was not."""
+    """Mean and number of the processes that were not set aside, and the winsorized sum of squares:
+    those set aside count like the slowest of the others."""
 
     mean: float
     kept: int
@@ -200,7 +195,7 @@ def _half_width(scatter: float, before: int, after: int, tail: float) -> float:
 
 @dataclass
 class Baseline:
-    """What a check is held against: runs of one device and software, with their raw samples."""
+    """Runs of one device and software to check others against, with their raw samples."""
 
     created: str
     git_commit: str | None
@@ -215,10 +210,10 @@ def make_baseline(
     folders: Sequence[Sequence[RunResult]], command: list[str]
 ) -> tuple[Baseline, list["Finding"]]:
     """A baseline of each folder's newest session of each version and size, and the findings on
-    those that are left out: their gate is not green, or they have no times.
+    those that are left out: they did not pass the gate, or have no times.
 
     Args:
-        folders: the runs of one or several folders. Several tell how far sessions drift apart.
+        folders: the runs of one or several folders. Several show how far sessions drift apart.
         command: that made them.
 
     Raises:
@@ -243,20 +238,16 @@ def make_baseline(
                 f"a baseline is of one machine, but its runs differ in {', '.join(differences)}: "
                 "save one for each"
             )
+    commits = {run.git_commit for run in kept}
     baseline = Baseline(
         created=results.now(),
-        git_commit=_common_commit(kept),
+        git_commit=commits.pop() if len(commits) == 1 else None,
         device=first.device,
         software=first.software,
         command=command,
         runs=kept,
     )
     return baseline, left_out
-
-
-def _common_commit(runs: Iterable[RunResult]) -> str | None:
-    commits = {run.git_commit for run in runs}
-    return commits.pop() if len(commits) == 1 else None
 
 
 def load_baseline(path: Path) -> Baseline:
@@ -279,7 +270,7 @@ def load_baseline(path: Path) -> Baseline:
 
 def repeats(runs: Iterable[RunResult]) -> int:
     """The most processes that a version and size has."""
-    return max(len(comparison.steady(series)) for series in _series(runs).values())
+    return max(len(rows.steady(series)) for series in _series(runs).values())
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -287,11 +278,11 @@ def repeats(runs: Iterable[RunResult]) -> int:
 
 @dataclass
 class Finding:
-    """One verdict, on a metric of a version at a size and precision, or on the version itself
-    where `metric` is None. Figures are None where nothing was compared.
+    """A verdict on a metric of a version at a size and precision, or on the version itself where
+    `metric` is None. Numbers are None where nothing was compared.
 
     `change` is 0.05 for 5% more than `before`, `interval` its bounds, and `visible` the least
-    slow-down that would have been seen; `before` and `after` are in `unit`.
+    visible slow-down; `before` and `after` are in `unit`.
     """
 
     version: str
@@ -331,7 +322,7 @@ def check(
 
     Args:
         runs: of which each version's and size's newest session counts.
-        threshold: the least change that is told, 0.03 for 3%.
+        threshold: the least change that is reported, 0.03 for 3%.
         force: compare other devices and software versions too.
     """
     before, after = _series(baseline.runs), _newest(runs, baseline.runs[0])
@@ -382,20 +373,18 @@ def _judge(
     if before is None:
         step = timing.median([value for run in after for value in run.step_ms])
         return NEW, f"{step:,.2f} ms a step"
-    told = "; ".join(differing(before[0], after[0]))
-    return (NOT_COMPARABLE if told and not force else None), told
+    differences = "; ".join(differing(before[0], after[0]))
+    return (NOT_COMPARABLE if differences and not force else None), differences
 
 
 def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
     """FAILED or NOT_TIMED with the reason, or None for runs with proven times."""
     for run in runs:
         if run.refused:
-            what, failures = run.refused
-            return FAILED, f"{what} red: {failures[0]}"
-    skipped = [run for run in runs if run.status == "skipped"]
-    if skipped:
-        return NOT_TIMED, f"skipped: {skipped[0].error}"
-    for run in runs:
+            check, failures = run.refused
+            return FAILED, f"{check} red: {failures[0]}"
+        if run.status == "skipped":
+            return NOT_TIMED, f"skipped: {run.error}"
         if run.error:
             return FAILED, run.error
     if all(run.parity.status != "pass" for run in runs):
@@ -408,16 +397,14 @@ def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
 
 
 def differing(before: RunResult, after: RunResult) -> list[str]:
-    """What of device and software differs, each with both values."""
-    parts = []
-    for heading, then, now in (
-        ("device", before.device, after.device),
-        ("software", before.software, after.software),
-    ):
-        for name in sorted({*then, *now} - {"peaks_source"}):
-            if then.get(name) != now.get(name):
-                parts.append(f"{heading} {name}: {then.get(name)} then, {now.get(name)} now")
-    return parts
+    """The differences of device and software, each with both values."""
+    pairs = {"device": (before.device, after.device), "software": (before.software, after.software)}
+    return [
+        f"{heading} {name}: {then.get(name)} then, {now.get(name)} now"
+        for heading, (then, now) in pairs.items()
+        for name in sorted({*then, *now} - {"peaks_source"})
+        if then.get(name) != now.get(name)
+    ]
 
 
 def _fill(
@@ -429,7 +416,7 @@ def _fill(
     threshold: float,
     comparisons: int,
 ) -> None:
-    """Compares one metric and writes what came out into the finding."""
+    """Compares one metric and fills in the finding."""
     finding.metric, finding.unit = metric.name, metric.unit
     finding.processes = [len(before), len(after)]
     if min(finding.processes) < LEAST_PROCESSES:
@@ -441,7 +428,7 @@ def _fill(
     finding.interval = [change.low - 1, change.high - 1]
     finding.verdict = change.verdict(threshold)
     if finding.verdict == TOO_NOISY:
-        finding.note = _join(finding.note, _advice(change, threshold, finding.processes))
+        finding.note = rows.join(finding.note, _advice(change, threshold, finding.processes))
 
 
 def _advice(change: Change, threshold: float, processes: list[int]) -> str:
@@ -455,13 +442,9 @@ def _advice(change: Change, threshold: float, processes: list[int]) -> str:
     return f"can't see less than {least} with {processes[0]} and {processes[1]} processes: {remedy}"
 
 
-def _join(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)
-
-
 def _values(runs: list[RunResult], metric: Metric) -> list[float]:
     """One value a process, of those that measured any."""
-    values = (metric.of(run) for run in comparison.steady(runs))
+    values = (metric.of(run) for run in rows.steady(runs))
     return [value for value in values if value is not None and value > 0]
 
 
@@ -473,7 +456,7 @@ def _finding(key: Key, verdict: str, note: str) -> Finding:
 def _key(run: RunResult) -> Key:
     return (
         run.version,
-        comparison.variant(run),
+        rows.variant(run),
         run.config_name,
         run.precision,
         run.batch_size,
@@ -497,8 +480,8 @@ def _series(runs: Iterable[RunResult]) -> dict[Key, list[RunResult]]:
 
 
 def _newest(runs: Iterable[RunResult], like: RunResult | None = None) -> dict[Key, list[RunResult]]:
-    """Of each version and size the newest session, before all others one on the device and
-    software of `like`."""
+    """Of each version and size the newest session, preferably on the device and software of
+    `like`."""
 
     def order(run: RunResult) -> tuple[bool, str]:
         return (like is None or not differing(like, run), run.session)

@@ -1,8 +1,8 @@
 """Runs of versions, each in a process of its own, one after the other in an order that alternates.
 
 A machine that grows hot or busy does so for all of them. Each first run passes the gate before it
-is timed. What a process could not write itself, because it failed or was not started, is recorded
-for it, so that result files alone tell the whole session.
+is timed. For a process that left no result, because it failed or was not started, a record is
+written, so that the result files alone describe the whole session.
 """
 
 import argparse
@@ -20,20 +20,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from workshop import errors, results, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 from workshop.run import hardware, interpreter, presets, processes, timing, waiting
+from workshop.run.precision import get_precision
 
 SECONDS_TO_STOP = 120
 UNDER_WAY = " ..."
-"""How a version's process ends a line about something that has begun and may take long."""
+"""Ends a line of a version's process about a stage that may take long."""
 SLOW = (
     "in Triton's interpreter on this machine, which takes one to three minutes: one run of a step "
     "or two, to check it; its time is not compared"
 )
 Options = Mapping[str, str | bool]
-Tell = Callable[[str], object]
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -43,30 +46,39 @@ class Plan:
     version: str
     config: str
     precision: str
-    repeat: int
+    repeat: int = 0
+    kind: str = "run"
+    """One of results.KINDS."""
     interpreted: bool = False
-    """Whether Triton's interpreter runs it: then it is one process that times a single step."""
+    """Triton's interpreter runs it: one process, which times a single step."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """What differs from the preset: `batch_size`, `seq_len` or fields of TinyLlamaConfig."""
+    """Differences from the preset: `batch_size`, `seq_len` or fields of TinyLlamaConfig."""
     options: Options = field(default_factory=dict)
-    """What differs from the version's defaults: `compile`, `cuda_graph` or its switches, as a
+    """Differences from the version's defaults: `compile`, `cuda_graph` or its switches, as a
     result file records them."""
     name: str = ""
-    """Tells it from others of its version, size and precision."""
+    """Distinguishes it from others of its version, size and precision."""
     left_out: str = ""
-    """Why it is not to be run, but recorded as skipped."""
-    told: Mapping[str, float] = field(default_factory=dict)
-    """What its record says of that, among its options."""
+    """Why it is not run, but recorded as skipped."""
+    prediction: Mapping[str, float] = field(default_factory=dict)
+    """The numbers behind `left_out`, for the record's options."""
     again: bool = False
-    """Whether it takes the place of a run that other programs disturbed."""
+    """Whether it repeats a run that other programs disturbed."""
 
     @property
     def label(self) -> str:
         name = f", {self.name}" if self.name else ""
         return f"{self.version} {self.config} {self.precision}{name}"
 
+    def shape(self) -> tuple[str, dict[str, int]]:
+        """The config's name, "custom" unless it is the preset's, and all sizes."""
+        preset = presets.get_preset(self.config)
+        own = preset.model() | {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
+        sizes = {**own, **self.sizes}
+        return (self.config if sizes == own else "custom"), sizes
+
     def flags(self) -> list[str]:
-        """Of the version's command line, for all that is not the harness's to say."""
+        """The flags of the version's command line for its size, precision and options."""
         words = ["--config", self.config, "--precision", self.precision]
         for name, size in self.sizes.items():
             words += [_flag(name), str(size)]
@@ -85,8 +97,7 @@ def _flag(name: str) -> str:
 
 
 def alternate(plans: list[Plan], repeats: int) -> list[Plan]:
-    """The plans once for each repeat, each time in the other direction; what is interpreted only
-    once."""
+    """The plans once for each repeat, in alternating directions; interpreted ones only once."""
     runs = []
     for repeat in range(repeats):
         order = plans if repeat % 2 == 0 else plans[::-1]
@@ -98,16 +109,25 @@ def alternate(plans: list[Plan], repeats: int) -> list[Plan]:
     return runs
 
 
-def check_counts(arguments: argparse.Namespace) -> None:
-    """Raises WorkshopError for counts or a seed that can't be."""
+def check(arguments: argparse.Namespace) -> tuple[torch.device, list[str], list[str]]:
+    """The device, presets and precisions of compare_versions.py's arguments.
+
+    Raises:
+        WorkshopError: one of them, a count or the seed is invalid.
+    """
     for name, most in (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000)):
         value = getattr(arguments, name)
-        if value < 1:
-            raise WorkshopError(f"{_flag(name)} {value}: it must be at least 1")
-        if value > most:
-            raise WorkshopError(f"{_flag(name)} {value}: it must be at most {most:,}")
+        if not 1 <= value <= most:
+            bound = "at least 1" if value < 1 else f"at most {most:,}"
+            raise WorkshopError(f"{_flag(name)} {value}: it must be {bound}")
     if not 0 <= arguments.seed < 2**63:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
+    device = hardware.get_device(arguments.device)
+    configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
+    for config in configs:
+        presets.get_preset(config)
+    precisions = [get_precision(name, device).name for name in arguments.precision]
+    return device, configs, list(dict.fromkeys(precisions))
 
 
 def run_plans(
@@ -118,15 +138,14 @@ def run_plans(
     keys: Iterable[str] = (),
     total: int | None = None,
 ) -> tuple[list[RunResult], bool]:
-    """Runs the processes one after the other; what they left, and whether Ctrl-C ended them.
+    """Runs the processes one after the other; their results, and whether Ctrl-C ended them.
 
-    A version that failed at a size is not run there again: it has its record. A run that was
-    disturbed is measured again once, and both are kept.
+    A version that failed at a size is not run there again. A run that other programs disturbed is
+    measured again once, and both are kept.
 
     Args:
-        plans: a list; or a generator, which may look at what the plans before left in the
-            session's folder. Then `keys`, its versions, and `total`, at most how many it gives,
-            are told apart.
+        plans: a list; or a generator, which may read what earlier plans left in the session's
+            folder, with its versions as `keys` and its greatest length as `total`.
         arguments: num_steps, warmup_steps, repeats, device, data, seed, output_dir.
     """
     from rich.console import Console
@@ -135,8 +154,8 @@ def run_plans(
     if isinstance(plans, list):
         keys, total = [plan.version for plan in plans], len(plans)
     console = Console(stderr=True)
-    tell = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    lacks = _announce(keys, arguments, tell)
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    missing = _announce(keys, arguments, say)
     count = TextColumn("{task.completed}/{task.total}")
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
@@ -149,12 +168,12 @@ def run_plans(
     ):
         task = progress.add_task("", total=total)
         for plan in _with_second_tries(plans, disturbed):
-            lack = plan.left_out or lacks.get(plan.version)
-            if lack and plan.label not in failed:
-                save_record(plan, arguments, session, "skipped", lack)
+            reason = plan.left_out or missing.get(plan.version)
+            if reason and plan.label not in failed:
+                save_record(plan, arguments, session, "skipped", reason)
                 failed.add(plan.label)
                 if plan.left_out:
-                    tell(f"{plan.label}: {lack}")
+                    say(f"{plan.label}: {reason}")
             if plan.label not in failed:
                 run: _Child | None = None
                 try:
@@ -163,7 +182,7 @@ def run_plans(
                     for line in run.lines():
                         progress.update(task, description=f"{plan.label}: {line[:70]}")
                         if line.endswith(UNDER_WAY) and not console.is_terminal:
-                            tell(f"{plan.label}: {line}")
+                            say(f"{plan.label}: {line}")
                     outcome = run.outcome()
                 except KeyboardInterrupt:
                     if run is not None:
@@ -172,7 +191,7 @@ def run_plans(
                     break
                 repeats = 1 if plan.interpreted else arguments.repeats
                 again = " again" if plan.again else ""
-                tell(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {outcome}")
+                say(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {outcome}")
                 if run.disturbed:
                     disturbed.append(plan)
                 if run.failed:
@@ -182,7 +201,7 @@ def run_plans(
 
 
 def _with_second_tries(plans: Iterable[Plan], disturbed: list[Plan]) -> Iterator[Plan]:
-    """The plans; each that is in `disturbed` once it has run comes a second time."""
+    """The plans; one that is in `disturbed` after its run comes a second time."""
     for plan in plans:
         yield plan
         if plan in disturbed:
@@ -190,7 +209,7 @@ def _with_second_tries(plans: Iterable[Plan], disturbed: list[Plan]) -> Iterator
 
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
-    """What a session has left so far."""
+    """The results of a session so far."""
     return [results.load(path) for path in sorted(_folder(output_dir, session).glob("*.json"))]
 
 
@@ -198,25 +217,24 @@ def _folder(output_dir: Path, session: str) -> Path:
     return output_dir / "runs" / session
 
 
-def _announce(keys: Iterable[str], arguments: argparse.Namespace, tell: Tell) -> dict[str, str]:
-    """What each version needs that this machine lacks. Says so, and which will be interpreted."""
+def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> dict[str, str]:
+    """What each version needs that is missing here. Prints it, and which will be interpreted."""
     device = hardware.get_device(arguments.device)
-    lacks = {}
+    found = {}
     for key in dict.fromkeys(keys):
         version = versions.get_version(key)
-        lack = versions.missing(version)
-        if lack:
-            lacks[key] = lack
-            tell(f"{key}: skipped: {lack}")
+        if missing := versions.missing(version):
+            found[key] = missing
+            say(f"{key}: skipped: {missing}")
         elif interpreter.serves(version, device):
-            tell(f"{key}: {SLOW}")
-    return lacks
+            say(f"{key}: {SLOW}")
+    return found
 
 
 @contextlib.contextmanager
 def _held_back_interrupt() -> Iterator[None]:
-    """Lets Ctrl-C and SIGTERM wait until the block is done: what it starts is known by then, and
-    can be ended."""
+    """Delays Ctrl-C and SIGTERM to the end of the block, so that the process that it starts can be
+    ended."""
     came: list[int] = []
     handlers = {
         number: signal.signal(number, lambda number, _: came.append(number))
@@ -232,15 +250,20 @@ def _held_back_interrupt() -> Iterator[None]:
 
 
 class _Child:
-    """One version's process: its output line by line, and what it left behind."""
+    """One version's process: its output line by line, and its result."""
 
     def __init__(
         self, plan: Plan, arguments: argparse.Namespace, session: str, audit: Path
     ) -> None:
-        """`audit` is a folder in which the session's first V1 leaves what others are held to."""
+        """`audit` is a folder in which the session's first V1 leaves the audit's reference."""
         self.plan, self.arguments, self.session, self.audit = plan, arguments, session, audit
         self.failed = self.disturbed = False
-        self._gate = self._audit = self._result = ""
+        name, _ = plan.shape()
+        self.result_file = results.new_path(
+            arguments.output_dir, session, plan.version, name, plan.precision
+        )
+        self._verdict = ""
+        """The last line about the gate or the audit."""
         self._stderr: list[str] = []
         # A session of its own: a Ctrl-C at the terminal reaches us alone, and we pass it on once.
         self._process = subprocess.Popen(
@@ -265,7 +288,8 @@ class _Child:
         command += ["--num-steps", str(steps[0]), "--warmup-steps", str(steps[1])]
         for name in ("device", "data", "seed", "output_dir"):
             command += [_flag(name), str(getattr(arguments, name))]
-        command += ["--session", self.session]
+        command += ["--session", self.session, "--kind", plan.kind]
+        command += ["--result-file", str(self.result_file)]
         if not plan.interpreted:  # of which nothing is timed
             command += ["--audit", str(self.audit)]
         # The first run has passed the gate, with the same code and sizes.
@@ -274,7 +298,7 @@ class _Child:
         return command
 
     def _environment(self) -> dict[str, str]:
-        # What it prints is read here: the path of its result may have any letter.
+        # What it prints is read here as UTF-8, in any locale.
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
         if hardware.get_device(self.arguments.device).type == "cpu":
             environment |= waiting.short_spin()
@@ -292,43 +316,34 @@ class _Child:
 
     def lines(self) -> Iterator[str]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.strip():
-                self._gate = line.strip() if line.startswith("gate:") else self._gate
-                self._audit = line.strip() if line.startswith("audit:") else self._audit
-                self._result = line.strip() if line.startswith("Result: ") else self._result
-                yield line.strip()
+        for line in filter(None, map(str.strip, self._process.stdout)):
+            if line.startswith(("gate:", "audit:")):
+                self._verdict = line
+            yield line
         self._process.wait()
         self._watch.close()
 
     def interrupt(self) -> None:
-        """Asks the process to save what it has and to end; then insists. By SIGTERM, of which it
-        takes the first alone: a batch system may have sent it one, too."""
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=SECONDS_TO_STOP)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            self._process.kill()
-            self._process.wait()
+        """Lets the process save what it has and end. By SIGTERM, of which it obeys the first only:
+        a batch system may have sent it one, too."""
+        processes.stop(self._process, SECONDS_TO_STOP)
         self._watch.close()
 
     def outcome(self) -> str:
-        """What to say of the finished process. One that left no result gets a record of its
-        failure, so that its row can be rebuilt."""
+        """The finished process in a line. One that left no result gets a record of its failure, so
+        that its row can be rebuilt."""
         self._reader.join(timeout=SECONDS_TO_STOP)
         status = self._process.returncode
+        self.failed = status != errors.DONE
         if status == errors.DONE:
-            # By its name alone: what was printed of the folder depends on the locale.
-            folder = _folder(self.arguments.output_dir, self.session)
-            result = results.load(folder / Path(self._result).name)
+            result = results.load(self.result_file)
             if result.interpreted:
-                return f"{interpreter.NOT_COMPARABLE}; {self._gate}"
+                return f"{interpreter.NOT_COMPARABLE}; {self._verdict}"
             self.disturbed = result.disturbed
-            told = f"{timing.median(result.step_ms):.2f} ms a step; {self._audit}"
-            return f"{told}; {results.DISTURBED}" if result.disturbed else told
-        self.failed = True
-        if status == errors.ANSWER_IS_NO and self._result:
-            return self._audit or self._gate
+            line = f"{timing.median(result.step_ms):.2f} ms a step; {self._verdict}"
+            return f"{line}; {results.DISTURBED}" if result.disturbed else line
+        if status == errors.ANSWER_IS_NO and self.result_file.exists():
+            return self._verdict
         reason = self._reason(status)
         if status == errors.NOT_ON_THIS_MACHINE:
             save_record(self.plan, self.arguments, self.session, "skipped", reason)
@@ -338,7 +353,7 @@ class _Child:
         return reason
 
     def _keep_log(self) -> None:
-        folder = results.prepare_folder(_folder(self.arguments.output_dir, self.session))
+        folder = results.prepare_folder(self.result_file.parent)
         name = re.sub(r"\W+", "_", self.plan.label)
         text = "\n".join(self._stderr) + "\n"
         results.write_text(folder / f"{name}_{self.plan.repeat + 1}.log", text)
@@ -349,40 +364,33 @@ class _Child:
         if status < 0:
             return f"crashed with {signal.Signals(-status).name}"
         last = self._stderr[-1] if self._stderr else "no message"
-        told = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
-        return last.removeprefix("error: ") if status in told else f"exit {status}: {last}"
+        own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
+        return last.removeprefix("error: ") if status in own else f"exit {status}: {last}"
 
 
 def save_record(
-    plan: Plan,
-    arguments: argparse.Namespace,
-    session: str,
-    status: str,
-    reason: str,
+    plan: Plan, arguments: argparse.Namespace, session: str, status: str, reason: str
 ) -> None:
-    """Writes a result without figures, for a process that could not write its own or that was
-    not started."""
-    preset = presets.get_preset(plan.config)
-    shape = {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
-    named = {**preset.model(), **shape}
-    sizes = {**named, **plan.sizes}
-    model = {name: size for name, size in sizes.items() if name not in shape}
-    config = versions.load(versions.BASELINE).TinyLlamaConfig(**model)
+    """Writes a result without numbers, for a process that left none or was not started."""
+    name, sizes = plan.shape()
+    batch_size, seq_len = sizes.pop("batch_size"), sizes.pop("seq_len")
+    config = versions.load(versions.BASELINE).TinyLlamaConfig(**sizes)
     record = RunResult(
         version=plan.version,
         session=session,
-        config_name=plan.config if sizes == named else "custom",
+        config_name=name,
         config=dataclasses.asdict(config),
-        batch_size=sizes["batch_size"],
-        seq_len=sizes["seq_len"],
+        batch_size=batch_size,
+        seq_len=seq_len,
         precision=plan.precision,
         warmup_steps=arguments.warmup_steps,
         device=hardware.describe(hardware.get_device(arguments.device)),
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
+        kind=plan.kind,
         status=status,
         error=reason,
-        options={**plan.options, **plan.told},
+        options={**plan.options, **plan.prediction},
     )
     results.save(record, arguments.output_dir)

@@ -12,21 +12,21 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from workshop import results, versions
-from workshop.compare import comparison, sessions
-from workshop.compare.comparison import Row
+from workshop import versions
+from workshop.compare import rows, sessions
+from workshop.compare.rows import Row
 from workshop.compare.sessions import Plan
 from workshop.errors import NotOnThisMachine, WorkshopError, printable
 from workshop.gate import gate_size
-from workshop.results import RunResult
+from workshop.results import MODEL_SIZES, MOST, RunResult, model_sizes
 from workshop.run import flops, hardware, interpreter, presets
 from workshop.run.memory import MB
-from workshop.run.precision import get_precision
 from workshop.run.presets import PRESETS, Preset
+
+KIND = "sweep point"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Axis:
     """Of a result: `batch_size`, `seq_len`, or of its config."""
     words: str
     degree: int
-    """Of the polynomial that memory is of it: V1's scores grow with the square of the sequence,
+    """Memory is a polynomial of this degree: V1's scores grow with the square of the sequence,
     weights with that of the hidden dimension."""
     least: int = 1
 
@@ -58,8 +58,7 @@ AXES = {
 }
 ELLIPSIS = "..."
 LEEWAY = {"cuda": 1.1, "cpu": 0.8}
-"""A size is tried if its predicted peak is no more than this share of the free memory, by device: a
-fit is off by some."""
+"""By device, the share of the free memory that the predicted peak of a size may take."""
 _MOST_SIZE = 2**31
 _OUT_OF_MEMORY = ("out of memory", "SIGKILL")
 _ROPE_TABLE = 2048
@@ -73,7 +72,7 @@ def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
     """`seq-len 128 256 512`, or `seq-len 128 ... 8192`, where each is twice the one before.
 
     Raises:
-        WorkshopError: no such axis, or sizes that can't be.
+        WorkshopError: no such axis, or an invalid size.
     """
     flag, *numbers = words
     if flag not in AXES:
@@ -84,7 +83,7 @@ def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
         if word != ELLIPSIS:
             sizes.append(_size(axis, word))
         elif not sizes or index + 1 == len(numbers):
-            raise WorkshopError(f"--sweep {flag}: {ELLIPSIS} stands between two sizes")
+            raise WorkshopError(f"--sweep {flag}: {ELLIPSIS} goes between two sizes")
         else:
             end = _size(axis, numbers[index + 1])
             while 2 * sizes[-1] < end:
@@ -103,10 +102,10 @@ def _size(axis: Axis, word: str) -> int:
 
 
 def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
-    """What differs from the preset at one point of a sweep.
+    """The differences from the preset at one point of a sweep.
 
     Raises:
-        WorkshopError: a hidden dimension that is no pair of the preset's heads.
+        WorkshopError: a hidden dimension that is no multiple of two of the preset's heads.
     """
     if axis.field == "seq_len" and size > _ROPE_TABLE:
         return {"seq_len": size, "max_seq_len": size}
@@ -128,13 +127,14 @@ def sizes_at(axis: Axis, size: int, preset: Preset) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Range:
-    """What is to be run: the versions over an axis, for each preset and precision."""
+    """What to run: the versions over an axis, for each preset and precision."""
 
     axis: Axis
     sizes: list[int]
     keys: list[str]
     presets: list[str]
     precisions: list[str]
+    device: torch.device
     free_bytes: int | None
     left_out: list[str]
     """In sentences."""
@@ -149,51 +149,47 @@ def plan(arguments: argparse.Namespace) -> Range:
     """Turns compare_versions.py's arguments into a range.
 
     Raises:
-        WorkshopError: a version, preset, precision, device, size or count that can't be.
+        WorkshopError: an invalid version, preset, precision, device, size or count.
         NotOnThisMachine: all of the versions would be interpreted.
     """
-    sessions.check_counts(arguments)
+    device, configs, precisions = sessions.check(arguments)
     axis, sizes = parse(arguments.sweep)
     if len(sizes) < 2:
         raise WorkshopError(f"--sweep {axis.flag}: give two sizes or more")
-    device = hardware.get_device(arguments.device)
-    asked = arguments.versions or versions.available()
-    keys = versions.baseline_first(asked)
+    keys = versions.baseline_first(arguments.versions or versions.available())
     slow = [key for key in keys if interpreter.serves(versions.get_version(key), device)]
     if slow == keys:
         raise NotOnThisMachine(f"--sweep: {', '.join(keys)} can only be interpreted here")
-    configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
     for config, size in itertools.product(configs, sizes):
         sizes_at(axis, size, presets.get_preset(config))
-    names = [get_precision(name, device).name for name in arguments.precision]
     return Range(
         axis=axis,
         sizes=sizes,
         keys=[key for key in keys if key not in slow],
         presets=configs,
-        precisions=list(dict.fromkeys(names)),
+        precisions=precisions,
+        device=device,
         free_bytes=hardware.free_memory_bytes(device),
         left_out=[f"{key}: left out: interpreted, it has no times to compare" for key in slow],
     )
 
 
 def plans(asked: Range, arguments: argparse.Namespace, session: str) -> Iterator[Plan]:
-    """The processes, size by size, of the versions that may have the memory for it: it looks at
-    what those before left."""
-    axis, device = asked.axis, hardware.get_device(arguments.device)
+    """The processes, size by size, of the versions that may have the memory for it, as the smaller
+    sizes' results in the session's folder show."""
     for config, precision in itertools.product(asked.presets, asked.precisions):
         preset = presets.get_preset(config)
-        kept = _kept(axis, preset.model(), preset.batch_size, preset.seq_len)
+        kept = _kept(asked.axis, preset.model(), preset.batch_size, preset.seq_len)
         left = asked.keys
         for size in asked.sizes:
             runs = [
                 run
                 for run in sessions.load_session(arguments.output_dir, session)
-                if run.precision == precision and kept_by(run, axis) == kept
+                if run.precision == precision and kept_by(run, asked.axis) == kept
             ]
             ended = {run.version for run in runs if out_of_memory(run)}
             own = [
-                _plan(asked, Plan(key, config, precision, 0), size, runs, device)
+                _plan(asked, Plan(key, config, precision, kind=KIND), size, runs)
                 for key in left
                 if key not in ended
             ]
@@ -201,36 +197,31 @@ def plans(asked: Range, arguments: argparse.Namespace, session: str) -> Iterator
             yield from sessions.alternate(own, arguments.repeats)
 
 
-def _plan(asked: Range, plan: Plan, size: int, runs: list[RunResult], device: torch.device) -> Plan:
-    """The plan at one size; left out if the smaller sizes' runs say that it can't fit."""
-    axis, preset = asked.axis, presets.get_preset(plan.config)
-    sizes = sizes_at(axis, size, preset)
-    plan = dataclasses.replace(plan, sizes=sizes, name=f"{axis.flag} {size}")
+def _plan(asked: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
+    """The plan at one size; left out if the smaller sizes' runs predict that it can't fit."""
+    axis = asked.axis
+    changes = sizes_at(axis, size, presets.get_preset(plan.config))
+    plan = dataclasses.replace(plan, sizes=changes, name=f"{axis.flag} {size}")
     if asked.free_bytes is None:
         return plan
-    shape = (sizes.get("batch_size", preset.batch_size), sizes.get("seq_len", preset.seq_len))
-    model = flops.Sizes(**{**preset.model(), **_model_sizes(sizes)})
+    _, sizes = plan.shape()
     free_mb = asked.free_bytes / MB
     peaks = peaks_mb([run for run in runs if run.version == plan.version], axis)
-    # A GPU that runs out says so; a CPU's process is killed without a word.
-    cautious = device.type == "cpu"
+    # A GPU that runs out of memory reports it; a CPU's process is killed.
+    cautious = asked.device.type == "cpu"
     predicted_mb = predict(peaks, size, axis.degree, cautious=cautious)
     if predicted_mb is None and cautious:
-        predicted_mb = estimate_mb(plan.version, model, *shape)
-    if predicted_mb is not None and predicted_mb > LEEWAY[device.type] * free_mb:
+        shape = sizes["batch_size"], sizes["seq_len"]
+        predicted_mb = estimate_mb(plan.version, model_sizes(sizes), *shape)
+    if predicted_mb is not None and predicted_mb > LEEWAY[asked.device.type] * free_mb:
         why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
-        told = {"predicted_mb": predicted_mb, "free_mb": free_mb}
-        return dataclasses.replace(plan, left_out=why, told=told)
+        prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
+        return dataclasses.replace(plan, left_out=why, prediction=prediction)
     return plan
 
 
-def _model_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    names = [f.name for f in dataclasses.fields(flops.Sizes)]
-    return {name: size for name, size in sizes.items() if name in names}
-
-
 def estimate_mb(version: str, model: flops.ModelSizes, batch_size: int, seq_len: int) -> float:
-    """About a version's peak in fp32 where none has been measured, in MB."""
+    """A rough estimate of a version's peak in fp32, in MB."""
     numbers = gate_size.activations(model, batch_size, seq_len, scores=version == versions.BASELINE)
     return _state_mb(model) + 4 * numbers / MB
 
@@ -243,21 +234,20 @@ def _state_mb(model: flops.ModelSizes) -> float:
 
 
 def out_of_memory(run: RunResult) -> bool:
-    """Whether a run ended for want of memory: it said so, or was killed by the system."""
+    """Whether a run was out of memory: it reported so, or was killed by the system."""
     return run.status == "failed" and any(words in (run.error or "") for words in _OUT_OF_MEMORY)
 
 
 def peaks_mb(runs: Sequence[RunResult], axis: Axis) -> dict[float, float]:
     """The highest peak of each size, in MB, smallest size first. Where the axis keeps the model,
-    size 0 stands before the measured ones with what does not grow: weights, gradients, moments."""
+    size 0 comes first, with what does not grow: weights, gradients, moments."""
     peaks: dict[float, float] = {}
     for run in runs:
         if run.memory_mb:
             size = size_of(run, axis)
             peaks[size] = max(peaks.get(size, 0.0), float(run.memory_mb["peak"]))
     if peaks and axis.keeps_model:
-        names = [f.name for f in dataclasses.fields(flops.Sizes)]
-        peaks[0.0] = _state_mb(flops.Sizes(**{name: int(runs[0].config[name]) for name in names}))
+        peaks[0.0] = _state_mb(model_sizes(runs[0].config))
     return dict(sorted(peaks.items()))
 
 
@@ -270,13 +260,13 @@ def predict(
 
     Args:
         peaks: by size, smallest first, as `peaks_mb` gives them.
-        cautious: of fewer measured sizes than the polynomial needs, whether to take all growth for
-            that of the highest power. Else the lowest growth that they allow is predicted.
+        cautious: with fewer measured sizes than the polynomial needs, assume that all growth is
+            that of the highest power, instead of the lowest growth that they allow.
     """
     points = list(peaks.items())
     if not points:
         return None
-    if cautious and len(_measured(peaks)) <= degree:
+    if cautious and sum(size > 0 for size in peaks) <= degree:
         powers = [(x**degree, y) for x, y in points]
         return max(points[-1][1], _through([(0.0, 0.0), *powers][-2:], size**degree))
     if len(points) == 1:
@@ -286,10 +276,6 @@ def predict(
         if value >= points[-1][1]:
             return value
     return points[-1][1]
-
-
-def _measured(peaks: Mapping[float, float]) -> list[float]:
-    return [size for size in peaks if size > 0]
 
 
 def _through(points: Sequence[tuple[float, float]], at: float) -> float:
@@ -306,7 +292,7 @@ def _through(points: Sequence[tuple[float, float]], at: float) -> float:
 def size_that_fills(peaks: Mapping[float, float], free_mb: float, degree: int) -> float | None:
     """The size at which the prediction reaches `free_mb`; None where no two peaks were measured,
     or it is a thousand times the largest size."""
-    if len(_measured(peaks)) < 2:
+    if sum(size > 0 for size in peaks) < 2:
         return None
     low, high = max(peaks), 1024 * max(peaks)
     for _ in range(60):
@@ -321,21 +307,19 @@ def size_that_fills(peaks: Mapping[float, float], free_mb: float, degree: int) -
 
 def size_of(run: RunResult, axis: Axis) -> float:
     """Of a run, along the axis."""
-    sizes: dict[str, Any] = {**run.config, "batch_size": run.batch_size, "seq_len": run.seq_len}
-    return float(sizes[axis.field])
+    return float(run.config.get(axis.field) or getattr(run, axis.field))
 
 
 def kept_by(run: RunResult, axis: Axis) -> tuple[tuple[str, float], ...]:
-    """What all runs of a sweep have in common: its sizes but for the one that grows, by name. Over
-    the hidden dimension that is the heads' size, not their number."""
+    """All sizes of a run but the one that grows, by name; over the hidden dimension the heads'
+    size, not their number."""
     return _kept(axis, run.config, run.batch_size, run.seq_len)
 
 
 def _kept(
     axis: Axis, model: Mapping[str, float], batch_size: int, seq_len: int
 ) -> tuple[tuple[str, float], ...]:
-    names = [f.name for f in dataclasses.fields(flops.Sizes)]
-    sizes = {name: float(model[name]) for name in names}
+    sizes = {name: float(model[name]) for name in MODEL_SIZES}
     sizes |= {"batch_size": batch_size, "seq_len": seq_len}
     if axis.field == "hidden_dim":
         hidden = sizes.pop("hidden_dim")
@@ -348,7 +332,7 @@ def _kept(
 
 @dataclass(frozen=True)
 class Point:
-    """A version at one size. `predicted_mb` and `free_mb` are told of one that was not tried."""
+    """A version at one size. `predicted_mb` and `free_mb` are set if it was not tried."""
 
     size: int
     row: Row
@@ -358,7 +342,7 @@ class Point:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed otherwise than for want of memory, which is an answer."""
+        """Whether it failed for another reason than memory, whose end is a result of the sweep."""
         return self.row.failed and not self.out_of_memory
 
     @property
@@ -366,8 +350,8 @@ class Point:
         return self.row.status in ("timed", "interpreted")
 
     @property
-    def told_by_memory(self) -> bool:
-        """Whether it did not run, or not to its end, for want of memory."""
+    def beyond_memory(self) -> bool:
+        """Whether it was out of memory, or not tried because of that."""
         return self.out_of_memory or self.predicted_mb is not None
 
 
@@ -375,9 +359,9 @@ class Point:
 class Curve:
     """A version over all sizes.
 
-    `fits` is the largest size that ran; `measured_limit` the size at which a run was out of memory,
-    `predicted_limit` the one that was not tried, and `predicted_end` where the prediction fills the
-    memory, if that is before the two; None where there is none.
+    `fits` is the largest size that ran, `measured_limit` the size at which a run was out of memory,
+    `predicted_limit` the one that was not tried, `predicted_end` where the prediction fills the
+    memory, if that is before the two. None where there is none.
     """
 
     version: str
@@ -398,7 +382,7 @@ class Sweep:
     precision: str
     device: str
     memory_mb: float | None
-    """Of the device; None where no file tells it."""
+    """Of the device, if known."""
     session: str
     curves: list[Curve] = field(default_factory=list)
 
@@ -411,6 +395,12 @@ class Sweep:
     def failed(self) -> bool:
         return any(point.failed for curve in self.curves for point in curve.points)
 
+    def includes(self, run: RunResult) -> bool:
+        """Whether it shows a run."""
+        own = (self.session, self.device, self.precision, self.config)
+        place = (run.session, str(run.device.get("name")), run.precision)
+        return run.kind == KIND and (*place, preset_name(AXES[self.axis], run)) == own
+
 
 def build(
     runs: Sequence[RunResult], axis: Axis, *, sizes: Sequence[int] = (), least: int = 2
@@ -419,33 +409,27 @@ def build(
     newest session's.
 
     Args:
-        sizes: the only ones looked at; none for all.
-        least: a session is one of a sweep if it has so many sizes.
+        sizes: use these only; none for all.
+        least: a sweep has at least this many sizes.
     """
-    looked_at = [run for run in runs if not sizes or size_of(run, axis) in sizes]
-    sweeps = [_build(axis, own) for own in find(looked_at, axis, least=least)]
-    return sorted(sweeps, key=lambda sweep: (sweep.device, sweep.config, sweep.precision))
-
-
-def find(runs: Sequence[RunResult], axis: Axis, *, least: int = 2) -> list[list[RunResult]]:
-    """The runs of each sweep."""
-    kinds: dict[tuple[object, ...], dict[str, list[RunResult]]] = {}
+    by_kind: dict[tuple[object, ...], dict[str, list[RunResult]]] = {}
     for run in runs:
-        key = (str(run.device.get("name")), run.precision, kept_by(run, axis))
-        kinds.setdefault(key, {}).setdefault(run.session, []).append(run)
-    found = []
-    for by_session in kinds.values():
+        if run.kind == KIND and (not sizes or size_of(run, axis) in sizes):
+            key = (str(run.device.get("name")), run.precision, kept_by(run, axis))
+            by_kind.setdefault(key, {}).setdefault(run.session, []).append(run)
+    sweeps = []
+    for by_session in by_kind.values():
         own = [by_session[session] for session in sorted(by_session)]
         enough = [one for one in own if len({size_of(run, axis) for run in one}) >= least]
-        found += enough[-1:]
-    return found
+        sweeps += [_build(axis, one) for one in enough[-1:]]
+    return sorted(sweeps, key=lambda sweep: (sweep.device, sweep.config, sweep.precision))
 
 
 def _build(axis: Axis, runs: list[RunResult]) -> Sweep:
     first = runs[0]
     by_curve: dict[tuple[str, str], list[RunResult]] = {}
     for run in runs:
-        by_curve.setdefault((run.version, comparison.variant(run)), []).append(run)
+        by_curve.setdefault((run.version, rows.variant(run)), []).append(run)
     baseline = by_curve.get((versions.BASELINE, ""), [])
     memory = first.device.get("memory_gb")
     memory_mb = float(memory) * 1e3 if isinstance(memory, (int, float)) else None
@@ -464,10 +448,12 @@ def _build(axis: Axis, runs: list[RunResult]) -> Sweep:
 def preset_name(axis: Axis, run: RunResult) -> str:
     """Of the preset whose sizes are kept along the sweep."""
     kept = kept_by(run, axis)
-    for name, preset in PRESETS.items():
-        if _kept(axis, preset.model(), preset.batch_size, preset.seq_len) == kept:
-            return name
-    return "custom"
+    found = (
+        name
+        for name, preset in PRESETS.items()
+        if _kept(axis, preset.model(), preset.batch_size, preset.seq_len) == kept
+    )
+    return next(found, "custom")
 
 
 def _curve(
@@ -484,7 +470,7 @@ def _curve(
     not_tried = [point for point in points if point.predicted_mb is not None]
     free_mb = next((point.free_mb for point in not_tried), memory_mb)
     end = size_that_fills(peaks_mb(runs, axis), free_mb, axis.degree) if free_mb else None
-    # What was left out was predicted with more caution than the end is.
+    # The prediction of what was left out was more cautious than that of the end.
     limits = [*beyond, *(point.size for point in not_tried)]
     return Curve(
         version=runs[0].version,
@@ -498,18 +484,17 @@ def _curve(
 
 
 def _point(size: int, runs: list[RunResult], baseline: list[RunResult]) -> Point:
-    told = runs[0].options
-    figures = [told.get(name) for name in ("predicted_mb", "free_mb")]
-    known = [
-        float(figure)
-        for figure in figures
-        if isinstance(figure, (int, float)) and 0 <= figure <= results.MOST
-    ]
-    predicted_mb, free_mb = known if len(known) == len(figures) else (None, None)
+    predicted_mb, free_mb = (_megabytes(runs[0], name) for name in ("predicted_mb", "free_mb"))
+    known = predicted_mb is not None and free_mb is not None
     return Point(
         size=size,
-        row=comparison.build_row(runs, baseline),
+        row=rows.build_row(runs, baseline),
         out_of_memory=any(out_of_memory(run) for run in runs),
-        predicted_mb=predicted_mb,
-        free_mb=free_mb,
+        predicted_mb=predicted_mb if known else None,
+        free_mb=free_mb if known else None,
     )
+
+
+def _megabytes(run: RunResult, option: str) -> float | None:
+    amount = run.options.get(option)
+    return float(amount) if isinstance(amount, (int, float)) and 0 <= amount <= MOST else None

@@ -12,46 +12,31 @@ from dataclasses import dataclass, field
 
 import torch
 
-from workshop.compare import comparison, sessions
-from workshop.compare.comparison import Row
+from workshop.compare import rows, sessions
+from workshop.compare.rows import Row
 from workshop.compare.sessions import Options, Plan
 from workshop.errors import WorkshopError, printable
 from workshop.results import RunResult
-from workshop.run import hardware, interpreter, presets, timing, trainer
-from workshop.run.precision import get_precision
+from workshop.run import interpreter, timing, trainer
 from workshop.versions import BASELINE, VERSIONS, get_version
 
-TARGETS = ("v4", "v3")
-Asked = Sequence[tuple[str, str]]
+KIND = "waterfall rung"
+TARGETS = tuple(key for key, version in reversed(VERSIONS.items()) if version.rungs)
+Requested = Sequence[tuple[str, str]]
 """Versions at the end of a waterfall, each with a precision."""
 FULL = "fp32"
 """The precision of the first rung."""
 HALF = ("bf16", "fp16")
 PRECISIONS = (FULL, "tf32", *HALF)
-SHARED = (("fuse_qkv", "fused QKV"), ("fuse_gate_up", "fused gate-up"))
-"""V2's switches for the weights that V2 and V3 stack alike."""
-LIBRARY = (
-    ("fuse_norm", "F.rms_norm"),
-    ("fuse_attention", "SDPA"),
-    ("fuse_gqa", "native GQA"),
-    ("fuse_optimizer", "fused AdamW"),
-)
-"""V2's other switches."""
-OPTIMIZER = (("fuse_optimizer", "AdamW kernel"),)
-KERNELS = (
-    ("fuse_norm", "RMSNorm kernel"),
-    ("fuse_swiglu", "SwiGLU kernel"),
-    ("fuse_attention", "RoPE + attention"),
-    ("fuse_embedding", "embedding kernel"),
-    ("fuse_loss", "linear + loss kernel"),
-    ("fuse_linear", "fp32 weight grads"),
-)
-"""V3's switches. The optimizer's comes first: with PyTorch's, a step at fp16 can't be captured. And
-the graph is captured before the other kernels, which the host would else be too slow to launch: at
-any size that a kernel saves time at, their worth would be lost in that."""
-SWITCHES = {"v2": SHARED + LIBRARY, "v3": OPTIMIZER + KERNELS}
 NEEDS_GPU = "a graph needs a GPU"
 NOT_RUN = "not run"
+
+
+def switches(key: str) -> list[str]:
+    """A version's switches, in the order in which the waterfalls switch them on."""
+    rungs = [rung for version in VERSIONS.values() for rung in version.rungs]
+    found = (what for code, what, _ in rungs if code == key and what.startswith("fuse_"))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -78,7 +63,7 @@ class Rung:
         version = VERSIONS[self.version]
         options: dict[str, str | bool] = {}
         if self.off:
-            options = {name: name not in self.off for name, _ in SWITCHES[self.version]}
+            options = {name: name not in self.off for name in switches(self.version)}
         if self.compile != version.compile:
             options["compile"] = self.compile
         if self.cuda_graph != (version.cuda_graph and on_gpu):
@@ -89,8 +74,7 @@ class Rung:
         """Whether the run is one of this rung."""
         version, options = VERSIONS[self.version], run.options
         on_gpu = run.device.get("type") == "cuda"
-        switches = {name: on for name, on in options.items() if name.startswith("fuse_")}
-        off = frozenset(name for name, on in switches.items() if not on)
+        off = frozenset(n for n, on in options.items() if n.startswith("fuse_") and not on)
         graph = options.get("cuda_graph", version.cuda_graph and on_gpu and not run.interpreted)
         return (
             (run.version, run.precision, off) == (self.version, self.precision, self.off)
@@ -110,76 +94,49 @@ def rungs(to: str, precision: str, *, on_gpu: bool, compiles: bool) -> list[Rung
     if precision != FULL:
         found.append(Rung(precision, BASELINE, precision))
     if precision in HALF:  # V2 differs from V1 there with all of its switches off
-        off = frozenset(name for name, _ in SHARED + LIBRARY)
-        found.append(Rung(f"RoPE tables in {precision}", "v2", precision, off))
-    shared = _switch_on("v2", precision, SHARED, LIBRARY)
-    if to == "v4":
-        found += [*shared, *_switch_on("v2", precision, LIBRARY)]
-        found.append(Rung("V4's code, eager", "v4", precision))
-    else:
-        off = frozenset(name for name, _ in OPTIMIZER + KERNELS)
-        found += [*shared, Rung("V3's code, no kernel", "v3", precision, off)]
-        found += _switch_on("v3", precision, OPTIMIZER, KERNELS)
-    found += _executed(found[-1], on_gpu=on_gpu, compiles=compiles)
-    if to == "v3":
-        found += _switch_on("v3", precision, KERNELS, cuda_graph=on_gpu)
-    return found
-
-
-def _switch_on(
-    version: str,
-    precision: str,
-    switches: tuple[tuple[str, str], ...],
-    later: tuple[tuple[str, str], ...] = (),
-    *,
-    cuda_graph: bool = False,
-) -> list[Rung]:
-    """One switch more a rung; those of `later` stay off."""
-    names = [name for name, _ in switches + later]
-    return [
-        Rung(title, version, precision, frozenset(names[index + 1 :]), cuda_graph=cuda_graph)
-        for index, (_, title) in enumerate(switches)
-    ]
-
-
-def _executed(last: Rung, *, on_gpu: bool, compiles: bool) -> list[Rung]:
-    """What a version asks of the harness by default."""
-    version, found = VERSIONS[last.version], []
-    mode = version.compile if compiles else "none"
-    if version.compile != "none":
-        needs = "" if compiles else "torch.compile can't run here"
-        found.append(Rung("torch.compile", last.version, last.precision, compile=mode, needs=needs))
-    if version.cuda_graph:
-        needs = "" if on_gpu else NEEDS_GPU
-        graph = dataclasses.replace(last, title="graph", compile=mode, cuda_graph=True, needs=needs)
-        found.append(graph)
+        title, off = f"RoPE tables in {precision}", frozenset(switches("v2"))
+        found.append(Rung(title, "v2", precision, off))
+    last = found[-1]
+    for key, what, title in VERSIONS[to].rungs:
+        if key != last.version:
+            last = Rung(title, key, precision, frozenset(switches(key)))
+        rung = dataclasses.replace(last, title=title, off=last.off - {what})
+        if what == "compile" and compiles:
+            rung = dataclasses.replace(rung, compile=VERSIONS[key].compile)
+        elif what == "compile":
+            rung = dataclasses.replace(rung, needs="torch.compile can't run here")
+        elif what == "cuda_graph":
+            needs = "" if on_gpu else NEEDS_GPU
+            rung = dataclasses.replace(rung, cuda_graph=True, needs=needs)
+        found.append(rung)
+        last = dataclasses.replace(rung, cuda_graph=rung.cuda_graph and on_gpu, needs="")
     return found
 
 
 # --- running -------------------------------------------------------------------------------------
 
 
-def targets(asked: Sequence[str] | None, on_gpu: bool) -> list[str]:
-    """The versions at whose end a waterfall stands: those asked for, else all; but V3 only where
-    its kernels are compiled, since the interpreter takes minutes.
+def targets(requested: Sequence[str] | None, on_gpu: bool) -> list[str]:
+    """The versions at the end of a waterfall: the requested ones, else all; but V3 only where its
+    kernels are compiled, since the interpreter takes minutes.
 
     Raises:
         WorkshopError: a version that has no waterfall.
     """
-    if not asked:
+    if not requested:
         return [key for key in TARGETS if on_gpu or not VERSIONS[key].triton]
-    for key in asked:
+    for key in requested:
         if key not in TARGETS:
             raise WorkshopError(f"--waterfall {key}: choose from {', '.join(TARGETS)}")
-    return [get_version(key).key for key in dict.fromkeys(asked)]
+    return [get_version(key).key for key in dict.fromkeys(requested)]
 
 
 @dataclass(frozen=True)
 class Climb:
-    """What is to be run: the waterfalls that were asked for, their processes in an alternating
-    order, and what is left out, in sentences."""
+    """What to run: the requested waterfalls, their processes in an alternating order, and in
+    sentences the rungs that can't run here."""
 
-    asked: Asked
+    requested: Requested
     plans: list[Plan]
     left_out: list[str]
 
@@ -188,23 +145,22 @@ def plan(arguments: argparse.Namespace) -> Climb:
     """Turns compare_versions.py's arguments into processes.
 
     Raises:
-        WorkshopError: a version, preset, precision, device or count that can't be.
+        WorkshopError: an invalid version, preset, precision, device or count.
     """
-    sessions.check_counts(arguments)
-    device = hardware.get_device(arguments.device)
+    device, presets, precisions = sessions.check(arguments)
     on_gpu, compiles = device.type == "cuda", trainer.missing_for_compile(device) is None
-    names = [get_precision(name, device).name for name in arguments.precision]
-    asked = list(itertools.product(targets(arguments.waterfall, on_gpu), dict.fromkeys(names)))
+    requested = list(itertools.product(targets(arguments.waterfall, on_gpu), precisions))
     found = dict.fromkeys(
-        rung for to, name in asked for rung in rungs(to, name, on_gpu=on_gpu, compiles=compiles)
+        rung
+        for to, precision in requested
+        for rung in rungs(to, precision, on_gpu=on_gpu, compiles=compiles)
     )
     plans: list[Plan] = []
-    for config in dict.fromkeys(arguments.config or [presets.default_preset(device.type)]):
-        presets.get_preset(config)
-        own = [_plan(rung, config, device) for rung in found if not rung.needs]
+    for preset in presets:
+        own = [_plan(rung, preset, device) for rung in found if not rung.needs]
         plans += sessions.alternate(own, arguments.repeats)
     left_out = {f"{r.version}, {r.title}: left out: {r.needs}": None for r in found if r.needs}
-    return Climb(asked, plans, list(left_out))
+    return Climb(requested, plans, list(left_out))
 
 
 def _plan(rung: Rung, config: str, device: torch.device) -> Plan:
@@ -212,7 +168,7 @@ def _plan(rung: Rung, config: str, device: torch.device) -> Plan:
         rung.version,
         config,
         rung.precision,
-        repeat=0,
+        kind=KIND,
         interpreted=interpreter.serves(VERSIONS[rung.version], device),
         options=rung.options(device.type == "cuda"),
         name=rung.title,
@@ -227,8 +183,8 @@ class Step:
     """A rung as it was measured. `row` is None where it was not run; `note` says why it has no
     time.
 
-    `before` is the title of the last rung with a time, against which `saved_ms`, `gain` and
-    `gain_ci` are; `row.speedup` is against V1 at fp32. `gain_ci` is None if one process ran either.
+    `saved_ms`, `gain` and `gain_ci` are against the last rung with a time, whose title is `before`;
+    `row.speedup` is against V1 at fp32. `gain_ci` is None if either ran in one process only.
     """
 
     rung: Rung
@@ -241,7 +197,7 @@ class Step:
 
     @property
     def timed(self) -> bool:
-        """Whether its time may be shown: its gate is green, and no interpreter ran it."""
+        """Whether its time may be shown: it passed the gate, and no interpreter ran it."""
         return self.row is not None and self.row.step_ms is not None and self.row.parity == "pass"
 
     @property
@@ -272,103 +228,80 @@ class Waterfall:
     def failed(self) -> bool:
         return any(step.row is not None and step.row.failed for step in self.steps)
 
-
-@dataclass(frozen=True)
-class Found:
-    """The runs of one session and size, as the rungs of a waterfall that they may be."""
-
-    to: str
-    precision: str
-    runs: list[RunResult]
-    by_rung: list[tuple[Rung, list[RunResult]]]
-
-    @property
-    def is_one(self) -> bool:
-        """Whether V1 was run, and a rung that stands in this waterfall alone and in no comparison
-        of whole versions."""
-        return self._begins and not all(map(_is_shared, self._switched))
-
-    @property
-    def may_be_one(self) -> bool:
-        """Whether V1 was run and a rung that all share: the beginning of one that was cut off."""
-        return self.to == TARGETS[0] and self._begins and bool(self._switched)
-
-    @property
-    def _begins(self) -> bool:
-        return bool(self.by_rung[0][1])
-
-    @property
-    def _switched(self) -> list[Rung]:
-        """The rungs that were run with a part switched off. Others may be whole versions: without
-        a compiler V4 runs as its eager rung does."""
-        return [rung for rung, own in self.by_rung if own and rung.off]
+    def includes(self, run: RunResult) -> bool:
+        """Whether a run is of its session and size."""
+        size = (run.config_name, run.batch_size, run.seq_len)
+        place = (run.session, str(run.device.get("name")))
+        own = (self.config, self.batch_size, self.seq_len)
+        return run.kind == KIND and place == (self.session, self.device) and size == own
 
 
-def build(runs: Sequence[RunResult], asked: Asked | None = None) -> list[Waterfall]:
+def build(runs: Sequence[RunResult], requested: Requested | None = None) -> list[Waterfall]:
     """The waterfalls that the runs hold: of each size, device, version and precision the newest
     session's.
 
     Args:
-        asked: which of them; these are built however little of them was run. None takes those of
-            which V1 at fp32 and a rung of their own was run; or, of a size without any, that to V4
-            if a rung that all share was.
+        requested: build these, even if few of their rungs were run. None builds those of which a
+            rung of their own was run; else the first of TARGETS, if a shared rung was.
     """
-    return [_build(found) for found in find(runs, asked)]
-
-
-def find(runs: Sequence[RunResult], asked: Asked | None = None) -> list[Found]:
-    """What `build` makes its waterfalls of."""
     by_size: dict[tuple[object, ...], dict[str, list[RunResult]]] = {}
     for run in runs:
-        by_size.setdefault(_size(run), {}).setdefault(run.session, []).append(run)
-    chosen = []
-    for own in by_size.values():
-        made = [
-            [_gather(to, precision, own[session]) for session in sorted(own)]
-            for to, precision in asked or itertools.product(TARGETS, PRECISIONS)
-        ]
-        told = [[one for one in by_session if asked or one.is_one] for by_session in made]
-        if not any(told):
-            told = [[one for one in by_session if one.may_be_one] for by_session in made]
-        chosen += [by_session[-1] for by_session in told if by_session]
-    return chosen
+        if run.kind == KIND:
+            by_size.setdefault(rows.size_of(run), {}).setdefault(run.session, []).append(run)
+    built = []
+    for by_session in by_size.values():
+        ends = {session: _ends(own) for session, own in by_session.items()}
+        for end in requested or itertools.product(TARGETS, PRECISIONS):
+            found = [session for session in by_session if requested or end in ends[session]]
+            if found:
+                newest = max(found, key=lambda session: (ends[session].get(end, False), session))
+                built.append(_build(*end, by_session[newest]))
+    return built
 
 
-def _is_shared(rung: Rung) -> bool:
-    """Whether it stands in all waterfalls."""
-    library = {name for name, _ in LIBRARY}
-    return rung.version == BASELINE or (rung.version == "v2" and library <= rung.off)
+def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
+    """The versions and precisions at the ends of a session's waterfalls, and for each whether rungs
+    of its own were run."""
+    ends = {}
+    for precision in PRECISIONS:
+        ran = {to: _ran(to, precision, runs) for to in TARGETS}
+        shared = frozenset.intersection(*ran.values())
+        own = {(to, precision): True for to in TARGETS if ran[to] - shared}
+        begun = any(not rung.is_first for rung in shared)
+        ends |= own or ({(TARGETS[0], precision): False} if begun else {})
+    return ends
 
 
-def _size(run: RunResult) -> tuple[object, ...]:
-    sizes = tuple(sorted(run.config.items()))
-    return (str(run.device.get("name")), sizes, run.batch_size, run.seq_len)
+def _ran(to: str, precision: str, runs: Sequence[RunResult]) -> frozenset[Rung]:
+    return frozenset(rung for rung, own in _gather(to, precision, runs) if own)
 
 
-def _gather(to: str, precision: str, runs: list[RunResult]) -> Found:
+def _gather(
+    to: str, precision: str, runs: Sequence[RunResult]
+) -> list[tuple[Rung, list[RunResult]]]:
+    """The rungs of a waterfall, each with its runs."""
     mode = VERSIONS[to].compile
     compiles = mode == "none" or any(
         run.version == to and run.options.get("compile", mode) == mode for run in runs
     )
     on_gpu = runs[0].device.get("type") == "cuda"
-    by_rung = [
+    return [
         (rung, [run for run in runs if not rung.needs and rung.ran(run)])
         for rung in rungs(to, precision, on_gpu=on_gpu, compiles=compiles)
     ]
-    return Found(to, precision, runs, by_rung)
 
 
-def _build(found: Found) -> Waterfall:
-    first = found.runs[0]
+def _build(to: str, precision: str, runs: Sequence[RunResult]) -> Waterfall:
+    first = runs[0]
     return Waterfall(
-        to=found.to,
-        precision=found.precision,
+        to=to,
+        precision=precision,
         config=first.config_name,
         batch_size=first.batch_size,
         seq_len=first.seq_len,
         device=str(first.device.get("name")),
         session=first.session,
-        steps=_steps(found.by_rung),
+        steps=_steps(_gather(to, precision, runs)),
     )
 
 
@@ -392,17 +325,15 @@ def _step(
 ) -> Step:
     if not runs:
         return Step(rung, None, rung.needs or NOT_RUN)
-    row = comparison.build_row(runs, baseline)
+    row = rows.build_row(runs, baseline)
     step = Step(rung, row, row.note)
-    if before is None or not step.timed:
+    if before is None or step.step_ms is None:
         return step
-    ratio = timing.speedup(_times(before[1]), _times(runs))
-    last = before[0]
-    assert last.step_ms is not None and step.step_ms is not None
-    return Step(
-        rung,
-        row,
-        row.note,
+    last, last_runs = before
+    assert last.step_ms is not None
+    ratio = timing.speedup(_times(last_runs), _times(runs))
+    return dataclasses.replace(
+        step,
         before=last.rung.title,
         saved_ms=last.step_ms - step.step_ms,
         gain=ratio.value,
@@ -411,4 +342,4 @@ def _step(
 
 
 def _times(runs: list[RunResult]) -> list[list[float]]:
-    return [run.step_ms for run in comparison.steady(runs) if run.step_ms]
+    return [run.step_ms for run in rows.steady(runs) if run.step_ms]

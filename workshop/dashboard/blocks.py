@@ -8,9 +8,8 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop.compare import comparison
 from workshop.compare.collection import Profile
-from workshop.compare.comparison import Row
+from workshop.compare.rows import Row, without_interval
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import SWEPT, Choice, Group, Snapshot
 from workshop.errors import WorkshopError
@@ -93,7 +92,7 @@ def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
             "The ladder",
             table=Table(_SPEED_HEADER, [_speed_cells(row) for row in rows], texts=2),
             before=[(best, GOOD)] if best else [],
-            after=[*data.doubts(rows), *comparison.without_interval(rows),
+            after=[*data.doubts(rows), *without_interval(rows),
                    *data.sources(snapshot, choice.group, rows)],
             wide=True,
         ),

@@ -6,9 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.compare import comparison, studies
 from workshop.compare.collection import Benchmark, Broken, Collection, Profile, StoredRun
-from workshop.compare.comparison import Row
+from workshop.compare.rows import (
+    Row,
+    build_rows,
+    ordinary,
+    session_peaks,
+    steady,
+    trained_differently,
+    variant,
+)
 from workshop.compare.sweep import AXES, kept_by
 from workshop.profilers.names import printable
 from workshop.results import RunResult
@@ -66,9 +73,7 @@ class Snapshot:
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
-        ordinary = studies.ordinary([stored.run for stored in collection.runs])
-        self._ordinary = {id(run) for run in ordinary}
-        self._peaks = comparison.session_peaks(stored.run for stored in collection.runs)
+        self._peaks = session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
 
@@ -79,12 +84,12 @@ class Snapshot:
         if group not in self._rows:
             runs = [stored.run for stored in self.groups[group]]
             own = self._ordinary_of(group) or runs
-            self._rows[group] = comparison.build_rows(own, self._peaks)
+            self._rows[group] = build_rows(own, self._peaks)
         return self._rows[group]
 
     def _ordinary_of(self, group: Group) -> list[RunResult]:
         """The group's runs that are of no waterfall or sweep."""
-        return [s.run for s in self.groups[group] if id(s.run) in self._ordinary]
+        return ordinary(s.run for s in self.groups[group])
 
     def roofline(self, paths: Sequence[Path]) -> Roofline:
         """Of result files, a profile's folder or a benchmark, with all known ceilings.
@@ -134,16 +139,16 @@ class Snapshot:
         """The more of the wanted group's parts it has, the first ones first; then those of whole
         versions, of the newest day, and there the one with most versions, in half precision, with
         most processes and tokens."""
-        ordinary = self._ordinary_of(group)
+        whole = self._ordinary_of(group)
         runs = [stored.run for stored in self.groups[group]]
-        newest = max(run.session for run in ordinary or runs)
-        own = [run for run in ordinary or runs if run.session == newest]
+        newest = max(run.session for run in whole or runs)
+        own = [run for run in whole or runs if run.session == newest]
         versions = len({run.version for run in own if run.step_ms})
         parts = tuple(a == b for a, b in zip(group, wanted, strict=True))
         half = group.precision in HALF
         tokens = own[0].batch_size * own[0].seq_len
         day, processes = newest[:_DAY], len(own)
-        return (*parts, bool(ordinary), day, versions, half, processes, tokens, newest)
+        return (*parts, bool(whole), day, versions, half, processes, tokens, newest)
 
     def profiles_of(self, device: str) -> dict[str, Profile]:
         return {key: p for key, p in self.profiles.items() if device_of(p) == device}
@@ -209,7 +214,7 @@ def _shape(run: RunResult) -> str:
 
 def label_of(run: RunResult) -> str:
     """Of a version with its switches, as in "v2 no-fuse-qkv"."""
-    return f"{run.version} {comparison.variant(run)}".strip()
+    return f"{run.version} {variant(run)}".strip()
 
 
 def shown_path(path: Path) -> str:
@@ -302,7 +307,7 @@ def loss_difference(curves: Sequence[LossCurve]) -> str:
     is none to tell of."""
     if len(curves) < 2:
         return "With two or more versions their largest difference would stand here."
-    differing = " and ".join(comparison.trained_differently([curve.run for curve in curves]))
+    differing = " and ".join(trained_differently([curve.run for curve in curves]))
     if differing:
         return f"These runs differ in {differing}, so their losses may not be compared."
     steps = min(len(curve.run.losses) for curve in curves)
@@ -401,7 +406,7 @@ def _sweep_point(size: float, runs: list[RunResult]) -> SweepPoint | None:
     timed = [run for run in runs if run.step_ms and not run.interpreted]
     if bad or not timed:
         return None
-    step = timing.median([ms for run in comparison.steady(timed) for ms in run.step_ms])
+    step = timing.median([ms for run in steady(timed) for ms in run.step_ms])
     peaks = [float(run.memory_mb["peak"]) for run in timed if run.memory_mb]
     return SweepPoint(
         size=size,

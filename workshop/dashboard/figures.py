@@ -10,23 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import plotly.graph_objects as go
 
-from workshop.compare import colours
-from workshop.compare.comparison import Row
+from workshop.compare.rows import Row
 from workshop.dashboard.data import SWEPT, LossCurve, SweepPoint
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.table import KernelTable
 from workshop.run.interpreter import NOT_COMPARABLE
+from workshop.versions import ALL, BASELINE
 
-SYMBOLS = {
-    "v1": "circle",
-    "v2": "square",
-    "v3": "diamond",
-    "v4": "triangle-up",
-    "hf": "cross",
-    "hf-liger": "x",
-}
 DASHES = ("solid", "dot", "dash", "dashdot", "longdash")
 """Of a version's variants."""
 PHASES = {"forward": "#3B7DD8", "backward": "#E07B39", "optimizer": "#5AA469"}
@@ -51,7 +43,7 @@ def text(name: str) -> str:
 
 
 def colour(row: Row) -> str:
-    return colours.OF_VERSION.get(row.version, colours.OTHER)
+    return ALL[row.version].colour
 
 
 def _figure(
@@ -233,7 +225,7 @@ def losses(curves: Sequence[LossCurve]) -> go.Figure:
                 "dash": DASHES[nth % len(DASHES)],
             },
             marker={
-                "symbol": SYMBOLS.get(row.version, "circle"),
+                "symbol": ALL[row.version].marker,
                 "size": max(5, 13 - 2.5 * index),
             },
             hovertemplate="%{y:.4f}",
@@ -263,7 +255,7 @@ def waterfall(rows: Sequence[Row]) -> go.Figure:
         cliponaxis=False,
         decreasing={"marker": {"color": SAVED}},
         increasing={"marker": {"color": LOST}},
-        totals={"marker": {"color": colours.OF_VERSION["v1"]}},
+        totals={"marker": {"color": ALL[BASELINE].colour}},
         connector={"line": {"color": "#808080", "width": 1}},
         hovertemplate="%{x}: %{delta:,.2f} ms<extra></extra>",
     )
@@ -324,7 +316,7 @@ def sweep(
     figure = _figure(y=title, x=SWEPT[axis], height=400)
     sizes = sorted({point.size for _, points in lines for point in points})
     for row, points in lines:
-        symbol = SYMBOLS.get(row.version, "circle")
+        symbol = ALL[row.version].marker
         figure.add_scatter(
             x=[point.size for point in points],
             y=[value(point) for point in points],

@@ -6,10 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
-from workshop.compare import comparison, comparison_tables
+from workshop.compare import tables as compared
 from workshop.compare.collection import StoredRun
-from workshop.compare.comparison import Row
-from workshop.compare.comparison_figure import MEMORY_COLOURS
+from workshop.compare.figures import MEMORY_COLOURS
+from workshop.compare.rows import (
+    Peaks,
+    Row,
+    build_rows,
+    session_peaks,
+    trained_differently,
+    variant,
+)
 from workshop.profilers.names import printable
 from workshop.report import charts
 from workshop.report.parts import (
@@ -74,7 +81,7 @@ def groups(stored: Sequence[StoredRun]) -> list[Group]:
         newest[str(one.run.device.get("name"))] = one.run.session
     order = sorted(newest, key=lambda name: (newest[name], name), reverse=True)
     keys = sorted(by_key, key=lambda key: (order.index(str(key[0])), *key[1:]))
-    peaks = comparison.session_peaks(one.run for one in stored)
+    peaks = session_peaks(one.run for one in stored)
     return [_group(f"size-{number}", by_key[key], peaks) for number, key in enumerate(keys, 1)]
 
 
@@ -87,15 +94,15 @@ def _key(run: RunResult) -> tuple[object, ...]:
     return name, rank, tokens, run.config_name, run.precision, run.batch_size, sizes
 
 
-def _group(anchor: str, stored: list[StoredRun], peaks: comparison.Peaks) -> Group:
-    rows = comparison.build_rows([one.run for one in stored], peaks)
+def _group(anchor: str, stored: list[StoredRun], peaks: Peaks) -> Group:
+    rows = build_rows([one.run for one in stored], peaks)
     runs = [[one for one in stored if _is_of(one.run, row)] for row in rows]
     return Group(anchor, rows, runs)
 
 
 def _is_of(run: RunResult, row: Row) -> bool:
     return (run.version, run.session) == (row.version, row.session) and (
-        comparison.variant(run) == row.variant
+        variant(run) == row.variant
     )
 
 
@@ -114,15 +121,14 @@ def section(group: Group, folder: Path) -> Section:
 
 def tables(group: Group) -> Section:
     """What is told of a group in figures alone."""
-    told = Section(group.anchor, printable(comparison_tables.title(group.rows)))
+    told = Section(group.anchor, printable(compared.title(group.rows)))
+    speed, proof = compared.group_tables(group.rows)
     told.tables = [
-        _table("How fast", group, comparison_tables.SPEED_HEADER, comparison_tables.speed_cells,
-               "result files", lambda runs: Cell("", links(runs))),
-        _table("The same model? And at what cost", group, comparison_tables.PROOF_HEADER,
-               comparison_tables.proof_cells, "error, of allowed", _worst),
+        _table("How fast", group, speed, "result files", lambda runs: Cell("", links(runs))),
+        _table("The same model? And at what cost", group, proof, "error, of allowed", _worst),
         *_saved(group),
     ]  # fmt: skip
-    told.sentences = [printable(note) for note in comparison_tables.notes(group.rows)]
+    told.sentences = [printable(note) for note in proof.notes]
     return told
 
 
@@ -136,18 +142,17 @@ def links(stored: Iterable[StoredRun]) -> tuple[Link, ...]:
 def _table(
     caption: str,
     group: Group,
-    header: list[str],
-    texts: Callable[[Row], list[str]],
+    table: compared.Table,
     last: str,
     last_cell: Callable[[list[StoredRun]], Cell],
 ) -> Table:
-    """One of comparison_tables.py's, with a column more."""
+    """A table of compare/tables.py, with a column more."""
     lines = [
-        Line([*cells(*texts(row)), last_cell(runs)],
+        Line([*cells(*line.cells), last_cell(runs)],
              BAD if row.plausibility else _TONES.get(row.status, ""))
-        for row, runs in group.pairs()
+        for (row, runs), line in zip(group.pairs(), table.lines, strict=True)
     ]  # fmt: skip
-    return Table(caption, [*header, last], lines)
+    return Table(caption, [*table.header, last], lines)
 
 
 def _worst(stored: Sequence[StoredRun]) -> Cell:
@@ -271,7 +276,7 @@ def _curves(group: Group) -> list[charts.Curve]:
     curves = []
     for version, run in first.items():
         differences: tuple[float, ...] = ()
-        if version != BASELINE and baseline and not comparison.trained_differently([run, baseline]):
+        if version != BASELINE and baseline and not trained_differently([run, baseline]):
             pairs = zip(_finite(run), _finite(baseline), strict=False)
             differences = tuple(own - its for own, its in pairs)
         curves.append(charts.Curve(version, _finite(run), differences))

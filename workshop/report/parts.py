@@ -7,7 +7,7 @@ here, and whoever writes a page escapes it.
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop.compare.comparison import Row
+from workshop.compare.rows import Row
 from workshop.profilers.names import printable
 from workshop.report.pictures import Picture
 

@@ -4,17 +4,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from workshop.compare import (
-    studies,
-    sweep,
-    sweep_figure,
-    sweep_tables,
-    waterfall,
-    waterfall_figure,
-    waterfall_tables,
-)
+from workshop.compare import figures, sweep, tables, waterfall
 from workshop.compare.collection import StoredRun
-from workshop.compare.comparison import Row
+from workshop.compare.rows import Row
 from workshop.compare.sweep import AXES, Point, Sweep
 from workshop.compare.waterfall import Step, Waterfall
 from workshop.profilers.names import printable
@@ -73,28 +65,26 @@ class Studies:
 
 def split(stored: Sequence[StoredRun]) -> tuple[list[StoredRun], list[StoredRun]]:
     """The runs of waterfalls and sweeps, and those of ordinary comparisons."""
-    others = {id(run) for run in studies.ordinary([one.run for one in stored])}
-    own = [one for one in stored if id(one.run) not in others]
-    return own, [one for one in stored if id(one.run) in others]
+    own = [one for one in stored if one.run.kind != "run"]
+    return own, [one for one in stored if one.run.kind == "run"]
 
 
 # --- waterfalls ----------------------------------------------------------------------------------
 
 
 def _waterfall(anchor: str, one: Waterfall, stored: Sequence[StoredRun]) -> Section:
-    own = [s for s in stored if studies.of_waterfall(s.run, one)]
+    own = [s for s in stored if one.includes(s.run)]
     section = Section(anchor, printable(one.title), intro=WATERFALL)
-    lines = []
-    for step in one.steps:
+    table, lines = tables.waterfall_table(one), []
+    for step, line in zip(one.steps, table.lines, strict=True):
         links = _links(s for s in own if step.rung.ran(s.run))
-        lines.append(Line([*cells(*waterfall_tables.cells(step)), Cell("", links)], _tone(step)))
+        lines.append(Line([*cells(*line.cells), Cell("", links)], _tone(step)))
         if step.row is not None:
             where = f"{step.rung.title}, {one.title}"
             section.alarms += _alarms(step.row, where, links, failed=step.row.failed)
-    header = [*waterfall_tables.HEADER, "result files"]
+    header = [*table.header, "result files"]
     section.tables = [Table("What each change is worth", header, lines, texts=2)]
-    notes = [*waterfall_tables.notes(one), waterfall_tables.LEGEND]
-    section.sentences = [printable(note) for note in notes]
+    section.sentences = [printable(note) for note in table.notes]
     told = "; ".join(
         f"{step.rung.title} {step.step_ms:,.4g} ms" for step in one.steps if step.step_ms
     )
@@ -104,7 +94,7 @@ def _waterfall(anchor: str, one: Waterfall, stored: Sequence[StoredRun]) -> Sect
             "What each change takes off the step",
             f"{printable(one.title)}: {printable(told)}.",
             tuple(s.path for s in own),
-            lambda target: waterfall_figure.plot([one], target),
+            lambda target: figures.plot_waterfalls([one], target),
         )
     ]
     return section
@@ -120,27 +110,25 @@ def _tone(step: Step) -> str:
 
 
 def _sweep(anchor: str, one: Sweep, stored: Sequence[StoredRun]) -> Section:
-    own = [s for s in stored if studies.of_sweep(s.run, one)]
+    own = [s for s in stored if one.includes(s.run)]
     section = Section(anchor, printable(f"Sweep: {one.title}"), intro=SWEEP)
-    lines = []
-    for label, point in sweep_tables.lines(one):
+    table, lines = tables.sweep_table(one), []
+    for (label, point), line in zip(tables.sweep_points(one), table.lines, strict=True):
         links = _links(s for s in own if _is_at(s.run, point, one))
-        texts = cells(*sweep_tables.cells(label, point))
         dim = DIM if point.row.step_ms is None else ""
-        lines.append(Line([*texts, Cell("", links)], BAD if point.failed else dim))
+        lines.append(Line([*cells(*line.cells), Cell("", links)], BAD if point.failed else dim))
         where = f"{label} at {point.size:,}, {one.title}"
         section.alarms += _alarms(point.row, where, links, failed=point.failed)
-    header = [*sweep_tables.header(one), "result files"]
+    header = [*table.header, "result files"]
     section.tables = [Table("Cost as work grows", header, lines, texts=2)]
-    notes = (*sweep_tables.limits(one), *sweep_tables.notes(one))
-    section.sentences = [printable(note) for note in notes]
+    section.sentences = [printable(note) for note in table.notes]
     section.pictures = [
         DrawnPicture(
             f"{anchor}-picture",
             "Time, throughput and memory as the work grows",
-            f"{printable(one.title)}: {printable('; '.join(sweep_tables.limits(one)))}.",
+            f"{printable(one.title)}: {printable('; '.join(tables.limits(one)))}.",
             tuple(s.path for s in own),
-            lambda target: sweep_figure.plot([one], target),
+            lambda target: figures.plot_sweeps([one], target),
         )
     ]
     return section

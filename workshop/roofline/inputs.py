@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from workshop import results
-from workshop.compare import comparison, studies
+from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
 from workshop.profilers import figures, reading, rocprof_compute
@@ -251,8 +251,8 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
         raise WorkshopError(
             f"no run is {config or 'of any size'} {precision or ''}: there is {have}"
         )
-    chosen = studies.preferred(wanted, among=runs)
-    rows = [row for row in comparison.build_rows(chosen) if row.step_ms]
+    chosen = preferred(wanted)
+    rows = [row for row in build_rows(chosen) if row.step_ms]
     if not rows:
         return
     _set_device(roofline, next(run for run in wanted if _is_of(run, rows[0])).device)
@@ -287,7 +287,7 @@ def _of_one_device(runs: list[RunResult], roofline: Roofline) -> list[RunResult]
     return [run for run in runs if run.device.get("name") == newest]
 
 
-def _is_of(run: RunResult, row: comparison.Row) -> bool:
+def _is_of(run: RunResult, row: Row) -> bool:
     names = ("session", "version", "precision", "batch_size", "seq_len")
     return run.config_name == row.config and all(
         getattr(run, name) == getattr(row, name) for name in names
@@ -295,7 +295,7 @@ def _is_of(run: RunResult, row: comparison.Row) -> bool:
 
 
 def _run_points(
-    label: str, row: comparison.Row, run: RunResult, counted: float | None, *, parts: bool
+    label: str, row: Row, run: RunResult, counted: float | None, *, parts: bool
 ) -> Iterator[Point]:
     """The step, and its parts if wanted. AdamW does no products: it has bytes only."""
     sizes = _sizes(run)

@@ -29,3 +29,14 @@ def ended_with_us(process: "subprocess.Popen[Any]") -> Iterator[None]:
     finally:
         watch.kill()
         watch.communicate()
+
+
+def stop(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    """Ends a process by SIGTERM, on which it may save what it has; by SIGKILL if it is not gone
+    after `patience_s` or at a second Ctrl-C."""
+    process.terminate()
+    try:
+        process.wait(timeout=patience_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()

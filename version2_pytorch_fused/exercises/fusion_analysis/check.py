@@ -4,7 +4,7 @@ are set beside what was measured, the findings must agree with the files."""
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from workshop.compare import comparison
+from workshop.compare.rows import variant
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import prediction
@@ -55,7 +55,7 @@ def _flag(fusion: str) -> str:
 
 
 def _variant(fusion: str | None) -> str:
-    """As comparison.variant has it: "" for V2 as it is."""
+    """As variant has it: "" for V2 as it is."""
     return _flag(fusion).removeprefix("--") if fusion else ""
 
 
@@ -75,9 +75,9 @@ def _runs(work: Work, fusion: str | None = None) -> list[RunResult]:
     runs = work.runs("v2")
     if not runs:
         raise WorkshopError("no result of V2: run the sheet's loop")
-    newest = next((run for run in runs if comparison.variant(run) in VARIANTS), runs[0])
+    newest = next((run for run in runs if variant(run) in VARIANTS), runs[0])
     wanted = _variant(fusion)
-    alike = [r for r in runs if comparison.variant(r) == wanted and _size(r) == _size(newest)]
+    alike = [r for r in runs if variant(r) == wanted and _size(r) == _size(newest)]
     if not alike:
         how = f"with --{wanted}" if fusion else "as it is"
         size = f"{newest.config_name}, {newest.precision}"
@@ -281,8 +281,8 @@ def _calls(work: Work, fusion: str | None, operator: str) -> float:
     record = profile[1] if profile else None
     if record is None:
         raise WorkshopError(f"no profile in {folder}: make it as the sheet says")
-    if record.version != "v2" or comparison.variant(record) != _variant(fusion):
-        found = f"{record.version} {comparison.variant(record)}".strip()
+    if record.version != "v2" or variant(record) != _variant(fusion):
+        found = f"{record.version} {variant(record)}".strip()
         raise WorkshopError(f"{folder} is a profile of {found}: make it again as the sheet says")
     path = folder / "operators.csv"
     table = CsvTable(path, Problems(path))

@@ -3,20 +3,19 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from workshop.results import GATE_ONLY, RunResult
+from workshop.results import GATE_ONLY, RunResult, model_sizes
 from workshop.run import flops, presets, timing
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
 
 SCHEMA_VERSION = 1
-FIRST_USE = {"compile", "capture"}
-"""What of a run's `setup_s` the version costs before its first fast step. The gate is the
-harness's, and the warm-up trains."""
+STARTUP = {"compile", "capture"}
+"""The parts of a run's `setup_s` that are the version's own cost before its first fast step."""
 ONE_PROCESS = "1 process"
-"""Of V1 or of the version: a speed-up then has no interval."""
+"""Note of a speed-up without interval: V1 or the version ran in one process only."""
 Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
 """TFLOP/s and their source, by device, session and precision."""
 
@@ -25,11 +24,11 @@ Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
 class Row:
     """One line of the table; None where there is nothing that may be printed.
 
-    Only a row whose `status` is "timed" has times. A "failed" one (its gate is red, or a run of it
-    ended in an error) has no figures, nor has a "skipped" one, which this machine can't run; an
+    Only a row whose `status` is "timed" has times. A "failed" one (red gate or audit, or a run that
+    ended in an error) has no numbers, nor has a "skipped" one, which this machine can't run; an
     "interpreted" one has no times and no ratios. `note` says why. `speedup` is V1's median step
-    over this one's, measured in the same session, and `speedup_ci` its 95% interval; None with one
-    process of either.
+    over this one's in the same session; `speedup_ci`, its 95% interval, is None with one process
+    of either.
     """
 
     version: str
@@ -43,7 +42,7 @@ class Row:
     runs: int
     parity: str
     audit: str = "not run"
-    """The audit's word on all the timed runs: "pass", "fail", or "not run" if on one of them."""
+    """Of all timed runs: "pass", "fail", or "not run" if one of them was not audited."""
     gate_shape: tuple[int, int] | None = None
     """Batch size and sequence length that the gate was run on."""
     status: str = "timed"
@@ -72,14 +71,14 @@ class Row:
     peak_share: float | None = None
     peak_source: str | None = None
     setup_s: dict[str, float] = field(default_factory=dict)
-    first_use_s: float | None = None
-    """Seconds to compile and capture, of the process that took longest: a later one finds the
-    compilers' caches filled, and `first_use_least_s` is the shortest."""
-    first_use_least_s: float | None = None
-    pays_back: str | None = None
-    """When that is made up for against V1: `after N steps`, `at once`, `never`; or `not known`,
-    where the step is not significantly shorter or longer, or of one process."""
-    pays_back_steps: int | None = None
+    startup_s: float | None = None
+    """Seconds to compile and capture, of the slowest process: a later one finds the compilers'
+    caches filled, and `startup_least_s` is the fastest."""
+    startup_least_s: float | None = None
+    break_even: str | None = None
+    """When the startup is made up for against V1: `after N steps`, `at once` or `never`; `unknown`
+    without a significant difference."""
+    break_even_steps: int | None = None
 
     @property
     def label(self) -> str:
@@ -101,17 +100,16 @@ class Row:
 
     @property
     def refused(self) -> str:
-        """What has shown that it is not V1's model, "gate" or "audit"; else empty."""
-        verdicts = {"gate": self.parity, "audit": self.audit}
-        return next((what for what, status in verdicts.items() if status == "fail"), "")
+        """The check that failed, "gate" or "audit"; else empty."""
+        return "gate" if self.parity == "fail" else "audit" if self.audit == "fail" else ""
 
     def proof(self, red: str) -> str:
-        """In a word: `red` for one that failed, "pass" for gate and audit, "gate only", or "not
-        run"; with a star if the gate was smaller."""
-        told = red if self.refused else self.parity
-        if told == "pass" and self.audit != "pass":
-            told = GATE_ONLY
-        return f"{told} *" if self.gate_is_smaller else told
+        """`red` for a row that failed, "pass" for gate and audit, "gate only", or "not run"; with a
+        star if the gate was smaller."""
+        proof = red if self.refused else self.parity
+        if proof == "pass" and self.audit != "pass":
+            proof = GATE_ONLY
+        return f"{proof} *" if self.gate_is_smaller else proof
 
     def verdict(self) -> str:
         """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
@@ -122,19 +120,37 @@ class Row:
             return self.status
         if self.version == BASELINE and not self.variant and self.speedup is not None:
             return "baseline"
-        if self.speedup is None:
-            return "-"
-        if self.speedup_ci is None:
-            return f"{self.speedup:.2f}x ({ONE_PROCESS})"
-        low, high = self.speedup_ci
-        if low <= 1.0 <= high:
-            return f"no significant difference [{low:.2f}, {high:.2f}]"
-        return f"{self.speedup:.2f}x [{low:.2f}, {high:.2f}]"
+        return ratio(self.speedup, self.speedup_ci)
 
     def short_verdict(self) -> str:
         """The verdict without its interval, in lines for a place as wide as a bar."""
         words = self.verdict().partition(" [")[0].replace(f" ({ONE_PROCESS})", f"\n{ONE_PROCESS}")
         return words.replace("no significant difference", "no\ndifference")
+
+
+def ratio(
+    value: float | None, interval: Sequence[float] | None, same: str = "no significant difference"
+) -> str:
+    """`1.80x [1.75, 1.84]`; `same` in place of the value where the interval contains 1;
+    `1.80x (1 process)` without an interval; a dash without a value."""
+    if value is None:
+        return "-"
+    if interval is None:
+        return f"{value:.2f}x ({ONE_PROCESS})"
+    low, high = interval
+    return f"{same if low <= 1 <= high else f'{value:.2f}x'} [{low:.2f}, {high:.2f}]"
+
+
+def ordinary(runs: Iterable[RunResult]) -> list[RunResult]:
+    """The runs of whole versions: rungs of waterfalls and points of sweeps would fill a table of
+    versions with single changes and odd sizes."""
+    return [run for run in runs if run.kind == "run"]
+
+
+def preferred(runs: Iterable[RunResult]) -> list[RunResult]:
+    """The ordinary runs; all of them if none is."""
+    runs = list(runs)
+    return ordinary(runs) or runs
 
 
 def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Row]:
@@ -167,8 +183,8 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
 
 
 def session_peaks(runs: Iterable[RunResult]) -> Peaks:
-    """The highest peak of each session: each process measures an unlisted chip's anew, and with
-    one of its own a row that ran in a busy minute would have the greater share."""
+    """The highest peak of each session: each process measures an unlisted chip's anew, and a busy
+    minute must not give a row a greater share."""
     found: dict[tuple[object, ...], tuple[float, str | None]] = {}
     for run in runs:
         key = (str(run.device.get("name")), run.session, run.precision)
@@ -189,9 +205,14 @@ def _size_order(row: Row) -> tuple[object, ...]:
     return (row.device, presets.rank(row.config), tokens, row.config, row.precision)
 
 
-def _group(run: RunResult) -> tuple[object, ...]:
+def size_of(run: RunResult) -> tuple[object, ...]:
+    """Equal for runs of one device and size."""
     sizes = tuple(sorted(run.config.items()))
-    return (run.device.get("name"), sizes, run.batch_size, run.seq_len, run.precision)
+    return (str(run.device.get("name")), sizes, run.batch_size, run.seq_len)
+
+
+def _group(run: RunResult) -> tuple[object, ...]:
+    return (*size_of(run), run.precision)
 
 
 def variant(run: RunResult) -> str:
@@ -238,10 +259,9 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     )
     refused = next((run.refused for run in runs if run.refused), None)
     if refused is not None:
-        what, failures = refused
-        row.status, row.note = "failed", f"{what} red: {failures[0]}"
-        if len(failures) > 1:
-            row.note += f" (and {len(failures) - 1} more)"
+        check, failures = refused
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        row.status, row.note = "failed", f"{check} red: {failures[0]}{more}"
         return row
     broken = [run for run in runs if run.error]
     timed = [run for run in runs if run.step_ms]
@@ -251,16 +271,16 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         row.note = (broken[0].error if broken else None) or "no timed step"
         return row
     _fill_proof(row, timed)
-    used = steady(timed)
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
         why = f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, and took memory of its own"
-        row.note = _join(why, row.note)
+        row.note = join(why, row.note)
         return row
+    used = steady(timed)
     _fill_times(row, used)
-    row.note = _join(row.note, _disturbance(timed))
+    row.note = join(row.note, _disturbance(timed))
     _fill_speedup(row, used, baseline)
-    _fill_first_use(row, timed)
+    _fill_startup(row, timed)
     return row
 
 
@@ -294,14 +314,14 @@ def _gate_shape(runs: list[RunResult]) -> tuple[int, int] | None:
 
 
 def proof_notes(rows: Iterable[Row]) -> list[str]:
-    """What the words of `Row.proof` and `Row.verdict` stand for, where they are not plain: smaller
-    gates, runs that were not audited, and ratios without an interval."""
+    """What `Row.proof` and `Row.verdict` mean where they are not plain: smaller gates, runs that
+    were not audited, and ratios without an interval."""
     rows = list(rows)
     lines = without_interval(rows)
     shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
     if shapes:
-        told = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
-        lines.append(f"*: the gate ran on fewer tokens than the run: {told}")
+        named = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
+        lines.append(f"*: the gate ran on fewer tokens than the run: {named}")
     if any(row.proof(red="").startswith(GATE_ONLY) for row in rows):
         lines.append(f"{GATE_ONLY}: the timed run itself was not compared with a run of V1")
     return lines
@@ -309,15 +329,12 @@ def proof_notes(rows: Iterable[Row]) -> list[str]:
 
 def without_interval(rows: Iterable[Row]) -> list[str]:
     """Why some ratios have no interval, in a sentence; empty if all have."""
-    if not any(row.verdict().endswith(f"({ONE_PROCESS})") for row in rows):
-        return []
-    return [
-        f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each version"
-    ]
+    note = f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each version"
+    return [note] if any(row.verdict().endswith(f"({ONE_PROCESS})") for row in rows) else []
 
 
 def _fill_proof(row: Row, timed: list[RunResult]) -> None:
-    """All that says what was trained, and in how much memory."""
+    """Memory, losses, gradients and plausibility."""
     first = timed[0]
     measured = [run.memory_mb for run in timed if run.memory_mb]
     if measured:
@@ -334,8 +351,7 @@ def _fill_proof(row: Row, timed: list[RunResult]) -> None:
 
 
 def _fill_times(row: Row, timed: list[RunResult]) -> None:
-    """All that is a time or made of one."""
-    first = timed[0]
+    """Times, and the rates that follow from them."""
     steps = [milliseconds for run in timed for milliseconds in run.step_ms]
     row.step_ms = timing.median(steps)
     row.step_spread = timing.spread(steps)
@@ -344,53 +360,52 @@ def _fill_times(row: Row, timed: list[RunResult]) -> None:
     for name in ("forward_ms", "backward_ms", "optimizer_ms"):
         samples = [milliseconds for run in timed for milliseconds in getattr(run, name)]
         setattr(row, name, timing.median(samples) if samples else None)
-    names = [f.name for f in dataclasses.fields(flops.Sizes)]
-    sizes = flops.Sizes(**{name: int(first.config[name]) for name in names})
-    work = flops.step_flops(sizes, row.batch_size, row.seq_len)
+    work = flops.step_flops(model_sizes(timed[0].config), row.batch_size, row.seq_len)
     row.tflops = work.total / (row.step_ms / 1e3) / 1e12
 
 
 def _fill_speedup(row: Row, timed: list[RunResult], baseline: list[RunResult]) -> None:
-    if row.parity != "pass":
-        row.note = _join(row.note, "gate not run: no speed-up")
-        return
-    if not baseline:
-        row.note = _join(row.note, "no V1 in the same session: no speed-up")
-        return
     baseline_steps = [run.step_ms for run in steady(baseline) if run.step_ms]
     broken = any(run.error for run in baseline) or _audit(baseline) == "fail"
-    if broken or _parity(baseline) != "pass" or not baseline_steps:
-        row.note = _join(row.note, "V1 failed in this session: no speed-up")
+    reason = ""
+    if row.parity != "pass":
+        reason = "gate not run"
+    elif not baseline:
+        reason = "no V1 in the same session"
+    elif broken or _parity(baseline) != "pass" or not baseline_steps:
+        reason = "V1 failed in this session"
+    if reason:
+        row.note = join(row.note, f"{reason}: no speed-up")
         return
-    ratio = timing.speedup(baseline_steps, [run.step_ms for run in timed])
-    row.speedup, row.speedup_ci = ratio.value, list(ratio.interval) if ratio.interval else None
+    found = timing.speedup(baseline_steps, [run.step_ms for run in timed])
+    row.speedup, row.speedup_ci = found.value, list(found.interval) if found.interval else None
     peaks = [float(run.memory_mb["peak"]) for run in baseline if run.memory_mb]
     if peaks and row.peak_memory_mb is not None:
         row.memory_reduction = 1 - row.peak_memory_mb / max(peaks)
 
 
-def _fill_first_use(row: Row, timed: list[RunResult]) -> None:
-    told = [run.setup_s for run in timed if FIRST_USE <= run.setup_s.keys()]
-    if not told:
+def _fill_startup(row: Row, timed: list[RunResult]) -> None:
+    measured = [run.setup_s for run in timed if STARTUP <= run.setup_s.keys()]
+    if not measured:
         return
-    row.setup_s = max(told, key=_first_use)
-    row.first_use_s, row.first_use_least_s = _first_use(row.setup_s), min(map(_first_use, told))
+    row.setup_s = max(measured, key=_startup)
+    row.startup_s, row.startup_least_s = _startup(row.setup_s), min(map(_startup, measured))
     if row.speedup is None or row.step_ms is None or row.verdict() == "baseline":
         return
     low, high = row.speedup_ci or (1.0, 1.0)
     if low <= 1:
-        row.pays_back = "never" if high < 1 else "not known"
+        row.break_even = "never" if high < 1 else "unknown"
         return
     saved_s = row.step_ms * (row.speedup - 1) / 1e3
-    row.pays_back_steps = math.ceil(row.first_use_s / saved_s)
-    row.pays_back = f"after {row.pays_back_steps:,} steps" if row.pays_back_steps else "at once"
+    row.break_even_steps = math.ceil(row.startup_s / saved_s)
+    row.break_even = f"after {row.break_even_steps:,} steps" if row.break_even_steps else "at once"
 
 
-def _first_use(setup_s: dict[str, float]) -> float:
-    return sum(setup_s[name] for name in FIRST_USE)
+def _startup(setup_s: dict[str, float]) -> float:
+    return sum(setup_s[name] for name in STARTUP)
 
 
-def _join(*notes: str) -> str:
+def join(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 

@@ -1,0 +1,317 @@
+"""Comparisons, waterfalls and sweeps as pictures, for a projector."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from workshop.compare.rows import ONE_PROCESS, Row, ratio
+from workshop.compare.sweep import AXES, Point, Sweep
+from workshop.compare.tables import groups, limits, title, without_time
+from workshop.compare.waterfall import Step, Waterfall
+from workshop.errors import printable
+from workshop.run import interpreter
+from workshop.versions import ALL, MARKERS
+
+PHASE_COLOURS = (
+    ("forward_ms", "forward", "#3b7dd8"),
+    ("backward_ms", "backward", "#e07b39"),
+    ("optimizer_ms", "optimizer", "#5aa469"),
+)
+MEMORY_COLOURS = (
+    ("weights", "weights", "#3b7dd8"),
+    ("gradients", "gradients", "#e07b39"),
+    ("optimizer_state", "AdamW moments", "#5aa469"),
+    ("rest", "activations and rest", "#b8b8b8"),
+)
+SAVED, LOST, NEITHER = "#009E73", "#D55E00", "#B8B8B8"
+_WHOLE, _DIM, _MEMORY, _LIMIT = "#44546a", "#707070", "#8FA8C8", "#9C2C77"
+_STYLE: Any = {
+    "font.size": 15,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,  # a device's name may contain dollars
+}
+_TITLE: Any = {"loc": "left", "fontweight": "bold", "fontsize": 15}
+
+
+def _save(draw: Callable[[], Any], target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(_STYLE):
+        figure = draw()
+        figure.savefig(target, dpi=100)
+        plt.close(figure)
+
+
+# --- the rows of a comparison --------------------------------------------------------------------
+
+
+def plot_rows(rows: list[Row], target: Path) -> None:
+    """Throughput, the step's parts and memory, a line of panels a group. An interpreted version has
+    words in place of its times."""
+    shown = [
+        [row for row in group if row.status in ("timed", "interpreted")]
+        for group in groups(rows)
+        if any(row.step_ms for row in group)
+    ]
+    _save(lambda: draw_rows(shown), target)
+
+
+def draw_rows(shown: list[list[Row]]) -> Any:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        len(shown), 3, figsize=(19.2, 5.4 * len(shown)), squeeze=False, layout="constrained"
+    )
+    for (speed, phases, memory), group in zip(axes, shown, strict=True):
+        _plot_throughput(speed, group)
+        parts = [[getattr(row, name) or 0.0 for row in group] for name, *_ in PHASE_COLOURS]
+        _plot_stack(phases, group, PHASE_COLOURS, parts, "time of a step, ms")
+        parts = [[float(row.memory_mb.get(n, 0.0)) for row in group] for n, *_ in MEMORY_COLOURS]
+        _plot_stack(memory, group, MEMORY_COLOURS, parts, "peak memory, MB")
+        for axis in (speed, phases):
+            _write_in_place_of_times(axis, group)
+        speed.set_title(title(group), **_TITLE)
+    return figure
+
+
+def _plot_throughput(axis: Any, group: list[Row]) -> None:
+    values = [row.tokens_per_s or 0.0 for row in group]
+    bars = axis.bar([printable(row.label) for row in group], values, color=_WHOLE, width=0.6)
+    verdicts = [row.short_verdict() if row.step_ms else "" for row in group]
+    axis.bar_label(bars, verdicts, padding=4, fontweight="bold")
+    axis.set_ylabel("tokens a second")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.margins(y=0.15)
+
+
+def _plot_stack(
+    axis: Any,
+    group: list[Row],
+    colours: Sequence[tuple[str, str, str]],
+    parts: list[list[float]],
+    label: str,
+) -> None:
+    """Bars of a value for each row and part."""
+    names = [printable(row.label) for row in group]
+    bottoms = [0.0] * len(group)
+    for (_, legend, colour), heights in zip(colours, parts, strict=True):
+        axis.bar(names, heights, bottom=bottoms, color=colour, label=legend, width=0.6)
+        bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+    for index, total in enumerate(bottoms):
+        if total:  # else it was not measured
+            text = f"{total:,.3g}" if total < 1000 else f"{total:,.0f}"
+            _write_above(axis, text, (index, total), 4, ha="center")
+    axis.set_ylabel(label)
+    if max(bottoms) >= 1000:
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.margins(y=0.3)
+    axis.legend(frameon=False, fontsize=13, loc="upper right", ncols=2)
+
+
+def _write_in_place_of_times(axis: Any, group: list[Row]) -> None:
+    words = interpreter.NOT_COMPARABLE.replace(", ", ",\n")
+    look = {"ha": "center", "va": "bottom", "rotation": 90, "color": _DIM, "fontsize": 14}
+    for index, row in enumerate(group):
+        if row.status == "interpreted":
+            _write_above(axis, words, (index, 0), 8, **look)
+
+
+def _write_above(
+    axis: Any, text: str, place: tuple[float, float], points: int, **look: Any
+) -> None:
+    axis.annotate(text, place, xytext=(0, points), textcoords="offset points", **look)
+
+
+# --- waterfalls ----------------------------------------------------------------------------------
+
+_LEGEND = (
+    (_WHOLE, "the whole step"),
+    (SAVED, "saved"),
+    (LOST, "lost"),
+    (NEITHER, f"no significant difference, or {ONE_PROCESS}"),
+)
+_INCHES_A_RUNG, _INCHES_OF_LEGEND = 0.56, 0.4
+
+
+def plot_waterfalls(waterfalls: Sequence[Waterfall], target: Path) -> None:
+    """A line of two panels each: time from V1 down to the version, and peak memory."""
+    _save(lambda: draw_waterfalls(waterfalls), target)
+
+
+def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    heights = [_INCHES_A_RUNG * len(waterfall.steps) + 1.5 for waterfall in waterfalls]
+    figure, axes = plt.subplots(
+        len(waterfalls), 2, figsize=(18, sum(heights) + _INCHES_OF_LEGEND), squeeze=False,
+        layout="constrained", gridspec_kw={"width_ratios": (3.2, 1), "height_ratios": heights},
+    )  # fmt: skip
+    for (times, memory), waterfall in zip(axes, waterfalls, strict=True):
+        _plot_steps(times, waterfall)
+        _plot_memory(memory, waterfall)
+        times.set_title(waterfall.title, **_TITLE)
+    # Below all bars, which may be as long as their axis.
+    figure.legend(
+        handles=[Patch(color=colour, label=words) for colour, words in _LEGEND],
+        loc="outside lower left", ncols=len(_LEGEND), frameon=False, fontsize=13,
+    )  # fmt: skip
+    return figure
+
+
+def _plot_steps(axis: Any, waterfall: Waterfall) -> None:
+    """Bars from the last rung's time to this one's; whole ones for V1 and the last."""
+    steps, before = waterfall.steps, 0.0
+    longest = max((step.step_ms for step in steps if step.step_ms is not None), default=1.0)
+    last = next((step for step in reversed(steps) if step.timed), None)
+    for place, step in enumerate(steps):
+        if step.step_ms is None:
+            words = step.note if step.row is None else without_time(step.row)
+            colour = LOST if step.row is not None and step.row.failed else _DIM
+            axis.text(before, place, f" {words}", va="center", color=colour)
+            continue
+        _bar(axis, place, step, whole=step.before is None or step is last)
+        right = max(step.step_ms, step.step_ms + (step.saved_ms or 0.0))
+        axis.text(right + 0.01 * longest, place, _words(step), va="center", fontsize=13)
+        if before:
+            axis.plot([before, before], [place - 1, place], color=_DIM, linewidth=1, zorder=1)
+        before = step.step_ms
+    axis.set_yticks(range(len(steps)), [step.rung.title for step in steps])
+    axis.set_ylim(len(steps) - 0.4, -0.6)
+    axis.set_xlim(0, 1.55 * longest)
+    axis.set_xlabel("ms a step, median; at the right of a bar what the change is worth")
+
+
+def _bar(axis: Any, place: int, step: Step, *, whole: bool) -> None:
+    assert step.step_ms is not None
+    if whole:
+        axis.barh(place, step.step_ms, color=_WHOLE, height=0.62, zorder=2)
+    if step.saved_ms is not None:
+        low, high = step.gain_ci or (1.0, 1.0)
+        colour = SAVED if low > 1 else LOST if high < 1 else NEITHER
+        start = min(step.step_ms, step.step_ms + step.saved_ms)
+        axis.barh(place, abs(step.saved_ms), left=start, color=colour, height=0.62, zorder=3)
+
+
+def _words(step: Step) -> str:
+    """As in "13.57 ms   −10.75 ms   1.79x [1.75, 1.83]"."""
+    words = f"{step.step_ms:,.4g} ms"
+    if step.saved_ms is None:
+        return words
+    return f"{words}   {-step.saved_ms:+,.3g}   {ratio(step.gain, step.gain_ci, 'no difference')}"
+
+
+def _plot_memory(axis: Any, waterfall: Waterfall) -> None:
+    rows = [step.row for step in waterfall.steps]
+    amounts = [row.peak_memory_mb or 0.0 if row else 0.0 for row in rows]
+    bars = axis.barh(range(len(amounts)), amounts, color=_MEMORY, height=0.62)
+    axis.bar_label(bars, [f"{mb:,.0f}" if mb else "" for mb in amounts], padding=4, fontsize=13)
+    axis.set_yticks([])
+    axis.set_ylim(len(amounts) - 0.4, -0.6)
+    axis.margins(x=0.25)
+    axis.xaxis.get_major_locator().set_params(nbins=4)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.set_xlabel("peak memory, MB")
+
+
+# --- sweeps --------------------------------------------------------------------------------------
+
+_INCHES_A_LINE = 0.3
+_MOST_LEVEL = 5
+"""Sizes whose labels fit side by side in a panel; those of more are turned."""
+_MOST_LABELS = 12
+_MARK_POINTS = 13
+
+
+def plot_sweeps(sweeps: Sequence[Sweep], target: Path) -> None:
+    """A line of three panels each, and below it where each version's memory ends. A panel without
+    measurements is empty."""
+    _save(lambda: draw_sweeps(sweeps), target)
+
+
+def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
+    import matplotlib.pyplot as plt
+
+    heights = [h for s in sweeps for h in (5.8, _INCHES_A_LINE * (len(s.curves) + 1))]
+    figure = plt.figure(figsize=(19.2, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    for index, sweep in enumerate(sweeps):
+        time, speed, memory = (figure.add_subplot(grid[2 * index, column]) for column in range(3))
+        words = figure.add_subplot(grid[2 * index + 1, :])
+        words.axis("off")
+        words.text(0, 1, "\n".join(limits(sweep)), va="top", fontsize=14)
+        _panel(time, sweep, "ms a step, median", lambda point: point.row.step_ms)
+        _panel(speed, sweep, "tokens a second", lambda point: point.row.tokens_per_s)
+        _panel(memory, sweep, "peak memory, MB", lambda point: point.row.peak_memory_mb)
+        _mark_ends(memory, sweep)
+        speed.set_ylim(bottom=0)
+        time.set_title(sweep.title, **_TITLE)
+        time.legend(frameon=False)
+    return figure
+
+
+def _panel(axis: Any, sweep: Sweep, label: str, value: Callable[[Point], float | None]) -> None:
+    """Curves over sizes that double from tick to tick; only the throughput is not logarithmic."""
+    for curve in sweep.curves:
+        points = [(point.size, value(point)) for point in curve.points if value(point)]
+        version = ALL[curve.version]
+        axis.plot(
+            [size for size, _ in points],
+            [amount for _, amount in points],
+            color=version.colour,
+            marker=MARKERS[version.marker],
+            markersize=9,
+            linewidth=2.5,
+            label=curve.label,
+        )
+    every = [point for curve in sweep.curves for point in curve.points]
+    sizes = sorted({point.size for point in every})
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
+    labelled = sizes[:: -(-len(sizes) // _MOST_LABELS)]
+    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    look = turned if len(labelled) > _MOST_LEVEL else {}
+    axis.set_xticks(labelled, [f"{size:,}" for size in labelled], **look)
+    if not any(value(point) for point in every):
+        axis.set_yticks([])
+    elif not label.startswith("tokens"):
+        axis.set_yscale("log")
+        axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.yaxis.set_major_formatter("{x:,.12g}")
+    axis.minorticks_off()
+    axis.grid(axis="y", color="#D9DDE2")
+    axis.set_axisbelow(True)
+    axis.set_xlabel(AXES[sweep.axis].words)
+    axis.set_ylabel(label)
+
+
+def _mark_ends(axis: Any, sweep: Sweep) -> None:
+    """The device's memory as a line, and on it a cross where a version was out of memory, an open
+    ring where it was not tried."""
+    from matplotlib.transforms import offset_copy
+
+    every = [(curve.version, point) for curve in sweep.curves for point in curve.points]
+    free = [point.free_mb for _, point in every if point.free_mb]
+    memory_mb = sweep.memory_mb or next(iter(free), None)
+    ends = [(version, point) for version, point in every if point.beyond_memory]
+    if memory_mb is None or not ends:
+        return
+    axis.axhline(memory_mb, color=_LIMIT, linestyle="--", linewidth=2)
+    place = {"xycoords": ("axes fraction", "data"), "color": _LIMIT, "fontsize": 13}
+    _write_above(axis, "memory of the device", (0.02, memory_mb), 5, **place)
+    ends.sort(key=lambda end: end[1].size)
+    for _, beside in itertools.groupby(ends, key=lambda end: end[1].size):
+        own = list(beside)
+        for index, (version, point) in enumerate(own):
+            # Side by side, about their size: in points, since the sizes are logarithmic.
+            shift = (index - (len(own) - 1) / 2) * 0.7 * _MARK_POINTS
+            look = {"marker": "x"} if point.out_of_memory else {"marker": "o", "fillstyle": "none"}
+            axis.plot(point.size, memory_mb, color=ALL[version].colour,
+                      markersize=_MARK_POINTS, markeredgewidth=3, linestyle="none", clip_on=False,
+                      transform=offset_copy(axis.transData, axis.figure, x=shift, units="points"),
+                      **look)  # fmt: skip

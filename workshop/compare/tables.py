@@ -1,0 +1,458 @@
+"""Comparisons, waterfalls and sweeps as tables for the terminal and Markdown, as JSON and CSV."""
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workshop import results
+from workshop.compare import rows
+from workshop.compare.markdown import escape, escape_block, table_line
+from workshop.compare.rows import Row, ratio
+from workshop.compare.sweep import Curve, Point, Sweep
+from workshop.compare.waterfall import Step, Waterfall
+from workshop.errors import printable
+from workshop.run.interpreter import NOT_COMPARABLE
+
+FORMATS = ("table", "markdown", "json", "csv")
+SCHEMA_VERSION = 1
+SAME = "~1"
+WIDE = 110
+"""Columns of a terminal from which on tables have lines between their columns."""
+_WIDTH_OF_A_FILE = 120
+
+
+# --- any table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table; `style` is rich's. Lines with the same `section` belong together."""
+
+    cells: Sequence[str]
+    style: str | None = None
+    section: object = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with the notes below it, one description for all forms of output."""
+
+    title: str
+    header: Sequence[str]
+    lines: Sequence[Line]
+    notes: Sequence[str] = ()
+    left: Collection[int] = (0,)
+    """The columns of words, which are aligned at the left."""
+    only_wide: Collection[int] = ()
+    """The columns that only a wide terminal shows."""
+    wraps: Collection[int] | None = None
+    """The columns that may be wrapped; None for all."""
+    continues: bool = False
+    """Whether it belongs to the table before it, and has no heading of its own in Markdown."""
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    """Prints to the terminal, or without colours to a file."""
+    from rich import box
+    from rich import table as rich_table
+
+    console = terminal()
+    wide = console.width >= WIDE
+    for table in tables:
+        shown = [i for i in range(len(table.header)) if wide or i not in table.only_wide]
+        drawn = rich_table.Table(title=table.title, title_justify="left", title_style="bold")
+        if not wide:
+            drawn.box, drawn.padding, drawn.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
+        for i in shown:
+            wraps = table.wraps is None or i in table.wraps
+            justify = "left" if i in table.left else "right"
+            drawn.add_column(table.header[i], justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
+        for line, following in itertools.zip_longest(table.lines, table.lines[1:]):
+            ends = following is not None and line.section != following.section
+            cells = [printable(line.cells[i]) for i in shown]
+            drawn.add_row(*cells, style=line.style, end_section=ends)
+        console.print(drawn)
+        for note in table.notes:
+            console.print(printable(note), soft_wrap=not console.is_terminal)
+
+
+def terminal() -> Any:
+    """Rich's console, of a fixed width for a file or a pipe."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if console.is_terminal:
+        return console
+    return Console(width=_WIDTH_OF_A_FILE, highlight=False, markup=False)
+
+
+def markdown(tables: Iterable[Table], heading: str = "###") -> str:
+    parts = []
+    for table in tables:
+        if not table.continues:
+            parts += [f"{heading} {escape(table.title)}", ""]
+        parts.append(table_line(map(escape, table.header)))
+        aligned = (" --- " if i in table.left else " ---: " for i in range(len(table.header)))
+        parts.append(f"|{'|'.join(aligned)}|")
+        parts += [table_line(map(escape, line.cells)) for line in table.lines]
+        parts += ["", *(f"- {escape_block(note)}" for note in table.notes)]
+        parts += [""] if table.notes else []
+    return "\n".join(parts).rstrip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown and written of a comparison: `name` is the key of its `items` in JSON, and
+    `records` are the lines of its CSV."""
+
+    name: str
+    tables: list[Table]
+    items: list[dict[str, Any]]
+    records: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        head = {"schema_version": SCHEMA_VERSION, "created": results.now()}
+        return head | {self.name: self.items}
+
+    def as_csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(self.records[0]) if self.records else [])
+        writer.writeheader()
+        for record in self.records:
+            texts = {k: printable(v) for k, v in record.items() if isinstance(v, str)}
+            writer.writerow(record | texts)
+        return text.getvalue()
+
+    def show(self, form: str) -> None:
+        if form == "json":
+            print(json.dumps(self.as_json(), indent=1, allow_nan=False))
+        elif form == "csv":
+            print(self.as_csv(), end="")
+        elif form == "markdown":
+            print(markdown(self.tables))
+        else:
+            print_tables(self.tables)
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+# --- the rows of a comparison --------------------------------------------------------------------
+
+SPEED_HEADER = ("version", "samples/s", "tokens/s", "step ms", "forward", "backward", "optimizer",
+                "speed-up [95%]")  # fmt: skip
+PROOF_HEADER = ("version", "proof", "gradients", "loss", "peak MB", "memory", "TFLOP/s",
+                "of peak")  # fmt: skip
+_STYLES = {"failed": "red", "skipped": "dim"}
+_NOT_IN_CSV = ("gate_shape", "plausibility", "memory_mb", "setup_s")
+
+
+def of_rows(found: list[Row]) -> Report:
+    items = [dataclasses.asdict(row) for row in found]
+    records = [{k: v for k, v in item.items() if k not in _NOT_IN_CSV} for item in items]
+    tables = [table for group in groups(found) for table in group_tables(group)]
+    return Report("rows", tables, items, records)
+
+
+def groups(found: Iterable[Row]) -> list[list[Row]]:
+    """Rows that may be compared with each other, together."""
+    by_group: dict[object, list[Row]] = {}
+    for row in found:
+        by_group.setdefault(row.group, []).append(row)
+    return list(by_group.values())
+
+
+def title(group: list[Row]) -> str:
+    row = group[0]
+    size = f"{row.config}: {row.batch_size} x {row.seq_len} tokens"
+    return printable(f"{size}, {row.precision}, {row.device}")
+
+
+def group_tables(group: list[Row]) -> list[Table]:
+    """Speed, then proof and memory."""
+    styles = [_STYLES.get(row.status) for row in group]
+    speed, proof = (
+        [Line(cells(row), style) for row, style in zip(group, styles, strict=True)]
+        for cells in (_speed_cells, _proof_cells)
+    )
+    caption = "the same model? and at what cost"
+    return [
+        Table(title(group), SPEED_HEADER, speed),
+        Table(caption, PROOF_HEADER, proof, _row_notes(group), continues=True),
+    ]
+
+
+def _speed_cells(row: Row) -> list[str]:
+    spread = "" if row.step_spread is None else f" ±{row.step_spread / 2:.1%}"
+    phases = (row.forward_ms, row.backward_ms, row.optimizer_ms)
+    return [
+        row.label,
+        number(row.samples_per_s, ",.1f"),
+        number(row.tokens_per_s, ",.0f"),
+        number(row.step_ms, ",.2f") + spread,
+        *(number(phase, ",.2f") for phase in phases),
+        row.verdict(),
+    ]
+
+
+def _proof_cells(row: Row) -> list[str]:
+    gradients = "-" if row.tensors_total is None else f"{row.tensors_with_grad}/{row.tensors_total}"
+    losses = f"{number(row.loss_first, '.3f')} → {number(row.loss_last, '.3f')}"
+    compared = row.memory_reduction and row.verdict() != "baseline"
+    return [
+        row.label,
+        row.proof(red="FAIL"),
+        gradients,
+        "-" if row.loss_first is None else losses,
+        number(row.peak_memory_mb, ",.0f"),
+        f"{-(row.memory_reduction or 0.0):+.0%}" if compared else "-",
+        number(row.tflops, ",.3g"),
+        number(row.peak_share, ".1%"),
+    ]
+
+
+def _row_notes(group: list[Row]) -> list[str]:
+    """What the numbers alone do not say."""
+    lines = [f"{row.label}: {row.note}" for row in group if row.note]
+    lines += [f"IMPLAUSIBLE: {sentence}" for row in group for sentence in row.plausibility]
+    lines += [f"{row.label}: {_startup(row)}" for row in group if row.startup_s]
+    sources = {f"{r.peak_tflops:,.3g} TFLOP/s ({r.peak_source})" for r in group if r.peak_tflops}
+    if len(sources) == 1:
+        lines.append(f"peak: {sources.pop()}")
+    elif sources:
+        lines.append("peak: the highest that a large matrix product reached in each row's session")
+    lines += rows.proof_notes(group)
+    if any(row.peak_share is not None and row.peak_share > 1 for row in group):
+        lines.append("more than 100% of peak: other programs ran while the peak was measured")
+    return list(map(printable, lines))
+
+
+def _startup(row: Row) -> str:
+    """As in "startup 12.7 s (compile 12.3, capture 0.4), break-even with V1 after 1,234 steps"."""
+    assert row.startup_s is not None and row.startup_least_s is not None
+    parts = ", ".join(f"{name} {row.setup_s[name]:.1f}" for name in ("compile", "capture"))
+    text = f"startup {row.startup_s:.1f} s ({parts})"
+    if row.startup_least_s < 0.9 * row.startup_s:
+        text += f", {row.startup_least_s:.1f} s with filled caches"
+    endings = {
+        "never": "; no break-even: its step is not shorter than V1's",
+        "unknown": "; break-even unknown: no significant speed-up",
+        None: "",
+    }
+    return text + endings.get(row.break_even, f"; break-even with V1 {row.break_even}")
+
+
+# --- waterfalls ----------------------------------------------------------------------------------
+
+WATERFALL_HEADER = ("change", "code", "step ms", "over the last", "over V1 fp32", "proof",
+                    "peak MB")  # fmt: skip
+_WATERFALL_LEGEND = (
+    f"over the last: times as fast as the last rung with a time, with the 95% interval; {SAME}: no "
+    "significant difference"
+)
+
+
+def of_waterfalls(found: Sequence[Waterfall]) -> Report:
+    items, records = [], []
+    for one in found:
+        head = _fields(one, without="steps")
+        steps = [_step_record(step) for step in one.steps]
+        items.append(head | {"steps": steps})
+        for step in steps:
+            records.append(head | {k: v for k, v in step.items() if k != "plausibility"})
+    return Report("waterfalls", list(map(waterfall_table, found)), items, records)
+
+
+def waterfall_table(one: Waterfall) -> Table:
+    lines = []
+    for step in one.steps:
+        failed = step.row is not None and step.row.failed
+        style = "red" if failed else None if step.timed else "dim"
+        lines.append(Line(_step_cells(step), style))
+    notes = [*_waterfall_notes(one), _WATERFALL_LEGEND]
+    return Table(one.title, WATERFALL_HEADER, lines, notes, left=(0, 1))
+
+
+def _step_cells(step: Step) -> list[str]:
+    row, first = step.row, [step.rung.title, step.rung.version]
+    if row is None:
+        return first + ["-"] * (len(WATERFALL_HEADER) - len(first))
+    over_v1 = "baseline" if step.rung.is_first else ratio(row.speedup, row.speedup_ci, SAME)
+    return [
+        *first,
+        number(step.step_ms, ",.2f"),
+        ratio(step.gain, step.gain_ci, SAME),
+        over_v1 if step.timed else "-",
+        row.proof(red="RED"),
+        number(row.peak_memory_mb, ",.0f"),
+    ]
+
+
+def _waterfall_notes(one: Waterfall) -> list[str]:
+    titles: dict[str, list[str]] = {}
+    for step in one.steps:
+        titles.setdefault(step.note, []).append(step.rung.title)
+    lines = [f"{', '.join(own)}: {note}" for note, own in titles.items() if note]
+    for above, step in itertools.pairwise(one.steps):
+        if step.before is not None and not above.timed:
+            reason = f"since {above.rung.title} has no time"
+            lines.append(f"{step.rung.title}: over {step.before}, {reason}")
+    ran = [step.row for step in one.steps if step.row]
+    lines += rows.proof_notes(ran)
+    lines += [f"IMPLAUSIBLE: {sentence}" for row in ran for sentence in row.plausibility]
+    return list(map(printable, lines))
+
+
+def _step_record(step: Step) -> dict[str, Any]:
+    row, timed = step.row, step.row if step.timed else None
+    return {
+        "change": step.rung.title,
+        "version": step.rung.version,
+        "variant": row.variant if row else None,
+        "precision": step.rung.precision,
+        "status": row.status if row else "not run",
+        "parity": row.parity if row else "not run",
+        "note": step.note,
+        "runs": row.runs if row else 0,
+        "step_ms": step.step_ms,
+        "step_spread": timed.step_spread if timed else None,
+        "before": step.before,
+        "saved_ms": step.saved_ms,
+        "gain": step.gain,
+        "gain_ci": list(step.gain_ci) if step.gain_ci else None,
+        "speedup": timed.speedup if timed else None,
+        "speedup_ci": timed.speedup_ci if timed else None,
+        "peak_memory_mb": row.peak_memory_mb if row else None,
+        "plausibility": row.plausibility if row else [],
+    }
+
+
+def without_time(row: Row) -> str:
+    """Why a row of a waterfall or a sweep has no time, in a few words."""
+    if row.refused:
+        return f"{row.refused.upper()} RED"
+    words = {"interpreted": NOT_COMPARABLE, "timed": "gate not run"}
+    return words.get(row.status, row.status)
+
+
+# --- sweeps --------------------------------------------------------------------------------------
+
+_SWEEP_LEGEND = f"speed-up over V1 at the same size; {SAME}: no significant difference"
+_POINT_FIELDS = ("status", "parity", "note", "runs", "step_ms", "step_spread", "tokens_per_s",
+                 "speedup", "speedup_ci", "peak_memory_mb")  # fmt: skip
+
+
+def of_sweeps(found: Sequence[Sweep]) -> Report:
+    items, records = [], []
+    for one in found:
+        head, curves = _fields(one, without="curves"), []
+        for curve in one.curves:
+            points = [_point_record(point) for point in curve.points]
+            curves.append(_fields(curve, without="points") | {"points": points})
+            records += [head | {"version": curve.label} | point for point in points]
+        items.append(head | {"curves": curves})
+    return Report("sweeps", list(map(sweep_table, found)), items, records)
+
+
+def sweep_table(one: Sweep) -> Table:
+    header = (one.axis, "version", "step ms", "tokens/s", "speed-up [95%]", "peak MB", "proof")
+    lines = []
+    for label, point in sweep_points(one):
+        style = "red" if point.failed else "dim" if point.row.step_ms is None else None
+        lines.append(Line(_point_cells(label, point), style, section=point.size))
+    notes = [*limits(one), *_sweep_notes(one), _SWEEP_LEGEND]
+    return Table(one.title, header, lines, notes, left=(1,), wraps=(4,))
+
+
+def sweep_points(one: Sweep) -> list[tuple[str, Point]]:
+    """The points, size by size, each with its version's label."""
+    points = [(curve.label, point) for curve in one.curves for point in curve.points]
+    return sorted(points, key=lambda labelled: labelled[1].size)
+
+
+def _point_cells(label: str, point: Point) -> list[str]:
+    row, size = point.row, f"{point.size:,}"
+    if row.step_ms is None:
+        return [size, label, point_without_time(point), "-", "-", "-", row.proof(red="RED")]
+    return [
+        size,
+        label,
+        number(row.step_ms, ",.2f"),
+        number(row.tokens_per_s, ",.0f"),
+        row.verdict().replace("no significant difference", SAME),
+        number(row.peak_memory_mb, ",.0f"),
+        row.proof(red="RED"),
+    ]
+
+
+def point_without_time(point: Point) -> str:
+    """Why a point has no time, in a few words."""
+    if point.out_of_memory:
+        return "out of memory"
+    return "not tried" if point.predicted_mb is not None else without_time(point.row)
+
+
+def limits(one: Sweep) -> list[str]:
+    """Where the memory of each version ends, in sentences."""
+    return [f"{curve.label}: {_limit(curve)}" for curve in one.curves]
+
+
+def _limit(curve: Curve) -> str:
+    if any(not point.ran and not point.beyond_memory for point in curve.points):
+        parts = ["no size ran" if curve.fits is None else f"ran up to {curve.fits:,}"]
+    elif curve.fits is None:
+        parts = ["no size fits"]
+    elif curve.measured_limit is None and curve.predicted_limit is None:
+        parts = [f"all sizes fit, up to {curve.fits:,}"]
+    else:
+        parts = [f"fits up to {curve.fits:,}"]
+    if curve.measured_limit is not None:
+        parts.append(f"out of memory at {curve.measured_limit:,} (measured)")
+    if curve.predicted_limit is not None:
+        point = next(p for p in curve.points if p.size == curve.predicted_limit)
+        parts.append(
+            f"{point.size:,} would take {point.predicted_mb:,.0f} MB of {point.free_mb:,.0f} "
+            "(predicted, not tried)"
+        )
+    if curve.predicted_end is not None:  # two digits: a prediction has no more
+        parts.append(f"memory predicted to end near {float(f'{curve.predicted_end:.2g}'):,.0f}")
+    return "; ".join(parts)
+
+
+def _sweep_notes(one: Sweep) -> list[str]:
+    """Smaller gates, failures and skips for another reason than memory, and implausible numbers."""
+    points = sweep_points(one)
+    lines = rows.proof_notes(point.row for _, point in points)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for label, point in points:
+        note = point.row.note
+        if note and not point.beyond_memory and (point.row.step_ms is None or "gate" in note):
+            reasons.setdefault((label, note), []).append(f"{point.size:,}")
+    lines += [f"{label} at {', '.join(own)}: {note}" for (label, note), own in reasons.items()]
+    for label, point in points:
+        where = f"IMPLAUSIBLE, {label} at {point.size:,}"
+        lines += [f"{where}: {sentence}" for sentence in point.row.plausibility]
+    return list(map(printable, lines))
+
+
+def _point_record(point: Point) -> dict[str, Any]:
+    batch_size, seq_len = point.row.gate_shape or (None, None)
+    return {
+        "size": point.size,
+        **{name: getattr(point.row, name) for name in _POINT_FIELDS},
+        "out_of_memory": point.out_of_memory,
+        "predicted_mb": point.predicted_mb,
+        "gate_batch_size": batch_size,
+        "gate_seq_len": seq_len,
+    }
+
+
+def _fields(of: Any, without: str) -> dict[str, Any]:
+    """The fields of a dataclass but for one, as they are."""
+    return {f.name: getattr(of, f.name) for f in dataclasses.fields(of) if f.name != without}
