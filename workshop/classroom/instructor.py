@@ -12,7 +12,7 @@ from workshop.profilers import kernel_file
 from workshop.report import comparisons, studies
 from workshop.report.comparisons import Group
 from workshop.report.pages import References
-from workshop.report.parts import Cell, Line, Link, Table, cells
+from workshop.report.parts import Cell, Line, Link, Table, cells, links
 from workshop.versions import ROOT
 
 GUIDE = ROOT / "exercises" / "instructor_guide.md"
@@ -52,8 +52,8 @@ def _steps(groups: Iterable[Group], keys: tuple[str, ...]) -> Table:
     for group in groups:
         for row, stored in group.pairs():
             if row.version in keys and not row.variant and _is_shown(row):
-                links = comparisons.links(stored)
-                lines.append(Line([*cells(*_step_cells(row, group)), Cell("", links)]))
+                files = links(stored)
+                lines.append(Line([*cells(*_step_cells(row, group)), Cell("", files)]))
     return Table("Steps, in processes that passed the gate", header, lines, texts=2)
 
 

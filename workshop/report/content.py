@@ -8,7 +8,6 @@ from workshop.profilers.names import printable
 from workshop.report import comparisons, sections, studies
 from workshop.report.comparisons import Group
 from workshop.report.parts import Cell, Device, Line, Link, Report, Section, Table, cells, count
-from workshop.report.studies import Studies
 from workshop.results import RunResult
 
 REFERENCE = "reference"
@@ -34,8 +33,8 @@ def build(
     of_studies, of_ladders = studies.split(collection.runs)
     groups = comparisons.groups(of_ladders)
     others, broken = sections.others(collection)
-    found = Studies.of(of_studies)
-    others = [*found.sections(), *others]
+    study_sections, study_rows = studies.build(of_studies)
+    others = [*study_sections, *others]
     names = dict.fromkeys(group.device for group in groups)
     names |= dict.fromkeys(map(sections.device_of, collection.profiles))
     names |= dict.fromkeys(name for name, _ in others)
@@ -49,7 +48,7 @@ def build(
     return Report(
         title=title,
         devices=devices,
-        rows=[*(row for group in groups for row in group.rows), *found.rows],
+        rows=[*(row for group in groups for row in group.rows), *study_rows],
         broken=[(Link(printable(path.name), path), _reason(path, why)) for path, why in broken],
         counts=_counts(collection, groups, len(of_studies), len(others), len(broken)),
         glance=comparisons.at_a_glance(groups),

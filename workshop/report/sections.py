@@ -14,6 +14,7 @@ from workshop.errors import WorkshopError
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
+from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.report import charts
@@ -30,7 +31,7 @@ from workshop.report.parts import (
     Table,
     cells,
 )
-from workshop.report.pictures import Picture, RooflinePicture, read_roofline
+from workshop.report.pictures import Picture, read_roofline, roofline_picture
 from workshop.roofline import ceilings
 from workshop.roofline.model import flags, sentences
 from workshop.run import presets
@@ -129,7 +130,7 @@ def _add_roofline(section: Section, file: Path, folder: Path) -> None:
     section.sentences = list(dict.fromkeys([*section.sentences, *map(printable, lines)]))
     if len(roofline.points) > 1:
         name = f"{section.anchor}-roofline"
-        section.pictures.append(RooflinePicture.of(name, roofline, (file,)))
+        section.pictures.append(roofline_picture(name, roofline, (file,)))
 
 
 def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]:
@@ -147,9 +148,9 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         if not kinds:
             continue
         bars = [
-            charts.Bar(
+            (
                 printable(found.version or found.folder.name),
-                tuple(one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds),
+                [one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds],
             )
             for found, one in zip(own, sums, strict=True)
         ]
@@ -158,7 +159,8 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         what = f"{own[0].table.what}s"
         unit = f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}"
         title = f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}"
-        pictures.append(charts.categories(name, title, unit, bars, kinds, files))
+        parts = [(kind, CATEGORY_COLOURS[kind]) for kind in kinds]
+        pictures.append(charts.stack(name, title, unit, bars, parts, files))
     return pictures
 
 
@@ -213,7 +215,7 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
         [path], title=section.title, results_folder=folder_of(path, collection)
     )
     if roofline is not None:
-        section.pictures.append(RooflinePicture.of(f"{anchor}-roofline", roofline, (path,)))
+        section.pictures.append(roofline_picture(f"{anchor}-roofline", roofline, (path,)))
     return str(run.device["name"]), section
 
 
