@@ -1,39 +1,31 @@
 """What the page can choose from, and what a choice shows."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.compare.collection import Benchmark, Broken, Collection, Profile, StoredRun
+from workshop.compare import sweep
+from workshop.compare.collection import Collection, Profile, StoredRun
 from workshop.compare.rows import (
     Row,
     build_rows,
     ordinary,
     session_peaks,
-    steady,
     trained_differently,
     variant,
 )
-from workshop.compare.sweep import AXES, kept_by
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import ceilings
 from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.model import Roofline
-from workshop.run import presets, timing
+from workshop.run import presets
 from workshop.versions import ALL, BASELINE
 
-_AXES = {axis.field: axis for axis in AXES.values()}
-SWEPT = {field: axis.words for field, axis in _AXES.items()}
-"""Sizes along which runs of one version are drawn, and what they are called."""
-HALF = ("bf16", "fp16")
-"""What one trains in where the device can."""
 _DAY = len("20261120")
-"""Characters of a session's name that tell the day."""
-_FOLLOWS_HIDDEN = ("hidden_dim", "intermediate_dim")
-"""A sweep of the hidden dimension keeps the feed-forward layer as many times as wide."""
+"""The first characters of a session's name."""
 
 
 class Group(NamedTuple):
@@ -63,12 +55,12 @@ class Choice:
 
 
 class Snapshot:
-    """All results at one time. What it derives from them it keeps, since every page asks again."""
+    """All results at one time. It caches rows and rooflines, which every page needs."""
 
     def __init__(self, collection: Collection) -> None:
-        self.broken: list[Broken] = collection.broken
-        self.profiles: dict[str, Profile] = {profile_key(p): p for p in collection.profiles}
-        self.benchmarks: list[Benchmark] = collection.benchmarks
+        self.broken = collection.broken
+        self.profiles = {str(profile.folder): profile for profile in collection.profiles}
+        self.benchmarks = collection.benchmarks
         self.folders = collection.folders
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
@@ -86,6 +78,9 @@ class Snapshot:
             own = self._ordinary_of(group) or runs
             self._rows[group] = build_rows(own, self._peaks)
         return self._rows[group]
+
+    def chosen(self, choice: Choice) -> list[Row]:
+        return [row for row in self.rows(choice.group) if row.label in choice.versions]
 
     def _ordinary_of(self, group: Group) -> list[RunResult]:
         """The group's runs that are of no waterfall or sweep."""
@@ -145,7 +140,7 @@ class Snapshot:
         own = [run for run in whole or runs if run.session == newest]
         versions = len({run.version for run in own if run.step_ms})
         parts = tuple(a == b for a, b in zip(group, wanted, strict=True))
-        half = group.precision in HALF
+        half = group.precision in ("bf16", "fp16")  # what one trains in, if the device can
         tokens = own[0].batch_size * own[0].seq_len
         day, processes = newest[:_DAY], len(own)
         return (*parts, bool(whole), day, versions, half, processes, tokens, newest)
@@ -153,25 +148,39 @@ class Snapshot:
     def profiles_of(self, device: str) -> dict[str, Profile]:
         return {key: p for key, p in self.profiles.items() if device_of(p) == device}
 
-    def devices(self) -> list[str]:
-        return sorted({group.device for group in self.groups})
+    def sizes(self) -> list[Group]:
+        """All groups, the small ones of a device first."""
 
-    def presets(self, device: str) -> list[str]:
-        found = {group.preset for group in self.groups if group.device == device}
-        return sorted(found, key=lambda name: (presets.rank(name), name))
+        def order(group: Group) -> tuple[object, ...]:
+            run = self.groups[group][0].run
+            preset = (presets.rank(group.preset), group.preset)
+            return group.device, preset, group.precision, run.batch_size * run.seq_len, run.seq_len
 
-    def precisions(self, device: str, preset: str) -> list[str]:
-        wanted = (device, preset)
-        return sorted({group.precision for group in self.groups if group[:2] == wanted})
+        return sorted(self.groups, key=order)
 
-    def shapes(self, device: str, preset: str, precision: str) -> list[str]:
-        wanted = (device, preset, precision)
-        found = [group for group in self.groups if group[:3] == wanted]
-        return [group.shape for group in sorted(found, key=self._tokens)]
+    def offered(self, field: str, choice: Choice) -> list[str]:
+        """The values of a field of Group, for what was chosen in the fields before it."""
+        depth = Group._fields.index(field)
+        before = choice.group[:depth]
+        found = (group[depth] for group in self.sizes() if group[:depth] == before)
+        return list(dict.fromkeys(found))
 
-    def _tokens(self, group: Group) -> tuple[int, int, str]:
-        run = self.groups[group][0].run
-        return run.batch_size * run.seq_len, run.seq_len, group.shape
+    def sweep(self, group: Group, axis: sweep.Axis) -> dict[str, list[sweep.Point]]:
+        """The timed points of the newest sweep over an axis that goes through a group's size, by
+        the version's label."""
+        kept = sweep.kept_by(self.groups[group][0].run, axis)
+        runs = [
+            stored.run
+            for other, own in self.groups.items()
+            if (other.device, other.precision) == (group.device, group.precision)
+            for stored in own
+            if sweep.kept_by(stored.run, axis) == kept
+        ]
+        return {
+            curve.label: [point for point in curve.points if point.row.step_ms]
+            for one in sweep.build(runs, axis)
+            for curve in one.curves
+        }
 
 
 class Live:
@@ -228,10 +237,6 @@ def device_of(profile: Profile) -> str:
                          or profile.table.device or "unknown device"))  # fmt: skip
 
 
-def profile_key(profile: Profile) -> str:
-    return str(profile.folder)
-
-
 def profile_name(profile: Profile) -> str:
     """Of its version, or of its folder."""
     return printable(profile.version or profile.folder.name)
@@ -283,135 +288,37 @@ def sources(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class LossCurve:
-    """The losses of one run of a row, step by step; None where one was not finite."""
-
-    row: Row
-    run: RunResult
+Curve = tuple[Row, RunResult]
+"""A row, and the run whose losses are shown for it."""
 
 
-def loss_curves(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[LossCurve]:
-    """One a row: of its longest run."""
-    curves = []
-    for row in rows:
-        runs = [stored.run for stored in snapshot.stored(group, row)]
-        longest = max(runs, key=lambda run: len(run.losses))
-        if longest.losses:
-            curves.append(LossCurve(row, longest))
-    return curves
+def loss_curves(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[Curve]:
+    """The longest run of each row."""
+    runs = [(row, [s.run for s in snapshot.stored(group, row)]) for row in rows]
+    longest = [(row, max(own, key=lambda run: len(run.losses))) for row, own in runs]
+    return [(row, run) for row, run in longest if run.losses]
 
 
-def loss_difference(curves: Sequence[LossCurve]) -> str:
+def loss_difference(curves: Sequence[Curve]) -> str:
     """The largest difference between any two curves at the same step, in a sentence; or why there
-    is none to tell of."""
+    is none."""
     if len(curves) < 2:
-        return "With two or more versions their largest difference would stand here."
-    differing = " and ".join(trained_differently([curve.run for curve in curves]))
+        return "The largest difference is given for two or more versions."
+    differing = " and ".join(trained_differently([run for _, run in curves]))
     if differing:
         return f"These runs differ in {differing}, so their losses may not be compared."
-    steps = min(len(curve.run.losses) for curve in curves)
-    found: list[tuple[float, int, str, str]] = []
-    for step in range(steps):
-        told = [(x, c.row.label) for c in curves if (x := c.run.losses[step]) is not None]
-        if len(told) < len(curves):
-            return f"In step {step + 1} a loss is not finite: the training diverged there."
-        (low, a), (high, b) = min(told), max(told)
-        found.append((high - low, step + 1, a, b))
-    largest, step, a, b = max(found)
+    steps = list(zip(*(run.losses for _, run in curves), strict=False))
+    found: list[tuple[float, int, str, str, float]] = []
+    for step, losses in enumerate(steps, 1):
+        finite = [(x, row.label) for x, (row, _) in zip(losses, curves, strict=True)
+                  if x is not None]  # fmt: skip
+        if len(finite) < len(curves):
+            return f"In step {step} a loss is not finite: the training diverged there."
+        (low, a), (high, b) = min(finite), max(finite)
+        found.append((high - low, step, a, b, finite[0][0]))
+    largest, step, a, b, loss = max(found)
     names = f" ({a} and {b})" if largest else ""
     return (
-        f"Largest difference between {len(curves)} versions over {steps} common steps: "
-        f"{largest:.2g} in step {step}{names}; a loss there is {_loss(curves[0], step):.3g}."
-    )
-
-
-def _loss(curve: LossCurve, step: int) -> float:
-    return curve.run.losses[step - 1] or 0.0
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """One size of a sweep: medians over all runs of its session at that size."""
-
-    size: float
-    step_ms: float
-    tokens_per_s: float
-    peak_mb: float | None
-    proven: bool
-    """Whether a run of it passed the gate."""
-
-
-def sweep(snapshot: Snapshot, group: Group, label: str, axis: str) -> list[SweepPoint]:
-    """The runs of a version that differ from those of a group in one size alone, by that size: of
-    the newest session that has two sizes. A size where that session failed has no point.
-
-    Over the hidden dimension those whose heads keep their size, as in compare_versions.py --sweep;
-    or, if there are none, those that keep their number of heads.
-    """
-    points: list[SweepPoint] = []
-    for alike in (_of_one_sweep, _differs_in):
-        if len(points) < 2:
-            points = _sweep_points(snapshot, group, label, axis, alike)
-    return points
-
-
-def _sweep_points(
-    snapshot: Snapshot,
-    group: Group,
-    label: str,
-    axis: str,
-    alike: Callable[[RunResult, RunResult, str], bool],
-) -> list[SweepPoint]:
-    sample = snapshot.groups[group][0].run
-    by_session: dict[str, dict[float, list[RunResult]]] = {}
-    for other, stored_runs in snapshot.groups.items():
-        if other.device != group.device or other.precision != group.precision:
-            continue
-        size = _sizes(stored_runs[0].run)[axis]
-        if alike(stored_runs[0].run, sample, axis):
-            for run in (s.run for s in stored_runs if label_of(s.run) == label):
-                by_session.setdefault(run.session, {}).setdefault(size, []).append(run)
-    told = max((name for name, sizes in by_session.items() if len(sizes) > 1), default=None)
-    by_size = by_session[told] if told is not None else {}
-    points = [_sweep_point(size, runs) for size, runs in sorted(by_size.items())]
-    return [point for point in points if point]
-
-
-def _of_one_sweep(run: RunResult, other: RunResult, axis: str) -> bool:
-    return kept_by(run, _AXES[axis]) == kept_by(other, _AXES[axis])
-
-
-def _differs_in(run: RunResult, other: RunResult, axis: str) -> bool:
-    free = _FOLLOWS_HIDDEN if axis == "hidden_dim" else (axis,)
-    one, two = _sizes(run), _sizes(other)
-    if axis == "hidden_dim" and _widening(one) != _widening(two):
-        return False
-    return all(one[name] == two[name] for name in one if name not in free)
-
-
-def _widening(sizes: dict[str, float]) -> float:
-    return sizes["intermediate_dim"] / sizes["hidden_dim"]
-
-
-def _sizes(run: RunResult) -> dict[str, float]:
-    sizes = dict(run.config)
-    sizes.pop("max_seq_len", None)  # a limit, which grows with the sequence
-    return sizes | {"batch_size": run.batch_size, "seq_len": run.seq_len}
-
-
-def _sweep_point(size: float, runs: list[RunResult]) -> SweepPoint | None:
-    """Of one session's runs; None where nothing was timed that may be compared."""
-    bad = any(run.error or run.refused for run in runs)
-    timed = [run for run in runs if run.step_ms and not run.interpreted]
-    if bad or not timed:
-        return None
-    step = timing.median([ms for run in steady(timed) for ms in run.step_ms])
-    peaks = [float(run.memory_mb["peak"]) for run in timed if run.memory_mb]
-    return SweepPoint(
-        size=size,
-        step_ms=step,
-        tokens_per_s=timed[0].batch_size * timed[0].seq_len / step * 1e3,
-        peak_mb=max(peaks, default=None),
-        proven=any(run.parity.status == "pass" for run in timed),
+        f"Largest difference between {len(curves)} versions over {len(steps)} common steps: "
+        f"{largest:.2g} in step {step}{names}; a loss there is {loss:.3g}."
     )

@@ -34,7 +34,7 @@ def speedups(name: str, rows: Sequence[tuple[str, Row]], files: tuple[Path, ...]
         rows: each with its size; all have a speed-up with an interval.
     """
     shown = [
-        (f"{size}: {row.label}", row.speedup, *row.speedup_ci)
+        (f"{size}: {row.label}", row.speedup, row.speedup_ci[0], row.speedup_ci[1])
         for size, row in rows[:_MOST_BARS]
         if row.speedup and row.speedup_ci
     ]
@@ -54,8 +54,8 @@ def speedups(name: str, rows: Sequence[tuple[str, Row]], files: tuple[Path, ...]
         axis.axvline(1, color=INK, linewidth=1)
         axis.set_yticks(range(len(shown)), [_cut(label, 30) for label, *_ in shown])
         axis.set_ylim(len(shown) - 0.4, -0.6)
-        lowest, highest = (f(1.0, *(line[i] for line in shown)) for f, i in ((min, 2), (max, 3)))
-        axis.set_xlim(lowest / 1.1, highest * 1.45)
+        lowest, highest = min(low for *_, low, _ in shown), max(high for *_, high in shown)
+        axis.set_xlim(min(1.0, lowest) / 1.1, max(1.0, highest) * 1.45)
         axis.xaxis.set_major_formatter("{x:,.3g}x")
         axis.xaxis.set_minor_formatter("")
         axis.set_xlabel("speed-up over V1, with the 95% interval")
