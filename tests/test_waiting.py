@@ -14,7 +14,6 @@ from test_results import make_result
 
 from workshop import results
 from workshop.compare import regression, rows, waterfall
-from workshop.dashboard import data
 from workshop.run import timing, waiting
 
 TypeCommand = Callable[..., subprocess.CompletedProcess[str]]
@@ -110,8 +109,6 @@ def test_times_are_those_of_the_undisturbed_runs(
     kept = [run.step_ms for run in rows.steady(runs)]
     assert waterfall._times(runs) == kept
     assert len(regression._values(runs, regression.STEP)) == regression.repeats(runs) == len(kept)
-    point = data._sweep_point(1.0, runs)
-    assert point is not None and point.step_ms == step_ms
 
 
 # The first process of each version and repeat waits; the second, which is not gated, does not.
