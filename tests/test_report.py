@@ -285,11 +285,11 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
     targets = [str(token.attrs["href"]) for token in tokens if token.type == "link_open"]
     assert targets and all(target.startswith(("runs/", "profiles/", "#")) for target in targets)
     assert "image" not in {token.type for token in tokens}
-    told = [token.content for token in tokens if token.type == "text"]
-    assert sum("<script>alert(1)</script>" in text for text in told) >= 10
+    texts = [token.content for token in tokens if token.type == "text"]
+    assert sum("<script>alert(1)</script>" in text for text in texts) >= 10
 
 
-def test_a_red_gate_and_implausible_figures_come_first(tmp_path: Path) -> None:
+def test_a_red_gate_and_implausible_numbers_come_first(tmp_path: Path) -> None:
     run = reference("v2")
     red = run["parity"] | {"status": "fail", "failures": ["gradient of norm.weight is missing"]}
     write(tmp_path, reference("v1"), "a", plausibility=["faster than light"])
@@ -297,13 +297,8 @@ def test_a_red_gate_and_implausible_figures_come_first(tmp_path: Path) -> None:
     html, markdown = make(tmp_path, at=tmp_path)
     for text in (html, markdown):
         begin = text[text.index("2 to look into") :]
-        told = (
-            "GATE RED",
-            "gradient of norm.weight is missing",
-            "IMPLAUSIBLE",
-            "faster than light",
-        )
-        assert all(begin.index(word) < begin.index("at a glance") for word in told)
+        words = ("GATE RED", "norm.weight is missing", "IMPLAUSIBLE", "faster than light")
+        assert all(begin.index(word) < begin.index("at a glance") for word in words)
     glance = read(html).tables["", "Step time of V1, and each version's speed-up over it"]
     assert glance[1][2] == "gate red"
     assert 'class="verdict good"' not in html

@@ -1,4 +1,4 @@
-"""What the page can choose from, and what a choice shows."""
+"""The results that a page can show, and the choice among them."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -265,7 +265,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def alarms(rows: Iterable[Row]) -> list[str]:
-    """What nobody may overlook: red gates, runs that failed, figures that no machine could give."""
+    """Red gates, runs that failed, and implausible numbers."""
     rows = list(rows)
     lines = [f"{row.label}: {row.note}" for row in rows if row.failed]
     return lines + [f"IMPLAUSIBLE: {sentence}" for row in rows for sentence in row.plausibility]

@@ -15,7 +15,7 @@ from workshop.profilers.names import printable
 from workshop.report.pictures import Picture
 
 BAD, DIM = "bad", "dim"
-"""Tones of what stands out, and of what does not matter."""
+"""Tones of lines: an error, and what was not measured."""
 _TONES = {"red": BAD, "dim": DIM}
 _VERDICTS = {"gate only": "the gate only", "fail": "failed", "not run": "ran neither"}
 FAILED, IMPLAUSIBLE, WRONG = "FAILED", "IMPLAUSIBLE", "WRONG"

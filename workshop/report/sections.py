@@ -1,4 +1,4 @@
-"""The parts of a report that are no ladder: profiles, V3's benchmark, the harness's own cost."""
+"""The parts of a report beside the ladders: profiles, V3's benchmark, the harness's own cost."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def device_of(profile: Profile) -> str:
 
 
 def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Section:
-    """The head of a profile's hot list, and what is said of it."""
+    """The head of a profile's hot list, its summary and its advice."""
     file = found.folder / kernel_file.JSON_FILE
     links = [Link(kernel_file.JSON_FILE, file)]
     for place in (found.folder, found.folder.parent):
@@ -114,8 +114,9 @@ def hot_list(table: KernelTable, top: int) -> Table:
     lines = []
     for kernel in table.kernels[:top]:
         name = Cell(display_name(kernel.name, _NAME_WIDTH), is_code=True)
-        figures = (f"{kernel.calls / steps:,.0f}", f"{kernel.total_ns / steps / 1e6:,.3f}")
-        lines.append(Line([name, *cells(kernel.category, *figures, f"{table.share(kernel):.1%}")]))
+        calls, ms = f"{kernel.calls / steps:,.0f}", f"{kernel.total_ns / steps / 1e6:,.3f}"
+        share = f"{table.share(kernel):.1%}"
+        lines.append(Line([name, *cells(kernel.category, calls, ms, share)]))
     rest = len(table.kernels) - top
     caption = f"The longest {table.what}s" + (f"; {rest:,} more in the file" if rest > 0 else "")
     return Table(caption, header, lines, texts=2)
@@ -164,7 +165,7 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
     return pictures
 
 
-# --- what stands beside the runs -----------------------------------------------------------------
+# --- benchmarks and the cost of the harness ------------------------------------------------------
 
 
 def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tuple[Path, str]]]:
