@@ -1,6 +1,6 @@
 """Shows all results on a page in the browser: throughput, memory, losses, roofline, kernels.
 
-The page belongs to this machine alone (127.0.0.1), needs no network, and shows new results as they
+The page is served on this machine only (127.0.0.1), needs no network, and shows new results as they
 are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.1:8050 NODE
 """
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    # They import torch and dash, for which --help does not wait.
+    # These import torch and dash, which --help does not need.
     import torch
 
     from workshop import results

@@ -1,8 +1,8 @@
-"""Writes a report of all results below some folders: one HTML page that needs nothing beside it,
-and the same as Markdown.
+"""Writes a report of all results below some folders: one self-contained HTML page, and the same as
+Markdown.
 
-It tells what was run and where, each size's ladder with its proof, what bounds a step and its
-kernels, and leads from every figure to its result file. No GPU is needed for it.
+It shows what was run and where, each size's ladder with its proof, what bounds a step and its
+kernels, with links to the result files. It needs no GPU.
 """
 
 import argparse
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from workshop.compare.collection import Collection
-    from workshop.report.content import Tell
+    from workshop.report.content import Progress
 
 NEEDS = ("jinja2", "matplotlib", "rich")
 PAGE, MARKDOWN, TEMPLATE = "report.html", "report.md", "my_results.md"
@@ -57,13 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{PAGE} and {MARKDOWN} go there (default: results/report/ of this checkout)",
     )
     add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
-    add(
-        "--top",
-        type=int,
-        default=10,
-        metavar="N",
-        help="kernels of each profile (default %(default)s)",
-    )
+    add("--top", type=int, default=10, metavar="N", help="kernels a profile (default %(default)s)")
     add(
         "--template",
         action="store_true",
@@ -82,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    # They import torch, for which --help does not wait.
+    # These import torch, which --help does not need.
     import torch
 
     from workshop import results
@@ -106,7 +100,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> "Iterator[Tell]":
+def _progress() -> "Iterator[Progress]":
     """Shows what is being worked on, on a terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -114,11 +108,10 @@ def _progress() -> "Iterator[Tell]":
     stderr = Console(stderr=True)
     what = TextColumn("{task.description}", markup=False)  # names from files
     columns = (SpinnerColumn(), TimeElapsedColumn(), what)
-    with Progress(
-        *columns, console=stderr, disable=not stderr.is_terminal, transient=True
-    ) as progress:
-        task = progress.add_task("reading results", total=None)
-        yield lambda text: progress.update(task, description=text)
+    shown = Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True)
+    with shown:
+        task = shown.add_task("reading results", total=None)
+        yield lambda text: shown.update(task, description=text)
 
 
 def _write_report(collection: "Collection", folder: Path, title: str, top: int) -> list[Path]:
@@ -127,16 +120,16 @@ def _write_report(collection: "Collection", folder: Path, title: str, top: int) 
     from workshop.profilers.names import printable
     from workshop.report import content, pages
 
-    with _progress() as tell:
+    with _progress() as progress:
         collection.refresh()
-        report = content.build(collection, title=printable(title), tell=tell, top=top)
+        report = content.build(collection, title=printable(title), progress=progress, top=top)
         if not (report.devices or report.broken):
             raise WorkshopError(
                 f"{_folders(collection)}: no result in it; `make compare` makes some"
             )
         results.prepare_folder(folder)
         texts = {
-            folder / PAGE: pages.html_page(report, folder, tell),
+            folder / PAGE: pages.html_page(report, folder, progress),
             folder / MARKDOWN: pages.markdown_page(report, folder),
         }
     results.write_together(texts)

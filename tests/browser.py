@@ -32,8 +32,8 @@ def skip_without_browser() -> tuple[str, str]:
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:
-        lack = "Chromium" if browser is None else "chromedriver"
-        pytest.skip(f"no {lack}: on Debian apt-get install chromium chromium-driver")
+        missing = "Chromium" if browser is None else "chromedriver"
+        pytest.skip(f"no {missing}: on Debian apt-get install chromium chromium-driver")
     return browser, driver
 
 
@@ -57,13 +57,13 @@ def open_browser(profile: Path, *, size: tuple[int, int] = (1280, 1000)) -> Iter
 
 
 def complaints(browser: Any) -> list[str]:
-    """What the console said since it was last asked: errors and warnings."""
+    """New errors and warnings of the console."""
     return [entry["message"] for entry in browser.get_log("browser")
             if entry["level"] in ("SEVERE", "WARNING")]  # fmt: skip
 
 
 def requested(browser: Any) -> set[str]:
-    """Addresses that pages asked for since it was last asked; inline data has none."""
+    """Addresses that pages newly requested; inline data has none."""
     messages = [json.loads(e["message"])["message"] for e in browser.get_log("performance")]
     found = {
         message["params"]["request"]["url"]
@@ -74,7 +74,7 @@ def requested(browser: Any) -> set[str]:
 
 
 def wear(browser: Any, theme: str) -> None:
-    """Tells pages that the system is "light" or "dark"."""
+    """Sets the system's theme, "light" or "dark"."""
     feature = {"name": "prefers-color-scheme", "value": theme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 

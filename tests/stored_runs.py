@@ -3,13 +3,36 @@
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
+PARTS = (
+    "runs/20261123-020935-c86c28",  # small, bf16
+    "runs/20261123-020935-ce73aa",  # medium, bf16
+    "once/runs/20261122-102718-cc94dc",  # small, fp16, fp32 and tf32
+    "once/runs/20261122-164643-79a72b",  # large, bf16
+    "profiles/v1",
+    "profiles/v3/pytorch_profiler",
+    "kernels",
+    "harness",
+    "ceilings",
+    "waterfall/runs",
+    "sweep_batch_size/runs",
+)
+"""Some of each kind of result of the H200."""
 _TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+
+
+def select(folder: Path) -> Path:
+    """Fills a folder with PARTS and a profile of a CPU."""
+    cpu = Path("cpu_amd_epyc", "profiles", "v1")
+    for part in (cpu, *(Path("nvidia_h200", part) for part in PARTS)):
+        shutil.copytree(REFERENCE / part, folder / part)
+    return folder
 
 
 def reference(

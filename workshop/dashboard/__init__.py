@@ -1,1 +1,1 @@
-"""The page over all results: from data to figures to blocks, on a server or in a file."""
+"""The page over all results: data, figures, blocks, layout; on a server or exported."""

@@ -1,23 +1,23 @@
-"""What each view holds, in blocks of sentences, a figure and a table: for the server and the file
-alike."""
+"""The content of each view, in blocks of sentences, a figure and a table, for the server and the
+exported page."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import plotly.graph_objects as go
 
+from workshop.compare import tables
 from workshop.compare.collection import Profile
 from workshop.compare.rows import Row, without_interval
-from workshop.compare.sweep import Point
+from workshop.compare.sweep import AXES
 from workshop.dashboard import data, figures
-from workshop.dashboard.data import SWEPT, Choice, Group, Snapshot
+from workshop.dashboard.data import Choice, Group, Snapshot
 from workshop.errors import WorkshopError
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
-from workshop.results import Parity
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline.model import Roofline, flags, sentences
 from workshop.run import precision
@@ -25,17 +25,15 @@ from workshop.versions import ALL, BASELINE
 
 ROOFLINE, KERNELS = "Roofline", "Kernels"
 """The views that show a profile."""
-HOT = 15
+_HOT = 15
 """Kernels of a hot list, and points of a roofline's table."""
-SAID = 6
-"""Points of a roofline of which sentences tell."""
 GOOD, BAD, WARN, DIM = "good", "bad", "warn", "dim"
 """Looks of cells and sentences."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table; `title` is what pointing at it tells, `bar` fills a share of it."""
+    """A cell of a table; `title` is its tooltip, `bar` fills a share of it."""
 
     text: str
     look: str = ""
@@ -43,42 +41,45 @@ class Cell:
     bar: float | None = None
 
 
+Cells = list[Cell | str]
+
+
 @dataclass(frozen=True)
 class Table:
+    """The first `texts` columns are words, the others numbers."""
+
     header: Sequence[str]
-    rows: Sequence[Sequence[Cell | str]]
+    rows: Sequence[Cells]
     texts: int = 1
-    """Columns, the first ones, that hold no figures."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a view, under one heading."""
+    """A part of a view, under one heading. `key` is unique on the page."""
 
     key: str
-    """Names it on the page, once in all views."""
     title: str
     figure: go.Figure | None = None
     table: Table | None = None
-    before: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    before: Sequence[tuple[str, str]] = ()
     """Sentences above the figure, each with its look."""
-    after: Sequence[str] = field(default_factory=tuple)
+    after: Sequence[str] = ()
     wide: bool = False
     """Whether it takes the whole width of a page."""
 
 
 def view(name: str, snapshot: Snapshot, choice: Choice) -> list[Block]:
     """The blocks of one of VIEWS, for a settled choice."""
-    if choice.group not in snapshot.groups and name != KERNELS:
-        return [_word("empty", "No results yet", "make compare writes the first ones; this page "
-                      "will show them as they come.")]  # fmt: skip
-    rows = [row for row in snapshot.rows(choice.group) if row.label in choice.versions]
-    if not rows and name != KERNELS:
-        return [_word("none", "No version is chosen", "Choose one above.")]
+    rows = snapshot.chosen(choice)
+    if name != KERNELS and choice.group not in snapshot.groups:
+        return [_note("empty", "No results yet", "make compare writes the first ones; this page "
+                      "shows them as they come.")]  # fmt: skip
+    if name != KERNELS and not rows:
+        return [_note("none", "No version is chosen", "Choose one above.")]
     return VIEWS[name](snapshot, choice, rows)
 
 
-def _word(key: str, title: str, *lines: str) -> Block:
+def _note(key: str, title: str, *lines: str) -> Block:
     return Block(key, title, before=[(line, DIM) for line in lines], wide=True)
 
 
@@ -86,12 +87,18 @@ def _word(key: str, title: str, *lines: str) -> Block:
 
 
 def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
+    speed, proof = tables.group_tables(rows)
+    header = ("version", "proof", *speed.header[2:], *proof.header[4:])
+    lines: list[Cells] = [
+        [_version(row), _proof_cell(row), *fast.cells[2:-1], _verdict(row), *cost.cells[4:]]
+        for row, fast, cost in zip(rows, speed.lines, proof.lines, strict=True)
+    ]
     best = data.headline(rows)
     return [
         Block(
             "summary",
             "The ladder",
-            table=Table(_SPEED_HEADER, [_speed_cells(row) for row in rows], texts=2),
+            table=Table(header, lines, texts=2),
             before=[(best, GOOD)] if best else [],
             after=[*data.doubts(rows), *without_interval(rows),
                    *data.sources(snapshot, choice.group, rows)],
@@ -100,35 +107,10 @@ def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
         Block("throughput", "Throughput", figures.throughput(rows)),
         Block("speedup", "Speed-up over V1, with its 95% interval", figures.speedups(rows)),
         Block("phases", "A step and its parts", figures.phases(rows),
-              after=["The parts come from a pass of their own, so that measuring them does not "
+              after=["The parts are timed in a separate pass, so that measuring them does not "
                      "slow the whole step, which the mark shows."]),
         Block("memory", "Peak memory", figures.memory(rows)),
     ]  # fmt: skip
-
-
-_SPEED_HEADER = (
-    "version", "proof", "tokens/s", "step ms", "forward", "backward", "optimizer",
-    "speed-up [95%]", "peak MB", "TFLOP/s", "of peak",
-)  # fmt: skip
-
-
-def _speed_cells(row: Row) -> list[Cell | str]:
-    spread = "" if row.step_spread is None else f" ±{row.step_spread / 2:.1%}"
-    reduction = row.memory_reduction if row.verdict() != "baseline" else None
-    return [
-        _version(row),
-        _gate(row),
-        _number(row.tokens_per_s, ",.0f"),
-        _number(row.step_ms, ",.2f") + spread,
-        _number(row.forward_ms, ",.2f"),
-        _number(row.backward_ms, ",.2f"),
-        _number(row.optimizer_ms, ",.2f"),
-        _verdict(row),
-        _number(row.peak_memory_mb, ",.0f")
-        + ("" if reduction is None else f" ({-reduction:+.0%})"),
-        _number(row.tflops, ",.3g"),
-        "-" if row.peak_share is None else f"{row.peak_share:.1%}",
-    ]
 
 
 def _version(row: Row) -> Cell:
@@ -139,22 +121,18 @@ def _verdict(row: Row) -> Cell:
     if row.failed:
         words = f"{row.refused.upper()} RED" if row.refused else "FAILED"
         return Cell(words, BAD, printable(row.note))
-    slower = row.speedup_ci is not None and row.speedup_ci[1] < 1
-    faster = row.speedup_ci is not None and row.speedup_ci[0] > 1
-    return Cell(row.verdict(), BAD if slower else GOOD if faster else "", printable(row.note))
+    low, high = row.speedup_ci or (1.0, 1.0)
+    look = BAD if high < 1 else GOOD if low > 1 else ""
+    return Cell(row.verdict(), look, printable(row.note))
 
 
-def _gate(row: Row) -> Cell:
-    told = row.proof(red="RED").replace("pass", "green")
-    look = {"RED": BAD, "green": GOOD}.get(told.removesuffix(" *"), WARN)
+def _proof_cell(row: Row) -> Cell:
+    words = row.proof(red="RED").replace("pass", "green")
+    look = {"RED": BAD, "green": GOOD}.get(words.removesuffix(" *"), WARN)
     if not row.gate_is_smaller or row.gate_shape is None:
-        return Cell(told, look)
+        return Cell(words, look)
     batch_size, seq_len = row.gate_shape
-    return Cell(told, look, f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return Cell(words, look, f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}")
 
 
 # --- the same model ------------------------------------------------------------------------------
@@ -169,65 +147,54 @@ def _proof(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
             Block("losses", "Loss curves, one upon another", figures.losses(curves),
                   before=[(text, "") for text in statements if text], wide=True)
         )  # fmt: skip
-    cells = [_proof_cells(snapshot, choice.group, row) for row in rows]
-    table = Table(_PROOF_HEADER, cells, texts=3)
+    lines = [
+        _proof_cells(snapshot, choice.group, row, line.cells)
+        for row, line in zip(rows, tables.group_tables(rows)[1].lines, strict=True)
+    ]
     wrong = [(f"{r.label}: {printable(text)}", BAD) for r in rows for text in r.plausibility]
-    fine = [("No figure contradicts the physics.", GOOD)] if any(r.step_ms for r in rows) else []
+    fine = [("No number contradicts the physics.", GOOD)] if any(r.step_ms for r in rows) else []
     return [
         *blocks,
-        Block("gate", "The gate: the same model as V1?", table=table, after=data.doubts(rows),
-              wide=True),
-        Block("plausibility", "Plausibility: could a machine give these figures?",
+        Block("gate", "The gate: the same model as V1?", table=Table(_PROOF_HEADER, lines, texts=3),
+              after=data.doubts(rows), wide=True),
+        Block("plausibility", "Plausibility: could a machine reach these numbers?",
               before=wrong or fine, wide=True),
     ]  # fmt: skip
 
 
-_PROOF_HEADER = (
-    "version", "proof", "closest to its limit", "error", "allowed", "tensors with gradient",
-    "parameters", "loss",
-)  # fmt: skip
+_PROOF_HEADER = ("version", "proof", "closest to its limit", "error", "allowed",
+                 "tensors with gradient", "parameters", "loss")  # fmt: skip
 
 
-def _proof_cells(snapshot: Snapshot, group: Group, row: Row) -> list[Cell | str]:
-    stored = snapshot.stored(group, row)
-    gated = next((s for s in stored if s.run.parity.status != "not run"), stored[0])
-    what, error, allowed = _closest(gated.run.parity)
-    gradients = f"{row.tensors_with_grad}/{row.tensors_total}" if row.tensors_total else "-"
-    severed = row.tensors_with_grad != row.tensors_total
-    loss = f"{_number(row.loss_first, '.3f')} → {_number(row.loss_last, '.3f')}"
-    gate = _gate(row)
-    refused = next((s.run.refused for s in stored if s.run.refused), ("", []))
-    failures = printable("; ".join(refused[1]))
+def _proof_cells(snapshot: Snapshot, group: Group, row: Row, proof: Sequence[str]) -> Cells:
+    runs = [stored.run for stored in snapshot.stored(group, row)]
+    gated = next((run for run in runs if run.parity.status != "not run"), runs[0])
+    name, error, allowed = gated.parity.closest() or ("-", None, None)
+    refused = next((run.refused for run in runs if run.refused), ("", []))
+    cell = _proof_cell(row)
     return [
         _version(row),
-        Cell(gate.text, gate.look, failures or gate.title),
-        Cell(display_name(what, 34), DIM, printable(what)),
-        error,
-        allowed,
-        Cell(gradients, BAD if severed else ""),
-        _number(row.params_total, ",d"),
-        loss if row.loss_first is not None else "-",
-    ]
-
-
-def _closest(parity: Parity) -> tuple[str, str, str]:
-    """The measure of the gate that uses most of what it is allowed, its error and its limit."""
-    closest = parity.closest()
-    if closest is None:
-        return "-", "-", "-"
-    name, error, allowed = closest
-    return name, f"{error:.1e}" if math.isfinite(error) else "not finite", f"{allowed:.1e}"
+        Cell(cell.text, cell.look, printable("; ".join(refused[1])) or cell.title),
+        Cell(display_name(name, 34), DIM, printable(name)),
+        "not finite" if error is not None and not math.isfinite(error)
+        else tables.number(error, ".1e"),
+        tables.number(allowed, ".1e"),
+        Cell(proof[2], BAD if row.tensors_with_grad != row.tensors_total else ""),
+        tables.number(row.params_total, ",d"),
+        proof[3],
+    ]  # fmt: skip
 
 
 # --- the ladder, step by step --------------------------------------------------------------------
 
 
 def _ladder(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
-    rungs = [row for row in rows if not row.variant and row.speedup is not None]
-    left_out = [row.label for row in rows if not row.variant and row.speedup is None]
-    after = [f"Left out, for want of a speed-up: {', '.join(left_out)}."] if left_out else []
+    whole = [row for row in rows if not row.variant]
+    rungs = [row for row in whole if row.speedup is not None]
+    left_out = [row.label for row in whole if row.speedup is None]
+    after = [f"Left out, without a speed-up: {', '.join(left_out)}."] if left_out else []
     if len(rungs) < 2 or rungs[0].version != BASELINE:
-        blocks = [_word("waterfall", "What each rung saves", "It needs V1 and another version of "
+        blocks = [_note("waterfall", "What each rung saves", "It needs V1 and another version of "
                         "the same session, both with a green gate.", *after)]  # fmt: skip
     else:
         blocks = [
@@ -240,59 +207,54 @@ def _ladder(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
 
 
 def _switches(rows: list[Row]) -> list[Block]:
-    """Of all versions that ran with single parts switched off in the session of the whole one,
-    whether or not those are chosen."""
+    """Of all versions, chosen or not, that ran with single parts switched off in the session of the
+    whole version."""
     blocks = []
     for whole in rows:
         single = [
             row
             for row in rows
-            if row.version == whole.version
+            if (row.version, row.session) == (whole.version, whole.session)
             and row.variant.startswith("no-")
             and " " not in row.variant
-            and row.session == whole.session
             and row.step_ms
             and row.parity == "pass"
         ]
         if not whole.variant and whole.step_ms and single:
-            name = whole.label.upper()
-            blocks.append(
-                Block(f"switches-{whole.version}", f"What each switch of {name} is worth",
-                      figures.switches(whole, single), wide=True)
-            )  # fmt: skip
+            title = f"What each switch of {whole.label.upper()} is worth"
+            figure = figures.switches(whole, single)
+            blocks.append(Block(f"switches-{whole.version}", title, figure, wide=True))
     return blocks
 
 
 # --- sweeps --------------------------------------------------------------------------------------
 
 
+_PANELS: tuple[tuple[str, str, Callable[[Row], float | None]], ...] = (
+    ("Step time", "ms a step", lambda row: row.step_ms),
+    ("Throughput", "tokens a second", lambda row: row.tokens_per_s),
+    ("Memory", "peak memory, MB", lambda row: row.peak_memory_mb),
+)
+
+
 def _sweeps(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     blocks: list[Block] = []
-    for axis, name in SWEPT.items():
-        found = [(row, data.sweep(snapshot, choice.group, row.label, axis)) for row in rows]
-        lines = [(row, points) for row, points in found if len(points) > 1]
+    for axis in AXES.values():
+        found = snapshot.sweep(choice.group, axis)
+        lines = [(row, found[row.label]) for row in rows if len(found.get(row.label, ())) > 1]
         if not lines:
             continue
-        panels: list[tuple[str, str, Callable[[Point], float | None]]] = [
-            ("step time", "ms a step", lambda point: point.row.step_ms),
-            ("throughput", "tokens a second", lambda point: point.row.tokens_per_s),
-            ("memory", "peak memory, MB", lambda point: point.row.peak_memory_mb),
-        ]
-        after = ["Open marks: no gate was run there."] if _any_unproven(lines) else []
+        gated = all(point.row.parity == "pass" for _, points in lines for point in points)
+        after = [] if gated else ["Open marks: no gate was run there."]
         blocks += [
-            Block(f"{axis}-{what.split()[0]}", f"{what.capitalize()} over {name}",
+            Block(f"{axis.flag}-{what.split()[0].lower()}", f"{what} over {axis.words}",
                   figures.sweep(lines, axis, title, value), after=after)
-            for what, title, value in panels
+            for what, title, value in _PANELS
         ]  # fmt: skip
     return blocks or [
-        _word("sweeps", "No sweep goes through this size", "A sweep is two or more runs of one "
-              "version that differ in the batch size, the sequence length or the hidden dimension "
-              "alone, as compare_versions.py --sweep makes them.")
+        _note("sweeps", "No sweep goes through this size", "compare_versions.py --sweep runs the "
+              "versions over a range of batch sizes, sequence lengths or hidden dimensions.")
     ]  # fmt: skip
-
-
-def _any_unproven(lines: Sequence[tuple[Row, Sequence[Point]]]) -> bool:
-    return any(point.row.parity != "pass" for _, points in lines for point in points)
 
 
 # --- roofline ------------------------------------------------------------------------------------
@@ -312,35 +274,35 @@ def _roofline(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
         if printable(benchmark.device) == choice.device:
             title = "V3's kernels, each alone in a benchmark"
             blocks.append(_one_roofline(f"benchmark-{index}", title, snapshot, [benchmark.path]))
-    return blocks or [_word("roofline", "Roofline", "No timed run is chosen.")]
+    return blocks or [_note("roofline", "Roofline", "No timed run is chosen.")]
 
 
 def _one_roofline(key: str, title: str, snapshot: Snapshot, paths: Sequence[Path]) -> Block:
     try:
         roofline = snapshot.roofline(paths)
     except WorkshopError as error:
-        return _word(f"roofline-{key}", title, printable(str(error)))
+        return _note(f"roofline-{key}", title, printable(str(error)))
     red = [(printable(sentence), BAD) for sentence in flags(roofline)]
-    said = [printable(s) for s in (*sentences(roofline, SAID), *roofline.notes)]
+    notes = [printable(s) for s in (*sentences(roofline, 6), *roofline.notes)]
     return Block(
         f"roofline-{key}",
         title,
         figures.fit_for_both_themes(roofline_figures.plotly_figure(roofline)),
         _points(roofline),
         before=red,
-        after=said,
+        after=notes,
         wide=True,
     )
 
 
 def _points(roofline: Roofline) -> Table:
-    """The figure's numbers, and what they stand for."""
-    header, *rows = roofline_figures.table_cells(roofline)[: HOT + 1]
-    cells: list[list[Cell | str]] = [
+    """The numbers in the figure, with their names."""
+    header, *rows = roofline_figures.table_cells(roofline)[: _HOT + 1]
+    cells: list[Cells] = [
         [number, Cell(printable(name), "name"), *rest] for number, name, *rest in rows
     ]
-    if more := len(roofline.points) - HOT:
-        cells += [["", Cell(f"{more:,} more", DIM)]] if more > 0 else []
+    if (more := len(roofline.points) - _HOT) > 0:
+        cells.append(["", Cell(f"{more:,} more", DIM)])
     return Table(header, cells, texts=3)
 
 
@@ -350,7 +312,7 @@ def _points(roofline: Roofline) -> Table:
 def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     profile = snapshot.profiles.get(choice.profile)
     if profile is None:
-        return [_word("kernels", "No profile yet", "make profile runs every profiler that this "
+        return [_note("kernels", "No profile yet", "make profile runs every profiler that this "
                       "machine has on every version.")]  # fmt: skip
     alike = [
         (data.profile_name(other), other.table)
@@ -359,12 +321,7 @@ def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]
     ]
     title = f"Where the time goes: {profile.tool}"
     return [
-        Block(
-            "categories",
-            title,
-            figures.categories(alike),
-            wide=True,
-        ),
+        Block("categories", title, figures.categories(alike), wide=True),
         Block(
             "hot",
             f"Hot list of {data.profile_label(profile)}",
@@ -376,14 +333,13 @@ def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]
 
 
 def _comparable(profile: Profile) -> tuple[object, ...]:
-    """Profiles of which this is the same may stand side by side."""
+    """Equal for profiles that may be shown side by side."""
     group = data.group_of(profile.run) if profile.run else None
     return (group, profile.tool, data.device_of(profile), profile.table.what)
 
 
 def _hot_list(table: KernelTable) -> Table:
-    shown = table.kernels[:HOT]
-    rows: list[list[Cell | str]] = [
+    rows: list[Cells] = [
         [
             Cell(display_name(kernel.name, 90), "name", printable(kernel.name[:2000])),
             Cell(kernel.category, f"category {kernel.category}"),
@@ -392,9 +348,9 @@ def _hot_list(table: KernelTable) -> Table:
             f"{kernel.mean_ns / 1e3:,.1f}",
             Cell(f"{table.share(kernel):.1%}", bar=table.share(kernel)),
         ]
-        for kernel in shown
+        for kernel in table.kernels[:_HOT]
     ]
-    rest = table.kernels[HOT:]
+    rest = table.kernels[_HOT:]
     if rest:
         total = sum(kernel.total_ns for kernel in rest)
         calls = f"{sum(kernel.calls for kernel in rest):,}"

@@ -1,4 +1,4 @@
-"""What the page can choose from, and what a choice shows."""
+"""The results that a page can show, and the choice among them."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from workshop.compare.collection import Benchmark, Broken, Collection, Profile, StoredRun
+from workshop.compare import sweep
+from workshop.compare.collection import Collection, Profile, StoredRun
 from workshop.compare.rows import (
     Row,
     build_rows,
@@ -15,7 +16,6 @@ from workshop.compare.rows import (
     trained_differently,
     variant,
 )
-from workshop.compare.sweep import AXES, Point, Sweep, build, kept_by
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import ceilings
@@ -24,13 +24,8 @@ from workshop.roofline.model import Roofline
 from workshop.run import presets
 from workshop.versions import ALL, BASELINE
 
-_AXES = {axis.field: axis for axis in AXES.values()}
-SWEPT = {field: axis.words for field, axis in _AXES.items()}
-"""Sizes along which runs of one version are drawn, and what they are called."""
-HALF = ("bf16", "fp16")
-"""What one trains in where the device can."""
 _DAY = len("20261120")
-"""Characters of a session's name that tell the day."""
+"""The first characters of a session's name."""
 
 
 class Group(NamedTuple):
@@ -60,19 +55,18 @@ class Choice:
 
 
 class Snapshot:
-    """All results at one time. What it derives from them it keeps, since every page asks again."""
+    """All results at one time. It caches rows and rooflines, which every page needs."""
 
     def __init__(self, collection: Collection) -> None:
-        self.broken: list[Broken] = collection.broken
-        self.profiles: dict[str, Profile] = {profile_key(p): p for p in collection.profiles}
-        self.benchmarks: list[Benchmark] = collection.benchmarks
+        self.broken = collection.broken
+        self.profiles = {str(profile.folder): profile for profile in collection.profiles}
+        self.benchmarks = collection.benchmarks
         self.folders = collection.folders
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
         self._peaks = session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
-        self._sweeps: dict[tuple[Group, str], list[Sweep]] = {}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
 
     def rows(self, group: Group) -> list[Row]:
@@ -85,23 +79,12 @@ class Snapshot:
             self._rows[group] = build_rows(own, self._peaks)
         return self._rows[group]
 
+    def chosen(self, choice: Choice) -> list[Row]:
+        return [row for row in self.rows(choice.group) if row.label in choice.versions]
+
     def _ordinary_of(self, group: Group) -> list[RunResult]:
         """The group's runs that are of no waterfall or sweep."""
         return ordinary(s.run for s in self.groups[group])
-
-    def sweeps(self, group: Group, field: str) -> list[Sweep]:
-        """The newest sweep over a field of the results through the group's size, if any."""
-        if (group, field) not in self._sweeps:
-            axis, kept = _AXES[field], kept_by(self.groups[group][0].run, _AXES[field])
-            alike = (
-                stored.run
-                for other, runs in self.groups.items()
-                if (other.device, other.precision) == (group.device, group.precision)
-                for stored in runs
-            )
-            runs = [run for run in alike if kept_by(run, axis) == kept]
-            self._sweeps[group, field] = build(runs, axis)
-        return self._sweeps[group, field]
 
     def roofline(self, paths: Sequence[Path]) -> Roofline:
         """Of result files, a profile's folder or a benchmark, with all known ceilings.
@@ -157,7 +140,7 @@ class Snapshot:
         own = [run for run in whole or runs if run.session == newest]
         versions = len({run.version for run in own if run.step_ms})
         parts = tuple(a == b for a, b in zip(group, wanted, strict=True))
-        half = group.precision in HALF
+        half = group.precision in ("bf16", "fp16")  # what one trains in, if the device can
         tokens = own[0].batch_size * own[0].seq_len
         day, processes = newest[:_DAY], len(own)
         return (*parts, bool(whole), day, versions, half, processes, tokens, newest)
@@ -165,25 +148,39 @@ class Snapshot:
     def profiles_of(self, device: str) -> dict[str, Profile]:
         return {key: p for key, p in self.profiles.items() if device_of(p) == device}
 
-    def devices(self) -> list[str]:
-        return sorted({group.device for group in self.groups})
+    def sizes(self) -> list[Group]:
+        """All groups, the small ones of a device first."""
 
-    def presets(self, device: str) -> list[str]:
-        found = {group.preset for group in self.groups if group.device == device}
-        return sorted(found, key=lambda name: (presets.rank(name), name))
+        def order(group: Group) -> tuple[object, ...]:
+            run = self.groups[group][0].run
+            preset = (presets.rank(group.preset), group.preset)
+            return group.device, preset, group.precision, run.batch_size * run.seq_len, run.seq_len
 
-    def precisions(self, device: str, preset: str) -> list[str]:
-        wanted = (device, preset)
-        return sorted({group.precision for group in self.groups if group[:2] == wanted})
+        return sorted(self.groups, key=order)
 
-    def shapes(self, device: str, preset: str, precision: str) -> list[str]:
-        wanted = (device, preset, precision)
-        found = [group for group in self.groups if group[:3] == wanted]
-        return [group.shape for group in sorted(found, key=self._tokens)]
+    def offered(self, field: str, choice: Choice) -> list[str]:
+        """The values of a field of Group, for what was chosen in the fields before it."""
+        depth = Group._fields.index(field)
+        before = choice.group[:depth]
+        found = (group[depth] for group in self.sizes() if group[:depth] == before)
+        return list(dict.fromkeys(found))
 
-    def _tokens(self, group: Group) -> tuple[int, int, str]:
-        run = self.groups[group][0].run
-        return run.batch_size * run.seq_len, run.seq_len, group.shape
+    def sweep(self, group: Group, axis: sweep.Axis) -> dict[str, list[sweep.Point]]:
+        """The timed points of the newest sweep over an axis that goes through a group's size, by
+        the version's label."""
+        kept = sweep.kept_by(self.groups[group][0].run, axis)
+        runs = [
+            stored.run
+            for other, own in self.groups.items()
+            if (other.device, other.precision) == (group.device, group.precision)
+            for stored in own
+            if sweep.kept_by(stored.run, axis) == kept
+        ]
+        return {
+            curve.label: [point for point in curve.points if point.row.step_ms]
+            for one in sweep.build(runs, axis)
+            for curve in one.curves
+        }
 
 
 class Live:
@@ -240,10 +237,6 @@ def device_of(profile: Profile) -> str:
                          or profile.table.device or "unknown device"))  # fmt: skip
 
 
-def profile_key(profile: Profile) -> str:
-    return str(profile.folder)
-
-
 def profile_name(profile: Profile) -> str:
     """Of its version, or of its folder."""
     return printable(profile.version or profile.folder.name)
@@ -272,7 +265,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def alarms(rows: Iterable[Row]) -> list[str]:
-    """What nobody may overlook: red gates, runs that failed, figures that no machine could give."""
+    """Red gates, runs that failed, and implausible numbers."""
     rows = list(rows)
     lines = [f"{row.label}: {row.note}" for row in rows if row.failed]
     return lines + [f"IMPLAUSIBLE: {sentence}" for row in rows for sentence in row.plausibility]
@@ -295,55 +288,37 @@ def sources(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class LossCurve:
-    """The losses of one run of a row, step by step; None where one was not finite."""
-
-    row: Row
-    run: RunResult
+Curve = tuple[Row, RunResult]
+"""A row, and the run whose losses are shown for it."""
 
 
-def loss_curves(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[LossCurve]:
-    """One a row: of its longest run."""
-    curves = []
-    for row in rows:
-        runs = [stored.run for stored in snapshot.stored(group, row)]
-        longest = max(runs, key=lambda run: len(run.losses))
-        if longest.losses:
-            curves.append(LossCurve(row, longest))
-    return curves
+def loss_curves(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[Curve]:
+    """The longest run of each row."""
+    runs = [(row, [s.run for s in snapshot.stored(group, row)]) for row in rows]
+    longest = [(row, max(own, key=lambda run: len(run.losses))) for row, own in runs]
+    return [(row, run) for row, run in longest if run.losses]
 
 
-def loss_difference(curves: Sequence[LossCurve]) -> str:
+def loss_difference(curves: Sequence[Curve]) -> str:
     """The largest difference between any two curves at the same step, in a sentence; or why there
-    is none to tell of."""
+    is none."""
     if len(curves) < 2:
-        return "With two or more versions their largest difference would stand here."
-    differing = " and ".join(trained_differently([curve.run for curve in curves]))
+        return "The largest difference is given for two or more versions."
+    differing = " and ".join(trained_differently([run for _, run in curves]))
     if differing:
         return f"These runs differ in {differing}, so their losses may not be compared."
-    steps = min(len(curve.run.losses) for curve in curves)
-    found: list[tuple[float, int, str, str]] = []
-    for step in range(steps):
-        told = [(x, c.row.label) for c in curves if (x := c.run.losses[step]) is not None]
-        if len(told) < len(curves):
-            return f"In step {step + 1} a loss is not finite: the training diverged there."
-        (low, a), (high, b) = min(told), max(told)
-        found.append((high - low, step + 1, a, b))
-    largest, step, a, b = max(found)
+    steps = list(zip(*(run.losses for _, run in curves), strict=False))
+    found: list[tuple[float, int, str, str, float]] = []
+    for step, losses in enumerate(steps, 1):
+        finite = [(x, row.label) for x, (row, _) in zip(losses, curves, strict=True)
+                  if x is not None]  # fmt: skip
+        if len(finite) < len(curves):
+            return f"In step {step} a loss is not finite: the training diverged there."
+        (low, a), (high, b) = min(finite), max(finite)
+        found.append((high - low, step, a, b, finite[0][0]))
+    largest, step, a, b, loss = max(found)
     names = f" ({a} and {b})" if largest else ""
     return (
-        f"Largest difference between {len(curves)} versions over {steps} common steps: "
-        f"{largest:.2g} in step {step}{names}; a loss there is {_loss(curves[0], step):.3g}."
+        f"Largest difference between {len(curves)} versions over {len(steps)} common steps: "
+        f"{largest:.2g} in step {step}{names}; a loss there is {loss:.3g}."
     )
-
-
-def _loss(curve: LossCurve, step: int) -> float:
-    return curve.run.losses[step - 1] or 0.0
-
-
-def sweep(snapshot: Snapshot, group: Group, label: str, axis: str) -> list[Point]:
-    """The points with a time of a version's curve, of the newest sweep through a group's size."""
-    curves = (curve for one in snapshot.sweeps(group, axis) for curve in one.curves)
-    points = next((curve.points for curve in curves if curve.label == label), [])
-    return [point for point in points if point.row.step_ms]

@@ -1,5 +1,6 @@
-"""The page as one file, for those who have neither the results nor Python."""
+"""The dashboard as one file, which needs neither the results nor Python."""
 
+import html
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,10 @@ from typing import Any
 
 import jinja2
 import plotly.offline
+from dash import dcc
+from dash.development.base_component import Component
+from markupsafe import Markup
+from plotly.utils import PlotlyJSONEncoder
 from rich.console import Console
 from rich.progress import track
 
@@ -14,14 +19,14 @@ from workshop import results
 from workshop.compare.collection import Collection
 from workshop.dashboard import blocks, data, layout
 from workshop.dashboard.data import Choice, Group, Snapshot
-from workshop.profilers.names import printable
 
 _FOLDER = Path(__file__).parent
+_ATTRIBUTES = {"className": "class", "tabIndex": "tabindex"}
 
 
 def page(collection: Collection) -> str:
     """The HTML of all groups and profiles of a collection, with its style and all of plotly.js.
-    Nothing is chosen but groups and profiles: each shows all its versions."""
+    The reader chooses groups and profiles; each shows all its versions."""
     snapshot = Snapshot(collection)
     first = snapshot.settle(Choice(), of_its_device=True)
     figures: list[Any] = []
@@ -35,63 +40,70 @@ def page(collection: Collection) -> str:
         style=(_FOLDER / "assets" / "style.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "export.js").read_text(encoding="utf-8"),
         plotly=plotly.offline.get_plotlyjs(),
-        figures=_as_json(figures),
-        config=_as_json(layout.GRAPH_CONFIG),
-        themes=layout.THEMES,
-        names={name: name for name in blocks.VIEWS},
-        first_view=next(iter(blocks.VIEWS)),
-        of_profiles=[blocks.KERNELS],
-        groups={_key(group): " · ".join(group) for group in _ordered(snapshot)},
-        profiles={key: data.profile_label(p) for key, p in snapshot.profiles.items()},
-        first=_key(first.group),
-        first_profile=first.profile,
+        data=_as_json({
+            "figures": figures, "config": layout.GRAPH_CONFIG, "ofProfiles": [blocks.KERNELS]
+        }),
+        radios={"theme": ("Colours", layout.THEMES), "view": ("View", dict.fromkeys(blocks.VIEWS))},
+        selects={
+            "group": ("Device, size, precision, batch × sequence", _key(first.group),
+                      {_key(group): " · ".join(group) for group in snapshot.sizes()}),
+            "profile": ("Profile", first.profile,
+                        {key: data.profile_label(p) for key, p in snapshot.profiles.items()}),
+        },
         views=views,
-        broken=[printable(broken.reason) for broken in snapshot.broken],
-    )
+        broken=Markup(_markup(layout.broken(snapshot), figures)),
+    )  # fmt: skip
 
 
 def _views(snapshot: Snapshot, figures: list[Any]) -> Iterator[dict[str, Any]]:
-    """Each view of each group, and the hot lists of each profile; `figures` gets their figures,
-    and each block the index of its own."""
-    console = Console(stderr=True)
+    """Each view of each group, and the hot lists of each profile, as HTML; their figures are
+    appended to `figures`."""
     choices: list[tuple[str, str, Choice]] = []
-    for group in _ordered(snapshot):
+    for group in snapshot.sizes():
         labels = tuple(row.label for row in snapshot.rows(group))
         choice = snapshot.settle(Choice(*group, labels), of_its_device=True)
         choices += [(name, _key(group), choice) for name in blocks.VIEWS if name != blocks.KERNELS]
     choices += [(blocks.KERNELS, key, Choice(profile=key)) for key in snapshot.profiles]
+    console = Console(stderr=True)
     for name, key, choice in track(
         choices, "drawing", console=console, disable=not console.is_terminal, transient=True
     ):
-        rows = [row for row in snapshot.rows(choice.group) if row.label in choice.versions]
-        found = []
-        for block in blocks.view(name, snapshot, choice):
-            index = None
-            if block.figure is not None:
-                index = len(figures)
-                figures.append(block.figure.to_plotly_json())
-            found.append((block, index))
-        alarms = [printable(line) for line in data.alarms(rows)]
-        yield {"name": name, "key": key, "blocks": found, "alarms": alarms}
+        found = layout.content(blocks.view(name, snapshot, choice))
+        content = _markup([*layout.alarms(snapshot, choice), *found], figures)
+        yield {"name": name, "key": key, "content": Markup(content)}
 
 
-def _ordered(snapshot: Snapshot) -> list[Group]:
-    return [
-        Group(device, preset, precision, shape)
-        for device in snapshot.devices()
-        for preset in snapshot.presets(device)
-        for precision in snapshot.precisions(device, preset)
-        for shape in snapshot.shapes(device, preset, precision)
-    ]
+def _markup(content: Any, figures: list[Any]) -> str:
+    """A tree of Dash's components as HTML. A figure becomes an element with its index in `figures`,
+    to which it is appended."""
+    if content is None:
+        return ""
+    if isinstance(content, (list, tuple)):
+        return "".join(_markup(part, figures) for part in content)
+    if not isinstance(content, Component):
+        return html.escape(str(content))
+    properties = content.to_plotly_json()["props"]
+    if isinstance(content, dcc.Graph):
+        figures.append(properties["figure"].to_plotly_json())
+        return f'<div data-figure="{len(figures) - 1}"></div>'
+    children = properties.pop("children", None)
+    properties.pop("id", None)  # the same in all views
+    if "style" in properties:
+        properties["style"] = "; ".join(f"{k}: {v}" for k, v in properties["style"].items())
+    tag = type(content).__name__.lower()
+    attributes = "".join(
+        f' {_ATTRIBUTES.get(name, name)}="{html.escape(str(value))}"'
+        for name, value in properties.items()
+        if value is not False
+    )
+    return f"<{tag}{attributes}>{_markup(children, figures)}</{tag}>"
 
 
 def _key(group: Group) -> str:
     return json.dumps(group)
 
 
-def _as_json(content: Any) -> str:
-    """JSON that can stand in a script element: no name in it can end that."""
-    from plotly.utils import PlotlyJSONEncoder
-
+def _as_json(content: Any) -> Markup:
+    """JSON that can be the content of a script element: no name in it can end that."""
     text = json.dumps(content, cls=PlotlyJSONEncoder, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    return Markup(text.replace("<", "\\u003c"))

@@ -7,10 +7,9 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from workshop.dashboard import data
-from workshop.dashboard.blocks import BAD, KERNELS, ROOFLINE, VIEWS, Block, Cell, Table, view
+from workshop.dashboard.blocks import BAD, KERNELS, ROOFLINE, VIEWS, Block, Cell, view
 from workshop.dashboard.data import Choice, Snapshot
 from workshop.profilers.names import printable
-from workshop.run.presets import PRESETS
 
 POLL_MS = 2000
 TITLE = "Performance dashboard"
@@ -36,7 +35,7 @@ def page(snapshot: Snapshot, generation: int) -> Component:
             html.Header(
                 [html.H1(TITLE), _radio("theme", "Colours", THEMES, "auto", persistence=True)]
             ),
-            html.Div(id="alarms", children=alarms(snapshot, choice), role="alert"),
+            html.Div([*alarms(snapshot, choice), *broken(snapshot)], id="alarms", role="alert"),
             html.Div(controls(snapshot, choice, first), id="controls"),
             _radio("view", "View", {name: name for name in VIEWS}, first),
             html.Main(id="content", children=content(view(first, snapshot, choice))),
@@ -58,22 +57,14 @@ def controls(snapshot: Snapshot, choice: Choice, name: str) -> list[Component]:
 
 
 def options(snapshot: Snapshot, choice: Choice, key: str, name: str) -> dict[str, str]:
-    """What a control offers in a view: values, and what stands beside them."""
-    c = choice
+    """The values that a control offers in a view, with their labels."""
     if key == "versions":
-        return {row.label: printable(row.label) for row in snapshot.rows(c.group)}
+        return {row.label: printable(row.label) for row in snapshot.rows(choice.group)}
     if key == "profile":
-        offered = snapshot.profiles_of(c.device) if name == ROOFLINE else snapshot.profiles
+        of_device = snapshot.profiles_of(choice.device)
+        offered = of_device if name == ROOFLINE else snapshot.profiles
         return {key: data.profile_label(profile) for key, profile in offered.items()}
-    if key == "preset":
-        sizes = snapshot.presets(c.device)
-        return {name: name if name in PRESETS else printable(name) for name in sizes}
-    found = {
-        "device": lambda: snapshot.devices(),
-        "precision": lambda: snapshot.precisions(c.device, c.preset),
-        "shape": lambda: snapshot.shapes(c.device, c.preset, c.precision),
-    }[key]()
-    return {name: name for name in found}
+    return {value: value for value in snapshot.offered(key, choice)}
 
 
 def value_of(choice: Choice, key: str) -> Any:
@@ -108,30 +99,24 @@ def _radio(key: str, label: str, options: dict[str, str], value: str, **more: An
 
 
 def content(blocks: Iterable[Block]) -> list[Component]:
-    return [block(b) for b in blocks]
+    return [_block(block) for block in blocks]
 
 
-def block(block: Block) -> Component:
+def _block(block: Block) -> Component:
     parts: list[Component] = [html.H2(block.title)]
     parts += [html.P(sentence, className=f"say {look}") for sentence, look in block.before]
     if block.figure is not None:
         graph = dcc.Graph(id=f"graph-{block.key}", figure=block.figure, config=GRAPH_CONFIG)
-        parts.append(html.Figure(graph, role="img", **_label(block.title)))
+        label: Any = {"aria-label": block.title}
+        parts.append(html.Figure(graph, role="img", **label))
     if block.table is not None:
-        parts.append(html.Div(_table(block.table), className="scroll", tabIndex=0))
+        head = html.Thead(html.Tr([html.Th(name, scope="col") for name in block.table.header]))
+        body = html.Tbody([html.Tr(list(map(_cell, row))) for row in block.table.rows])
+        table = html.Table([head, body], className=f"texts-{block.table.texts}")
+        parts.append(html.Div(table, className="scroll", tabIndex=0))
     parts += [html.P(sentence, className="note") for sentence in block.after]
     name = "block wide" if block.wide else "block"
     return html.Section(parts, className=name, id=f"block-{block.key}")
-
-
-def _label(text: str) -> Any:
-    return {"aria-label": text}
-
-
-def _table(table: Table) -> Component:
-    head = html.Thead(html.Tr([html.Th(name, scope="col") for name in table.header]))
-    body = html.Tbody([html.Tr([_cell(cell) for cell in row]) for row in table.rows])
-    return html.Table([head, body], className=f"texts-{table.texts}")
 
 
 def _cell(cell: Cell | str) -> Component:
@@ -144,18 +129,19 @@ def _cell(cell: Cell | str) -> Component:
 
 
 def alarms(snapshot: Snapshot, choice: Choice) -> list[Component]:
-    """What must be seen in every view: red gates and implausible figures of the chosen size, and
-    files that can't be read."""
-    chosen = [row for row in snapshot.rows(choice.group) if row.label in choice.versions]
-    lines: list[Component] = [
-        html.P(printable(line), className=f"say {BAD}") for line in data.alarms(chosen)
-    ]
+    """Red gates and implausible numbers of the chosen size."""
+    lines = data.alarms(snapshot.chosen(choice))
+    return [html.P(printable(line), className=f"say {BAD}") for line in lines]
+
+
+def broken(snapshot: Snapshot) -> list[Component]:
+    """The files that can't be read."""
     if not snapshot.broken:
-        return lines
+        return []
     count = len(snapshot.broken)
     title = f"Left out: {count} file{'s' if count > 1 else ''} that can't be read"
     reasons = html.Ul([html.Li(printable(broken.reason)) for broken in snapshot.broken])
-    return [*lines, html.Details([html.Summary(title), reasons], className=BAD, open=count < 6)]
+    return [html.Details([html.Summary(title), reasons], className=BAD, open=count < 6)]
 
 
 def footer(snapshot: Snapshot) -> list[Component]:

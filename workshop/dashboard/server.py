@@ -104,7 +104,6 @@ def _add_callbacks(app: dash.Dash, live: Live) -> None:
             seen=[option["value"] for option in offered],
             of_its_device=view == blocks.ROOFLINE,
         )
-        keep_alarms = ctx.triggered_id == "view"
         return {
             "options": {
                 key: layout.option_list(layout.options(snapshot, choice, key, view))
@@ -112,7 +111,10 @@ def _add_callbacks(app: dash.Dash, live: Live) -> None:
             },
             "values": {key: layout.value_of(choice, key) for key in CONTROLS},
             "hidden": {key: layout.hidden(snapshot, choice, key, view) for key in CONTROLS},
-            "alarms": no_update if keep_alarms else layout.alarms(snapshot, choice),
+            # A screen reader reads them again whenever they are set.
+            "alarms": no_update
+            if ctx.triggered_id == "view"
+            else [*layout.alarms(snapshot, choice), *layout.broken(snapshot)],
             "content": layout.content(blocks.view(view, snapshot, choice)),
             "footer": layout.footer(snapshot),
         }

@@ -1,14 +1,14 @@
 """The ladder of one size on one device: its tables, what it saves, its losses, its roofline."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
 from workshop.compare import tables as compared
 from workshop.compare.collection import StoredRun
-from workshop.compare.figures import MEMORY_COLOURS
+from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.compare.rows import (
     Peaks,
     Row,
@@ -21,26 +21,23 @@ from workshop.profilers.names import printable
 from workshop.report import charts
 from workshop.report.parts import (
     BAD,
-    DIM,
-    FAILED,
-    IMPLAUSIBLE,
-    Alarm,
     Cell,
     Line,
-    Link,
     Section,
     Table,
+    alarms,
     cells,
+    links,
+    with_column,
 )
-from workshop.report.pictures import Picture, RooflinePicture, read_roofline
+from workshop.report.pictures import Picture, read_roofline, roofline_picture
 from workshop.results import RunResult
 from workshop.roofline.inputs import STEP
 from workshop.roofline.model import flags, sentences
 from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
-_TONES = {"failed": BAD, "skipped": DIM, "interpreted": DIM}
-_PHASES = ("forward_ms", "backward_ms", "optimizer_ms", "step_ms")
+_PHASES = [name for name, *_ in PHASE_COLOURS]
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def groups(stored: Sequence[StoredRun]) -> list[Group]:
 
 
 def _key(run: RunResult) -> tuple[object, ...]:
-    """What the runs of a group share, in the order in which groups are told."""
+    """What the runs of a group share; groups are sorted by it."""
     sizes = tuple(sorted(run.config.items()))
     tokens = run.batch_size * run.seq_len
     name = str(run.device.get("name"))
@@ -107,56 +104,43 @@ def _is_of(run: RunResult, row: Row) -> bool:
 
 
 def section(group: Group, folder: Path) -> Section:
-    """All that is told of a group.
+    """All of a group.
 
     Args:
-        folder: of results, in which measured ceilings are looked for.
+        folder: of results, with measured ceilings.
     """
-    told = tables(group)
-    told.pictures = list(_pictures(group))
-    told.alarms = list(_alarms(group))
-    _add_roofline(told, group, folder)
-    return told
+    part = tables(group)
+    part.pictures = list(_pictures(group))
+    for row, stored in group.pairs():
+        where = f"{row.label} {group.size}, {row.device}"
+        part.alarms += alarms(row, where, links(stored))
+    _add_roofline(part, group, folder)
+    return part
 
 
 def tables(group: Group) -> Section:
-    """What is told of a group in figures alone."""
-    told = Section(group.anchor, printable(compared.title(group.rows)))
+    """The tables and notes of a group."""
     speed, proof = compared.group_tables(group.rows)
-    told.tables = [
-        _table("How fast", group, speed, "result files", lambda runs: Cell("", links(runs))),
-        _table("The same model? And at what cost", group, proof, "error, of allowed", _worst),
-        *_saved(group),
+    files = [Cell("", links(runs)) for runs in group.runs]
+    part = Section(group.anchor, printable(compared.title(group.rows)))
+    part.tables = [
+        with_column("How fast", speed, "result files", files),
+        with_column("The same model? And at what cost", proof, "error, of allowed",
+                    [_worst(runs) for runs in group.runs]),
     ]  # fmt: skip
-    told.sentences = [printable(note) for note in proof.notes]
-    return told
-
-
-def links(stored: Iterable[StoredRun]) -> tuple[Link, ...]:
-    return tuple(Link(str(i), one.path) for i, one in enumerate(stored, 1))
+    for table in part.tables:
+        for row, line in zip(group.rows, table.lines, strict=True):
+            line.tone = BAD if row.plausibility else line.tone
+    part.tables += _saved(group)
+    part.sentences = [printable(note) for note in proof.notes]
+    return part
 
 
 # --- tables --------------------------------------------------------------------------------------
 
 
-def _table(
-    caption: str,
-    group: Group,
-    table: compared.Table,
-    last: str,
-    last_cell: Callable[[list[StoredRun]], Cell],
-) -> Table:
-    """A table of compare/tables.py, with a column more."""
-    lines = [
-        Line([*cells(*line.cells), last_cell(runs)],
-             BAD if row.plausibility else _TONES.get(row.status, ""))
-        for (row, runs), line in zip(group.pairs(), table.lines, strict=True)
-    ]  # fmt: skip
-    return Table(caption, [*table.header, last], lines)
-
-
 def _worst(stored: Sequence[StoredRun]) -> Cell:
-    """Of the gate's measures, the one that comes closest to what is allowed."""
+    """Of the gate's errors, the largest share of what is allowed."""
     closest = [found for one in stored if (found := one.run.parity.closest())]
     share = max((error / allowed for _, error, allowed in closest), default=None)
     if share is None:
@@ -165,7 +149,7 @@ def _worst(stored: Sequence[StoredRun]) -> Cell:
 
 
 def _saved(group: Group) -> list[Table]:
-    """What each version that is proven to differ from V1 takes off its step, by phase; none
+    """By how much each version with a significant speed-up shortens V1's step, by phase; none
     without V1's phases."""
     proven = [row for row in group.rows if row.speedup is not None and row.forward_ms is not None]
     if len(proven) < 2 or proven[0].version != BASELINE or proven[0].variant:
@@ -173,16 +157,13 @@ def _saved(group: Group) -> list[Table]:
     baseline, *others = proven
     lines = []
     for row in others:
-        if row.session == baseline.session and _differs(row):
-            saved = [_minus(getattr(baseline, name), getattr(row, name)) for name in _PHASES]
+        low, high = row.speedup_ci or (1.0, 1.0)
+        if row.session == baseline.session and not low <= 1 <= high:
+            names = (*_PHASES, "step_ms")
+            saved = [_minus(getattr(baseline, name), getattr(row, name)) for name in names]
             lines.append(Line(cells(row.label, *saved)))
     header = ["version", "forward", "backward", "optimizer", "whole step"]
     return [Table("Saved of V1's step, in ms", header, lines)] if lines else []
-
-
-def _differs(row: Row) -> bool:
-    low, high = row.speedup_ci or (1.0, 1.0)
-    return not low <= 1 <= high
 
 
 def _minus(before: float | None, after: float | None) -> str:
@@ -190,7 +171,7 @@ def _minus(before: float | None, after: float | None) -> str:
 
 
 def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
-    """A line for each size; variants of versions stand in its own table."""
+    """A line for each size, without the versions' variants."""
     if not all_groups:
         return None
     rows = [row for group in all_groups for row in group.rows]
@@ -202,8 +183,8 @@ def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
         plain = {row.version: row for row in group.rows if not row.variant}
         bad = any(row.failed or row.plausibility for row in group.rows)
         first = Cell(f"{group.size}{device}", anchor=group.anchor)
-        figures = cells(*(_in_a_word(plain.get(key)) for key in keys))
-        lines.append(Line([first, *figures], BAD if bad else ""))
+        others = cells(*(_in_a_word(plain.get(key)) for key in keys))
+        lines.append(Line([first, *others], BAD if bad else ""))
     header = ["size", *(f"{key}: {ALL[key].title}" for key in keys)]
     return Table("Step time of V1, and each version's speed-up over it", header, lines)
 
@@ -222,98 +203,72 @@ def _in_a_word(row: Row | None) -> str:
 
 
 def speedup_pictures(anchor: str, own: Sequence[Group]) -> list[Picture]:
-    """All of a device's speed-ups in one."""
-    intervals = [
-        charts.Interval(
-            printable(row.label), row.speedup, row.speedup_ci[0], row.speedup_ci[1], group.size
-        )
+    """All speed-ups of a device in one chart."""
+    rows = [
+        (group.size, row)
         for group in own
         for row in group.rows
-        if row.speedup is not None and row.speedup_ci and row.verdict() != "baseline"
+        if row.speedup and row.speedup_ci and row.verdict() != "baseline"
     ]
     files = tuple(path for group in own for path in group.files)
-    return [charts.speedups(f"{anchor}-speedups", intervals, files)] if intervals else []
+    return [charts.speedups(f"{anchor}-speedups", rows, files)] if rows else []
 
 
 def _pictures(group: Group) -> Iterator[Picture]:
     files = group.files
-    timed = [row for row in group.rows if row.forward_ms is not None]
-    if timed:
-        bars = [charts.Bar(printable(row.label), _phases(row)) for row in timed]
-        yield charts.phases(f"{group.anchor}-phases", bars, files)
-    measured = [row for row in group.rows if row.memory_mb]
-    if measured:
-        bars = [charts.Bar(printable(row.label), _memory(row)) for row in measured]
-        yield charts.memory(f"{group.anchor}-memory", bars, files)
-    curves = _curves(group)
-    if curves:
-        caution = precision.of_losses(group.rows[0].precision)
-        yield charts.losses(f"{group.anchor}-losses", curves, files, caution)
-
-
-def _phases(row: Row) -> tuple[float, ...]:
-    return tuple(_drawable(getattr(row, name) or 0.0) for name in _PHASES[:-1])
-
-
-def _memory(row: Row) -> tuple[float, ...]:
-    names = [name for name, _, _ in MEMORY_COLOURS]
-    return tuple(_drawable(float(row.memory_mb.get(name, 0.0))) for name in names)
-
-
-def _drawable(length: float) -> float:
-    """Of a part of a bar: a broken file may have any."""
-    return min(max(0.0, length), results.MOST)
-
-
-def _curves(group: Group) -> list[charts.Curve]:
-    """Of each version as it is, its first run's."""
-    first = {
+    bars = [
+        (printable(row.label), [_drawable(getattr(row, name)) for name in _PHASES])
+        for row in group.rows
+        if row.forward_ms is not None
+    ]
+    if bars:
+        parts = [(legend, colour) for _, legend, colour in PHASE_COLOURS]
+        yield charts.stack(f"{group.anchor}-phases", "Where the time of a step goes",
+                           "ms of a step", bars, parts, files, tells_more=False)  # fmt: skip
+    bars = [
+        (printable(row.label), [_drawable(row.memory_mb.get(name)) for name, *_ in MEMORY_COLOURS])
+        for row in group.rows
+        if row.memory_mb
+    ]
+    if bars:
+        parts = [(legend, colour) for _, legend, colour in MEMORY_COLOURS]
+        yield charts.stack(f"{group.anchor}-memory", "What fills the memory at its peak",
+                           "MB at the peak", bars, parts, files)  # fmt: skip
+    first = {  # each version's first run
         row.version: stored[0].run
         for row, stored in group.pairs()
         if row.status in ("timed", "interpreted") and not row.variant and stored[0].run.losses
     }
-    baseline = first.get(BASELINE)
-    curves = []
-    for version, run in first.items():
-        differences: tuple[float, ...] = ()
-        if version != BASELINE and baseline and not trained_differently([run, baseline]):
-            pairs = zip(_finite(run), _finite(baseline), strict=False)
-            differences = tuple(own - its for own, its in pairs)
-        curves.append(charts.Curve(version, _finite(run), differences))
-    return curves
+    if first:
+        curves = {version: _finite(run) for version, run in first.items()}
+        differences = {
+            version: [a - b for a, b in zip(curves[version], curves[BASELINE], strict=False)]
+            for version, run in first.items()
+            if BASELINE in first and version != BASELINE
+            and not trained_differently([run, first[BASELINE]])
+        }  # fmt: skip
+        caution = precision.of_losses(group.rows[0].precision)
+        yield charts.losses(f"{group.anchor}-losses", curves, differences, files, caution)
 
 
-def _finite(run: RunResult) -> tuple[float, ...]:
-    return tuple(
+def _drawable(length: float | str | None) -> float:
+    """Of a part of a bar: a broken file may have any."""
+    return min(max(0.0, float(length or 0.0)), results.MOST)
+
+
+def _finite(run: RunResult) -> list[float]:
+    return [
         loss if loss is not None and abs(loss) <= results.MOST else math.nan for loss in run.losses
-    )
+    ]
 
 
-def _add_roofline(told: Section, group: Group, folder: Path) -> None:
-    """What bounds the whole steps in words; the parts of a step are points of the picture alone."""
+def _add_roofline(part: Section, group: Group, folder: Path) -> None:
+    """What bounds the whole steps in words; the parts of a step are in the picture alone."""
     paths = [one.path for row, stored in group.pairs() if row.step_ms for one in stored]
     roofline = read_roofline(paths, title=group.size, results_folder=folder) if paths else None
     if roofline is None:
         return
     steps = sum(point.category == STEP for point in roofline.points)
     lines = map(printable, [*flags(roofline), *sentences(roofline, steps), *roofline.notes])
-    told.sentences = list(dict.fromkeys([*told.sentences, *lines]))
-    told.pictures.append(RooflinePicture.of(f"{group.anchor}-roofline", roofline, tuple(paths)))
-
-
-# --- alarms --------------------------------------------------------------------------------------
-
-
-def _alarms(group: Group) -> Iterator[Alarm]:
-    for row, stored in group.pairs():
-        where = f"{row.label} {group.size}, {row.device}"
-        if row.refused:
-            red = [one for one in stored if one.run.refused]
-            what, failures = red[0].run.refused or ("", [])
-            for failure in failures:
-                kind = f"{what.upper()} RED"
-                yield Alarm(kind, printable(f"{where}: {failure}"), links(red))
-        elif row.failed:
-            yield Alarm(FAILED, printable(f"{where}: {row.note}"), links(stored))
-        for sentence in row.plausibility:
-            yield Alarm(IMPLAUSIBLE, printable(f"{where}: {sentence}"), links(stored))
+    part.sentences = list(dict.fromkeys([*part.sentences, *lines]))
+    part.pictures.append(roofline_picture(f"{group.anchor}-roofline", roofline, tuple(paths)))

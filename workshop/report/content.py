@@ -1,19 +1,17 @@
 """Gathers what a report says from a collection of results."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from workshop.compare.collection import Collection
 from workshop.profilers.names import printable
 from workshop.report import comparisons, sections, studies
 from workshop.report.comparisons import Group
 from workshop.report.parts import Cell, Device, Line, Link, Report, Section, Table, cells, count
-from workshop.report.studies import Studies
 from workshop.results import RunResult
 
 REFERENCE = "reference"
-"""Of a results folder: what others measured."""
-Tell = Callable[[str], object]
+"""The subfolder of others' results."""
+Progress = Callable[[str], object]
 _HARDWARE = (
     ("architecture", "{}"),
     ("multiprocessors", "{} multiprocessors"),
@@ -23,25 +21,25 @@ _HARDWARE = (
 
 
 def build(
-    collection: Collection, *, title: str, tell: Tell = lambda what: None, top: int = 10
+    collection: Collection, *, title: str, progress: Progress = lambda what: None, top: int = 10
 ) -> Report:
     """The report of a collection that has been refreshed.
 
     Args:
-        tell: told what is being worked on.
+        progress: called with the name of each device.
         top: kernels of each profile.
     """
     of_studies, of_ladders = studies.split(collection.runs)
     groups = comparisons.groups(of_ladders)
     others, broken = sections.others(collection)
-    found = Studies.of(of_studies)
-    others = [*found.sections(), *others]
+    study_sections, study_rows = studies.build(of_studies)
+    others = [*study_sections, *others]
     names = dict.fromkeys(group.device for group in groups)
     names |= dict.fromkeys(map(sections.device_of, collection.profiles))
     names |= dict.fromkeys(name for name, _ in others)
     devices = []
     for number, name in enumerate(names, 1):
-        tell(printable(name))
+        progress(printable(name))
         own = [section for of, section in others if of == name]
         ladder = [group for group in groups if group.device == name]
         devices.append(_device(f"device-{number}", name, ladder, own, collection, top))
@@ -49,26 +47,24 @@ def build(
     return Report(
         title=title,
         devices=devices,
-        rows=[*(row for group in groups for row in group.rows), *found.rows],
-        broken=[(Link(printable(path.name), path), _reason(path, why)) for path, why in broken],
+        rows=[*(row for group in groups for row in group.rows), *study_rows],
+        broken=[
+            (Link(printable(path.name), path), printable(why.removeprefix(f"{path}: ")))
+            for path, why in broken
+        ],
         counts=_counts(collection, groups, len(of_studies), len(others), len(broken)),
         glance=comparisons.at_a_glance(groups),
     )
-
-
-def _reason(path: Path, reason: str) -> str:
-    """Without the file's path, which a link beside it leads to."""
-    return printable(reason.removeprefix(f"{path}: "))
 
 
 def _counts(
     collection: Collection, groups: list[Group], of_studies: int, others: int, broken: int
 ) -> list[str]:
     older = len(collection.runs) - of_studies - sum(len(group.files) for group in groups)
-    told = [count(len(collection.runs), "result file")]
-    told += [f"{older} of them older than another of their kind, and not shown"] if older else []
+    counts = [count(len(collection.runs), "result file")]
+    counts += [f"{older} of them older than another of their kind, and not shown"] if older else []
     kinds = ((len(collection.profiles), "profile"), (others, "other measurement"))
-    return told + [count(n, what) for n, what in (*kinds, (broken, "broken file")) if n]
+    return counts + [count(n, what) for n, what in (*kinds, (broken, "broken file")) if n]
 
 
 # --- a device ------------------------------------------------------------------------------------
@@ -105,17 +101,17 @@ def _device(
 
 
 def facts(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
-    """What the figures of a device depend on, and when they were taken: a name and a text each."""
+    """Hardware, software, code and days of some runs: a name and a text each."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         software = ", ".join(f"{name} {v}" for name, v in run.software.items() if v)
-        told = {
+        texts = {
             "hardware": _hardware(run),
             "software": software,
             "code": f"commit {run.git_commit or 'unknown'}",
             "measured": run.created[:10],
         }
-        for what, text in told.items():
+        for what, text in texts.items():
             found.setdefault(what, {})[printable(text)] = None
     return [(what, "; ".join(sorted(texts))) for what, texts in found.items()]
 
@@ -126,7 +122,7 @@ def _hardware(run: RunResult) -> str:
 
 
 def _sessions(groups: Sequence[Group]) -> Table:
-    """Everything that ran, a line for each session and size."""
+    """A line for each session and size."""
     found: dict[tuple[str, str], list[RunResult]] = {}
     for group in groups:
         for stored in group.runs:
@@ -152,14 +148,13 @@ def _sessions(groups: Sequence[Group]) -> Table:
 
 
 def _commands(groups: Sequence[Group]) -> Table:
-    """What was typed, or a tool typed, for each version and size: of its processes the one that
-    passed the gate."""
+    """The command of each version and size: of its processes the one with the gate."""
     lines = []
     for group in groups:
         for row, stored in group.pairs():
-            told = next((one for one in stored if one.run.parity.status != "not run"), stored[0])
-            command = printable(" ".join(told.run.command)) or "-"
-            link = Link("result file", told.path)
+            gated = next((one for one in stored if one.run.parity.status != "not run"), stored[0])
+            command = printable(" ".join(gated.run.command)) or "-"
+            link = Link("result file", gated.path)
             what = cells(f"{row.label} {group.size}")
             lines.append(Line([*what, Cell(command, is_code=True), Cell("", (link,))]))
     return Table("Command lines", ["version and size", "command", ""], lines, texts=3)
@@ -168,10 +163,10 @@ def _commands(groups: Sequence[Group]) -> Table:
 def own_ladders(
     collection: Collection,
 ) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
-    """What was measured here, which is all but what lies in a folder `reference` of a results
-    folder, and but waterfalls and sweeps: of each device its name, its facts, and its sizes without
-    pictures."""
-    own = [one for one in collection.runs if not _is_reference(one.path, collection)]
+    """All comparisons but those in a results folder's `reference`: of each device its name, its
+    facts, and its sizes without pictures."""
+    theirs = {folder / REFERENCE for folder in collection.folders}
+    own = [one for one in collection.runs if theirs.isdisjoint(one.path.parents)]
     _, of_ladders = studies.split(own)
     by_device: dict[str, list[Group]] = {}
     for group in comparisons.groups(of_ladders):
@@ -180,10 +175,6 @@ def own_ladders(
         (printable(name), facts(_runs(own)), [comparisons.tables(group) for group in own])
         for name, own in by_device.items()
     ]
-
-
-def _is_reference(path: Path, collection: Collection) -> bool:
-    return any(folder / REFERENCE in path.parents for folder in collection.folders)
 
 
 def _runs(groups: Sequence[Group]) -> list[RunResult]:

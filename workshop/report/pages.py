@@ -1,6 +1,6 @@
-"""Writes a report as one HTML page that needs nothing beside itself, and as Markdown.
+"""Writes a report as one self-contained HTML page, and as Markdown.
 
-Whatever is not written in a template is escaped, so that no name from a file becomes markup.
+All text that does not come from a template is escaped, so that no name from a file becomes markup.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop.compare.markdown import Markdown, code, escape, escape_block, table_line
-from workshop.report.content import Tell
+from workshop.report.content import Progress
 from workshop.report.parts import Cell, Link, Report, Section, Table
 from workshop.report.pictures import Picture
 
@@ -20,34 +20,33 @@ HOW_TO_READ = (
     ("step ms", "is the median over all steps of all processes, ± half of the interquartile range. "
      "Forward, backward and optimizer come from a separate pass with marks between them."),
     ("speed-up", "is V1's median step over this version's, from the same session, with the 95% "
-     "interval: Student's t on the scatter between processes, each of which counts once, with its "
-     "median; one process has none."),
-    ("proof", "says that it trained V1's model. The gate shows it before any clock is started: "
-     "logits, loss, each gradient and a short training run, no further from the truth than about "
-     "twice what the precision costs V1. The audit shows it of the timed steps: the loss of each, "
-     "and how far and where to they moved each weight. Without them there is no speed-up."),
+     "interval: Student's t on the processes' medians; one process has no interval."),
+    ("proof", "is the evidence that it trained V1's model. The gate runs before the clock: logits, "
+     "loss, each gradient and a short training run may be no further from the truth than about "
+     "twice what the precision costs V1. The audit checks the timed steps: the loss of each, and "
+     "the distance and direction in which they moved each weight. Without both, no speed-up."),
     ("gradients", "counts the tensors, under V1's names, that the timed run's backward pass "
      "reached."),
     ("error, of allowed", "is the largest of the gate's errors, as a share of its tolerance."),
     ("peak MB", "(10^6 bytes) is the true peak of the timed steps, a captured graph's memory "
      "included."),
     ("of peak", "compares the useful operations (causal attention counts half) with the chip's "
-     "peak, whose source stands below the table."),
+     "peak, whose source is below the table."),
 )  # fmt: skip
 # --- HTML ----------------------------------------------------------------------------------------
 
 
-def html_page(report: Report, folder: Path, tell: Tell = lambda what: None) -> str:
+def html_page(report: Report, folder: Path, progress: Progress = lambda what: None) -> str:
     """The page, with all of its pictures inside.
 
     Args:
-        folder: in which it will lie, to which its links are relative.
-        tell: told the title of each picture before it is drawn.
+        folder: of the page, to which its links are relative.
+        progress: called with the title of each picture before it is drawn.
     """
     from markupsafe import Markup
 
     def draw(picture: Picture) -> Markup:
-        tell(picture.title)
+        progress(picture.title)
         return Markup(picture.markup())  # which escapes its own texts
 
     template = _environment(autoescape=True).get_template("report.html.j2")
@@ -68,11 +67,10 @@ def href(path: Path, folder: Path) -> str:
 
 
 def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
-    """The report as Markdown of GitHub's kind: what its pictures alone would tell stands there in
-    words.
+    """The report as GitHub's Markdown, with words in place of its pictures.
 
     Args:
-        folder: in which it will lie, to which its links are relative.
+        folder: of the page, to which its links are relative.
         introduction: Markdown that follows the title.
     """
     return _markdown(
@@ -87,18 +85,18 @@ def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
 def participants_page(
     ladders: list[tuple[str, list[tuple[str, str]], list[Section]]], folder: Path
 ) -> str:
-    """What a participant fills in, as Markdown.
+    """The page that a participant completes, as Markdown.
 
     Args:
         ladders: of each device its name, its facts, and its sizes.
-        folder: in which it will lie.
+        folder: of the page, to which its links are relative.
     """
     return _markdown("my_results.md.j2", folder, devices=ladders)
 
 
 def _markdown(template: str, folder: Path, **content: object) -> str:
-    """All that a template prints is escaped, but for what the references and these filters give:
-    text at the beginning of a block, and what is Markdown already."""
+    """All that a template prints is escaped, except the result of References and of these filters:
+    text at the beginning of a block, and Markdown."""
 
     def finalize(value: object) -> str:
         return value if isinstance(value, Markdown) else escape(str(value))

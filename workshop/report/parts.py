@@ -1,18 +1,22 @@
-"""What a report is made of; nothing of where it comes from, nothing of how it looks.
+"""The content of a report, without its origin and its looks.
 
-Text comes from files, so it may hold anything: it has become lines without control characters
-here, and whoever writes a page escapes it.
+Text from files may hold anything: here it is lines without control characters, and each page
+escapes it.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workshop.compare import tables
+from workshop.compare.collection import StoredRun
 from workshop.compare.rows import Row
 from workshop.profilers.names import printable
 from workshop.report.pictures import Picture
 
 BAD, DIM = "bad", "dim"
-"""Tones of what stands out, and of what stands back."""
+"""Tones of lines: an error, and what was not measured."""
+_TONES = {"red": BAD, "dim": DIM}
 _VERDICTS = {"gate only": "the gate only", "fail": "failed", "not run": "ran neither"}
 FAILED, IMPLAUSIBLE, WRONG = "FAILED", "IMPLAUSIBLE", "WRONG"
 SUSPECT = "SUSPECT PROFILE"
@@ -36,7 +40,7 @@ class Cell:
     is_code: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Line:
     """Of a table."""
 
@@ -46,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """The first `texts` columns are words, the others figures."""
+    """The first `texts` columns are words, the others numbers."""
 
     caption: str
     header: list[str]
@@ -56,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something for which no figure may be believed before it is looked into."""
+    """A reason to quote no number before it is looked into."""
 
     kind: str
     text: str
@@ -86,7 +90,7 @@ class Device:
     anchor: str
     name: str
     facts: list[tuple[str, str]]
-    """What was measured, by what."""
+    """Hardware, software, code and day."""
     sessions: Table | None
     commands: Table | None
     pictures: list[Picture]
@@ -104,7 +108,7 @@ class Device:
 
 @dataclass
 class Report:
-    """Everything, in the order in which it is told."""
+    """Everything, in its order on the page."""
 
     title: str
     devices: list[Device]
@@ -113,27 +117,23 @@ class Report:
     broken: list[tuple[Link, str]]
     counts: list[str]
     glance: Table | None
-    """Every size's ladder in a line."""
+    """A line for each size's ladder."""
 
     @property
     def alarms(self) -> list[Alarm]:
-        return [
-            alarm
-            for device in self.devices
-            for section in device.sections
-            for alarm in section.alarms
-        ]
+        sections = [section for device in self.devices for section in device.sections]
+        return [alarm for section in sections for alarm in section.alarms]
 
     @property
     def proof(self) -> str:
-        """Whether the figures have passed what they must pass, in a sentence."""
+        """How many rows have passed the gate and the audit, in a sentence."""
         verdicts = [row.proof(red="fail").removesuffix(" *") for row in self.rows]
-        told = [f"{verdicts.count('pass')} of {count(len(verdicts), 'row')} passed gate and audit"]
+        texts = [f"{verdicts.count('pass')} of {count(len(verdicts), 'row')} passed gate and audit"]
         for verdict, what in _VERDICTS.items():
             number = verdicts.count(verdict)
-            told += [f"{number} {what}"] if number else []
+            texts += [f"{number} {what}"] if number else []
         flagged = sum(bool(row.plausibility) for row in self.rows)
-        return f"{', '.join(told)}; {f'{flagged} with' if flagged else 'no'} implausible figures."
+        return f"{', '.join(texts)}; {f'{flagged} with' if flagged else 'no'} implausible numbers."
 
 
 def count(number: int, what: str) -> str:
@@ -143,3 +143,24 @@ def count(number: int, what: str) -> str:
 
 def cells(*texts: str) -> list[Cell]:
     return [Cell(printable(text)) for text in texts]
+
+
+def links(stored: Iterable[StoredRun]) -> tuple[Link, ...]:
+    return tuple(Link(str(i), one.path) for i, one in enumerate(stored, 1))
+
+
+def with_column(caption: str, table: tables.Table, name: str, last: Sequence[Cell]) -> Table:
+    """A table of compare/tables.py, with one more column."""
+    lines = [
+        Line([*cells(*line.cells), cell], _TONES.get(line.style or "", ""))
+        for line, cell in zip(table.lines, last, strict=True)
+    ]
+    return Table(caption, [*table.header, name], lines, texts=max(table.left) + 1)
+
+
+def alarms(row: Row, where: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
+    if row.failed:
+        kind = f"{row.refused.upper()} RED" if row.refused else FAILED
+        yield Alarm(kind, printable(f"{where}: {row.note}"), files)
+    for sentence in row.plausibility:
+        yield Alarm(IMPLAUSIBLE, printable(f"{where}: {sentence}"), files)

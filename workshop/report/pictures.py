@@ -1,5 +1,5 @@
-"""Pictures of a report: charts as SVG that takes a page's colours, rooflines as PNG. Every one says
-in words what it shows."""
+"""Pictures of a report: charts as SVG in a page's colours, others as PNG, each with its content in
+words."""
 
 import abc
 import base64
@@ -21,16 +21,11 @@ from workshop.roofline import inputs as roofline_inputs
 from workshop.roofline.model import Roofline, sentences
 
 INK, LINE, PAPER = "#1a2027", "#d4dae1", "#fefefe"
-"""Of letters, of grids and of what lies behind: on a page they follow its theme."""
+"""Of letters, of grids and of the background: on a page they follow its theme."""
 _THEME = {INK: "var(--ink)", LINE: "var(--line)", PAPER: "var(--panel)"}
-DPI = 100
 _COLOURS_OF_PNG = 128
 """A chart has few: with a palette it takes a quarter of the space."""
-_POINTS_TOLD = 6
-"""Of a roofline, in its words."""
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-_REFERENCE = re.compile(r"url\(#([^)]+)\)")
-_DRAWN_ID = re.compile(r"(?<=url\(#)[^)]+(?=\))")
 _STYLE = {
     "font.size": 14,
     "font.family": "DejaVu Sans",  # which matplotlib brings along
@@ -51,34 +46,33 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Picture(abc.ABC):
-    """A picture that is drawn when it is asked for."""
+    """A picture that `markup` draws."""
 
     name: str
-    """No other picture of the report has it."""
+    """Unique in a page."""
     title: str
     alt: str
-    """All of its figures, in words."""
+    """All of its numbers, in words."""
     files: tuple[Path, ...]
-    """That it is made from."""
-
+    """The result files that it shows."""
     wide = False
     """Whether it needs all of a page's width."""
     tells_more = False
-    """Than the tables and sentences beside it."""
+    """Whether Markdown gives its `alt`, since no table or sentence beside it does."""
 
     @abc.abstractmethod
     def markup(self) -> str:
-        """An element that can stand in an HTML page: all text in it is escaped."""
+        """An HTML element, all text in it escaped."""
 
 
 @dataclass(frozen=True)
 class Chart(Picture):
-    """A chart of a report's own, as SVG."""
+    """A chart of matplotlib, as SVG."""
 
     draw: Callable[[Any], None] = field(repr=False)
     """Draws it on a matplotlib Figure of `size`."""
     size: tuple[float, float] = (7.5, 4.3)
-    """Width and height in inches, of DPI pixels each."""
+    """Width and height in inches."""
     tells_more: bool = False
 
     def markup(self) -> str:
@@ -87,30 +81,15 @@ class Chart(Picture):
 
         none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         text = io.StringIO()
+        # The salt goes into all identifiers that the drawing refers to.
         style: Any = _STYLE | {"svg.hashsalt": self.name}
         with matplotlib.rc_context(style), warnings.catch_warnings():
-            # Letters that its own font lacks: a page has more fonts.
+            # Letters missing in its font: a page has more fonts.
             warnings.filterwarnings("ignore", message="Glyph .* missing")
-            figure = Figure(figsize=self.size, dpi=DPI)
+            figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure)
             figure.savefig(text, format="svg", transparent=True, metadata=none)
-        return _inline(text.getvalue(), self.name, f"{self.title}. {self.alt}")
-
-
-@dataclass(frozen=True)
-class RooflinePicture(Picture):
-    """A roofline as roofline_analysis.py draws it, as PNG."""
-
-    roofline: Roofline = field(repr=False)
-    wide = True
-
-    @classmethod
-    def of(cls, name: str, roofline: Roofline, files: tuple[Path, ...]) -> "RooflinePicture":
-        told = "; ".join(sentences(roofline, _POINTS_TOLD))
-        return cls(name, "How far from the chip's limits", f"Roofline: {told}.", files, roofline)
-
-    def markup(self) -> str:
-        return _png(self, lambda target: roofline_figures.draw(self.roofline, target))
+        return _inline(text.getvalue(), f"{self.title}. {self.alt}")
 
 
 @dataclass(frozen=True)
@@ -121,54 +100,50 @@ class DrawnPicture(Picture):
     wide = True
 
     def markup(self) -> str:
-        return _png(self, self.draw)
+        from PIL import Image  # which matplotlib brings along
+
+        content = io.BytesIO()
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "picture.png"
+            self.draw(target)
+            with Image.open(target) as drawn:
+                width, height = drawn.size
+                flat = drawn.convert("RGB").quantize(_COLOURS_OF_PNG, dither=Image.Dither.NONE)
+                flat.save(content, format="png", optimize=True)
+        source = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+        words = html.escape(f"{self.title}. {self.alt}")
+        return f'<img src="{source}" alt="{words}" width="{width}" height="{height}">'
 
 
-def _png(picture: Picture, draw: Callable[[Path], None]) -> str:
-    """An image element with all of the picture in it."""
-    from PIL import Image  # which matplotlib brings along
+def roofline_picture(name: str, roofline: Roofline, files: tuple[Path, ...]) -> Picture:
+    """As roofline_analysis.py draws it."""
+    alt = f"Roofline: {'; '.join(sentences(roofline, 6))}."
 
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "picture.png"
-        draw(target)
-        with Image.open(target) as drawn:
-            width, height = drawn.size
-        image = base64.b64encode(_with_a_palette(target)).decode()
-    words = html.escape(f"{picture.title}. {picture.alt}")
-    return (
-        f'<img src="data:image/png;base64,{image}" alt="{words}" width="{width}" height="{height}">'
-    )
+    def draw(target: Path) -> None:
+        roofline_figures.draw(roofline, target)
+
+    return DrawnPicture(name, "How far from the chip's limits", alt, files, draw)
 
 
 def read_roofline(paths: list[Path], *, title: str, results_folder: Path) -> Roofline | None:
-    """The roofline of some files, with all ceilings that are known of their device; None where
-    nothing in them has a place on one, or no ceiling is known.
+    """The roofline of some files, with all known ceilings of their device; None if nothing in them
+    has a place on one, or no ceiling is known.
 
     Args:
-        results_folder: in which measured ceilings are looked for.
+        results_folder: has the measured ceilings.
     """
     try:
         roofline = roofline_inputs.load(paths)
-    except WorkshopError:  # what is broken, the report names anyway
+    except WorkshopError:  # broken files are listed anyway
         return None
     ceilings.attach(roofline, folder=results_folder)
     roofline.title = title
     return roofline if roofline.ceilings else None
 
 
-def _with_a_palette(path: Path) -> bytes:
-    from PIL import Image  # which matplotlib brings along
-
-    content = io.BytesIO()
-    with Image.open(path) as picture:
-        flat = picture.convert("RGB").quantize(_COLOURS_OF_PNG, dither=Image.Dither.NONE)
-        flat.save(content, format="png", optimize=True)
-    return content.getvalue()
-
-
-def _inline(document: str, name: str, words: str) -> str:
-    """The <svg> of matplotlib's document, fit to stand among others in a page: no style that holds
-    for all of the page, no identifier that two of them have, colours of the page's theme."""
+def _inline(document: str, words: str) -> str:
+    """The <svg> of matplotlib's document, to be one of several in a page: without a style for the
+    whole page and without identifiers that all of them have, in the colours of the page."""
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(document)
@@ -179,30 +154,10 @@ def _inline(document: str, name: str, words: str) -> str:
         for child in list(parent):
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
                 parent.remove(child)
-    used = _used_identifiers(root)
-    for element in root.iter():
-        identifier = element.attrib.pop("id", None)
-        if identifier in used:
-            element.set("id", f"{name}-{identifier}")
-        for key, value in element.attrib.items():
-            if key == f"{{{_XLINK}}}href":
-                element.set(key, f"#{name}-{value[1:]}")
-            elif key in ("style", "clip-path"):
-                element.set(key, _of_the_page(value, name))
+        if "_" in parent.get("id", ""):  # as in "axes_1"; those that are referred to have a salt
+            del parent.attrib["id"]
+        if style := parent.get("style"):
+            for colour, variable in _THEME.items():
+                style = style.replace(colour, variable)
+            parent.set("style", re.sub(r"font-family:[^;]*", "font-family: inherit", style))
     return ElementTree.tostring(root, encoding="unicode")
-
-
-def _used_identifiers(root: ElementTree.Element) -> set[str]:
-    used = set()
-    for element in root.iter():
-        used.add(element.get(f"{{{_XLINK}}}href", "#")[1:])
-        for value in element.attrib.values():
-            used |= set(_REFERENCE.findall(value))
-    return used
-
-
-def _of_the_page(value: str, name: str) -> str:
-    value = _DRAWN_ID.sub(lambda match: f"{name}-{match[0]}", value)
-    for colour, variable in _THEME.items():
-        value = value.replace(colour, variable)
-    return re.sub(r"font-family:[^;]*", "font-family: inherit", value)

@@ -1,4 +1,4 @@
-"""The parts of a report that are no ladder: profiles, V3's benchmark, the harness's own cost."""
+"""The parts of a report beside the ladders: profiles, V3's benchmark, the harness's own cost."""
 
 import dataclasses
 import statistics
@@ -13,6 +13,7 @@ from workshop.kernels import benchmark
 from workshop.profilers import advisor, kernel_file, show
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name, printable
+from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.report import charts
@@ -29,7 +30,7 @@ from workshop.report.parts import (
     Table,
     cells,
 )
-from workshop.report.pictures import Picture, RooflinePicture, read_roofline
+from workshop.report.pictures import Picture, read_roofline, roofline_picture
 from workshop.roofline import ceilings
 from workshop.roofline.model import flags, sentences
 from workshop.run import presets
@@ -67,7 +68,7 @@ def device_of(profile: Profile) -> str:
 
 
 def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Section:
-    """The head of a profile's hot list, and what is said of it."""
+    """The head of a profile's hot list, its summary and its advice."""
     file = found.folder / kernel_file.JSON_FILE
     links = [Link(kernel_file.JSON_FILE, file)]
     for place in (found.folder, found.folder.parent):
@@ -112,8 +113,9 @@ def hot_list(table: KernelTable, top: int) -> Table:
     lines = []
     for kernel in table.kernels[:top]:
         name = Cell(display_name(kernel.name, _NAME_WIDTH), is_code=True)
-        figures = (f"{kernel.calls / steps:,.0f}", f"{kernel.total_ns / steps / 1e6:,.3f}")
-        lines.append(Line([name, *cells(kernel.category, *figures, f"{table.share(kernel):.1%}")]))
+        calls, ms = f"{kernel.calls / steps:,.0f}", f"{kernel.total_ns / steps / 1e6:,.3f}"
+        share = f"{table.share(kernel):.1%}"
+        lines.append(Line([name, *cells(kernel.category, calls, ms, share)]))
     rest = len(table.kernels) - top
     caption = f"The longest {table.what}s" + (f"; {rest:,} more in the file" if rest > 0 else "")
     return Table(caption, header, lines, texts=2)
@@ -128,7 +130,7 @@ def _add_roofline(section: Section, file: Path, folder: Path) -> None:
     section.sentences = list(dict.fromkeys([*section.sentences, *map(printable, lines)]))
     if len(roofline.points) > 1:
         name = f"{section.anchor}-roofline"
-        section.pictures.append(RooflinePicture.of(name, roofline, (file,)))
+        section.pictures.append(roofline_picture(name, roofline, (file,)))
 
 
 def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]:
@@ -146,9 +148,9 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         if not kinds:
             continue
         bars = [
-            charts.Bar(
+            (
                 printable(found.version or found.folder.name),
-                tuple(one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds),
+                [one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds],
             )
             for found, one in zip(own, sums, strict=True)
         ]
@@ -157,11 +159,12 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         what = f"{own[0].table.what}s"
         unit = f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}"
         title = f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}"
-        pictures.append(charts.categories(name, title, unit, bars, kinds, files))
+        parts = [(kind, CATEGORY_COLOURS[kind]) for kind in kinds]
+        pictures.append(charts.stack(name, title, unit, bars, parts, files))
     return pictures
 
 
-# --- what stands beside the runs -----------------------------------------------------------------
+# --- benchmarks and the cost of the harness ------------------------------------------------------
 
 
 def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tuple[Path, str]]]:
@@ -213,7 +216,7 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
         [path], title=section.title, results_folder=folder_of(path, collection)
     )
     if roofline is not None:
-        section.pictures.append(RooflinePicture.of(f"{anchor}-roofline", roofline, (path,)))
+        section.pictures.append(roofline_picture(f"{anchor}-roofline", roofline, (path,)))
     return str(run.device["name"]), section
 
 
