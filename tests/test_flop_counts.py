@@ -217,7 +217,9 @@ def test_deepspeed_is_asked_before_it_forgets(
     assert sys.stdout is stdout
 
 
-@pytest.mark.parametrize("key", ON_CPU)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=pytest.mark.slow) if key == "v3" else key for key in ON_CPU]
+)
 def test_the_true_deepspeed_is_explained_to_the_operation(
     key: str, odd_config, tmp_path: Path
 ) -> None:

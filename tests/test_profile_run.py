@@ -30,7 +30,7 @@ from workshop.request import Request, load_data
 from workshop.run import markers, trainer
 from workshop.run.precision import get_precision
 
-EAGER = ["v1", "v2", pytest.param("v3", marks=needs_triton)]
+EAGER = ["v1", "v2", pytest.param("v3", marks=[needs_triton, pytest.mark.slow])]
 CPU = torch.device("cpu")
 
 
