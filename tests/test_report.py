@@ -204,11 +204,11 @@ def test_each_kind_of_result_is_in_both_forms(written: tuple[str, str, Path]) ->
     commands = page.tables["device-1", "Command lines"][1:]
     assert len(commands) == 3 * 6 + 3 * 4
     assert all(re.search(r"tiny_llama_v|hugging_face_l", row[1]) for row in commands)
-    for part in ("waterfall-1", "sweep-1", "benchmark-1", "harness-1", "device-2-profile-1"):
+    for part in ("waterfall-1", "sweep-1", "benchmark-1", "harness-2", "device-2-profile-1"):
         assert part in page.ids and f'<a id="{part}">' in markdown
     # All speed-ups; phases, memory and losses of each size; categories of each tool and device.
-    assert page.tags.count("svg") == 1 + 3 * len(SIZES) + 5
-    assert page.tags.count("img") == len(SIZES) + 2 + 6  # rooflines; a waterfall and a sweep
+    assert page.tags.count("svg") == 1 + 3 * len(SIZES) + 4
+    assert page.tags.count("img") == len(SIZES) + 5 + 2  # rooflines; a waterfall, a sweep
 
 
 def test_every_link_leads_somewhere_and_nothing_is_loaded(

@@ -197,7 +197,6 @@ def gate(reports: Mapping[str, ParityReport]) -> Shown:
         axis.set_xlabel("error, as a share of what is allowed")
         axis.grid(axis="x", color=LINE)
         axis.tick_params(length=0)
-        figure.tight_layout()
 
     name = f"gate-{'-'.join(reports)}"
     title = "Distance from V1, of logits, loss, loss curve, gradients and movements"
