@@ -14,7 +14,7 @@ from workshop.report.pictures import INK, LINE, PAPER, Chart
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#4a86d8", "#e07b39", "#5aa469", "#d1495b", "#9aa3ad"
 _LINES = ((_GREY, "-", 6.0), (_ORANGE, "-", 2.6), (_GREEN, "--", 2.2), (_BLUE, ":", 2.6),
-          ("#b565a7", "-.", 2.0))  # fmt: skip
+          ("#b565a7", "-.", 2.0), ("#0f8b8d", "--", 1.5))  # fmt: skip
 """Colour, dashes and width of each curve: curves on top of each other all stay visible."""
 _MOST_BARS = 24
 """In one chart: more can't be read."""
