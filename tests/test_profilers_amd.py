@@ -3,13 +3,16 @@ is named or left out."""
 
 import csv
 import dataclasses
+import gzip
 import io
+import json
 import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reading_cost
@@ -17,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workshop.errors import WorkshopError
-from workshop.profilers import amd_counters, rocprof_compute, rocprofv3
+from workshop.profilers import amd_counters, json_stream, rocprof_compute, rocprofv3
 from workshop.profilers.amd_counters import Counters
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.load import load
@@ -81,6 +84,7 @@ COPY_TRACE = (
     "Start_Timestamp End_Timestamp"
 )
 API_TRACE = "Domain Function Process_Id Thread_Id Correlation_Id Start_Timestamp End_Timestamp"
+STATS = "Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev"
 COUNTERS = (
     "Correlation_Id Dispatch_Id Agent_Id Queue_Id Process_Id Thread_Id Grid_Size Kernel_Id "
     "Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
@@ -136,6 +140,24 @@ def test_every_version_of_a_kernel_trace_gives_the_same(
     assert table.steps is None and not table.phases_ns and table.device is None
 
 
+def test_tables_of_sums(write: Write) -> None:
+    def stats(name: str, *rows: Row) -> KernelTable:
+        return rocprofv3.read(write(f"run_{name}.csv", table_text(STATS, rows)))
+
+    row = {"Name": ADD, "Calls": 4, "TotalDurationNs": 1000, "MinNs": 100, "MaxNs": 400}
+    table = stats("kernel_stats", row)
+    assert figures(table) == {ADD: (4, 1000, 100, 400)} and table.timeline is None
+    copies = stats("memory_copy_stats", row | {"Name": "MEMORY_COPY_HOST_TO_DEVICE"})
+    assert copies.kernels[0].category == "copy" and copies.launches == 4
+    calls = stats("hip_api_stats", row | {"Name": "hipLaunchKernel"})
+    assert calls.host_calls == {"hipLaunchKernel": HostCall(4, 1000)} and not calls.kernels
+    for other in ("domain_stats", "marker_api_stats", "hsa_api_stats"):
+        with pytest.raises(WorkshopError, match=f"run_{other}.csv: sums of other events"):
+            stats(other, row)
+    with pytest.raises(WorkshopError, match="row 2: a mean of 250 ns is not between 300 and 400"):
+        stats("kernel_stats", row | {"MinNs": 300})
+
+
 def test_copies_and_host_calls_alone(write: Write) -> None:
     rows = [copy("MEMORY_COPY_HOST_TO_DEVICE", 0, 70), copy("HOST_TO_DEVICE", 90, 30)]
     table = rocprofv3.read(write("1_memory_copy_trace.csv", table_text(COPY_TRACE, rows)))
@@ -188,6 +210,7 @@ STEP_CALLS = [
     *(call(LAUNCH, 10, 5, 1), call(LAUNCH, 1050, 5, 2), call(LAUNCH, 1410, 5, 3)),
     *(call(LAUNCH, 1700, 5, 4) | {"Thread_Id": 9}, call("hipMemcpyAsync", 1100, 40, 5)),
     *(call("hipGraphLaunch", 1860, 5, 6), call(LAUNCH, 1820, 5, 7)),
+    call(LAUNCH, 2000, 5, 8),  # as the step ends: no longer in it
 ]
 STEP_KERNELS = [
     dispatch("add_kernel", 100, 50, 1),  # warm-up
@@ -221,7 +244,9 @@ def write_step(folder: Path, **others: tuple[str, list[Row]]) -> Path:
 
 def test_a_folder_is_the_table_of_its_steps(tmp_path: Path) -> None:
     folder = write_step(tmp_path / "hotspots")
-    # A helper process's own files add nothing.
+    # Sums of the same kernels, and a helper process's own files, add nothing.
+    sums = {"Name": GEMM, "Calls": 3, "TotalDurationNs": 600, "MinNs": 100, "MaxNs": 300}
+    write_run(folder, kernel_stats=(STATS, [sums]))
     write_run(folder, "run_78_", hip_api_trace=(API_TRACE, [call("hipInit", 0, 3, 1)]))
     (folder / "run_77_results.pftrace").write_bytes(b"\x0a\x00")
     (tmp_path / "kernels.csv").write_text("name,category,calls\n")
@@ -286,7 +311,7 @@ def test_counters_of_other_runs_are_taken_by_the_call(tmp_path: Path) -> None:
 
 
 def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
-    """One without counters before one with them."""
+    """One without counters before one with them, then one that tells every dispatch."""
     counted = [dispatch(GEMM, 0, 999)], [count(GEMM, "WRITE_SIZE", 1.0, 1)]
     write_run(
         tmp_path / "a_pass_1",
@@ -294,11 +319,30 @@ def test_which_of_several_runs_gives_the_times(tmp_path: Path) -> None:
         counter_collection=(COUNTERS, counted[1]),
     )
     assert rocprofv3.read(tmp_path).total_ns == 999
-    for name, ns in (("c", 50), ("b", 60)):
-        write_run(tmp_path / name, kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, ns)]))
+    sums = {"Name": GEMM, "Calls": 1, "TotalDurationNs": 50, "MinNs": 50, "MaxNs": 50}
+    write_run(tmp_path / "b", kernel_stats=(STATS, [sums]))
+    assert rocprofv3.read(tmp_path).total_ns == 50
+    write_run(tmp_path / "c", kernel_trace=(KERNEL_TRACE, [dispatch(GEMM, 0, 60)]))
     table = rocprofv3.read(tmp_path)
     assert table.total_ns == 60
-    assert table.warnings == [f"{tmp_path / 'c'} holds another run, which is left out"]
+    assert table.warnings == [f"{tmp_path / 'b'} holds another run, which is left out"]
+
+
+def test_what_can_be_read_is_read(tmp_path: Path) -> None:
+    """A trace without a valid row gives way to the sums; a database that is none, to the CSV."""
+    sums = {"Name": ADD, "Calls": 2, "TotalDurationNs": 400, "MinNs": 100, "MaxNs": 300}
+    bad = dispatch(ADD, 0, -5)
+    write_run(
+        tmp_path, kernel_trace=(KERNEL_TRACE, [bad]), kernel_stats=(STATS, [sums]),
+        hip_api_trace=("Domain Function", []),
+    )  # fmt: skip
+    (tmp_path / "run_77_results.db").write_bytes(b"SQLite format 3\0" + bytes(100))
+    table = rocprofv3.read(tmp_path)
+    assert figures(table) == {ADD: (2, 400, 100, 300)}
+    database, calls, trace = table.warnings
+    assert "run_77_results.db: can't be read as a database" in database
+    assert "run_77_hip_api_trace.csv: no column Start_Timestamp" in calls
+    assert "run_77_kernel_trace.csv, row 2: from '15501" in trace
 
 
 # --- counters ------------------------------------------------------------------------------------
@@ -315,6 +359,7 @@ WRITTEN = {f"{WRREQ}_sum": 10, f"{WRREQ}_64B_sum": 4}
     ("counters", "moved"),
     [
         ({"FETCH_SIZE": 3, "WRITE_SIZE": 1.5}, 4608),
+        ({"FetchSize": 3, "WriteSize": 1.5}, 4608),
         # MI300: 10 requests, of which 2 are short and 3 long.
         ({f"{RDREQ}_sum": 10, f"{RDREQ}_32B_sum": 2, "TCC_BUBBLE_sum": 3} | WRITTEN, 768 + 448),
         ({RDREQ: 10, f"{RDREQ}_32B": 2, "TCC_BUBBLE": 3, "WRITE_SIZE": 1}, 768 + 1024),
@@ -396,6 +441,165 @@ def filled(counters: Mapping[str, float], *, calls: int = 1) -> Kernel:
         collected.add("k", counter, value)
     collected.fill([kernel])
     return kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (ADD, "add_kernel"),
+        (NORM, "norm_kernel"),
+        ("vec_copy(double*, int) [clone .kd]", "vec_copy"),
+        ("vec_copy(double*, int) (.kd)", "vec_copy"),
+        (f"{GEMM}.kd", GEMM),
+        ("void at::native::(anonymous namespace)::fill<int, Op<int>>(int)", "fill"),
+        ("a)b(c", "a)b(c"),
+        (")>", ")>"),
+        ("", ""),
+    ],
+)
+def test_short_names(name: str, short: str) -> None:
+    assert amd_counters.short_name(name) == short
+
+
+def test_counters_find_their_kernel_under_a_truncated_name() -> None:
+    def flops_of(names: list[str], counted: Mapping[str, int]) -> tuple[list[Any], list[str]]:
+        counters = Counters()
+        for name, value in counted.items():
+            counters.add(name, "SQ_INSTS_VALU_MFMA_MOPS_F32", value)
+        kernels = [Kernel(name, "other", 10, 1.0) for name in names]
+        counters.fill(kernels)
+        return [kernel.flops for kernel in kernels], counters.warnings()[1:]
+
+    wide = ADD.replace("float, 4", "float, 8")
+    assert flops_of([ADD, NORM], {"add_kernel": 1, NORM: 2}) == ([5120, 10240], [])
+    # The table's one row stands for both, with the mean of their counters.
+    assert flops_of(["add_kernel"], {ADD: 1, wide: 2}) == ([7680], [])
+    # Two rows can't share one mean, unless their own are known.
+    flops, (ambiguous,) = flops_of([ADD, wide, NORM], {"add_kernel": 1, NORM: 3})
+    assert flops == [None, None, 15360] and ambiguous.startswith("2 kernels have no bytes")
+    assert flops_of([ADD, wide], {ADD: 1, "add_kernel": 5})[0] == [5120, None]
+
+
+# --- rocprofv3, JSON -----------------------------------------------------------------------------
+
+KINDS = [
+    {"kind": "NONE", "operations": []},
+    {"kind": "HIP_RUNTIME_API", "operations": ["hipLaunchKernel", "hipMemcpyAsync"]},
+    {"kind": "MARKER_CORE_RANGE_API", "operations": ["roctxThreadRangeA"]},
+    {"kind": "MEMORY_COPY", "operations": ["NONE", "MEMORY_COPY_HOST_TO_DEVICE"]},
+    {"kind": "KERNEL_DISPATCH", "operations": []},
+    {"kind": "HSA_CORE_API", "operations": ["hsa_signal_store_screlease"]},
+]
+
+
+def record(kind: int, operation: int, start: int, ns: int, correlation: int, **more: Any) -> Any:
+    return {
+        "size": 1,
+        "kind": kind,
+        "operation": operation,
+        "correlation_id": {"internal": correlation, "external": 0},
+        "start_timestamp": T0 + start,
+        "end_timestamp": T0 + start + ns,
+    } | more
+
+
+def kernel_record(kernel: int, start: int, ns: int, correlation: int) -> Any:
+    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": 4}}
+    return record(4, 0, start, ns, correlation, dispatch_info=info)
+
+
+def counter_record(kernel: int, number: int, ns: int, values: Mapping[int, list[float]]) -> Any:
+    """Args:
+    values: of a counter's instances, by the counter's number.
+    """
+    return {
+        "thread_id": 1,
+        "dispatch_data": record(0, 0, 0, ns, number)
+        | {"dispatch_info": {"kernel_id": kernel, "dispatch_id": number}},
+        "records": [
+            {"counter_id": {"handle": handle}, "value": value}
+            for handle, instances in values.items()
+            for value in instances
+        ],
+    }
+
+
+def process(*, names: list[str], counts: Iterable[Any] = (), **records: list[Any]) -> Any:
+    """One process in JSON; the kernels' numbers are the names', from 1."""
+    markers = enumerate(("step", "forward", "backward"), start=100)
+    return {
+        "metadata": {"pid": 1, "init_time": 1, "fini_time": 2},
+        "agents": [{"type": 1, "name": "cpu"}, {"type": 2, "product_name": "AMD Instinct MI300X"}],
+        "counters": [
+            {"id": {"handle": 50}, "name": "FETCH_SIZE"},
+            {"id": {"handle": 51}, "name": "WRITE_SIZE"},
+        ],
+        "strings": {
+            "callback_records": [{"kind": "NONE", "operations": []}],
+            "buffer_records": KINDS,
+            "marker_api": [{"key": key, "value": text} for key, text in markers],
+            "counters": {"dimension_ids": []},
+        },
+        "kernel_symbols": [{"kernel_id": 0, "formatted_kernel_name": ""}]
+        + [
+            {"kernel_id": number, "formatted_kernel_name": name, "kernel_name": "_Z.kd"}
+            for number, name in enumerate(names, start=1)
+        ],
+        "callback_records": {"counter_collection": list(counts)},
+        "buffer_records": {"kernel_dispatch": [], "hip_api": [], "memory_copy": []} | records,
+    }
+
+
+def json_text(process: Any) -> str:
+    return json.dumps({"rocprofiler-sdk-tool": [process]}, indent=0)
+
+
+JSON_STEP = process(
+    names=[GEMM, ADD],
+    kernel_dispatch=[kernel_record(1, 5000, 100, 2), kernel_record(2, 5100, 50, 3),
+                     kernel_record(2, 0, 10, 1)],
+    hip_api=[record(1, 0, 5, 3, 1), record(1, 0, 1010, 3, 2), record(1, 0, 1510, 4, 3),
+             record(1, 1, 1600, 9, 4)],
+    marker_api=[record(2, 0, 1000, 1000, 100), record(2, 0, 1000, 500, 101),
+                record(2, 0, 1500, 500, 102), record(2, 0, 1, 0, 999)],
+    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096)],
+)  # fmt: skip
+
+
+def test_json(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of the file is held at a time."""
+    monkeypatch.setattr(json_stream, "_BLOCK", 100)
+    table = rocprofv3.read(write("run_results.json", json_text(JSON_STEP)))
+    assert figures(table) == {
+        GEMM: (1, 100, 100, 100),
+        ADD: (1, 50, 50, 50),
+        "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
+    }
+    assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
+    assert table.host_calls == {LAUNCH: HostCall(2, 7), "hipMemcpyAsync": HostCall(1, 9)}
+    assert (table.steps, table.phases_ns) == (1, {"forward": 100, "backward": 75})
+    assert table.timeline == Timeline(225, 175)
+    assert table.device == "AMD Instinct MI300X"
+
+
+def test_json_of_counters_adds_their_instances_up(write: Write) -> None:
+    counts = [
+        counter_record(1, number, ns, {50: [1.0, 2.0], 51: [0.5]})
+        for number, ns in ((1, 10), (2, 30))
+    ]
+    table = rocprofv3.read(write("results.json", json_text(process(names=[ADD], counts=counts))))
+    assert figures(table) == {ADD: (2, 40, 10, 30)}
+    assert table.kernels[0].bytes == 2 * 3.5 * 1024
+
+
+def test_broken_json_gives_its_valid_part(write: Write) -> None:
+    text = json_text(JSON_STEP)
+    cut = text[: text.index('"hip_api"') - 40]
+    table = rocprofv3.read(write("cut_results.json", cut))
+    assert table.launches == 2 and "cut_results.json, row 3: no JSON" in table.warnings[-1]
+    unnamed = process(names=[], kernel_dispatch=[kernel_record(1, 0, 10, 1)])
+    with pytest.raises(WorkshopError, match=r"row 1: no record of kernel_dispatch .KeyError: 1"):
+        rocprofv3.read(write("results.json", json_text(unnamed)))
 
 
 # --- rocprofv3, databases ------------------------------------------------------------------------
@@ -566,10 +770,11 @@ def test_databases_that_are_none_of_rocpds(
     ("text", "message"),
     [
         ("", "empty or cut off"),
-        ("a,b,c\n1,2,3\n", "no trace and no counters of rocprofv3 .*; its columns are a, b, c"),
+        ("a,b,c\n1,2,3\n", "none of the tables that rocprofv3 writes; its columns are a, b, c"),
         (table_text(KERNEL_TRACE, []), "no kernels, host calls or steps in it"),
         (table_text(KERNEL_TRACE, [dispatch(ADD, 0, -1)]), "row 2: from .* is no time"),
         (table_text(KERNEL_TRACE, [dispatch(ADD, -T0, 1)]), "row 2: from '0' to '1' is no time"),
+        ('"rocprofiler-sdk-tool"', "no kernels, host calls or steps in it"),
     ],
 )
 def test_a_file_without_anything_is_one_clear_line(write: Write, text: str, message: str) -> None:
@@ -592,6 +797,39 @@ def test_bad_rows_are_counted_and_the_first_is_named(write: Write) -> None:
     assert figures(table) == {ADD: (2, 150, 50, 100)}
     (warning,) = table.warnings
     assert "kernel_trace.csv, row 3: 'soon' is no number (and 4 more rows)" in warning
+
+
+# A file by itself, by a name that its folder may have given it.
+ALONE: dict[str, Callable[[], bytes]] = {
+    "run_kernel_trace.csv.gz": lambda: gzip.compress(table_text(KERNEL_TRACE, THREE).encode()),
+    "1_memory_copy_trace.csv": lambda: table_text(COPY_TRACE, [copy("X", 0, 7)]).encode(),
+    "hip_api_trace.csv": lambda: table_text(API_TRACE, STEP_CALLS).encode(),
+    "memory_copy_stats.csv": lambda: table_text(
+        STATS, [{"Name": "X", "Calls": 1, "TotalDurationNs": 9, "MinNs": 9, "MaxNs": 9}]
+    ).encode(),
+    "mine.csv": lambda: table_text(KERNEL_TRACE, THREE).encode(),
+    "mine.csv.gz": lambda: gzip.compress(table_text(KERNEL_TRACE, THREE).encode()),
+    "run_results.json.gz": lambda: gzip.compress(json_text(JSON_STEP).encode()),
+    "mine.json": lambda: json_text(JSON_STEP).encode(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_folder_finds_what_a_single_file_may_be(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    (folder / name).write_bytes(ALONE[name]())
+    (folder / "notes.csv").write_text("a,b\n1,2\n")
+    (folder / "run.json").write_text("{}")
+    alone = load(folder / name)
+    assert alone.kernels or alone.host_calls
+    assert dataclasses.replace(load(folder), path=alone.path) == alone
+
+
+def test_a_copy_under_another_name_is_not_added(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "outputs", kernel_trace=(KERNEL_TRACE, THREE))
+    shutil.copy(folder / "run_77_kernel_trace.csv", folder / "mine.csv")
+    assert load(folder).launches == 3
 
 
 # --- rocprof-compute -----------------------------------------------------------------------------
@@ -760,8 +998,13 @@ def assert_refused_or_sane(path: Path) -> None:
 def valid_files(folder: Path) -> list[Path]:
     """One of each kind."""
     rows = [count(GEMM, counter, 2, 1) for counter in ("FETCH_SIZE", "WRITE_SIZE")]
-    write_step(folder, counter_collection=(COUNTERS, rows))
+    sums = {"Name": ADD, "Calls": 4, "TotalDurationNs": 1000, "MinNs": 100, "MaxNs": 400}
+    write_step(folder, counter_collection=(COUNTERS, rows), kernel_stats=(STATS, [sums, sums]))
     (folder / "run_77_agent_info.csv").unlink()
+    (folder / "results.json").write_text(json_text(JSON_STEP))
+    (folder / "counted_results.json").write_text(
+        json_text(process(names=[ADD], counts=[counter_record(1, 1, 9, {50: [1.0], 51: [2.0]})]))
+    )
     build_database(folder / "results.db")
     rows = [wide_row(0, 0, 100, 10), wide_row(1, 500, 300, 30)]
     workload = write_workload(folder / "w", pmc_perf=(WIDE, rows))
@@ -784,7 +1027,7 @@ def test_damaged_files_are_refused_or_give_what_is_valid(
     damage = data.draw(st.sampled_from(["cut", "field", "bytes", "all"]))
     if damage == "cut":
         content = content[: data.draw(st.integers(0, len(content)))]
-    elif damage == "field":  # of CSV: from one separator to the next
+    elif damage == "field":  # of CSV and JSON: from one separator to the next
         ends = [i for i, byte in enumerate(content) if byte in b",:\n"]
         first = data.draw(st.integers(0, len(ends) - 2))
         content = content[: ends[first] + 1] + data.draw(JUNK) + content[ends[first + 1] :]

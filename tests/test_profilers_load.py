@@ -117,9 +117,10 @@ NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
         ("kineto/h200_v3_small_step.json.gz", ("rank0.json.gz", "a.pt.trace.json.gz")),
         ("ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
         ("proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
-        (NSYS, ("rep_cuda_gpu_kern_sum.csv", "mine.csv")),
+        (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
+        (b"Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
     ],
-    ids=["kineto", "ncu", "proton", "nsys"],
+    ids=["kineto", "ncu", "proton", "nsys", "nsys as printed"],
 )
 def test_a_folder_finds_what_a_file_may_be(
     content: str | bytes, names: tuple[str, ...], tmp_path: Path

@@ -248,9 +248,14 @@ def phase_rows(**times: int) -> str:
     )
 
 
-def test_nsys_reports_of_one_profile(write: Write, tmp_path: Path) -> None:
+@pytest.mark.parametrize("old", [False, True])
+def test_nsys_reports_of_one_profile(old: bool, write: Write, tmp_path: Path) -> None:
+    """Under their names, and under those that nsys gave them before 2022.5."""
+
     def write_report(name: str, text: str) -> Path:
-        return write(f"rep_{name}.csv", text)
+        return write(
+            f"rep_{name.replace('cuda_gpu', 'gpu').replace('_', '') if old else name}.csv", text
+        )
 
     kernels = write_report("cuda_gpu_kern_sum", KERNELS)
     write_report("cuda_gpu_mem_time_sum", COPIES)
@@ -297,6 +302,27 @@ def test_nsys_trace_tells_the_timeline(write: Write, tmp_path: Path) -> None:
     assert nsys.read(tmp_path / "rep_cuda_gpu_kern_sum.csv").kernels == trace.kernels
 
 
+def test_nsys_other_units_and_text_around_the_table(write: Write) -> None:
+    """As `nsys stats` prints it, microseconds asked for, a report of another kind behind it."""
+    before = "Generating SQLite file rep.sqlite from rep.nsys-rep\nProcessing [rep.sqlite] with x\n"
+    microseconds = report(
+        [name.replace("(ns)", "(us)") for name in KERN_SUM],
+        {
+            "Name": "my_gemm(float *, int)",
+            "Instances": 4,
+            "Total Time (us)": "4.000",
+            "Min (us)": 0.9,
+            "Max (us)": 1.1,
+        },
+    )
+    path = write("stdout.txt", f"{before}\n{microseconds}\nProcessing [rep.sqlite] with\n{COPIES}")
+    assert nsys.recognises_header(before.splitlines()[:1])
+    table = nsys.read(path)
+    (only,) = table.kernels
+    assert (only.calls, only.total_ns, only.min_ns, only.max_ns) == (4, 4_000, 900, 1_100)
+    assert table.warnings == []
+
+
 def test_nsys_says_that_the_backward_pass_is_in_no_range(write: Write) -> None:
     """As of a program that leaves autograd its own thread; what is short is told as it is."""
     path = write("rep_cuda_gpu_kern_sum.csv", KERNELS)
@@ -321,7 +347,7 @@ def test_nsys_leaves_out_what_is_broken(write: Write, tmp_path: Path) -> None:
     assert [warning.partition("rep_")[2] for warning in table.warnings] == [
         "cuda_gpu_trace.csv, row 2: '-5' is no duration",
         "cuda_gpu_kern_sum.csv, row 4: 'n/a' is no number (and 1 more rows)",
-        "cuda_api_sum.csv: no header in it; is the file empty or cut off?",
+        "cuda_api_sum.csv: no header of a report of nsys's in it; is it empty or cut off?",
         "nvtx_sum.csv: has the columns of cuda_gpu_kern_sum, not of nvtx_sum",
     ]
     write("other_cuda_gpu_kern_sum.csv", KERNELS)
@@ -421,7 +447,7 @@ def test_proton_leaves_out_what_is_broken(write: Write) -> None:
         ("raw.csv", raw_page({READ: "byte"}, {READ: "5"}), "row 3: has no gpu__time_duration.sum"),
         ("raw.csv", raw_page({TIME: "cycle"}, {TIME: "5"}), "row 3: 'cycle' is no unit of time"),
         ("raw.csv", '"ID","Metric Name"\n', "no column Kernel Name"),
-        ("rep_cuda_gpu_kern_sum.csv", "", "no header in it"),
+        ("rep_cuda_gpu_kern_sum.csv", "", "no header of a report"),
         ("rep_cuda_gpu_kern_sum.csv", report(KERN_SUM), "no kernels in it"),
         ("rep_cuda_gpu_kern_sum.csv", report(KERN_SUM, kern_row("k", 2, 100, 60, 70)),
          "row 2: '100' does not lie between"),

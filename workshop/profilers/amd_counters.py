@@ -5,6 +5,7 @@ are 32, 64 or 128 bytes long; operations from the instructions that the vector a
 issued.
 """
 
+import collections
 import re
 from collections.abc import Iterable, Mapping
 
@@ -28,12 +29,15 @@ _FLOPS = {
 } | {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F16", "BF16", "F32", "F64")}
 """Operations for each count, by counter."""
 _FLOPS_OF_NEWER_CHIPS = {f"{_MATRIX}{dtype}": float(_MFMA_UNIT) for dtype in ("F8", "F6F4")}
+_FETCHED_KIB = ("FETCH_SIZE", "FetchSize")
+_WRITTEN_KIB = ("WRITE_SIZE", "WriteSize")
 _REQUESTS = re.compile(r"TCC_(EA0?_(RD|WR)REQ(_32B|_64B|_128B)?|BUBBLE)(_sum)?")
 _OF_MI350 = re.compile(r"TCC_EA0_RDREQ_(64|128)B(_sum)?|SQ_INSTS_VALU_MFMA_MOPS_F6F4")
 """Counters that earlier chips do not have."""
 _MI350 = re.compile(r"MI35\d|gfx950", re.IGNORECASE)
 _CHANNEL = re.compile(r"\[\d+\]$")
 _BINARY_SUFFIX = re.compile(r"(\s*\[clone [^\]]*\]|\s*\(\.kd\)|\.kd)+$")
+_OPENING = {")": "(", ">": "<"}
 
 
 def is_used(counter: str) -> bool:
@@ -41,12 +45,37 @@ def is_used(counter: str) -> bool:
     "TCC_EA0_RDREQ[3]"."""
     name = _CHANNEL.sub("", counter)
     known = name in _FLOPS or name in _FLOPS_OF_NEWER_CHIPS
-    return known or name in ("FETCH_SIZE", "WRITE_SIZE") or _REQUESTS.fullmatch(name) is not None
+    return known or name in _FETCHED_KIB + _WRITTEN_KIB or _REQUESTS.fullmatch(name) is not None
 
 
 def plain_name(kernel: str) -> str:
     """A kernel's name without what marks the binary's symbol: ".kd" and " [clone .kd]"."""
     return _BINARY_SUFFIX.sub("", kernel)
+
+
+def short_name(kernel: str) -> str:
+    """The name as `rocprofv3 --truncate-kernels` leaves it: without return type, namespaces,
+    template arguments and parameters."""
+    name = plain_name(kernel).rstrip()
+    while name and name[-1] in _OPENING:
+        opening = _matching(name)
+        if opening <= 0:
+            break
+        name = name[:opening].rstrip()
+    return re.split(r"[ :]", name)[-1] or kernel
+
+
+def _matching(name: str) -> int:
+    """Where the bracket opens that the name ends with; -1 if nowhere."""
+    closing, depth = name[-1], 0
+    for index in range(len(name) - 1, -1, -1):
+        if name[index] == closing:
+            depth += 1
+        elif name[index] == _OPENING[closing]:
+            depth -= 1
+            if not depth:
+                return index
+    return -1
 
 
 class Counters:
@@ -61,6 +90,7 @@ class Counters:
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, tuple[float, int]]] = {}
         self._collected: set[str] = set()
+        self._ambiguous = 0
         self._lengths_unknown = False
 
     def add(self, kernel: str, counter: str, value: str | float | None) -> None:
@@ -83,11 +113,24 @@ class Counters:
     def fill(self, kernels: Iterable[Kernel]) -> None:
         """Sets the bytes and operations of the kernels that have counters.
 
-        Kernels are the same if their names are, but for what marks the binary's symbol.
+        Kernels are the same if their names are, but for what marks the binary's symbol, or else if
+        one name is the other's short name: one tool truncates names where another does not.
         """
-        by_name = {plain_name(name): sums for name, sums in self._sums.items()}
+        kernels = list(kernels)
+        by_name, by_short_name = collections.defaultdict(list), collections.defaultdict(list)
+        for name, sums in self._sums.items():
+            by_name[plain_name(name)].append(sums)
+            by_short_name[short_name(name)].append(sums)
+        sharing = collections.Counter(short_name(kernel.name) for kernel in kernels)
         for kernel in kernels:
-            means = _means(by_name.get(plain_name(kernel.name), {}))
+            name, short = plain_name(kernel.name), short_name(kernel.name)
+            found = by_name.get(name, [])
+            if not found:
+                found = (by_short_name if name == short else by_name).get(short, [])
+                if found and sharing[short] > 1:  # no mean over several kernels is one kernel's
+                    self._ambiguous += 1
+                    continue
+            means = _means(found)
             moved, operations = _bytes(means), _flops(means)
             kernel.bytes = kernel.bytes if moved is None else moved * kernel.calls
             kernel.flops = None if operations is None else operations * kernel.calls
@@ -123,6 +166,11 @@ class Counters:
                 "bytes are a lower bound, a quarter low for a copy: on the MI350 series these "
                 "counters may take reads of 128 bytes for 64; collect TCC_EA0_RDREQ_{32B,64B,128B}"
             )
+        if self._ambiguous:
+            sentences.append(
+                f"{self._ambiguous} kernels have no bytes and operations: the counters' names are "
+                "truncated, and mean several kernels each"
+            )
         return sentences
 
     def _is_mi350(self, device: str | None) -> bool:
@@ -137,10 +185,15 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _means(sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+def _means(sums: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
     """By counter, over all of the dispatches; those of a counter's channels are added up."""
+    totals: dict[str, tuple[float, int]] = {}
+    for one in sums:
+        for counter, (value, dispatches) in one.items():
+            total, count = totals.get(counter, (0.0, 0))
+            totals[counter] = total + value, count + dispatches
     means: dict[str, float] = {}
-    for counter, (total, count) in sums.items():
+    for counter, (total, count) in totals.items():
         name = _CHANNEL.sub("", counter)
         means[name] = means.get(name, 0.0) + total / count
     return means
@@ -169,8 +222,9 @@ def _read_bytes(means: Mapping[str, float]) -> float | None:
     by_length = _reads_by_length(means)
     if by_length is not None:
         return sum(length * requests for length, requests in by_length.items())
-    if "FETCH_SIZE" in means:
-        return 1024 * means["FETCH_SIZE"]
+    for counter in _FETCHED_KIB:
+        if counter in means:
+            return 1024 * means[counter]
     total, short = _requests(means, "RDREQ"), _requests(means, "RDREQ_32B")
     # Which request sizes there are depends on the chip: MI200 counts under "EA" and has no longer
     # ones; later chips count under "EA0", and the longer ones as bubbles.
@@ -194,8 +248,9 @@ def _reads_by_length(means: Mapping[str, float]) -> dict[int, float] | None:
 
 
 def _written_bytes(means: Mapping[str, float]) -> float | None:
-    if "WRITE_SIZE" in means:
-        return 1024 * means["WRITE_SIZE"]
+    for counter in _WRITTEN_KIB:
+        if counter in means:
+            return 1024 * means[counter]
     total, long = _requests(means, "WRREQ"), _requests(means, "WRREQ_64B")
     if total is None or long is None:
         return None

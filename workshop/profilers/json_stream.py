@@ -26,10 +26,15 @@ _LONGEST_ENTRY = 1 << 24
 """Characters. An entry that isn't over by then is broken, and no reason to hold the whole file."""
 
 
-def items(path: Path, key: str, problems: Problems) -> Iterator[tuple[int, Any]]:
+def items(
+    path: Path, key: str, problems: Problems, *, every: bool = False
+) -> Iterator[tuple[int, Any]]:
     """(number from 1, entry) of the first array that is the value of `key`, or of the text itself
     where that is an array; gzip or not. What follows an entry that can't be read is left out, and
     noted in `problems`.
+
+    Args:
+        every: of all such arrays; the numbers go on from one to the next.
 
     Raises:
         WorkshopError: the file can't be read.
@@ -39,30 +44,36 @@ def items(path: Path, key: str, problems: Problems) -> Iterator[tuple[int, Any]]
     # Inside a JSON string the quotes would be escaped, and this would not match.
     array = re.compile(rf'"{re.escape(key)}"\s*:\s*\[')
     start = _BARE_ARRAY.match(held) or array.search(held)
-    while not start:
-        block = next(blocks, "")
-        if not block:
-            return
-        held = held[-_LONGEST_KEY:] + block
-        start = array.search(held)
-    position, number = start.end(), 1
+    position, number = 0, 1
     while True:
-        position = _SEPARATOR.match(held, position).end()  # type: ignore[union-attr]
-        if held.startswith("]", position):
-            return
-        try:
-            entry, position = _decode(held, position)
-        except (ValueError, RecursionError) as error:
-            too_long = len(held) - position > _LONGEST_ENTRY
-            block = "" if too_long else next(blocks, "")
+        while not start:
+            block = next(blocks, "")
             if not block:
-                ended = position == len(held)
-                problems.add(number, "the text ends here" if ended else f"no JSON ({error!s:.60})")
                 return
-            held, position = held[position:] + block, 0
-            continue
-        yield number, entry
-        number += 1
+            held, position = held[position:][-_LONGEST_KEY:] + block, 0
+            start = array.search(held)
+        position = start.end()
+        while True:
+            position = _SEPARATOR.match(held, position).end()  # type: ignore[union-attr]
+            if held.startswith("]", position):
+                break
+            try:
+                entry, position = _decode(held, position)
+            except (ValueError, RecursionError) as error:
+                too_long = len(held) - position > _LONGEST_ENTRY
+                block = "" if too_long else next(blocks, "")
+                if not block:
+                    ended = position == len(held)
+                    what = "the text ends here" if ended else f"no JSON ({error!s:.60})"
+                    problems.add(number, what)
+                    return
+                held, position = held[position:] + block, 0
+                continue
+            yield number, entry
+            number += 1
+        if not every:
+            return
+        start = array.search(held, position)
 
 
 def value(text: str, key: str) -> Any:

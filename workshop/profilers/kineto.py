@@ -36,6 +36,14 @@ _STEP_RANGES = ("ProfilerStep", STEP)
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _OPTIMIZER_RANGE = "Optimizer.step"
 _RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE)
+_OLD_CATEGORIES = {
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Runtime": "cuda_runtime",
+    "Operator": "cpu_op",
+}
+"""Of traces until 2022."""
 _NS_PER_US = 1000.0
 _NO_CORRELATION = 0
 
@@ -83,6 +91,15 @@ def read(path: Path) -> KernelTable:
     return table
 
 
+def category(event: dict) -> str:
+    """What an event is, by the names that today's PyTorch has for it; "" where it does not say.
+    Until 2022 ranges were operators, too."""
+    found = event.get("cat")
+    if found == "Operator" and str(event.get("name")).partition("#")[0] in _RANGES:
+        return "user_annotation"
+    return _OLD_CATEGORIES.get(found, found) if isinstance(found, str) else ""
+
+
 def recognises_json(start: str) -> bool:
     """Whether a JSON text that begins so is a trace.
 
@@ -109,12 +126,6 @@ def newest_trace(folder: Path) -> tuple[Path, list[str]]:
     if len(traces) == 1:
         return newest, []
     return newest, [f"{folder} has {len(traces)} traces; this is the newest, {newest.name}"]
-
-
-def category(event: dict) -> str:
-    """An event's kind, such as "kernel"; "" where it has none."""
-    found = event.get("cat")
-    return found if isinstance(found, str) else ""
 
 
 class NoEvent(ValueError):

@@ -42,7 +42,7 @@ _STATUS = "# exit status "
 _SUCCESS = f"{_STATUS}0"
 """A runner's last line."""
 _KNOWN = (
-    "rocprofv3's CSV and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
+    "rocprofv3's CSV, JSON and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
     "nsys's CSV, a trace of torch.profiler, Proton's .hatchet"
 )
 
@@ -184,11 +184,9 @@ def _reader(path: Path) -> tuple[ModuleType, Path]:
 
 
 def _json_reader(path: Path, start: str) -> ModuleType:
-    for reader in (kernel_file, kineto, proton):
+    for reader in (kernel_file, rocprofv3, kineto, proton):
         if reader.recognises_json(start):
             return reader
-    if "rocprofiler-sdk-tool" in start:
-        raise WorkshopError(f"{path}: rocprofv3's JSON is not read: choose --output-format rocpd")
     raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
 
 

@@ -10,13 +10,15 @@ The headers are known from nsys's documentation and from outputs that others hav
 output of our own has been read with this yet.
 """
 
+import csv
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, count, nanoseconds
+from workshop.profilers.reading import CsvTable, NoNumber, Problems, count, lines, nanoseconds
 from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Sums
 
 _KERNELS, _COPIES, _TRACE = "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum", "cuda_gpu_trace"
@@ -32,15 +34,35 @@ _COLUMNS = {
 }
 """What each report can't be read without; the units are left out."""
 _ON_THE_GPU = (_TRACE, _KERNELS, _COPIES)
-_FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS}
-"""The report by the end of its file's name."""
+_FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
+    "gputrace.csv": _TRACE,
+    "gpukernsum.csv": _KERNELS,
+    "gpumemtimesum.csv": _COPIES,
+    "cudaapisum.csv": _HOST_CALLS,
+    "nvtxkernsum.csv": _RANGE_KERNELS,
+    "nvtxsum.csv": "nvtx_sum",
+    "nvtxppsum.csv": "nvtx_pushpop_sum",
+}
+"""The report by the end of its file's name: today's, and those of nsys before 2022.5."""
 
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
+_OUTPUT_OF_NSYS = ("Generating ", "Processing [", "NOTICE: ")
+_NEXT_TABLE = re.compile(r"Processing \[|\s*\*\* |Time \(%\)|Start \(")
+_BEFORE_HEADER = 1 << 22
+"""Characters within which the header is looked for: what nsys prints may precede it."""
 
 
 def recognises_header(columns: Iterable[str]) -> bool:
-    """Whether these are the columns of a report on the GPU's kernels and copies."""
-    return _report_with(columns) in _ON_THE_GPU
+    """Whether these are the columns of a report on the GPU's kernels and copies, or the beginning
+    of what nsys prints before one.
+
+    Args:
+        columns: of the first line of a CSV file.
+    """
+    columns = list(columns)
+    return any(name.startswith(_OUTPUT_OF_NSYS) for name in columns[:1]) or (
+        _report_with(columns) in _ON_THE_GPU
+    )
 
 
 def read(path: Path) -> KernelTable:
@@ -85,7 +107,8 @@ def _reports_of(path: Path) -> dict[str, Path]:
         path = _only_profile(path)
     end = _end_of_name(path)
     if end is None:
-        return {_report_in(path): path}
+        report, _ = _find_header(path)
+        return {report: path}
     prefix = path.name.removesuffix(end)
     beside = {path.with_name(f"{prefix}{other}"): report for other, report in _FILE_ENDS.items()}
     return {report: file for file, report in beside.items() if file == path or file.is_file()}
@@ -128,11 +151,19 @@ def _split(column: str) -> tuple[str, str]:
     return name.rstrip(), unit
 
 
-def _report_in(path: Path) -> str:
-    report = _report_with(CsvTable(path, Problems(path)).columns)
-    if report is None:
-        raise WorkshopError(f"{path}: no header of a report of nsys in it; is it cut off?")
-    return report
+def _find_header(path: Path) -> tuple[str, str]:
+    """The report whose table stands first in a file, and the name of its first column."""
+    seen = 0
+    for line in lines(path):
+        with suppress(csv.Error):
+            columns = next(csv.reader([line]), [])
+            report = _report_with(columns)
+            if report:
+                return report, columns[0].strip().lstrip("\ufeff")
+        seen += len(line)
+        if seen > _BEFORE_HEADER:
+            break
+    raise WorkshopError(f"{path}: no header of a report of nsys's in it; is it empty or cut off?")
 
 
 class _Report:
@@ -143,16 +174,22 @@ class _Report:
         Raises:
             WorkshopError: the file can't be read, or is not this report.
         """
-        found = _report_in(path)
+        found, first_column = _find_header(path)
         if _COLUMNS[found] != _COLUMNS[report]:
             raise WorkshopError(f"{path}: has the columns of {found}, not of {report}")
         self._path, self._problems = path, problems
-        self._table = CsvTable(path, problems)
+        self._table = CsvTable(path, problems, first_column=first_column)
         self._columns = {
             name: (index, unit)
             for column, index in self._table.columns.items()
             for name, unit in [_split(column)]
         }
+        missing = _COLUMNS[report] - self._columns.keys()
+        if missing:
+            raise WorkshopError(
+                f"{path}: its first table has no column {min(missing)}: let `nsys stats --output` "
+                "write a file for each report"
+            )
 
     def index(self, column: str) -> int:
         """The index of one of the report's columns."""
@@ -173,9 +210,12 @@ class _Report:
         return _UNITS_NS[unit]
 
     def each(self, add: Callable[[list[str]], None]) -> None:
-        """Has `add` take every row; one that it finds to hold no number is noted and left out."""
+        """Has `add` take every row; one that it finds to hold no number is noted and left out.
+        What nsys prints after the table, and further tables, are none of it."""
         width = 1 + max(self._table.columns.values())
         for row, fields in self._table.rows():
+            if _NEXT_TABLE.match(fields[0]):
+                return
             if len(fields) < width:
                 self._problems.add(row, f"has only {len(fields)} fields")
                 continue

@@ -1,15 +1,15 @@
-"""What rocprofv3 writes: CSV of ROCm 6.3 and later, rocpd databases, and folders of them.
+"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
 rocprof-sys writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
-`<prefix>_results.db`. By default they lie in a folder with the host's name and the
+`<prefix>_results.db` or `.json`. By default they lie in a folder with the host's name and the
 prefix is the process's number; the passes of a run under counters get folders of their own. A
 domain without events leaves no file.
 """
 
 import contextlib
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,9 @@ from workshop.profilers.rocprofv3_formats import (
     Files,
     Process,
     Rows,
+    Sum,
     from_database,
+    from_json,
     from_tables,
     interval,
 )
@@ -43,21 +45,36 @@ _HEADERS: Mapping[str, frozenset[str]] = {
     ),
     "memory_copy_trace": frozenset(("Kind", "Direction", "Start_Timestamp", "End_Timestamp")),
     "api_trace": frozenset(("Domain", "Function", "Start_Timestamp", "End_Timestamp")),
+    "stats": frozenset(("Name", "Calls", "TotalDurationNs")),
 }
 """The columns that identify a table; the first match counts."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
+_SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
+_OTHER_SUMS = tuple(
+    f"{domain}_stats"
+    for domain in (
+        "domain",
+        "marker_api",
+        "hsa_api",
+        "rccl_api",
+        "memory_allocation",
+        "scratch_memory",
+    )
+)
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
-    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES)})\.csv(?:\.gz)?"
+    rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
 )
+_JSON_NAME = re.compile(r"(?P<prefix>.*?)_?results\.json(?:\.gz)?")
 _RowT = TypeVar("_RowT", bound=tuple)
 
 
 def read(path: Path) -> KernelTable:
     """The kernels and copies in a file of rocprofv3's, or in all that a folder holds.
 
-    Of a folder's runs, those without counters go before those with them, under which kernels take
-    longer and never overlap. Where there are several, the first by name is read.
+    Of a folder's runs, those that trace every dispatch go before those with sums only, and those
+    without counters before those with them, under which kernels take longer and never overlap.
+    Where there are several, the first by name is read.
 
     If the run marks its steps and traces the host's calls, the table is that of the steps, without
     start-up and warm-up.
@@ -94,6 +111,11 @@ def recognises_header(columns: list[str]) -> bool:
     return _table_with(columns) is not None
 
 
+def recognises_json(start: str) -> bool:
+    """Whether a JSON text that begins so is rocprofv3's."""
+    return '"rocprofiler-sdk-tool"' in start
+
+
 def is_database(path: Path) -> bool:
     """Whether a file is an SQLite database, under any name."""
     if not path.is_file():
@@ -111,27 +133,35 @@ def _table_with(columns: Iterable[str]) -> str | None:
 
 
 def _set_of(path: Path) -> Files:
-    """A file by itself, known by its content."""
+    """A file by itself, known by its content; what a table of sums sums, by its name."""
     files = Files(path.parent)
     if is_database(path):
         files.database = path
+        return files
+    if recognises_json(reading.head(path)):
+        files.json = path
         return files
     columns = CsvTable(path, Problems(path)).columns
     table = _table_with(columns)
     if table is None:
         raise WorkshopError(
-            f"{path}: no trace and no counters of rocprofv3 (give its folder); "
+            f"{path}: none of the tables that rocprofv3 writes; "
             f"its columns are {printable(', '.join(columns)):.200}"
         )
     if table == "api_trace":  # one header for all domains, which the rows name
         files.tables = dict.fromkeys(_API_TRACES, path)
+    elif table == "stats":
+        if any(other in path.name for other in _OTHER_SUMS):
+            raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
+        files.tables = {next((name for name in _SUMS if name in path.name), _SUMS[0]): path}
     else:
         files.tables = {table: path}
     return files
 
 
 def _sets_below(folder: Path) -> list[Files]:
-    """All files below a folder that rocprofv3 has written, by process."""
+    """All files below a folder that rocprofv3 may have written, by process. Where none has a name
+    that the tool gives, they are known by their content, each for itself."""
     sets: dict[tuple[Path, str], Files] = {}
 
     def set_of(path: Path, prefix: str) -> Files:
@@ -139,12 +169,22 @@ def _sets_below(folder: Path) -> list[Files]:
         run = path.parent.parent if prefix.isdigit() else path.parent
         return sets.setdefault((path.parent, prefix), Files(run))
 
-    for path in sorted(folder.rglob("*")):
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in paths:
         if match := _CSV_NAME.fullmatch(path.name):
             set_of(path, match["prefix"] or "").tables[match["table"]] = path
         elif path.suffix == ".db" and is_database(path):
             set_of(path, path.stem.removesuffix("results").rstrip("_")).database = path
-    return list(sets.values())
+        elif (match := _JSON_NAME.fullmatch(path.name)) and recognises_json(reading.head(path)):
+            set_of(path, match["prefix"]).json = path
+    return list(sets.values()) or list(_sets_by_content(paths))
+
+
+def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
+    for path in paths:
+        with contextlib.suppress(WorkshopError):
+            if path.name.removesuffix(".gz").endswith((".csv", ".json")):
+                yield _set_of(path)
 
 
 # --- the table, from what the processes did ---
@@ -188,12 +228,14 @@ class _Notes:
 
 
 def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list[Process]:
-    """Those in a set of files: from its database, if that can be read, or its CSV."""
+    """Those in a set of files: from its database, if that can be read, or its CSV, or its JSON."""
     formats: list[Callable[[], list[Process]]] = []
     if files.database is not None:
         formats.append(lambda: from_database(files, stack))
     if files.tables.keys() - {"agent_info"}:
         formats.append(lambda: [from_tables(files)])
+    if files.json is not None:
+        formats.append(lambda: [from_json(files)])
     for read_format in formats:
         try:
             return read_format()
@@ -223,16 +265,17 @@ def _first_table(
 
 
 def _has_kernels(processes: Iterable[Process]) -> bool:
-    return any(one.kernels or one.counts for one in processes)
+    return any(one.kernels or one.kernel_sums or one.counts for one in processes)
 
 
 def _has_counters(processes: Iterable[Process]) -> bool:
     return any(one.counts for one in processes)
 
 
-def _rank(processes: list[Process]) -> tuple[bool, bool]:
+def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
     """By which the run comes first whose times mislead least."""
-    return not _has_kernels(processes), _has_counters(processes)
+    only_sums = not any(process.kernels for process in processes)
+    return not _has_kernels(processes), _has_counters(processes), only_sums
 
 
 class _Part:
@@ -254,9 +297,9 @@ class _Part:
         # Versions differ in whether they put the operation's prefix before it.
         self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
 
-    def add_host_call(self, name: str, ns: float) -> None:
+    def add_host_call(self, name: str, ns: float, *, calls: int = 1, **_: object) -> None:
         call = self.host_calls.get(name) or self.host_calls.setdefault(name, HostCall())
-        call.calls += 1
+        call.calls += calls
         call.total_ns += ns
 
 
@@ -352,11 +395,15 @@ class _Run:
         self._steps = max(self._steps, len(launches.steps))
         if each(process.host_calls, partial(self._add_call, launches)):
             self._calls_traced = True
+        else:
+            each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
         traced = each(process.kernels, partial(self._add_kernel, launches))
-        if not traced:
+        if not traced and not each(process.kernel_sums, partial(_add_sum, whole.add_kernel)):
             _add_counts(process, self._counters, self._notes, whole)
-        # Copies alone make no timeline.
-        each(process.copies, partial(self._add_copy, launches, in_timeline=traced > 0))
+        # Where only sums of the kernels are known, the copies alone make no timeline.
+        add_copy = partial(self._add_copy, launches, in_timeline=traced > 0)
+        if not each(process.copies, add_copy):
+            each(process.copy_sums, partial(_add_sum, whole.add_copy))
         whole.processes += whole.kernels > before[0]
         self._in_steps.processes += self._in_steps.kernels > before[1]
 
@@ -415,9 +462,9 @@ class _Launches:
         if not ns:  # a mark, no range
             return
         if name == STEP:
-            self.steps.append((start, start + ns, STEP))
+            self.steps.append((start, start + ns - 1, STEP))  # with its last nanosecond
         elif isinstance(name, str) and name in PHASES:
-            self._phases.append((start, start + ns, name))
+            self._phases.append((start, start + ns - 1, name))
 
     def close_ranges(self) -> None:
         """All ranges were added."""
@@ -447,6 +494,20 @@ def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise NoNumber(f"{name!r:.40} is no name")
     return printable(name)
+
+
+def _add_sum(add: Callable[..., None], row: Sum) -> None:
+    """Gives a row of a table of sums to `add`, with its extremes where it has both."""
+    _, name, calls, total, shortest, longest = row
+    number_of_calls, total_ns = reading.count(calls), reading.nanoseconds(total)
+    if shortest is None or longest is None:
+        add(_name(name), total_ns, calls=number_of_calls)
+        return
+    least, most = reading.nanoseconds(shortest), reading.nanoseconds(longest)
+    mean = total_ns / number_of_calls
+    if not least - 1 <= mean <= most + 1:
+        raise NoNumber(f"a mean of {mean:.0f} ns is not between {least:.0f} and {most:.0f}")
+    add(_name(name), total_ns, calls=number_of_calls, min_ns=least, max_ns=most)
 
 
 def _size(size: Any) -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from workshop.errors import WorkshopError
+from workshop.profilers import json_stream
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, CsvTable, NoNumber, Problems, number
 
@@ -18,6 +19,8 @@ _RowT = TypeVar("_RowT")
 Event = tuple[int, Any, Any, Any, Hashable, Any]
 """(row, name, start, end, correlation, bytes) of a kernel, a copy, a host call or a marker range:
 as they were read, unchecked. Bytes are a copy's, None where the format has none."""
+Sum = tuple[int, str, str, str, str | None, str | None]
+"""(row, name, calls, total, shortest, longest)."""
 Count = tuple[int, Any, str, Any, Hashable, Any, Any]
 """(row, kernel, counter, value, dispatch, start, end)."""
 
@@ -38,6 +41,7 @@ class Files:
     """The folder that it shares with the other processes of its run."""
     tables: dict[str, Path] = field(default_factory=dict)
     """CSV, by the domain in their names, such as "kernel_trace"."""
+    json: Path | None = None
     database: Path | None = None
 
 
@@ -55,8 +59,11 @@ class Process:
     hsa_calls: Rows[Event] | None = None
     """Of the layer below it. Where they are traced too, what was launched has the correlation of
     the call nearest to the hardware."""
+    host_call_sums: Rows[Sum] | None = None
     kernels: Rows[Event] | None = None
+    kernel_sums: Rows[Sum] | None = None
     copies: Rows[Event] | None = None
+    copy_sums: Rows[Sum] | None = None
     counts: Rows[Count] | None = None
 
 
@@ -102,8 +109,11 @@ def from_tables(files: Files) -> Process:
         markers=events("marker_api_trace", "Function", "MARKER"),
         host_calls=events("hip_api_trace", "Function", "HIP"),
         hsa_calls=events("hsa_api_trace", "Function", "HSA"),
+        host_call_sums=rows("hip_api_stats", _csv_sums),
         kernels=events("kernel_trace", "Kernel_Name"),
+        kernel_sums=rows("kernel_stats", _csv_sums),
         copies=events("memory_copy_trace", "Direction"),
+        copy_sums=rows("memory_copy_stats", _csv_sums),
         counts=rows("counter_collection", _csv_counts),
     )
 
@@ -121,6 +131,15 @@ def _csv_events(path: Path, problems: Problems, name_column: str, domain: str) -
     for row, fields in table.rows(1 + max(name, start, end, correlation, of_domain)):
         if fields[of_domain].startswith(domain):
             yield row, fields[name], fields[start], fields[end], fields[correlation], None
+
+
+def _csv_sums(path: Path, problems: Problems) -> Iterator[Sum]:
+    table = CsvTable(path, problems)
+    name, calls, total = (table.index(column) for column in ("Name", "Calls", "TotalDurationNs"))
+    shortest, longest = table.find("MinNs"), table.find("MaxNs")
+    for row, fields in table.rows(1 + max(name, calls, total, shortest or 0, longest or 0)):
+        extremes = [None if index is None else fields[index] for index in (shortest, longest)]
+        yield row, fields[name], fields[calls], fields[total], extremes[0], extremes[1]
 
 
 def _csv_counts(path: Path, problems: Problems) -> Iterator[Count]:
@@ -153,6 +172,128 @@ def _device_of(agents: Path | None) -> str | None:
 
 def _joined(names: Iterable[Any]) -> str | None:
     return ", ".join(dict.fromkeys(str(name) for name in names if name)) or None
+
+
+# --- JSON ---
+
+_NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What reading a field raises where a JSON entry is not of the form that it should be."""
+_GPU = 2
+"""The type of an agent in JSON."""
+
+
+def from_json(files: Files) -> Process:
+    """The process in a JSON file: rocprofv3 gives each a file of its own.
+
+    Raises:
+        WorkshopError: it can't be read.
+    """
+    assert files.json is not None
+    return _Json(files.json).process(files.run)
+
+
+class _Json:
+    """A process's JSON file. Its records name nothing: kernels, operations, counters and marker
+    messages stand in lists of their own, before them. The file is read once for each list."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # The first name that is given: without arguments only where the tool was asked for that.
+        keys = ("formatted_kernel_name", "truncated_kernel_name", "kernel_name")
+        self._kernels = self._names(
+            "kernel_symbols",
+            lambda entry: entry["kernel_id"],
+            lambda entry: next(entry[key] for key in keys if entry.get(key)),
+        )
+        self._counters = self._names(
+            "counters", lambda entry: entry["id"]["handle"], lambda entry: entry["name"]
+        )
+        self._messages = self._names(
+            "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
+        )
+        self._operations = [
+            entry.get("operations") if isinstance(entry, dict) else None
+            for entry in self._first("buffer_records")
+        ]
+
+    def process(self, run: Path) -> Process:
+        return Process(
+            run,
+            device=_joined(self._gpus()),
+            markers=self._rows("marker_api", self._markers),
+            host_calls=self._rows("hip_api", self._operation_events),
+            hsa_calls=self._rows("hsa_api", self._operation_events),
+            kernels=self._rows("kernel_dispatch", self._kernel_events),
+            copies=self._rows("memory_copy", self._operation_events),
+            counts=self._rows("counter_collection", self._counts),
+        )
+
+    def _first(self, key: str) -> Iterator[Any]:
+        """The entries of the first list under `key`."""
+        return (entry for _, entry in json_stream.items(self._path, key, Problems(self._path)))
+
+    def _rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
+        """Of all lists under `key`; None where they are all empty."""
+        problems = Problems(self._path)
+        first = next(json_stream.items(self._path, key, problems, every=True), None)
+        if first is None and not problems.count:
+            return None
+        problems = Problems(self._path)
+
+        def rows() -> Iterator[_RowT]:
+            for row, entry in json_stream.items(self._path, key, problems, every=True):
+                try:
+                    yield from rows_of(row, entry)
+                except _NO_ENTRY as error:
+                    problems.add(row, f"no record of {key} ({type(error).__name__}: {error!s:.60})")
+
+        return Rows(problems, rows())
+
+    def _names(
+        self, key: str, id_of: Callable[[Any], Any], name_of: Callable[[Any], Any]
+    ) -> dict[Hashable, Any]:
+        """Names by number; entries of another form are passed over."""
+        names: dict[Hashable, Any] = {}
+        for entry in self._first(key):
+            with contextlib.suppress(*_NO_ENTRY, StopIteration):
+                names[id_of(entry)] = name_of(entry)
+        return names
+
+    def _gpus(self) -> Iterator[Any]:
+        for entry in self._first("agents"):
+            if isinstance(entry, dict) and entry.get("type") == _GPU:
+                yield entry.get("product_name") or entry.get("name")
+
+    def _kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
+        yield _json_event(row, entry, self._kernels[entry["dispatch_info"]["kernel_id"]])
+
+    def _operation_events(self, row: int, entry: Any) -> Iterator[Event]:
+        yield _json_event(row, entry, self._operations[entry["kind"]][entry["operation"]])
+
+    def _markers(self, row: int, entry: Any) -> Iterator[Event]:
+        # The messages themselves stand in a list of the same name.
+        if "correlation_id" in entry:
+            message = self._messages.get(entry["correlation_id"]["internal"])
+            if message is not None:
+                yield _json_event(row, entry, message)
+
+    def _counts(self, row: int, entry: Any) -> Iterator[Count]:
+        data = entry["dispatch_data"]
+        info = data["dispatch_info"]
+        kernel, dispatch = self._kernels[info["kernel_id"]], int(info["dispatch_id"])
+        totals: dict[str, float] = {}
+        for record in entry["records"]:  # one for each instance of a hardware block
+            counter = str(self._counters[record["counter_id"]["handle"]])
+            totals[counter] = totals.get(counter, 0.0) + number(record["value"])
+        times = data.get("start_timestamp"), data.get("end_timestamp")
+        for counter, value in totals.items():
+            yield (row, kernel, counter, value, dispatch, *times)
+
+
+def _json_event(row: int, entry: Any, name: Any) -> Event:
+    correlation = int(entry["correlation_id"]["internal"])
+    times = entry["start_timestamp"], entry["end_timestamp"]
+    return (row, name, *times, correlation, entry.get("bytes"))
 
 
 # --- rocpd ---
@@ -301,5 +442,5 @@ def _of_domain(domain: str) -> str:
 def _message(data: Any) -> Any:
     try:
         return json.loads(data)["message"]
-    except (LookupError, TypeError, ValueError):
+    except _NO_ENTRY:
         return None
