@@ -38,12 +38,12 @@ from workshop.run import presets
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
 _NAME_WIDTH = 60
-_KERNELS_TOLD = 6
-"""Whose distance from their roofs is told in words."""
+_KERNELS_IN_WORDS = 6
+"""Whose distance from their roofs is given in words."""
 
 KERNELS = (
     "Written by workshop.kernels.benchmark, commit {commit}. A rate at the median, "
-    "± half of the interquartile range; replayed from graphs, so that nobody's launches count; on "
+    "± half of the interquartile range; replayed from graphs, so that launches are not timed; on "
     "data that the cache does not hold. “of ceiling” compares with what a large copy or product "
     "reached in the same run, forward / backward. The error is the worst of results and gradients "
     "against fp64, with what the precision explains in brackets."
@@ -126,7 +126,7 @@ def _add_roofline(section: Section, file: Path, folder: Path) -> None:
     roofline = read_roofline([file], title=section.title, results_folder=folder)
     if roofline is None:
         return
-    lines = (*flags(roofline), *sentences(roofline, _KERNELS_TOLD), *roofline.notes)
+    lines = (*flags(roofline), *sentences(roofline, _KERNELS_IN_WORDS), *roofline.notes)
     section.sentences = list(dict.fromkeys([*section.sentences, *map(printable, lines)]))
     if len(roofline.points) > 1:
         name = f"{section.anchor}-roofline"
