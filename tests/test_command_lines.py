@@ -21,6 +21,7 @@ import stored_runs
 import torch
 
 from workshop import errors, results
+from workshop import parity as gate_command
 from workshop.arguments import count
 from workshop.compare import regression
 from workshop.exercises import copies
@@ -317,7 +318,10 @@ def complaint(status: object, said: list[str], name: str, value: str) -> str | N
     ],
 )
 def test_the_gate_refuses_shapes_that_no_step_has(flags, status, said, capsys) -> None:
-    assert parity.main(["--version", "v1", "--config", "tiny", "--device", "cpu", *flags]) == status
+    assert (
+        gate_command.main(["--version", "v1", "--config", "tiny", "--device", "cpu", *flags])
+        == status
+    )
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1

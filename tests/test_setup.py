@@ -720,7 +720,7 @@ def test_make_alone_lists_the_targets() -> None:
         ("compare", "", "analysis_tools/compare_versions.py --preset tiny"),
         ("dashboard", "", "analysis_tools/performance_dashboard.py --preset tiny"),
         ("notebook", "--with-notebook", "--preset tiny results/tour/workshop_tour.ipynb"),
-        ("test", "--with-tests", "--no-loadscope-reorder --preset tiny"),
+        ("test", "--with-tests", "--preset tiny"),
         ("lint", "--with-tests", "-m mypy"),
     ],
 )
@@ -766,5 +766,5 @@ def test_ci_runs_both_and_its_status_tells(
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     result = run(["bash", ROOT / ".ci" / "run"], {"PATH": str(tmp_path)})
     assert result.returncode == expected
-    assert (result.stdout.split(), result.stderr) == (["lint", "test"], "")
+    assert (result.stdout.split(), result.stderr) == (["lint", "test-all"], "")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
