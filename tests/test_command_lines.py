@@ -34,7 +34,7 @@ INTERNAL = {
     "workshop/exercises/runner.py",  # python -m workshop.exercises starts it
     "workshop/profilers/proton_app.py",  # run_proton.sh starts it
 }
-"""Programs that other programs start, and nobody else."""
+"""Programs that only other programs start."""
 
 
 def programs() -> list[str]:
@@ -194,7 +194,7 @@ def parser_of(program: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
         except Found as found:
             return found.parser
     if status == errors.NOT_ON_THIS_MACHINE:
-        pytest.skip("this machine lacks what it needs")
+        pytest.skip("something that it needs is missing here")
     pytest.fail(f"{program} parses no command line")
 
 
@@ -394,8 +394,8 @@ def test_help_that_is_not_read_is_no_error(
         _end_unread(program, stderr, monkeypatch)
     _, status = os.waitpid(child, 0)
     said = stderr.read_text()
-    lacks = os.waitstatus_to_exitcode(status) == errors.NOT_ON_THIS_MACHINE
-    assert len(said.splitlines()) == lacks, said
+    missing = os.waitstatus_to_exitcode(status) == errors.NOT_ON_THIS_MACHINE
+    assert len(said.splitlines()) == missing, said
 
 
 def _end_unread(program: str, stderr: Path, monkeypatch: pytest.MonkeyPatch) -> None:

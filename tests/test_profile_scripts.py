@@ -363,7 +363,7 @@ def _parse(
         while words and not words[0].startswith("-") and (arity == "+" or len(values) < arity):
             values.append(words.pop(0))
         if arity and not values:
-            found.append(f"{name} lacks its value")
+            found.append(f"{name} has no value")
     return found, given, words or None
 
 
@@ -392,7 +392,7 @@ def _rules(
         if "--stats" in given and not {"csv", "json"} & set(formats):
             yield "--stats does nothing without csv or json"
         if "rocpd" in formats and not {"--pmc", "--runtime-trace"} & given.keys():
-            yield "the database lacks what a step launched"
+            yield "launches of a step are missing from the database"
     if program == "rocprof-sys-sample" and "workload-trace" in given.get("--preset", []):
         yield "this preset takes no samples"
     if program == "rocprof-compute profile" and "--name" not in given:
@@ -430,7 +430,12 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
             '--runtime-trace --stats "',
             "--stats does nothing",
         ),
-        ("run_rocprofv3.sh", '--runtime-trace "', '--kernel-trace "', "the database lacks"),
+        (
+            "run_rocprofv3.sh",
+            '--runtime-trace "',
+            '--kernel-trace "',
+            "launches of a step are missing",
+        ),
         (
             "run_rocprof_sys.sh",
             "--trace --profile --device",

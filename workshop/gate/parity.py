@@ -249,6 +249,15 @@ class _Outcome:
     """Elements of each weight."""
 
 
+@dataclass
+class _Runs:
+    """What V1 in higher precision, V1 and the version did."""
+
+    truth: _Outcome
+    baseline: _Outcome
+    candidate: _Outcome
+
+
 def check(
     build: Build,
     config: Any,
@@ -341,7 +350,7 @@ def check_model(
             cuda_graph=cuda_graph,
             notify=notify,
         )
-    _compare(report, setting, truth, baseline, candidate)
+    _compare(report, setting, _Runs(truth, baseline, candidate))
     return report
 
 
@@ -467,66 +476,51 @@ def _loss_and_gradients(
     return loss.detach().clone(), unscaled
 
 
-def _compare(
-    report: ParityReport,
-    setting: Setting,
-    truth: _Outcome,
-    baseline: _Outcome,
-    candidate: _Outcome,
-) -> None:
-    report.tensors_total = len(truth.gradients)
-    report.tensors_with_grad = sum(is_gradient(g) for g in candidate.gradients.values())
-    _compare_outputs(report, setting, truth, baseline, candidate)
-    _compare_gradients(report, setting, truth, baseline, candidate)
+def _compare(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+    report.tensors_total = len(runs.truth.gradients)
+    report.tensors_with_grad = sum(is_gradient(g) for g in runs.candidate.gradients.values())
+    _compare_outputs(report, setting, runs)
+    _compare_gradients(report, setting, runs)
     if setting.precision.name != "fp32":
-        _compare_scales(report, setting, truth, baseline, candidate)
-    for name in sorted(candidate.gradients.keys() - truth.gradients.keys()):
+        _compare_scales(report, setting, runs)
+    for name in sorted(runs.candidate.gradients.keys() - runs.truth.gradients.keys()):
         report.failures.append(f"{name} is a parameter of its own, which V1 does not have")
-    _compare_movements(report, setting, truth, baseline, candidate)
+    _compare_movements(report, setting, runs)
 
 
-def _compare_outputs(
-    report: ParityReport,
-    setting: Setting,
-    truth: _Outcome,
-    baseline: _Outcome,
-    candidate: _Outcome,
-) -> None:
-    if candidate.logits.shape != truth.logits.shape or candidate.loss.dim():
+def _compare_outputs(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+    if runs.candidate.logits.shape != runs.truth.logits.shape or runs.candidate.loss.dim():
         report.failures.append(
-            f"logits are {tuple(candidate.logits.shape)} and the loss {tuple(candidate.loss.shape)}"
-            f", V1's {tuple(truth.logits.shape)} and a scalar"
+            f"logits are {tuple(runs.candidate.logits.shape)} and the loss "
+            f"{tuple(runs.candidate.loss.shape)}, "
+            f"V1's {tuple(runs.truth.logits.shape)} and a scalar"
         )
         return
-    own = _relative_rms(baseline.logits, truth.logits)
+    own = _relative_rms(runs.baseline.logits, runs.truth.logits)
     floor = ROUNDING_UNITS * setting.precision.unit_roundoff
-    _judge(report, "logits", _relative_rms(candidate.logits, truth.logits), own, floor)
+    _judge(report, "logits", _relative_rms(runs.candidate.logits, runs.truth.logits), own, floor)
     # The loss is a mean over tokens: of independent errors as large as those of the logits,
     # 1 / sqrt(tokens) remains. V1's own error of a single number may be small by luck.
     of_a_mean = own / math.sqrt(setting.batch_size * setting.seq_len)
     for name in ("loss", "curve"):
-        true, of_v1, found = (getattr(run, name) for run in (truth, baseline, candidate))
+        true, of_v1, found = (
+            getattr(run, name) for run in (runs.truth, runs.baseline, runs.candidate)
+        )
         own = max(_relative_rms(of_v1, true), of_a_mean)
         label = "loss curve" if name == "curve" else name
         _judge(report, label, _relative_rms(found, true), own, LOSS_FLOOR)
 
 
-def _compare_gradients(
-    report: ParityReport,
-    setting: Setting,
-    truth: _Outcome,
-    baseline: _Outcome,
-    candidate: _Outcome,
-) -> None:
+def _compare_gradients(report: ParityReport, setting: Setting, runs: _Runs) -> None:
     floor = ROUNDING_UNITS * setting.precision.unit_roundoff
     own_errors = {
-        name: _relative_rms(baseline.gradients[name], gradient)
-        for name, gradient in truth.gradients.items()
+        name: _relative_rms(runs.baseline.gradients[name], gradient)
+        for name, gradient in runs.truth.gradients.items()
     }
     # One tensor's error at V1 may be small by luck; the typical one says what the precision costs.
     typical = torch.tensor(list(own_errors.values())).median().item()
-    for name, true in truth.gradients.items():
-        found = candidate.gradients.get(name)
+    for name, true in runs.truth.gradients.items():
+        found = runs.candidate.gradients.get(name)
         if found is None or not is_gradient(found):
             problem = "is missing" if found is None else "is all zeros"
             report.failures.append(
@@ -538,22 +532,16 @@ def _compare_gradients(
         _judge(report, f"gradient of {name}", error, max(own_errors[name], typical), floor)
 
 
-def _compare_scales(
-    report: ParityReport,
-    setting: Setting,
-    truth: _Outcome,
-    baseline: _Outcome,
-    candidate: _Outcome,
-) -> None:
+def _compare_scales(report: ParityReport, setting: Setting, runs: _Runs) -> None:
     """How much too long each gradient is, measured along the true one: a systematic error, which
     roundings hide in the size of the error, but hardly change in a sum over all elements."""
     found, own = (
         {
             name: _projection(gradient, true) - 1
-            for name, true in truth.gradients.items()
+            for name, true in runs.truth.gradients.items()
             if is_gradient(gradient := run.gradients.get(name))
         }
-        for run in (candidate, baseline)
+        for run in (runs.candidate, runs.baseline)
     )
     rounding = setting.precision.unit_roundoff
     typical = torch.tensor(list(own.values())).abs().median().item()
@@ -565,21 +553,17 @@ def _compare_scales(
     _judge(report, "scale of all gradients", mean, mean_of_v1, floor)
 
 
-def _compare_movements(
-    report: ParityReport,
-    setting: Setting,
-    truth: _Outcome,
-    baseline: _Outcome,
-    candidate: _Outcome,
-) -> None:
+def _compare_movements(report: ParityReport, setting: Setting, runs: _Runs) -> None:
     """The optimizer's own work, in any precision: the loss curve shows it through few numbers."""
     in_fp32 = setting.precision.name == "fp32"
-    own_errors = {name: abs(baseline.moved[name] / far - 1) for name, far in truth.moved.items()}
+    own_errors = {
+        name: abs(runs.baseline.moved[name] / far - 1) for name, far in runs.truth.moved.items()
+    }
     typical = torch.tensor(list(own_errors.values())).median().item()
-    for name, far in truth.moved.items():
-        found, own = candidate.moved.get(name, 0.0), max(own_errors[name], typical)
+    for name, far in runs.truth.moved.items():
+        found, own = runs.candidate.moved.get(name, 0.0), max(own_errors[name], typical)
         # AdamW may move an element whose gradient is all roundings not at all: one is let pass.
-        floor = MOVEMENT_FLOOR_FP32 if in_fp32 else MOVEMENT_FLOOR + 1 / truth.sizes[name]
+        floor = MOVEMENT_FLOOR_FP32 if in_fp32 else MOVEMENT_FLOOR + 1 / runs.truth.sizes[name]
         measure = Measure(abs(found / far - 1), MULTIPLE * own + floor, own)
         report.measures[f"movement of {name}"] = measure
         if not measure.passed:

@@ -194,7 +194,7 @@ def from_json(files: Files) -> Process:
 
 class _Json:
     """A process's JSON file. Its records name nothing: kernels, operations, counters and marker
-    messages stand in lists of their own, before them. The file is read once for each list."""
+    messages are in lists of their own, before them. The file is read once for each list."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -271,7 +271,7 @@ class _Json:
         yield _json_event(row, entry, self._operations[entry["kind"]][entry["operation"]])
 
     def _markers(self, row: int, entry: Any) -> Iterator[Event]:
-        # The messages themselves stand in a list of the same name.
+        # The messages themselves are in a list of the same name.
         if "correlation_id" in entry:
             message = self._messages.get(entry["correlation_id"]["internal"])
             if message is not None:
