@@ -17,7 +17,7 @@ PARSERS = {
     "workshop.kernels.benchmark": benchmark.build_parser,
 }
 STUDIES = (
-    "large ladder profiles waterfall waterfall_v3 sweep_seq_len once sweep_hidden_dim "
+    "large ladder profiles waterfall_v4 waterfall_v3 sweep_seq_len once sweep_hidden_dim "
     "sweep_batch_size kernels harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
@@ -70,7 +70,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
             folder = arguments.results if name == "roofline_analysis.py" else arguments.output_dir
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (9, 1, 1), strict=True)
+        zip(PARSERS, (11, 1, 1), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES)
@@ -85,9 +85,9 @@ def test_python_may_be_given_from_where_one_stands(measure) -> None:
 
 
 def test_a_study_that_fails_is_told_and_the_next_is_measured(measure) -> None:
-    done, typed = measure("out", "sweep_seq_len", "waterfall", status=1)
+    done, typed = measure("out", "sweep_seq_len", "waterfall_v4", status=1)
     assert done.returncode == 1
-    assert ["--sweep" in line for line in typed] == [True, False]
+    assert ["--sweep" in line for line in typed] == [True, False, False]
     assert "failed with status 1: " in done.stderr and "seq-len 128 ... 8192" in done.stderr
 
 
@@ -103,15 +103,15 @@ def test_several_gpus_share_the_studies(measure, tmp_path: Path) -> None:
 
 
 def test_a_failure_on_one_of_several_gpus_is_told(measure) -> None:
-    done, typed = measure("out", "sweep_seq_len", "waterfall", "kernels", COUNT="2", status=1)
-    assert done.returncode == 1 and len(typed) == 3
+    done, typed = measure("out", "sweep_seq_len", "waterfall_v4", "kernels", COUNT="2", status=1)
+    assert done.returncode == 1 and len(typed) == 4
     assert "sweep_seq_len: failed with status 1: " in done.stdout
-    assert measure("out", "sweep_seq_len", "waterfall", COUNT="2", status=130)[0].returncode == 130
+    assert measure("out", "sweep_seq_len", "waterfall_v4", COUNT="2", status=130)[0].returncode == 130
 
 
 def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure, tmp_path: Path) -> None:
     assert measure("out", "sweep_seq_len", status=77)[0].returncode == 0
-    done, typed = measure("out", "sweep_seq_len", "waterfall", status=130)
+    done, typed = measure("out", "sweep_seq_len", "waterfall_v4", status=130)
     assert done.returncode == 130 and len(typed) == 2
     assert not list((tmp_path / "temporary").iterdir())
 

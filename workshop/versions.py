@@ -131,6 +131,7 @@ VERSIONS = {
                 ("v4", "", "V4's code, eager"),
                 ("v4", "compile", "torch.compile"),
                 ("v4", "cuda_graph", "graph"),
+                ("v4", "fuse_weight_grads", "fp32 weight grads"),
             ),
         ),
     )

@@ -14,7 +14,7 @@ set -euo pipefail
 unset CDPATH
 
 # Those that take long are first, so that several GPUs end together.
-STUDIES=(large ladder profiles waterfall waterfall_v3 sweep_seq_len once sweep_hidden_dim
+STUDIES=(large ladder profiles waterfall_v4 waterfall_v3 sweep_seq_len once sweep_hidden_dim
   sweep_batch_size kernels harness ceilings)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
@@ -50,7 +50,11 @@ once() {
 }
 
 waterfall() {
-  compare "$FOLDER/$1" --waterfall "$2" --config medium --precision bf16 --num-steps 15
+  local preset
+  for preset in small medium; do
+    compare "$FOLDER/waterfall_$1" --waterfall "$1" --config "$preset" --precision bf16 \
+      --num-steps 15
+  done
 }
 
 sweep() {
@@ -96,8 +100,7 @@ measure() {
       once --config large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
       once --config large --precision bf16 --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
-    waterfall) waterfall waterfall v4 ;;
-    waterfall_v3) waterfall waterfall_v3 v3 ;;
+    waterfall_*) waterfall "${1#waterfall_}" ;;
     sweep_seq_len) sweep sweep_seq_len seq-len 128 ... 8192 ;;
     sweep_batch_size) sweep sweep_batch_size batch-size 16 64 256 1024 4096 16384 ;;
     sweep_hidden_dim) sweep sweep_hidden_dim hidden-dim 256 ... 4096 ;;
