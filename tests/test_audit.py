@@ -167,10 +167,17 @@ def lose_repeats(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]
 
 
-def halve_a_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One tensor's gradient is half of what it should be: AdamW hides that from the weights."""
-    weight = model.layers[0].mlp.down_proj.weight  # type: ignore[union-attr, index]
-    weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+def halved_gradient(name: str, rows: int) -> Fault:
+    """The gradient of a tensor's first rows is half of what it should be: AdamW hides that from the
+    weights."""
+
+    def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        weight = model.get_parameter(name)
+        factors = torch.ones(len(weight), 1)
+        factors[:rows] = 0.5
+        weight.register_hook(lambda gradient: gradient * factors)
+
+    return plant
 
 
 FAULTS: dict[str, Fault] = {
@@ -186,7 +193,10 @@ FAULTS: dict[str, Fault] = {
     "every thirteenth step lost": every(13),
     "the rate forgotten": forget_rate,
     "embedding repeats lost": lose_repeats,
-    "a gradient halved": halve_a_gradient,
+    "a gradient halved": halved_gradient("layers.0.mlp.down_proj.weight", CONFIG.hidden_dim),
+    "the queries' gradient halved": halved_gradient(
+        "layers.1.self_attn.qkv_proj.weight", CONFIG.hidden_dim
+    ),
 }
 
 

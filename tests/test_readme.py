@@ -70,6 +70,7 @@ def every_command() -> list[pytest.ParameterSet]:
     return [pytest.param(*values, id=last_line) for last_line, values in found.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "folder"), every_command())
 def test_the_documents_commands_run_on_a_cpu(
     command: str, folder: Path, clean_results: None, tmp_path: Path

@@ -7,8 +7,8 @@ are compared with V1's on the same batches.
 
 The truth comes from a process of V1, the first of the session: after its own timed run it trains
 V1 once more in higher precision, and leaves both for the others. So nothing that a version's
-process does can change it. As in the gate, the tolerance is twice V1's own distance from the truth
-at the precision in use, plus a few roundings.
+process does can change it. As in the gate, the tolerance is a multiple of V1's own distance from
+the truth at the precision in use, plus a few roundings.
 """
 
 import dataclasses
@@ -40,6 +40,12 @@ losses are at most 1e-6 off after 26 steps; the mildest planted fault is 4e-3 of
 MOST = 0.1
 """What a loss or a movement may never be off, however far V1's own run is: no roundings do that,
 but a step that V1 left out does, and its run is then no measure for others."""
+
+SCORES_MULTIPLE = 4
+"""Of V1's own largest error, what the last gradient of q_proj or k_proj may be off; MULTIPLE for all
+else. The gradient of the attention's scores nearly cancels. V1 computes it in fp32, SDPA from
+outputs rounded to bf16: on an H200, after 20 steps at small and medium, V2 and V4 are 2.2 to 3.8
+times as far off as V1 (24 runs), 0.11 at most. A gradient of half the size is off by 0.5."""
 
 BUCKETS = 1024
 """Numbers that are kept of each tensor, see `sketch`."""
@@ -208,11 +214,13 @@ def _tensors(
     """A measure of each tensor, all with V1's largest error: which tensor training drives off
     furthest is luck. Why there is a floor: see LOSS_FLOOR."""
     of_v1 = max(_distance(own.get(name), true) for name, true in truth.items())
-    allowed = min(MULTIPLE * of_v1 + floor, most)
-    return {
-        f"{what} of {name}": Measure(_distance(found.get(name), true), allowed, of_v1)
-        for name, true in truth.items()
-    }
+
+    def measure(name: str) -> Measure:
+        of_scores = what == "gradient" and name.endswith(("q_proj.weight", "k_proj.weight"))
+        allowed = min((SCORES_MULTIPLE if of_scores else MULTIPLE) * of_v1 + floor, most)
+        return Measure(_distance(found.get(name), truth[name]), allowed, of_v1)
+
+    return {f"{what} of {name}": measure(name) for name in truth}
 
 
 def _distance(found: float | Tensor | None, true: float | Tensor) -> float:
