@@ -6,6 +6,7 @@ figure there is typed by hand. `--check` changes nothing and exits 1 if they are
 """
 
 import argparse
+import itertools
 import math
 import re
 import sys
@@ -220,8 +221,9 @@ def _spread(rows: list[Row]) -> str:
     steps = [row.step_ms for row in timed if row.version == fastest and row.step_ms]
     ratios = [row.speedup for row in timed if row.version == fastest and row.speedup]
     return (
-        f"In {len(first)} sessions, {rows[0].config}: {BASELINE.upper()} {_range(first, ' ms')}, "
-        f"{fastest.upper()} {_range(steps, ' ms')}, speed-up {_range(ratios, 'x')}."
+        f"In {len(first)} comparisons at {rows[0].config}, {fastest.upper()}'s speed-up was "
+        f"{_range(ratios, 'x')} ({BASELINE.upper()} {_range(first, ' ms')}, "
+        f"{fastest.upper()} {_range(steps, ' ms')})."
     )
 
 
@@ -288,11 +290,13 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
     idea = (flag[1] or flag[2]).replace("-", "_") if flag else ""
     rungs = {rung for one in VERSIONS.values() for rung in one.rungs}
     titles = {title for code, what, title in rungs if (code, what) == (version, idea)}
+    # A gain over an earlier rung, where the one before was not timed, is that of several ideas.
     found = {
         one.config: tables.ratio(step.gain, step.gain_ci, tables.SAME)
         for one in falls
-        for step in one.steps
+        for last, step in itertools.pairwise(one.steps)
         if step.rung.version == version and step.rung.title in titles
+        if step.before == last.rung.title
     }
     return "; ".join(f"{config} {gain}" for config, gain in found.items()) or "-"
 

@@ -237,7 +237,7 @@ def train_step(
 def compile_model(model: nn.Module, mode: str = "default") -> None:
     """Lets torch.compile join what lies between the library's operations into a few kernels, in
     both passes, when they first run. They are made for one shape of batch."""
-    model.compile(mode=mode, dynamic=False)
+    model.compile(mode=mode, dynamic=False)  # torch.compile, but the model stays the same object
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
