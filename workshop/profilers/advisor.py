@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workshop.gate.plausibility import LEAST_BACKWARD_SHARE
-from workshop.profilers.figures import (
+from workshop.profilers.metrics import (
     LAUNCH_NS,
     LONGEST_LAUNCH_GAP_NS,
     Figures,

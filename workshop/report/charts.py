@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop.compare.rows import Row
-from workshop.profilers.figures import digits
+from workshop.profilers.metrics import digits
 from workshop.report.pictures import INK, LINE, PAPER, Chart
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#4a86d8", "#e07b39", "#5aa469", "#d1495b", "#9aa3ad"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workshop.profilers.figures import digits
+from workshop.profilers.metrics import digits
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
 from workshop.roofline.model import (

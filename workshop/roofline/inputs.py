@@ -18,8 +18,8 @@ from workshop.gate import plausibility
 from workshop.kernels import benchmark
 from workshop.kernels.cases import OURS, TFLOPS
 from workshop.kernels.measure import Row as KernelRow
-from workshop.profilers import figures, reading, rocprof_compute
 from workshop.profilers import load as profiles
+from workshop.profilers import metrics, reading, rocprof_compute
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.runner_files import RUN_FILE
@@ -346,7 +346,7 @@ def _sizes(run: RunResult) -> flops.Sizes:
 def _counted_bytes(run: RunResult, found: Inputs) -> float | None:
     """Of a step, from a profile of the same version, size and precision; None without one."""
     for table, profiled in found.tables:
-        steps = figures.Figures(table, profiled).steps
+        steps = metrics.Figures(table, profiled).steps
         counted = [kernel for kernel in table.kernels if kernel.bytes is not None]
         counted_ns = sum(kernel.total_ns for kernel in counted)
         if (
@@ -378,7 +378,7 @@ def _add_table(
         _add_kernels(roofline, table, counted, run, precision)
         return
     if run is not None:
-        _add_products(roofline, figures.Figures(table, run), run)
+        _add_products(roofline, metrics.Figures(table, run), run)
     roofline.notes.append(NEEDS_COUNTERS)
 
 
@@ -417,7 +417,7 @@ def _add_kernels(
             Point(
                 label=display_name(kernel.name, LONGEST_LABEL),
                 category=kernel.category,
-                precision=of_products if figures.is_product(kernel) else "fp32",
+                precision=of_products if metrics.is_product(kernel) else "fp32",
                 flops_per_s=None if kernel.flops is None else kernel.flops / seconds,
                 bytes_per_s=None if kernel.bytes is None else kernel.bytes / seconds,
                 seconds=seconds,
@@ -434,7 +434,7 @@ def _add_kernels(
         )
 
 
-def _add_products(roofline: Roofline, known: figures.Figures, run: RunResult) -> None:
+def _add_products(roofline: Roofline, known: metrics.Figures, run: RunResult) -> None:
     """Of a profile without counters: all products, all fused attention and AdamW as a point each,
     as far as the model's sizes give their work."""
     reached = run.gradients

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from workshop.profilers.figures import digits
+from workshop.profilers.metrics import digits
 
 SCHEMA_VERSION = 1
 MEMORY, COMPUTE, NEITHER = "memory", "compute", "neither"
