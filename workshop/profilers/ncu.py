@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers.reading import (
-    MOST_COUNTED,
-    CsvTable,
-    NoNumber,
-    Problems,
-    lines,
-    nanoseconds,
-    number,
-)
+from workshop.profilers.reading import CsvTable, NoNumber, Problems, amount, lines, nanoseconds
 from workshop.profilers.table import KernelTable, Sums
 
 _ID, _NAME = "ID", "Kernel Name"
@@ -44,6 +36,7 @@ _OPS_PER_INSTRUCTION = {
 # Matrix units: operations already, by data types. Those on integers are no floating-point ones.
 _TENSOR = re.compile(r"sm__ops_path_tensor_src_(?!int)(\w{1,60})\.sum")
 
+_WANTED = {_TIME, *_READ, *_WRITTEN, _DEVICE, *_OPS_PER_INSTRUCTION}
 _TIMES_NS = {
     **dict.fromkeys(("", "ns", "nsec", "nsecond"), 1.0),
     **dict.fromkeys(("us", "usec", "usecond"), 1e3),
@@ -81,7 +74,7 @@ def recognises(path: Path) -> bool:
             return True
         seen += len(line)
         if seen > _BEFORE_HEADER:
-            break
+            return False
     return False
 
 
@@ -98,12 +91,9 @@ def read(path: Path) -> KernelTable:
     sums = Sums()
     device = None
     for launch in launches:
-        try:
+        with problems.noted(launch.row):
             _add(sums, launch)
-        except NoNumber as error:
-            problems.add(launch.row, str(error))
-            continue
-        device = device or launch.values.get(_DEVICE)
+            device = device or launch.values.get(_DEVICE)
     if not len(sums):
         nothing = problems.error("kernels with a time")
         raise WorkshopError(f"{nothing}; was ncu run with --metrics {_TIME}?")
@@ -170,11 +160,7 @@ def _rows(table: CsvTable, problems: Problems, at_least: int) -> Iterator[tuple[
 
 @lru_cache(maxsize=4096)
 def _is_wanted(metric: str) -> bool:
-    return (
-        metric in (_TIME, *_READ, *_WRITTEN, _DEVICE)
-        or metric in _OPS_PER_INSTRUCTION
-        or _TENSOR.fullmatch(metric) is not None
-    )
+    return metric in _WANTED or _TENSOR.fullmatch(metric) is not None
 
 
 def _add(sums: Sums, launch: Launch) -> None:
@@ -192,7 +178,7 @@ def _add(sums: Sums, launch: Launch) -> None:
     if unit not in _TIMES_NS:
         raise NoNumber(f"{unit!r:.40} is no unit of time")
     time_ns = nanoseconds(time, _TIMES_NS[unit])
-    read, written = _first_count(launch, _READ), _first_count(launch, _WRITTEN)
+    read, written = _count(launch, *_READ), _count(launch, *_WRITTEN)
     moved = None if read is None or written is None else read + written
     sums.add(launch.name, time_ns, bytes=moved, flops=_flops(launch))
 
@@ -222,26 +208,16 @@ def _operation_counters(metrics: tuple[str, ...]) -> list[tuple[str, int]]:
     return counters
 
 
-def _first_count(launch: Launch, metrics: tuple[str, ...]) -> float | None:
-    counts = (_count(launch, metric) for metric in metrics)
-    return next((count for count in counts if count is not None), None)
+def _count(launch: Launch, *metrics: str) -> float | None:
+    """The first of these counters that was collected, in bytes or instructions; None without any.
 
-
-def _count(launch: Launch, metric: str) -> float | None:
-    """A counter's value in bytes or instructions, or None where it was not collected."""
-    text = launch.values.get(metric, "")
-    return None if text in _MISSING else _amount(text, launch.units[metric])
-
-
-@lru_cache(maxsize=1 << 16)  # the kernels of one layer and step count what those of the next do
-def _amount(text: str, unit: str) -> float:
-    """
     Raises:
         NoNumber: it is no number, negative, or in an unknown unit.
     """
-    if unit not in _COUNTS:
-        raise NoNumber(f"{unit!r:.40} is no unit of a counter")
-    value = number(text) * _COUNTS[unit]
-    if not 0 <= value <= MOST_COUNTED:
-        raise NoNumber(f"{text!r:.40} is no count")
-    return value
+    for metric in metrics:
+        if (text := launch.values.get(metric, "")) not in _MISSING:
+            unit = launch.units[metric]
+            if unit not in _COUNTS:
+                raise NoNumber(f"{unit!r:.40} is no unit of a counter")
+            return amount(text, _COUNTS[unit])
+    return None

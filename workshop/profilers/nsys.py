@@ -14,6 +14,7 @@ import csv
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from workshop.errors import WorkshopError
@@ -76,25 +77,30 @@ def read(path: Path) -> KernelTable:
         WorkshopError: it can't be read, has no kernels, or is a folder with several profiles.
     """
     files = _reports_of(path)
-    table = KernelTable(path, "nsys", [])
-    sums = Sums()
+    table, sums = KernelTable(path, "nsys", []), Sums()
 
-    def take(report: str, add: Callable[["_Report"], None]) -> None:
+    def add(add_report: Callable[["_Report"], None], report: str) -> None:
+        """What is wrong with a report becomes warnings: the profile's others may be whole."""
         if report in files:
-            warnings = _read_report(files[report], report, add)
-            table.warnings += warnings
+            problems = Problems(files[report])
+            try:
+                add_report(_Report(files[report], report, problems))
+            except WorkshopError as error:
+                table.warnings.append(str(error))
+            else:
+                table.warnings += problems.warnings()
 
-    take(_TRACE, lambda report: _add_trace(report, sums, table))
+    add(partial(_add_trace, sums, table), _TRACE)
     if not len(sums):
-        take(_KERNELS, lambda report: _add_sums(report, sums, "Instances", "Name"))
-        take(_COPIES, lambda report: _add_sums(report, sums, "Count", "Operation"))
+        add(partial(_add_sums, sums, "Name", "Instances"), _KERNELS)
+        add(partial(_add_sums, sums, "Operation", "Count"), _COPIES)
     if not len(sums):
         raise WorkshopError("; ".join([f"{path}: no kernels in it", *table.warnings[:1]]))
     table.kernels, table.timeline = sums.kernels(), sums.timeline()
-    take(_HOST_CALLS, lambda report: _add_host_calls(report, table))
+    add(partial(_add_host_calls, table), _HOST_CALLS)
     for ranges in _RANGES:
-        take(ranges, lambda report: _count_steps(report, table))
-    take(_RANGE_KERNELS, lambda report: _add_phases(report, table))
+        add(partial(_count_steps, table), ranges)
+    add(partial(_add_phases, table), _RANGE_KERNELS)
     return table
 
 
@@ -167,7 +173,7 @@ def _find_header(path: Path) -> tuple[str, str]:
 
 
 class _Report:
-    """One report's rows, read by the names of its columns, times in nanoseconds."""
+    """One report's rows, read by the names of its columns, units left out."""
 
     def __init__(self, path: Path, report: str, problems: Problems) -> None:
         """
@@ -179,25 +185,30 @@ class _Report:
             raise WorkshopError(f"{path}: has the columns of {found}, not of {report}")
         self._path, self._problems = path, problems
         self._table = CsvTable(path, problems, first_column=first_column)
-        self._columns = {
-            name: (index, unit)
-            for column, index in self._table.columns.items()
-            for name, unit in [_split(column)]
-        }
-        missing = _COLUMNS[report] - self._columns.keys()
-        if missing:
+        self._columns = {}
+        for column, index in self._table.columns.items():
+            name, unit = _split(column)
+            self._columns[name] = index, unit
+        if missing := _COLUMNS[report] - self._columns.keys():
             raise WorkshopError(
                 f"{path}: its first table has no column {min(missing)}: let `nsys stats --output` "
                 "write a file for each report"
             )
 
-    def index(self, column: str) -> int:
-        """The index of one of the report's columns."""
-        return self._columns[column][0]
-
-    def find(self, column: str) -> int | None:
-        """As `index`, or None."""
-        return self._columns.get(column, (None, ""))[0]
+    def each(self, add: Callable[..., None], *columns: str) -> None:
+        """Has `add` take these columns of every row, None for one that the report has not got; a
+        row that it finds to hold no number is noted and left out. What nsys prints after the table,
+        and further tables, are none of it."""
+        width = 1 + max(self._table.columns.values())
+        indices = [self._columns[name][0] if name in self._columns else None for name in columns]
+        for row, fields in self._table.rows():
+            if _NEXT_TABLE.match(fields[0]):
+                return
+            if len(fields) < width:
+                self._problems.add(row, f"has only {len(fields)} fields")
+                continue
+            with self._problems.noted(row):
+                add(*(None if index is None else fields[index] for index in indices))
 
     def unit_ns(self, column: str) -> float:
         """
@@ -209,110 +220,71 @@ class _Report:
             raise WorkshopError(f"{self._path}: {unit!r:.40} is no unit of time, of {column}")
         return _UNITS_NS[unit]
 
-    def each(self, add: Callable[[list[str]], None]) -> None:
-        """Has `add` take every row; one that it finds to hold no number is noted and left out.
-        What nsys prints after the table, and further tables, are none of it."""
-        width = 1 + max(self._table.columns.values())
-        for row, fields in self._table.rows():
-            if _NEXT_TABLE.match(fields[0]):
-                return
-            if len(fields) < width:
-                self._problems.add(row, f"has only {len(fields)} fields")
-                continue
-            try:
-                add(fields)
-            except NoNumber as error:
-                self._problems.add(row, str(error))
-
-
-def _read_report(path: Path, report: str, add: Callable[[_Report], None]) -> list[str]:
-    """Has `add` read a report; what is wrong with it becomes warnings, since the profile's other
-    reports may be whole."""
-    problems = Problems(path)
-    try:
-        add(_Report(path, report, problems))
-    except WorkshopError as error:
-        return [str(error)]
-    return problems.warnings()
-
 
 # --- reading them --------------------------------------------------------------------------------
 
 
-def _add_trace(report: _Report, sums: Sums, table: KernelTable) -> None:
-    start, duration, name = (report.index(column) for column in ("Start", "Duration", "Name"))
-    start_unit, duration_unit = report.unit_ns("Start"), report.unit_ns("Duration")
-    device = report.find("Device")
+def _add_trace(sums: Sums, table: KernelTable, report: _Report) -> None:
+    start_unit, unit = report.unit_ns("Start"), report.unit_ns("Duration")
 
-    def add(fields: list[str]) -> None:
-        start_ns = nanoseconds(fields[start], start_unit)
-        sums.add(
-            _name(fields[name]), nanoseconds(fields[duration], duration_unit), start_ns=start_ns
-        )
-        if table.device is None and device is not None:
-            table.device = re.sub(r" \(\d+\)$", "", fields[device]) or None
+    def add(name: str, start: str, duration: str, device: str | None) -> None:
+        start_ns = nanoseconds(start, start_unit)
+        sums.add(_name(name), nanoseconds(duration, unit), start_ns=start_ns)
+        table.device = table.device or re.sub(r" \(\d+\)$", "", device or "") or None
 
-    report.each(add)
+    report.each(add, "Name", "Start", "Duration", "Device")
 
 
-def _add_sums(report: _Report, sums: Sums, calls_column: str, name_column: str) -> None:
-    calls, name = report.index(calls_column), report.index(name_column)
-    total, unit_ns = report.index("Total Time"), report.unit_ns("Total Time")
-    extremes = [(report.find(column), report.unit_ns(column)) for column in ("Min", "Max")]
+def _add_sums(sums: Sums, name_column: str, calls_column: str, report: _Report) -> None:
+    unit, least_unit, most_unit = map(report.unit_ns, ("Total Time", "Min", "Max"))
 
-    def add(fields: list[str]) -> None:
-        n, total_ns = count(fields[calls]), nanoseconds(fields[total], unit_ns)
-        least, most = (
-            None if index is None else nanoseconds(fields[index], unit) for index, unit in extremes
-        )
-        rounding = unit_ns * n
-        if (least or 0.0) * n > total_ns + rounding or (
-            most is not None and most * n < total_ns - rounding
-        ):
-            raise NoNumber(f"{fields[total]!r:.40} does not lie between the calls' extremes")
-        sums.add(_name(fields[name]), total_ns, calls=n, min_ns=least, max_ns=most)
+    def add(name: str, calls: str, total: str, shortest: str | None, longest: str | None) -> None:
+        n, total_ns = count(calls), nanoseconds(total, unit)
+        least = None if shortest is None else nanoseconds(shortest, least_unit)
+        most = None if longest is None else nanoseconds(longest, most_unit)
+        rounding = unit * n
+        too_short = least is not None and least * n > total_ns + rounding
+        if too_short or (most is not None and most * n < total_ns - rounding):
+            raise NoNumber(f"{total!r:.40} does not lie between the calls' extremes")
+        sums.add(_name(name), total_ns, calls=n, min_ns=least, max_ns=most)
 
-    report.each(add)
+    report.each(add, name_column, calls_column, "Total Time", "Min", "Max")
 
 
-def _add_host_calls(report: _Report, table: KernelTable) -> None:
-    calls, name, total = (report.index(c) for c in ("Num Calls", "Name", "Total Time"))
+def _add_host_calls(table: KernelTable, report: _Report) -> None:
     unit_ns = report.unit_ns("Total Time")
 
-    def add(fields: list[str]) -> None:
-        n, total_ns = count(fields[calls]), nanoseconds(fields[total], unit_ns)
-        call = table.host_calls.setdefault(_name(fields[name]), HostCall())
+    def add(name: str, calls: str, total: str) -> None:
+        n, total_ns = count(calls), nanoseconds(total, unit_ns)
+        call = table.host_calls.setdefault(_name(name), HostCall())
         call.calls += n
         call.total_ns += total_ns
 
-    report.each(add)
+    report.each(add, "Name", "Num Calls", "Total Time")
 
 
-def _count_steps(report: _Report, table: KernelTable) -> None:
+def _count_steps(table: KernelTable, report: _Report) -> None:
     """Sets the number of steps, where there are ranges named so."""
-    instances, range_ = report.index("Instances"), report.index("Range")
 
-    def add(fields: list[str]) -> None:
-        if _range_name(fields[range_]) == STEP:
-            table.steps = max(table.steps or 0, count(fields[instances]))
+    def add(range_: str, instances: str) -> None:
+        if _range_name(range_) == STEP:
+            table.steps = max(table.steps or 0, count(instances))
 
-    report.each(add)
+    report.each(add, "Range", "Instances")
 
 
-def _add_phases(report: _Report, table: KernelTable) -> None:
+def _add_phases(table: KernelTable, report: _Report) -> None:
     """Sets the times of the phases that have kernels. nsys gives a kernel to the ranges of the
     thread that launched it, and autograd has a thread of its own by default."""
-    range_, total = report.index("NVTX Range"), report.index("Total Time")
     unit_ns = report.unit_ns("Total Time")
-    phases: dict[str, float] = {}
+    sums = dict.fromkeys(PHASES, 0.0)
 
-    def add(fields: list[str]) -> None:
-        phase = _range_name(fields[range_])
-        if phase in PHASES:
-            phases[phase] = phases.get(phase, 0.0) + nanoseconds(fields[total], unit_ns)
+    def add(range_: str, total: str) -> None:
+        if (phase := _range_name(range_)) in PHASES:
+            sums[phase] += nanoseconds(total, unit_ns)
 
-    report.each(add)
-    table.phases_ns = {phase: ns for phase, ns in phases.items() if ns}
+    report.each(add, "NVTX Range", "Total Time")
+    table.phases_ns = {phase: ns for phase, ns in sums.items() if ns}
     if table.phases_ns and "backward" not in table.phases_ns:
         table.warnings.append(
             "no kernel is in a range named backward: nsys gives a kernel to the ranges of the "

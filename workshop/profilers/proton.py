@@ -9,13 +9,12 @@ operations are there where the program gave them at the launch, as Triton kernel
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers.reading import NoNumber, Problems, count, nanoseconds, number, text
-from workshop.profilers.table import PHASES, STEP, Kernel, KernelTable, Sums
+from workshop.profilers.reading import Problems, amount, count, nanoseconds, text
+from workshop.profilers.table import PHASES, STEP, KernelTable, Sums
 
 _TIME = "time (ns)"
 _OUTSIDE = ""
@@ -25,17 +24,11 @@ _LEAST_BACKWARD = 0.1
 scope: the gradient of the loss by itself."""
 _OWN_SCOPE = "__proton_launch_metadata"
 """Holds what Proton itself launches, to find out about a launch."""
-_MOST = 1e24
-"""No program computes or moves more: what does is corrupt."""
 _PROCESSORS = {"CUDA": "SMs", "HIP": "compute units"}
 
 
 def recognises_json(start: str) -> bool:
-    """Whether a JSON text is one of Proton's.
-
-    Args:
-        start: its first thousands of characters.
-    """
+    """Whether a JSON text that begins so is one of Proton's."""
     return start.lstrip()[:1] == "[" and '"children"' in start and '"frame"' in start
 
 
@@ -47,41 +40,42 @@ def read(path: Path) -> KernelTable:
     """
     problems = Problems(path)
     trees, device_info = _load(path)
-    in_steps: dict[str, _Total] = {}
-    elsewhere: dict[str, _Total] = {}
+    in_steps, elsewhere, everywhere = Sums(), Sums(), Sums()
+    calls_elsewhere = 0
     phases: dict[str, float] = {}
     table = KernelTable(path, "proton", [])
     for node in _nodes(trees, problems):
-        try:
-            if node.name == STEP and "count" in node.metrics:
-                table.steps = (table.steps or 0) + count(node.metrics["count"])
-            elif _TIME in node.metrics and node.metrics.get("count") != 0:  # the root has 0 calls
-                total = _Total.told_by(node.metrics)
-                kernels = in_steps if node.in_step else elsewhere
-                kernels.setdefault(node.name, _Total()).add(total)
-                phases[node.phase] = phases.get(node.phase, 0.0) + total.time_ns
-                table.device = table.device or _device(node.metrics, device_info)
-        except NoNumber as error:
-            problems.add(node.row, str(error))
+        metrics = node.metrics
+        with problems.noted(node.row):
+            if node.name == STEP and "count" in metrics:
+                table.steps = (table.steps or 0) + count(metrics["count"])
+            elif _TIME in metrics and metrics.get("count") != 0:  # the root has 0 calls
+                calls, ns = count(metrics.get("count")), nanoseconds(metrics[_TIME])
+                moved = amount(metrics["bytes"]) if "bytes" in metrics else None
+                operations = [amount(n) for key, n in metrics.items() if key.startswith("flops")]
+                flops = sum(operations) if operations else None
+                for sums in (in_steps if node.in_step else elsewhere, everywhere):
+                    sums.add(node.name, ns, calls=calls, bytes=moved, flops=flops)
+                calls_elsewhere += 0 if node.in_step else calls
+                phases[node.phase] = phases.get(node.phase, 0.0) + ns
+                table.device = table.device or _device(metrics, device_info)
     table.warnings = problems.warnings()
     backward_is_short = phases.get("backward", 0.0) < _LEAST_BACKWARD * phases.get("forward", 0.0)
     if backward_is_short and phases.get(_OUTSIDE):
-        for name, total in elsewhere.items():
-            in_steps.setdefault(name, _Total()).add(total)
+        table.kernels = everywhere.kernels()
         table.warnings.append(
             "no times of the phases, and the whole run in the table: Proton gives a kernel to the "
             "scope of the thread that launched it, and PyTorch launches the backward pass from "
             "another"
         )
     else:
+        table.kernels = (in_steps if len(in_steps) else elsewhere).kernels()
         table.phases_ns = {phase: phases[phase] for phase in PHASES if phase in phases}
-        if in_steps and elsewhere:
-            calls = sum(total.calls for total in elsewhere.values())
+        if len(in_steps) and calls_elsewhere:
             table.warnings.append(
-                f"left out {calls:,} calls of kernels outside of the steps' ranges: Proton watches "
-                "the whole run, the warm-up too"
+                f"left out {calls_elsewhere:,} calls of kernels outside of the steps' ranges: "
+                "Proton watches the whole run, the warm-up too"
             )
-    table.kernels = _kernels(in_steps or elsewhere)
     if not table.kernels:
         raise problems.error("kernels")
     return table
@@ -95,58 +89,6 @@ class _Node(NamedTuple):
     """Of the scopes above it, the innermost that is a step or a part of one; else _OUTSIDE."""
     in_step: bool
     metrics: dict[str, Any]
-
-
-@dataclass
-class _Total:
-    """Of one kernel, over all scopes: only the sum of several calls has no known extremes."""
-
-    calls: int = 0
-    time_ns: float = 0.0
-    bytes: float | None = None
-    flops: float | None = None
-
-    @classmethod
-    def told_by(cls, metrics: dict[str, Any]) -> "_Total":
-        """What the metrics of a node say.
-
-        Raises:
-            NoNumber: one of them is none.
-        """
-        operations = [_amount(value) for key, value in metrics.items() if key.startswith("flops")]
-        return cls(
-            calls=count(metrics.get("count")),
-            time_ns=nanoseconds(metrics[_TIME]),
-            bytes=_amount(metrics["bytes"]) if "bytes" in metrics else None,
-            flops=sum(operations) if operations else None,
-        )
-
-    def add(self, other: "_Total") -> None:
-        self.calls += other.calls
-        self.time_ns += other.time_ns
-        if other.bytes is not None:
-            self.bytes = (self.bytes or 0.0) + other.bytes
-        if other.flops is not None:
-            self.flops = (self.flops or 0.0) + other.flops
-
-
-def _kernels(totals: dict[str, _Total]) -> list[Kernel]:
-    sums = Sums()
-    for name, total in totals.items():
-        sums.add(name, total.time_ns, calls=total.calls, bytes=total.bytes, flops=total.flops)
-    return sums.kernels()
-
-
-def _amount(value: Any) -> float:
-    """Bytes or operations.
-
-    Raises:
-        NoNumber: it is no number, or negative.
-    """
-    amount = number(value)
-    if not 0 <= amount <= _MOST:
-        raise NoNumber(f"{value!r:.40} is no number of bytes or operations")
-    return amount
 
 
 def _load(path: Path) -> tuple[list[Any], dict[str, Any]]:

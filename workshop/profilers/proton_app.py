@@ -11,12 +11,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Runs the program that sys.argv names, with the arguments after it; returns where it ends
-    well.
-
-    Raises:
-        SystemExit: the program's, where it does not.
-    """
+    """Runs the program that sys.argv names, with the arguments after it; raises its SystemExit
+    only where that is a failure."""
     del sys.argv[0]
     script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -8,9 +8,10 @@ import csv
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
@@ -40,6 +41,14 @@ class Problems:
             self._first = f"{self.path}, row {row}: {what}"
         self.count += 1
 
+    @contextmanager
+    def noted(self, row: int) -> Iterator[None]:
+        """Adds a row in which a number is missing, instead of raising NoNumber."""
+        try:
+            yield
+        except NoNumber as error:
+            self.add(row, str(error))
+
     def warnings(self) -> list[str]:
         """One sentence, or none."""
         if not self.count:
@@ -55,6 +64,30 @@ class Problems:
         """
         first = f"; {self._first}" if self.count else ""
         return WorkshopError(f"{self.path}: no {wanted} in it{first}")
+
+
+class Notes:
+    """What could not be read of the files that make up one profile.
+
+    Attributes:
+        errors: of files that gave nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.problems: list[Problems] = []
+        self.errors: list[WorkshopError] = []
+
+    def warnings(self) -> list[str]:
+        sentences = [str(error) for error in self.errors]
+        return sentences + [line for problems in self.problems for line in problems.warnings()]
+
+    def nothing_found(self, wanted: str) -> WorkshopError:
+        """What to raise where no file held what was wanted, as `Problems.error`."""
+        if self.errors:
+            return self.errors[0]
+        bad = next((problems for problems in self.problems if problems.count), None)
+        return (bad or Problems(self._path)).error(wanted)
 
 
 class NoNumber(ValueError):
@@ -85,6 +118,18 @@ def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
     value = number(text) * unit_ns
     if not 0 <= value <= MOST_NS:
         raise NoNumber(f"{text!r:.40} is no duration")
+    return value
+
+
+def amount(text: str | float | None, unit: float = 1.0) -> float:
+    """Bytes, operations or a hardware counter, from its value in a unit of `unit` of them.
+
+    Raises:
+        NoNumber: it is none, negative, or more than any program has.
+    """
+    value = number(text) * unit
+    if not 0 <= value <= MOST_COUNTED:
+        raise NoNumber(f"{text!r:.40} is no count")
     return value
 
 
@@ -206,6 +251,17 @@ class CsvTable:
     def find(self, *names: str) -> int | None:
         """As `index`, or None."""
         return next((self.columns[name] for name in names if name in self.columns), None)
+
+    def select(self, *columns: str, optional: Iterable[str] = ()) -> Iterator[tuple[int, list[Any]]]:
+        """(line number, fields of these columns) of every row; None where the file has not got an
+        optional column. Rows that are too short count as problems.
+
+        Raises:
+            WorkshopError: a column is missing.
+        """
+        indices = [self.index(name) for name in columns] + [self.find(name) for name in optional]
+        for row, fields in self.rows(1 + max(index for index in indices if index is not None)):
+            yield row, [None if index is None else fields[index] for index in indices]
 
     def rows(self, at_least: int = 1) -> Iterator[tuple[int, list[str]]]:
         """(line number, fields) of every row that has `at_least` fields; shorter ones, but for

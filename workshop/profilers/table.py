@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,7 +108,9 @@ class KernelTable:
 
 class Sums:
     """Adds calls up to kernels, and their intervals to a timeline. Made for a million calls: it
-    keeps two numbers a call, and those only where starts are given. Names become printable."""
+    keeps two numbers a call, and those only where starts are given. Names become printable.
+
+    A kernel has extremes only if every addition to it has, bytes and operations if any has."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
@@ -137,24 +138,25 @@ class Sums:
         """
         kernel = self._by_name_as_read.get(name)
         if kernel is None:
-            kernel = self._by_name_as_read[name] = self._kernel(printable(name), category)
+            shown = printable(name)
+            if shown not in self._kernels:
+                new = Kernel(shown, category or categorize(shown), 0, 0.0, math.inf, -math.inf)
+                self._kernels[shown] = new
+            kernel = self._by_name_as_read[name] = self._kernels[shown]
         if calls == 1:
             min_ns = max_ns = total_ns
         kernel.calls += calls
         kernel.total_ns += total_ns
-        kernel.min_ns = _joined(min, kernel.min_ns, min_ns)
-        kernel.max_ns = _joined(max, kernel.max_ns, max_ns)
-        kernel.bytes = _joined(operator.add, kernel.bytes, bytes)
-        kernel.flops = _joined(operator.add, kernel.flops, flops)
+        if min_ns is None or max_ns is None or kernel.min_ns is None or kernel.max_ns is None:
+            kernel.min_ns = kernel.max_ns = None
+        else:
+            kernel.min_ns, kernel.max_ns = min(kernel.min_ns, min_ns), max(kernel.max_ns, max_ns)
+        if bytes is not None:
+            kernel.bytes = (kernel.bytes or 0.0) + bytes
+        if flops is not None:
+            kernel.flops = (kernel.flops or 0.0) + flops
         if start_ns is not None:
             self._intervals.append((start_ns, start_ns + total_ns))
-
-    def _kernel(self, name: str, category: str | None) -> Kernel:
-        kernel = self._kernels.get(name)
-        if kernel is None:
-            kernel = Kernel(name, category or categorize(name), 0, 0.0)
-            self._kernels[name] = kernel
-        return kernel
 
     def kernels(self) -> list[Kernel]:
         """Longest total first, then by name."""
@@ -210,11 +212,3 @@ def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:
         dataclasses.asdict(kernel) | {"mean_ns": kernel.mean_ns, "share": table.share(kernel)}
         for kernel in table.kernels
     ]
-
-
-def _joined(
-    join: Callable[[float, float], float], old: float | None, new: float | None
-) -> float | None:
-    if old is None or new is None:
-        return new if old is None else old
-    return join(old, new)
