@@ -7,14 +7,14 @@ true, but nothing shows when the GPU idles, nor which step or phase a kernel bel
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.errors import WorkshopError
 from workshop.profilers import amd_counters
 from workshop.profilers.amd_counters import Counters
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
+from workshop.profilers.reading import CsvTable, NoNumber, Notes, Problems, number
 from workshop.profilers.rocprofv3_formats import interval
 from workshop.profilers.table import Kernel, KernelTable, Sums
 
@@ -36,9 +36,14 @@ def read(path: Path) -> KernelTable:
     """
     workloads = _workloads(path)
     if not workloads:
-        raise WorkshopError(f"{path}: no workload in it, a folder with {_MERGED}; {_lead(path)}")
+        hint = (
+            "it has ceilings and no kernels: profile without --roof-only"
+            if _has_ceilings(path)
+            else "give what `rocprof-compute profile` wrote"
+        )
+        raise WorkshopError(f"{path}: no workload in it, a folder with {_MERGED}; {hint}")
     folder, *others = workloads
-    table = _Workload(folder).table(path)
+    table = _table(folder, path)
     table.warnings += [f"{other} holds another workload, which is left out" for other in others]
     return table
 
@@ -50,12 +55,6 @@ def recognises(path: Path) -> bool:
 
 def _has_ceilings(folder: Path) -> bool:
     return any(_has_columns(file, "device", "HBMBw") for file in folder.rglob(_ROOFLINE))
-
-
-def _lead(path: Path) -> str:
-    if _has_ceilings(path):
-        return "it has ceilings and no kernels: profile without --roof-only"
-    return "give what `rocprof-compute profile` wrote"
 
 
 def _workloads(path: Path) -> list[Path]:
@@ -80,104 +79,61 @@ def _has_columns(file: Path, *columns: str) -> bool:
     return False
 
 
-class _Workload:
-    """Adds up what the files of a workload hold, and keeps what can't be read."""
+def _table(folder: Path, path: Path) -> KernelTable:
+    """Of one workload.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._counters = Counters()
-        self._problems: list[Problems] = []
-        self._errors: list[WorkshopError] = []
-
-    def table(self, path: Path) -> KernelTable:
-        """Args:
+    Args:
         path: what the table shall say that it was read from.
-        """
-        files = _files(self._folder)
-        # Every file is a replay of the same kernels, so one of them gives the times.
-        replays = [kernels for file in files if (kernels := self._kernels(file))]
-        times = self._folder / _TIMES
-        if not any(map(_total_ns, replays)) and times.is_file():
-            replays.append(self._kernels(times))
-        kernels = next(filter(_total_ns, replays), next(iter(replays), []))
-        if not kernels:
-            raise self._nothing_found(files)
-        self._counters.fill(kernels)
-        table = KernelTable(path, "rocprof-compute", kernels, device=_device(self._folder))
-        if not _total_ns(kernels):
-            table.warnings.append(f"{self._folder}: all times are 0: they are missing, or rounded")
-        table.warnings += self._counters.warnings(table.device)
-        table.warnings += [str(error) for error in self._errors]
-        for problems in self._problems:
-            table.warnings += problems.warnings()
-        return table
-
-    def _nothing_found(self, files: list[Path]) -> WorkshopError:
-        if self._errors:
-            return self._errors[0]
-        bad = next((problems for problems in self._problems if problems.count), None)
-        return (bad or Problems(files[0])).error("kernels")
-
-    def _kernels(self, file: Path) -> list[Kernel]:
-        """The kernels of one file, with their times; adds its counters."""
-        problems = Problems(file)
-        self._problems.append(problems)
-        sums = Sums()
-        try:
-            self._add_rows(CsvTable(file, problems), problems, sums)
-        except WorkshopError as error:
-            self._errors.append(error)
-        return sums.kernels()
-
-    def _add_rows(self, table: CsvTable, problems: Problems, sums: Sums) -> None:
-        kernel, dispatch = table.index("Kernel_Name"), table.index("Dispatch_ID")
-        gpu = table.find("GPU_ID")
-        times = table.find("Start_Timestamp"), table.find("End_Timestamp")
-        columns = _CounterColumns(table)
-        at_least = 1 + max(kernel, dispatch, gpu or 0, *(time or 0 for time in times), columns.last)
-        seen: set[tuple[str, str]] = set()
-        for row, fields in table.rows(at_least):
-            # A replay gives a dispatch's times with every counter of it.
-            key = (fields[dispatch], "" if gpu is None else fields[gpu])
-            try:
-                name = amd_counters.plain_name(fields[kernel])
-                if not name:
-                    raise NoNumber("has no kernel name")
-                if key not in seen:
-                    sums.add(name, _duration(fields, *times))
-                    seen.add(key)
-                for counter, value in columns.values(fields):
-                    self._counters.add(name, counter, value)
-            except NoNumber as error:
-                problems.add(row, str(error))
+    """
+    counters, notes = Counters(), Notes(folder)
+    # Every file is a replay of the same kernels, so one of them gives the times.
+    replays = [kernels for file in _files(folder) if (kernels := _kernels(file, counters, notes))]
+    times = folder / _TIMES
+    if not any(map(_total_ns, replays)) and times.is_file():
+        replays.append(_kernels(times, counters, notes))
+    kernels = next(filter(_total_ns, replays), next(iter(replays), []))
+    if not kernels:
+        raise notes.nothing_found("kernels")
+    counters.fill(kernels)
+    table = KernelTable(path, "rocprof-compute", kernels, device=_device(folder))
+    if not _total_ns(kernels):
+        table.warnings.append(f"{folder}: all times are 0: they are missing, or rounded")
+    table.warnings += counters.warnings(table.device) + notes.warnings()
+    return table
 
 
-class _CounterColumns:
-    """Where a table has its counters: each in a column of its own, or in a row of its own."""
-
-    def __init__(self, table: CsvTable) -> None:
-        self._name, self._value = table.find("Counter_Name"), table.find("Counter_Value")
-        # Of about a thousand, so only those that serve.
-        self._columns = [
-            (name, index) for name, index in table.columns.items() if amd_counters.is_used(name)
-        ]
-        indices = [index for _, index in self._columns]
-        self.last = max(self._name or 0, self._value or 0, *indices, 0)
-
-    def values(self, fields: list[str]) -> Iterator[tuple[str, str]]:
-        """(counter, value); a dispatch has only those of its replay."""
-        if self._name is not None and self._value is not None:
-            yield fields[self._name], fields[self._value]
-        for name, index in self._columns:
-            if fields[index]:
-                yield name, fields[index]
+def _kernels(file: Path, counters: Counters, notes: Notes) -> list[Kernel]:
+    """The kernels of one file, with their times; adds its counters."""
+    problems, sums = Problems(file), Sums()
+    notes.problems.append(problems)
+    try:
+        _add_rows(CsvTable(file, problems), problems, sums, counters)
+    except WorkshopError as error:
+        notes.errors.append(error)
+    return sums.kernels()
 
 
-def _duration(fields: list[str], start: int | None, end: int | None) -> int:
-    """Nanoseconds; 0 in a table without times, whose dispatches count all the same."""
-    if start is None or end is None:
-        return 0
-    return interval(fields[start], fields[end])[1]
+def _add_rows(table: CsvTable, problems: Problems, sums: Sums, counters: Counters) -> None:
+    """A counter has a column of its own, or a row of its own; a dispatch has only those of its
+    replay, and its times with every one of them."""
+    used = list(filter(amd_counters.is_used, table.columns))  # of about a thousand
+    optional = ("GPU_ID", "Start_Timestamp", "End_Timestamp", "Counter_Name", "Counter_Value")
+    rows = table.select("Kernel_Name", "Dispatch_ID", *used, optional=optional)
+    seen: set[tuple[str, str | None]] = set()
+    for row, (kernel, dispatch, *values, gpu, start, end, counter, value) in rows:
+        with problems.noted(row):
+            name = amd_counters.plain_name(kernel)
+            if not name:
+                raise NoNumber("has no kernel name")
+            if (dispatch, gpu) not in seen:
+                # Those of a table without times count all the same.
+                sums.add(name, 0 if start is None or end is None else interval(start, end)[1])
+                seen.add((dispatch, gpu))
+            if counter is not None and value is not None:
+                counters.add(name, counter, value)
+            for column, counted in zip(used, values, strict=True):
+                if counted:
+                    counters.add(name, column, counted)
 
 
 def _total_ns(kernels: list[Kernel]) -> float:
@@ -188,10 +144,8 @@ def _device(workload: Path) -> str | None:
     """As "MI300X_A1 (gfx942)"."""
     path = workload / "sysinfo.csv"
     with contextlib.suppress(WorkshopError):
-        table = CsvTable(path, Problems(path))
-        model, architecture = table.index("gpu_model"), table.index("gpu_arch")
-        for _, fields in table.rows(1 + max(model, architecture)):
-            return f"{fields[model]} ({fields[architecture]})"
+        for _, (model, chip) in CsvTable(path, Problems(path)).select("gpu_model", "gpu_arch"):
+            return f"{model} ({chip})"
     return None
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from workshop.errors import WorkshopError
 from workshop.profilers import reading
-from workshop.profilers.amd_counters import MOST, Counters
+from workshop.profilers.amd_counters import Counters
 from workshop.profilers.names import printable
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
+from workshop.profilers.reading import CsvTable, NoNumber, Notes, Problems
 from workshop.profilers.rocprofv3_formats import (
     Count,
     Event,
@@ -50,16 +50,8 @@ _HEADERS: Mapping[str, frozenset[str]] = {
 """The columns that identify a table; the first match counts."""
 _API_TRACES = ("hip_api_trace", "hsa_api_trace", "marker_api_trace")
 _SUMS = ("kernel_stats", "memory_copy_stats", "hip_api_stats")
-_OTHER_SUMS = tuple(
-    f"{domain}_stats"
-    for domain in (
-        "domain",
-        "marker_api",
-        "hsa_api",
-        "rccl_api",
-        "memory_allocation",
-        "scratch_memory",
-    )
+_OTHER_SUMS = re.compile(
+    r"(?:domain|marker_api|hsa_api|rccl_api|memory_allocation|scratch_memory)_stats"
 )
 _TABLES = ("kernel_trace", "memory_copy_trace", "counter_collection", "agent_info")
 _CSV_NAME = re.compile(
@@ -93,7 +85,7 @@ def read(path: Path) -> KernelTable:
             runs.setdefault(files.run, []).extend(_processes(files, stack, notes))
         table = _first_table(path, runs, counters, notes)
         if table is None:
-            raise notes.nothing_found()
+            raise notes.nothing_found("kernels, host calls or steps")
         for process in chain.from_iterable(runs.values()):
             _add_counts(process, counters, notes)
     counters.fill(table.kernels)
@@ -151,7 +143,7 @@ def _set_of(path: Path) -> Files:
     if table == "api_trace":  # one header for all domains, which the rows name
         files.tables = dict.fromkeys(_API_TRACES, path)
     elif table == "stats":
-        if any(other in path.name for other in _OTHER_SUMS):
+        if _OTHER_SUMS.search(path.name):
             raise WorkshopError(f"{path}: sums of other events than kernels; give the folder")
         files.tables = {next((name for name in _SUMS if name in path.name), _SUMS[0]): path}
     else:
@@ -190,58 +182,38 @@ def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
 # --- the table, from what the processes did ---
 
 
-class _Notes:
-    """What could not be read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._problems: list[Problems] = []
-        self.errors: list[WorkshopError] = []
-
+class _Notes(Notes):
     def each(self, rows: Rows[_RowT] | None, use: Callable[[_RowT], None]) -> int:
         """Gives each row to `use`, which raises NoNumber for one that makes no sense; how many
         made sense. An error that ends the rows is kept."""
         if rows is None:
             return 0
-        self._problems.append(rows.problems)
+        self.problems.append(rows.problems)
         used = 0
         try:
             for row in rows.rows:
-                try:
+                with rows.problems.noted(row[0]):
                     use(row)
                     used += 1
-                except NoNumber as error:
-                    rows.problems.add(row[0], str(error))
         except WorkshopError as error:
             self.errors.append(error)
         return used
 
-    def warnings(self) -> list[str]:
-        sentences = [str(error) for error in self.errors]
-        return sentences + [line for problems in self._problems for line in problems.warnings()]
-
-    def nothing_found(self) -> WorkshopError:
-        if self.errors:
-            return self.errors[0]
-        bad = next((problems for problems in self._problems if problems.count), None)
-        return (bad or Problems(self._path)).error("kernels, host calls or steps")
-
 
 def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list[Process]:
     """Those in a set of files: from its database, if that can be read, or its CSV, or its JSON."""
-    formats: list[Callable[[], list[Process]]] = []
-    if files.database is not None:
-        formats.append(lambda: from_database(files, stack))
+    try:
+        if files.database is not None:
+            return from_database(files.database, files.run, stack)
+    except WorkshopError as error:
+        notes.errors.append(error)
     if files.tables.keys() - {"agent_info"}:
-        formats.append(lambda: [from_tables(files)])
-    if files.json is not None:
-        formats.append(lambda: [from_json(files)])
-    for read_format in formats:
-        try:
-            return read_format()
-        except WorkshopError as error:
-            notes.errors.append(error)
-    return []
+        return [from_tables(files)]
+    try:
+        return [from_json(files.json, files.run)] if files.json is not None else []
+    except WorkshopError as error:
+        notes.errors.append(error)
+        return []
 
 
 def _first_table(
@@ -284,21 +256,24 @@ class _Part:
     def __init__(self) -> None:
         self.sums = Sums()
         self.host_calls: dict[str, HostCall] = {}
-        self.phases_ns = dict.fromkeys(PHASES, 0.0)
+        self.phases_ns = dict.fromkeys(("", *PHASES), 0.0)
+        """Of kernels and copies; under "" of those in no phase."""
         self.kernels = 0
         self.processes = 0
         """That have kernels in it."""
 
-    def add_kernel(self, name: str, ns: float, **more: Any) -> None:
+    def add_kernel(self, name: str, ns: float, phase: str = "", **more: Any) -> None:
         self.sums.add(name, ns, **more)
+        self.phases_ns[phase] += ns
         self.kernels += 1
 
-    def add_copy(self, direction: str, ns: float, **more: Any) -> None:
+    def add_copy(self, direction: str, ns: float, phase: str = "", **more: Any) -> None:
         # Versions differ in whether they put the operation's prefix before it.
         self.sums.add(_COPY + direction.removeprefix(_COPY), ns, category="copy", **more)
+        self.phases_ns[phase] += ns
 
     def add_host_call(self, name: str, ns: float, *, calls: int = 1, **_: object) -> None:
-        call = self.host_calls.get(name) or self.host_calls.setdefault(name, HostCall())
+        call = self.host_calls.setdefault(name, HostCall())
         call.calls += calls
         call.total_ns += ns
 
@@ -346,10 +321,9 @@ class _Run:
             steps=self._steps or None,
             host_calls=part.host_calls,
         )
-        if any(part.phases_ns.values()):
-            table.phases_ns = {
-                phase: ns for phase, ns in part.phases_ns.items() if phase in self._phases
-            }
+        phases_ns = {phase: part.phases_ns[phase] for phase in PHASES if phase in self._phases}
+        if any(phases_ns.values()):
+            table.phases_ns = phases_ns
         if part.processes > 1:
             # Each may have a GPU of its own: there is no one timeline with idle time in it.
             table.warnings.append(f"the sum of {part.processes} processes")
@@ -361,7 +335,13 @@ class _Run:
         else:
             table.timeline = part.sums.timeline()
         if part is self._in_steps:
-            table.warnings += self._left_out(table)
+            whole = self._whole.sums.kernels()
+            if calls := sum(kernel.calls for kernel in whole) - table.launches:
+                milliseconds = (sum(kernel.total_ns for kernel in whole) - table.total_ns) / 1e6
+                table.warnings.append(
+                    f"left out what was launched outside of the marked steps: {calls:,} kernels and "
+                    f"copies, {milliseconds:,.1f} ms"
+                )
         elif self._steps and table.kernels:
             table.steps = None
             why = (
@@ -374,17 +354,6 @@ class _Run:
                 f"{why}: these are the kernels of the whole run, warm-up included"
             )
         return table
-
-    def _left_out(self, table: KernelTable) -> list[str]:
-        whole = self._whole.sums.kernels()
-        calls = sum(kernel.calls for kernel in whole) - table.launches
-        if not calls:
-            return []
-        milliseconds = (sum(kernel.total_ns for kernel in whole) - table.total_ns) / 1e6
-        return [
-            f"left out what was launched outside of the marked steps: {calls:,} kernels and "
-            f"copies, {milliseconds:,.1f} ms"
-        ]
 
     def _add(self, process: Process) -> None:
         launches, each, whole = _Launches(), self._notes.each, self._whole
@@ -424,9 +393,7 @@ class _Run:
         first, ns = interval(start, end)
         in_step, phase = launches.place(correlation)
         for part in self._parts(in_step):
-            part.add_kernel(_name(name), ns, start_ns=first)
-            if phase:
-                part.phases_ns[phase] += ns
+            part.add_kernel(_name(name), ns, phase, start_ns=first)
 
     def _add_copy(self, launches: "_Launches", event: Event, *, in_timeline: bool) -> None:
         _, direction, start, end, correlation, size = event
@@ -434,9 +401,7 @@ class _Run:
         start_ns = first if in_timeline else None
         in_step, phase = launches.place(correlation)
         for part in self._parts(in_step):
-            part.add_copy(_name(direction), ns, start_ns=start_ns, bytes=_size(size))
-            if phase:
-                part.phases_ns[phase] += ns
+            part.add_copy(_name(direction), ns, phase, start_ns=start_ns, bytes=_size(size))
 
     def _parts(self, in_step: bool) -> tuple[_Part, ...]:
         return (self._whole, self._in_steps) if in_step else (self._whole,)
@@ -512,8 +477,6 @@ def _add_sum(add: Callable[..., None], row: Sum) -> None:
 
 def _size(size: Any) -> float | None:
     """A copy's bytes, where the format has them."""
-    try:
-        moved = number(size)
-    except NoNumber:
-        return None
-    return moved if 0 <= moved <= MOST else None
+    with contextlib.suppress(NoNumber):
+        return reading.amount(size)
+    return None

@@ -1,6 +1,7 @@
 """The formats of rocprofv3's output, each as the events of the processes that it traced."""
 
 import contextlib
+import itertools
 import json
 import sqlite3
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -122,40 +123,26 @@ def _csv_events(path: Path, problems: Problems, name_column: str, domain: str) -
     """Args:
     domain: how that of the wanted rows begins; "" for all, where a table has one only.
     """
-    table = CsvTable(path, problems)
-    name, start, end, correlation = (
-        table.index(column)
-        for column in (name_column, "Start_Timestamp", "End_Timestamp", "Correlation_Id")
-    )
-    of_domain = table.index("Domain") if domain else name
-    for row, fields in table.rows(1 + max(name, start, end, correlation, of_domain)):
-        if fields[of_domain].startswith(domain):
-            yield row, fields[name], fields[start], fields[end], fields[correlation], None
+    columns = (name_column, "Start_Timestamp", "End_Timestamp", "Correlation_Id")
+    rows = CsvTable(path, problems).select("Domain" if domain else name_column, *columns)
+    for row, (of_domain, name, start, end, correlation) in rows:
+        if of_domain.startswith(domain):
+            yield row, name, start, end, correlation, None
 
 
 def _csv_sums(path: Path, problems: Problems) -> Iterator[Sum]:
-    table = CsvTable(path, problems)
-    name, calls, total = (table.index(column) for column in ("Name", "Calls", "TotalDurationNs"))
-    shortest, longest = table.find("MinNs"), table.find("MaxNs")
-    for row, fields in table.rows(1 + max(name, calls, total, shortest or 0, longest or 0)):
-        extremes = [None if index is None else fields[index] for index in (shortest, longest)]
-        yield row, fields[name], fields[calls], fields[total], extremes[0], extremes[1]
+    columns = ("Name", "Calls", "TotalDurationNs")
+    rows = CsvTable(path, problems).select(*columns, optional=("MinNs", "MaxNs"))
+    for row, (name, calls, total, shortest, longest) in rows:
+        yield row, name, calls, total, shortest, longest
 
 
 def _csv_counts(path: Path, problems: Problems) -> Iterator[Count]:
-    table = CsvTable(path, problems)
-    columns = [
-        table.index(column)
-        for column in ("Kernel_Name", "Counter_Name", "Counter_Value", "Dispatch_Id")
-    ]
-    start, end = table.find("Start_Timestamp"), table.find("End_Timestamp")
-    kernel, counter, value, dispatch = columns
-    for row, fields in table.rows(1 + max(*columns, start or 0, end or 0)):
-        yield (
-            *(row, fields[kernel], fields[counter], fields[value], fields[dispatch]),
-            None if start is None else fields[start],
-            None if end is None else fields[end],
-        )
+    columns = ("Kernel_Name", "Counter_Name", "Counter_Value", "Dispatch_Id")
+    times = ("Start_Timestamp", "End_Timestamp")
+    rows = CsvTable(path, problems).select(*columns, optional=times)
+    for row, (kernel, counter, value, dispatch, start, end) in rows:
+        yield row, kernel, counter, value, dispatch, start, end
 
 
 def _device_of(agents: Path | None) -> str | None:
@@ -163,10 +150,10 @@ def _device_of(agents: Path | None) -> str | None:
     if agents is None:
         return None
     with contextlib.suppress(WorkshopError):
-        table = CsvTable(agents, Problems(agents))
-        kind, name = table.index("Agent_Type"), table.index("Product_Name", "Name")
-        rows = table.rows(1 + max(kind, name))
-        return _joined(fields[name] for _, fields in rows if fields[kind] == "GPU")
+        rows = CsvTable(agents, Problems(agents)).select(
+            "Agent_Type", optional=("Product_Name", "Name")
+        )
+        return _joined(product or name for _, (kind, product, name) in rows if kind == "GPU")
     return None
 
 
@@ -182,14 +169,24 @@ _GPU = 2
 """The type of an agent in JSON."""
 
 
-def from_json(files: Files) -> Process:
+def from_json(path: Path, run: Path) -> Process:
     """The process in a JSON file: rocprofv3 gives each a file of its own.
 
     Raises:
         WorkshopError: it can't be read.
     """
-    assert files.json is not None
-    return _Json(files.json).process(files.run)
+    json_file = _Json(path)
+    rows = json_file.rows
+    return Process(
+        run,
+        device=_joined(json_file.gpus()),
+        markers=rows("marker_api", json_file.markers),
+        host_calls=rows("hip_api", json_file.operation_events),
+        hsa_calls=rows("hsa_api", json_file.operation_events),
+        kernels=rows("kernel_dispatch", json_file.kernel_events),
+        copies=rows("memory_copy", json_file.operation_events),
+        counts=rows("counter_collection", json_file.counts),
+    )
 
 
 class _Json:
@@ -216,32 +213,20 @@ class _Json:
             for entry in self._first("buffer_records")
         ]
 
-    def process(self, run: Path) -> Process:
-        return Process(
-            run,
-            device=_joined(self._gpus()),
-            markers=self._rows("marker_api", self._markers),
-            host_calls=self._rows("hip_api", self._operation_events),
-            hsa_calls=self._rows("hsa_api", self._operation_events),
-            kernels=self._rows("kernel_dispatch", self._kernel_events),
-            copies=self._rows("memory_copy", self._operation_events),
-            counts=self._rows("counter_collection", self._counts),
-        )
-
     def _first(self, key: str) -> Iterator[Any]:
         """The entries of the first list under `key`."""
         return (entry for _, entry in json_stream.items(self._path, key, Problems(self._path)))
 
-    def _rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
+    def rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
         """Of all lists under `key`; None where they are all empty."""
         problems = Problems(self._path)
-        first = next(json_stream.items(self._path, key, problems, every=True), None)
+        entries = json_stream.items(self._path, key, problems, every=True)
+        first = next(entries, None)
         if first is None and not problems.count:
             return None
-        problems = Problems(self._path)
 
         def rows() -> Iterator[_RowT]:
-            for row, entry in json_stream.items(self._path, key, problems, every=True):
+            for row, entry in itertools.chain([first] if first else [], entries):
                 try:
                     yield from rows_of(row, entry)
                 except _NO_ENTRY as error:
@@ -259,25 +244,25 @@ class _Json:
                 names[id_of(entry)] = name_of(entry)
         return names
 
-    def _gpus(self) -> Iterator[Any]:
+    def gpus(self) -> Iterator[Any]:
         for entry in self._first("agents"):
             if isinstance(entry, dict) and entry.get("type") == _GPU:
                 yield entry.get("product_name") or entry.get("name")
 
-    def _kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
+    def kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
         yield _json_event(row, entry, self._kernels[entry["dispatch_info"]["kernel_id"]])
 
-    def _operation_events(self, row: int, entry: Any) -> Iterator[Event]:
+    def operation_events(self, row: int, entry: Any) -> Iterator[Event]:
         yield _json_event(row, entry, self._operations[entry["kind"]][entry["operation"]])
 
-    def _markers(self, row: int, entry: Any) -> Iterator[Event]:
+    def markers(self, row: int, entry: Any) -> Iterator[Event]:
         # The messages themselves are in a list of the same name.
         if "correlation_id" in entry:
             message = self._messages.get(entry["correlation_id"]["internal"])
             if message is not None:
                 yield _json_event(row, entry, message)
 
-    def _counts(self, row: int, entry: Any) -> Iterator[Count]:
+    def counts(self, row: int, entry: Any) -> Iterator[Count]:
         data = entry["dispatch_data"]
         info = data["dispatch_info"]
         kernel, dispatch = self._kernels[info["kernel_id"]], int(info["dispatch_id"])
@@ -305,20 +290,19 @@ _COUNTS = {
 }
 
 
-def from_database(files: Files, stack: contextlib.ExitStack) -> list[Process]:
+def from_database(path: Path, run: Path, stack: contextlib.ExitStack) -> list[Process]:
     """The processes in a rocpd database, which stays open until `stack` closes.
 
     Raises:
         WorkshopError: it can't be read, or has no views of rocpd.
     """
-    assert files.database is not None
-    database = _Database(files.database, stack)
+    database = _Database(path, stack)
     if not database.columns("kernels") and not database.columns("regions"):
         raise WorkshopError(
-            f"{files.database}: an SQLite database without rocpd's views `kernels` and `regions`; "
-            "did the run end early?"
+            f"{path}: an SQLite database without rocpd's views `kernels` and `regions`; did the "
+            "run end early?"
         )
-    return [database.process(files.run, pid) for pid in database.pids()]
+    return [database.process(run, pid) for pid in database.pids()]
 
 
 class _Database:
