@@ -7,29 +7,27 @@ found by its time on the host, on any thread.
 """
 
 import math
-from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, compress
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.profilers import json_stream, reading
 from workshop.profilers.names import printable
-from workshop.profilers.reading import MOST_NS, NoNumber, Problems, count, nanoseconds, number
-from workshop.profilers.table import (
-    PHASES,
-    STEP,
-    HostCall,
-    KernelTable,
-    Ranges,
-    Sums,
-    Timeline,
-    timeline,
+from workshop.profilers.reading import (
+    MOST_NS,
+    NoNumber,
+    Problems,
+    amount,
+    count,
+    nanoseconds,
+    number,
 )
+from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Ranges, Sums, timeline
 
 _STEP_RANGES = ("ProfilerStep", STEP)
 """The profiler's own and this workshop's: the first of them that the trace has counts."""
@@ -44,6 +42,9 @@ _OLD_CATEGORIES = {
     "Operator": "cpu_op",
 }
 """Of traces until 2022."""
+_ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_HOST_CALLS = {"cuda_runtime", "cuda_driver", "hip_runtime"}
+_KINDS = {*_ON_GPU, *_HOST_CALLS, "user_annotation", "cpu_op"}
 _NS_PER_US = 1000.0
 _NO_CORRELATION = 0
 
@@ -168,44 +169,24 @@ class _Interval(NamedTuple):
     end: float
 
 
-@dataclass
-class _Device:
-    """What one GPU ran: kernels, copies and memsets. Arrays, for there may be a million."""
+class _Activity(NamedTuple):
+    """A kernel, copy or memset that a GPU ran. Times in ns since the trace's first event."""
 
-    names: list[str] = field(default_factory=list)
-    starts: array = field(default_factory=lambda: array("d"))
-    durations: array = field(default_factory=lambda: array("d"))
-    correlations: array = field(default_factory=lambda: array("q"))
-    bytes: list[float | None] = field(default_factory=list)
-
-    def keep(self, wanted: list[bool]) -> None:
-        """Drops the others."""
-        self.names = list(compress(self.names, wanted))
-        self.starts = array("d", compress(self.starts, wanted))
-        self.durations = array("d", compress(self.durations, wanted))
-        self.correlations = array("q", compress(self.correlations, wanted))
-        self.bytes = list(compress(self.bytes, wanted))
-
-    def timeline(self) -> Timeline | None:
-        ends = (start + ns for start, ns in zip(self.starts, self.durations, strict=True))
-        return timeline(zip(self.starts, ends, strict=True))
-
-
-@dataclass
-class _Calls:
-    """Of one function of the runtime."""
-
-    starts: array = field(default_factory=lambda: array("d"))
-    durations: array = field(default_factory=lambda: array("d"))
+    name: str
+    start: float
+    ns: float
+    correlation: int
+    """That of its launch, or _NO_CORRELATION."""
+    bytes: float | None
 
 
 class _Trace:
     """A trace's events, sorted by kind. Times in ns since its first event.
 
     Attributes:
-        begin: of the first step, once `drop_before_steps` has found it.
         devices: what ran on each GPU, by its number.
         copies: the names of copies and memsets.
+        calls: (start, time) of the runtime's functions, by name.
         launches: when the host launched, by the correlation that it shares with what it launched.
         ranges: the annotations that mark steps and phases, by name, without the number or the
             class that PyTorch adds to its own.
@@ -213,25 +194,14 @@ class _Trace:
     """
 
     def __init__(self) -> None:
-        self.devices: defaultdict[int, _Device] = defaultdict(_Device)
+        self.devices: defaultdict[int, list[_Activity]] = defaultdict(list)
         self.copies: set[str] = set()
-        self.begin = -math.inf
-        self.calls: defaultdict[str, _Calls] = defaultdict(_Calls)
+        self.calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.launches: dict[int, float] = {}
         self.ranges: dict[str, list[_Interval]] = {name: [] for name in _RANGES}
         self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
         self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
         self._clock = Clock()
-        self._adders = {
-            "kernel": self._add_kernel,
-            "gpu_memcpy": self._add_copy,
-            "gpu_memset": self._add_copy,
-            "cuda_runtime": self._add_host_call,
-            "cuda_driver": self._add_host_call,
-            "hip_runtime": self._add_host_call,
-            "user_annotation": self._add_range,
-            "cpu_op": self._add_operator,
-        }
 
     def add(self, event: Any) -> None:
         """Raises:
@@ -239,149 +209,97 @@ class _Trace:
         """
         if not isinstance(event, dict):
             raise NoEvent(f"a {type(event).__name__} is no event")
-        adder = self._adders.get(category(event))
-        if adder is None or event.get("ph") != "X":
+        kind = category(event)
+        if kind not in _KINDS or event.get("ph") != "X":
             return
         name, arguments = event.get("name"), event.get("args")
         if not isinstance(name, str) or not name:
             raise NoEvent("it has no name")
-        start, duration = self._clock.times(event)
+        if not isinstance(arguments, dict):
+            arguments = {}
+        start, ns = self._clock.times(event)
         if name not in self._names:
             self._names[name] = printable(name)
-        adder(
-            event,
-            arguments if isinstance(arguments, dict) else {},
-            self._names[name],
-            start,
-            duration,
-        )
+        name = self._names[name]
+        if kind in _ON_GPU:
+            moved = None
+            if kind != "kernel":
+                self.copies.add(name)
+                moved = _traffic(name, arguments)
+            index = arguments.get("device", event.get("pid"))
+            activity = _Activity(name, start, ns, _correlation(arguments), moved)
+            self.devices[index if isinstance(index, int) else 0].append(activity)
+        elif kind in _HOST_CALLS:
+            self.calls[name].append((start, ns))
+            if correlation := _correlation(arguments):
+                self.launches.setdefault(correlation, start)
+        elif kind == "cpu_op":
+            ids = (event.get(key) for key in ("pid", "tid"))
+            process, thread = (one if isinstance(one, int | str) else "" for one in ids)
+            self.operators[process, thread].append((start, start + ns, name))
+        elif (range_ := name.partition("#")[0]) in self.ranges:
+            self.ranges[range_].append(_Interval(start, start + ns))
 
     def drop_before_steps(self) -> int:
-        """Drops what the host launched before the first step, if there are steps; how many kernels
-        and copies. A profiler that starts while the GPU lags behind records the end of the
-        warm-up, which may run far into the first step.
+        """Drops what the host called and launched before the first step, if there are steps; how
+        many kernels and copies. A profiler that starts while the GPU lags behind records the end of
+        the warm-up, which may run far into the first step.
 
         Launches before the trace began are not in it, but correlations count up."""
         steps = next((self.ranges[name] for name in _STEP_RANGES if self.ranges[name]), None)
         if not steps:
             return 0
-        self.begin = min(steps).start
-        in_steps = (number for number, start in self.launches.items() if start >= self.begin)
+        begin = min(steps).start
+        in_steps = (number for number, start in self.launches.items() if start >= begin)
         lowest = min(in_steps, default=_NO_CORRELATION)
 
-        def is_of_steps(start: float, number: int) -> bool:
-            if number in self.launches:
-                return self.launches[number] >= self.begin
-            return start >= self.begin and not _NO_CORRELATION < number < lowest
+        def is_of_steps(activity: _Activity) -> bool:
+            if activity.correlation in self.launches:
+                return self.launches[activity.correlation] >= begin
+            launched_earlier = _NO_CORRELATION < activity.correlation < lowest
+            return activity.start >= begin and not launched_earlier
 
-        dropped = 0
-        for index, device in list(self.devices.items()):
-            wanted = list(map(is_of_steps, device.starts, device.correlations))
-            if not all(wanted):
-                device.keep(wanted)
-                dropped += wanted.count(False)
-            if not device.names:
+        ran = sum(map(len, self.devices.values()))
+        for index, activities in list(self.devices.items()):
+            self.devices[index] = list(filter(is_of_steps, activities))
+            if not self.devices[index]:
                 del self.devices[index]
-        return dropped
-
-    def kernels(self) -> Sums:
-        """Of all GPUs, with copies and memsets."""
-        sums = Sums()
-        for device in self.devices.values():
-            for name, ns, moved in zip(device.names, device.durations, device.bytes, strict=True):
-                sums.add(name, ns, bytes=moved, category="copy" if name in self.copies else None)
-        return sums
+        for name, calls in list(self.calls.items()):
+            self.calls[name] = [call for call in calls if call[0] >= begin]
+        return ran - sum(map(len, self.devices.values()))
 
     def host_calls(self) -> dict[str, HostCall]:
-        """Without those before the first step."""
-        found = {}
-        for name, calls in self.calls.items():
-            wanted = [start >= self.begin for start in calls.starts]
-            if any(wanted):
-                found[name] = HostCall(sum(wanted), sum(compress(calls.durations, wanted)))
-        return found
-
-    def _add_kernel(
-        self,
-        event: dict,
-        arguments: dict,
-        name: str,
-        start: float,
-        duration: float,
-        moved: float | None = None,
-    ) -> None:
-        index = arguments.get("device", event.get("pid"))
-        device = self.devices[index if isinstance(index, int) else 0]
-        device.names.append(name)
-        device.starts.append(start)
-        device.durations.append(duration)
-        device.correlations.append(_correlation(arguments))
-        device.bytes.append(moved)
-
-    def _add_copy(
-        self, event: dict, arguments: dict, name: str, start: float, duration: float
-    ) -> None:
-        self.copies.add(name)
-        self._add_kernel(event, arguments, name, start, duration, _traffic(name, arguments))
-
-    def _add_host_call(
-        self, event: dict, arguments: dict, name: str, start: float, duration: float
-    ) -> None:
-        self.calls[name].starts.append(start)
-        self.calls[name].durations.append(duration)
-        correlation = _correlation(arguments)
-        if correlation != _NO_CORRELATION:
-            self.launches.setdefault(correlation, start)
-
-    def _add_range(
-        self, event: dict, arguments: dict, name: str, start: float, duration: float
-    ) -> None:
-        intervals = self.ranges.get(name.partition("#")[0])
-        if intervals is not None:
-            intervals.append(_Interval(start, start + duration))
-
-    def _add_operator(
-        self, event: dict, arguments: dict, name: str, start: float, duration: float
-    ) -> None:
-        process, thread = event.get("pid"), event.get("tid")
-        key = (
-            process if isinstance(process, int | str) else "",
-            thread if isinstance(thread, int | str) else "",
-        )
-        self.operators[key].append((start, start + duration, name))
+        return {
+            name: HostCall(len(calls), sum(ns for _, ns in calls))
+            for name, calls in self.calls.items()
+            if calls
+        }
 
 
 def _traffic(name: str, arguments: dict) -> float | None:
     """What a copy or memset moves to and from the device's memory: a copy within it reads and
     writes each byte there."""
-    try:
-        copied = number(arguments.get("bytes"))
-    except NoNumber:
-        return None
-    if not 0 <= copied <= MOST_NS:
-        return None
-    return 2 * copied if "Device -> Device" in name else copied
+    with suppress(NoNumber):
+        return amount(arguments.get("bytes"), 2 if "Device -> Device" in name else 1)
+    return None
 
 
 def _correlation(arguments: dict) -> int:
-    try:
+    with suppress(NoNumber):
         return count(arguments.get("correlation"))
-    except NoNumber:
-        return _NO_CORRELATION
+    return _NO_CORRELATION
 
 
 def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
-    index, busiest = max(trace.devices.items(), key=lambda item: sum(item[1].durations))
-    launched = [
-        (trace.launches[correlation], duration)
-        for device in trace.devices.values()
-        for correlation, duration in zip(device.correlations, device.durations, strict=True)
-        if correlation in trace.launches
-    ]
-    table = _table(path, trace, trace.kernels(), launched)
+    index, busiest = max(trace.devices.items(), key=lambda item: sum(a.ns for a in item[1]))
+    sums, launched = Sums(), []
+    for name, _, ns, correlation, moved in chain.from_iterable(trace.devices.values()):
+        sums.add(name, ns, bytes=moved, category="copy" if name in trace.copies else None)
+        if correlation in trace.launches:
+            launched.append((trace.launches[correlation], ns))
+    table = _table(path, trace, sums, launched)
     table.device = device_names(path).get(index)
-    table.timeline = busiest.timeline()
-    table.host_calls = trace.host_calls()
+    table.timeline = timeline((start, start + ns) for _, start, ns, *_ in busiest)
     if len(trace.devices) > 1:
         table.warnings.append(
             f"{path}: the kernels of {len(trace.devices)} devices are added up; busy and idle time "
@@ -404,7 +322,6 @@ def _operator_table(path: Path, trace: _Trace) -> KernelTable:
             started.append((start, own_time))
     table = _table(path, trace, sums, started)
     table.what = "operator"
-    table.host_calls = trace.host_calls()
     if any("Launch" in name for name in trace.calls):
         table.warnings.append(
             f"{path}: the host launched kernels, but none is in the trace, so these are the host's "
@@ -425,6 +342,7 @@ def _table(
         kernels=sums.kernels(),
         steps=_steps(trace, sorted(instant for instant, _ in started)),
         phases_ns=_phases_ns(trace, started),
+        host_calls=trace.host_calls(),
     )
 
 

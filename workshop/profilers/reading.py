@@ -252,7 +252,9 @@ class CsvTable:
         """As `index`, or None."""
         return next((self.columns[name] for name in names if name in self.columns), None)
 
-    def select(self, *columns: str, optional: Iterable[str] = ()) -> Iterator[tuple[int, list[Any]]]:
+    def select(
+        self, *columns: str, optional: Iterable[str] = ()
+    ) -> Iterator[tuple[int, list[Any]]]:
         """(line number, fields of these columns) of every row; None where the file has not got an
         optional column. Rows that are too short count as problems.
 

@@ -339,8 +339,8 @@ class _Run:
             if calls := sum(kernel.calls for kernel in whole) - table.launches:
                 milliseconds = (sum(kernel.total_ns for kernel in whole) - table.total_ns) / 1e6
                 table.warnings.append(
-                    f"left out what was launched outside of the marked steps: {calls:,} kernels and "
-                    f"copies, {milliseconds:,.1f} ms"
+                    "left out what was launched outside of the marked steps: "
+                    f"{calls:,} kernels and copies, {milliseconds:,.1f} ms"
                 )
         elif self._steps and table.kernels:
             table.steps = None
