@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +135,10 @@ def compare(
         if before is None or after is None:
             changes.append(change)
         elif timed and abs(change.difference_ns) > least_ns:
-            differs = _differs_on_host if a.what == "operator" else _differs
-            if differs(change, before, after):
+            differs = abs(change.difference_ns) >= LEAST_CHANGE * change.a_ns
+            if a.what == "operator":
+                differs = _differs_on_host(change, before, after)
+            if differs:
                 changes.append(change)
     return TableDiff(
         unit=unit,
@@ -164,30 +166,22 @@ def as_json(diff: TableDiff) -> dict[str, Any]:
 
 def _pairs(a: list[Kernel], b: list[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
     """Each kernel of either side once, with its counterpart or None."""
-    in_b = {kernel.name: kernel for kernel in b}
-    names_a = {kernel.name for kernel in a}
-    only_a = [kernel for kernel in a if kernel.name not in in_b]
-    only_b = [kernel for kernel in b if kernel.name not in names_a]
-    in_a, renamed = _unnumbered(only_a), _unnumbered(only_b)
-    matched = {name: (in_a[name], renamed[name]) for name in in_a if name in renamed}
-    gone = {before.name for before, _ in matched.values()}
-    new = {after.name for _, after in matched.values()}
-    pairs: list[tuple[Kernel | None, Kernel | None]] = [
-        (kernel, in_b[kernel.name]) for kernel in a if kernel.name in in_b
-    ]
-    pairs += matched.values()
-    pairs += [(kernel, None) for kernel in only_a if kernel.name not in gone]
-    pairs += [(None, kernel) for kernel in only_b if kernel.name not in new]
-    return pairs
+    in_a, in_b = _by_key(a, b), _by_key(b, a)
+    return [(in_a.get(key), in_b.get(key)) for key in in_a | in_b]
 
 
-def _unnumbered(kernels: Iterable[Kernel]) -> dict[str, Kernel]:
-    """Those of the compiler's kernels that remain unique when their number is left out."""
-    named = [
-        (match[1], kernel) for kernel in kernels if (match := _INDUCTOR.fullmatch(kernel.name))
-    ]
-    times = Counter(name for name, _ in named)
-    return {name: kernel for name, kernel in named if times[name] == 1}
+def _by_key(kernels: list[Kernel], others: list[Kernel]) -> dict[tuple[str, bool], Kernel]:
+    """Kernels by name, True; or by (name without its number, False), if they are the compiler's,
+    not among the others, and that is unique."""
+    names = {kernel.name for kernel in others}
+    unnumbered = {
+        kernel.name: match[1]
+        for kernel in kernels
+        if kernel.name not in names and (match := _INDUCTOR.fullmatch(kernel.name))
+    }
+    times = Counter(unnumbered.values())
+    keys = ((unnumbered.get(kernel.name, ""), kernel) for kernel in kernels)
+    return {(bare, False) if times[bare] == 1 else (k.name, True): k for bare, k in keys}
 
 
 def _change(before: Kernel | None, after: Kernel | None, of_a: float, of_b: float) -> Change:
@@ -205,10 +199,6 @@ def _change(before: Kernel | None, after: Kernel | None, of_a: float, of_b: floa
         a_ns=a_ns,
         b_ns=b_ns,
     )
-
-
-def _differs(change: Change, before: Kernel, after: Kernel) -> bool:
-    return abs(change.difference_ns) >= LEAST_CHANGE * change.a_ns
 
 
 def _differs_on_host(change: Change, before: Kernel, after: Kernel) -> bool:
@@ -292,10 +282,9 @@ def _totals(diff: TableDiff, title: str) -> Table:
     table = _table(title, ("", "A", "B", "change"))
 
     def add(label: str, a: float | None, b: float | None, form: Callable[[float], str]) -> None:
-        if a is None and b is None:
-            return
-        shown = ["-" if value is None else form(value) for value in (a, b)]
-        table.add_row(label, *shown, _relative(a, b))
+        if a is not None or b is not None:
+            shown = ["-" if value is None else form(value) for value in (a, b)]
+            table.add_row(label, *shown, _relative(a, b))
 
     a, b = diff.a, diff.b
     add(f"{diff.what} calls", a.launches, b.launches, _calls)
@@ -304,7 +293,7 @@ def _totals(diff: TableDiff, title: str) -> Table:
     add(f"all {diff.what}s, ms", a.kernels_ns, b.kernels_ns, _ms)
     add("GPU busy, ms", a.busy_ns, b.busy_ns, _ms)
     add("GPU idle, ms", a.idle_ns, b.idle_ns, _ms)
-    for category in dict.fromkeys([*a.categories_ns, *b.categories_ns]):
+    for category in a.categories_ns | b.categories_ns:
         before, after = (side.categories_ns.get(category, 0.0) for side in (a, b))
         add(f"  {category}, ms", before, after, _ms)
     return table
@@ -319,10 +308,8 @@ def _changed(diff: TableDiff, limit: int, title: str) -> Table:
             Text(change.kind, style=_STYLES[change.kind]),
             # Names come from files: as text they can be neither markup nor terminal codes.
             Text(display_name(change.name, _NAME_WIDTH)),
-            _calls(change.a_calls),
-            _calls(change.b_calls),
-            _ms(change.a_ns),
-            _ms(change.b_ns),
+            *map(_calls, (change.a_calls, change.b_calls)),
+            *map(_ms, (change.a_ns, change.b_ns)),
             f"{change.difference_ns / 1e6:+,.3f}",
         )
     return table
@@ -347,14 +334,11 @@ def _left_out(diff: TableDiff, limit: int) -> list[str]:
     lines = [f"smaller ones, not shown: {more}"] if more else []
     if diff.unchanged:
         alike = "about the same" if diff.timed else "on both sides"
-        lines.append(f"{alike}: {diff.unchanged:,} of the {diff.what}s{_threshold(diff)}")
+        lines.append(f"{alike}: {diff.unchanged:,} of the {diff.what}s")
+        if diff.timed and diff.what == "kernel":  # of operators a note says it
+            lines[-1] += f" (by less than {LEAST_CHANGE:.0%} of their own time, or "
+            lines[-1] += f"{LEAST_SHARE:.0%} of all)"
     return lines
-
-
-def _threshold(diff: TableDiff) -> str:
-    if not diff.timed or diff.what == "operator":  # a note says it
-        return ""
-    return f" (by less than {LEAST_CHANGE:.0%} of their own time, or {LEAST_SHARE:.0%} of all)"
 
 
 def _relative(a: float | None, b: float | None) -> str:
