@@ -188,7 +188,7 @@ def test_the_record_of_a_run_is_that_of_its_runner(tmp_path: Path) -> None:
     [
         ("# exit status 0\n", None),
         ("# exit status 130\n", "its run did not succeed (exit status 130)"),
-        ("", "its run did not succeed (interrupted, or at work still)"),
+        ("", "its run did not succeed (interrupted, or still at work)"),
     ],
 )
 def test_show_says_of_a_run_that_it_did_not_succeed(

@@ -115,11 +115,17 @@ def test_a_version_leaves_its_record_and_proton_its_profile(
 
 
 def node(name: str, *children: object, **metrics: object) -> dict[str, Any]:
+    metrics = {key.replace("time", "time (ns)"): value for key, value in metrics.items()}
     return {"frame": {"name": name}, "metrics": metrics, "children": list(children)}
 
 
-def leaf(name: str, calls: int, time: float) -> dict[str, Any]:
-    return node(name, count=calls) | {"metrics": {"count": calls, "time (ns)": time}}
+def leaf(name: str, calls: float, time: float, **metrics: object) -> dict[str, Any]:
+    return node(name, count=calls, time=time, device_id="0", device_type="HIP", **metrics)
+
+
+def hatchet(*scopes: object) -> str:
+    info = {"HIP": {"0": {"arch": "gfx942", "num_sms": 304}}}
+    return json.dumps([node("ROOT", *scopes, count=0, time=0), info])
 
 
 def phases(forward: float, backward: float) -> list[dict[str, Any]]:
@@ -136,7 +142,7 @@ def phases(forward: float, backward: float) -> list[dict[str, Any]]:
 def read(tmp_path: Path) -> Callable[..., KernelTable]:
     def read(*scopes: object) -> KernelTable:
         path = tmp_path / "proton.hatchet"
-        path.write_text(json.dumps([node("ROOT", *scopes), {}]))
+        path.write_text(hatchet(*scopes))
         return proton.read(path)
 
     return read
@@ -171,3 +177,41 @@ def test_what_another_thread_launched_is_not_lost_with_the_warm_up(read) -> None
     assert (gemm.calls, gemm.min_ns, gemm.max_ns) == (108, None, None)
     short = read(node("step", *phases(100, 10.4)), *WARM_UP)  # V3's, with a large vocabulary
     assert (short.phases_ns["backward"], short.launches) == (10.4, 24)
+
+
+def test_scopes_bytes_and_operations(read) -> None:
+    step = node(
+        "step",
+        node(
+            "forward",
+            node("layers.0.mlp", leaf("gemm", 2, 100, flops16=6e9, bytes=50)),
+            leaf("add", 1, 10, bytes=12),
+        ),
+        node("backward", leaf("gemm", 4, 210, flops16=1e9, flops32=1e9, bytes=100)),
+        node("optimizer", leaf("adam", 1, 30)),
+        leaf("between", 1, 5),
+        count=2,
+    )
+    table = read(step, node("__proton_launch_metadata", leaf("torch_sum", 9, 900)))
+    assert table.phases_ns == {"forward": 110, "backward": 210, "optimizer": 30}
+    assert (table.steps, table.total_ns) == (2, 355)
+    assert table.device == "HIP, architecture gfx942, 304 compute units"
+    found = {kernel.name: (kernel.calls, kernel.bytes, kernel.flops) for kernel in table.kernels}
+    assert (found["gemm"], found["adam"]) == ((6, 150, 8e9), (1, None, None))
+
+
+def test_what_is_broken_is_left_out(read) -> None:
+    table = read(
+        {"children": []},
+        7,
+        node("scope", leaf("good", 1, 10), leaf("no_time", 1, -1)),
+        {"children": "x", "frame": {"name": "s"}, "metrics": {}},
+        leaf("no_count", 0.5, 3),
+        leaf("no_flops", 1, 3, flops32=-4),
+        leaf("no_bytes", 1, 3, bytes="many"),
+    )
+    assert [(kernel.name, kernel.total_ns) for kernel in table.kernels] == [("good", 10)]
+    assert table.warnings == [
+        f"left out {table.path}, row 2: is no scope with a frame's name, metrics and children"
+        " (and 6 more rows)"
+    ]

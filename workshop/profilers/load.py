@@ -30,14 +30,15 @@ _MOST_UNREADABLE = 0.05
 _MOST_NAMED = 10
 _TEXT_NAME = re.compile(r"\.(?:csv|json|hatchet|txt|log)(?:\.gz)?$")
 """Of the files in a folder that are looked into."""
+_IN_PERFETTO = "a timeline, which no table shows: open it in https://ui.perfetto.dev"
 _OTHERS_OPEN = {
-    ".nsys-rep": "nsys stats --report cuda_gpu_kern_sum --format csv {path}",
-    ".ncu-rep": "ncu --import {path} --csv --page raw",
-    ".pftrace": None,
-    ".proto": None,
+    ".nsys-rep": "its own tool reads it first: "
+    "nsys stats --report cuda_gpu_kern_sum --format csv {path}",
+    ".ncu-rep": "its own tool reads it first: ncu --import {path} --csv --page raw",
+    ".pftrace": _IN_PERFETTO,
+    ".proto": _IN_PERFETTO,
 }
-"""Formats that their own tools open: the command that makes what can be read here of them, or
-None for a timeline, which Perfetto shows."""
+"""Formats that other tools open, and how."""
 _STATUS = "# exit status "
 _SUCCESS = f"{_STATUS}0"
 """A runner's last line."""
@@ -92,13 +93,9 @@ def _doubts(path: Path, ended: bool) -> list[str]:
     """That the run failed or was interrupted, that Triton's interpreter ran its kernels."""
     sentences = []
     folder = _runners_folder(path)
-    if ended and folder is not None and (how := _commands(folder)[-1]) != _SUCCESS:
-        how_it_ended = (
-            how.removeprefix("# ") if how.startswith(_STATUS) else "interrupted, or at work still"
-        )
-        sentences.append(
-            f"{folder}: its run did not succeed ({how_it_ended}): parts may be missing"
-        )
+    if ended and folder is not None and (last := _commands(folder)[-1]) != _SUCCESS:
+        how = last.removeprefix("# ") if last.startswith(_STATUS) else "interrupted, or still at work"
+        sentences.append(f"{folder}: its run did not succeed ({how}): parts may be missing")
     try:
         run = recorded_run(path)
     except WorkshopError as error:
@@ -129,28 +126,21 @@ def _load_folder(folder: Path) -> KernelTable:
         _check_for_one_run(folder)
     if rocprof_compute.recognises(folder):
         return rocprof_compute.read(folder)
-    files = _files_by_reader(folder)
-    for reader in (proton, nsys, kineto):
+    files: defaultdict[ModuleType, list[Path]] = defaultdict(list)
+    for path in sorted(folder.rglob("*")):
+        if _TEXT_NAME.search(path.name) and path.is_file():
+            with suppress(WorkshopError):
+                files[_reader(path)[0]].append(path)
+    for reader in (proton, nsys, kineto, ncu):
         if found := files[reader]:
-            # Proton's is one file; the others know how their files belong together.
-            return reader.read(found[0] if reader is proton or len(found) == 1 else folder)
-    if files[ncu]:
-        return ncu.read(files[ncu][0])
+            # nsys and torch.profiler leave several files: their readers know which belong together.
+            several = reader in (nsys, kineto) and len(found) > 1
+            return reader.read(folder if several else found[0])
     if rocprofv3.recognises(folder):
         return rocprofv3.read(folder)
     if (folder / kernel_file.JSON_FILE).is_file():
         return kernel_file.read(folder / kernel_file.JSON_FILE)
     raise WorkshopError(f"{folder}: no profiler's output in it; known are {_KNOWN}")
-
-
-def _files_by_reader(folder: Path) -> defaultdict[ModuleType, list[Path]]:
-    """What lies in a folder or below and could be read by itself, under any name."""
-    files = defaultdict(list)
-    for path in sorted(folder.rglob("*")):
-        if _TEXT_NAME.search(path.name) and path.is_file():
-            with suppress(WorkshopError):
-                files[_reader(path)[0]].append(path)
-    return files
 
 
 def _check_for_one_run(folder: Path) -> None:
@@ -174,23 +164,16 @@ def _reader(path: Path) -> tuple[ModuleType, Path]:
     if rocprofv3.is_database(path):
         return rocprofv3, path
     if path.suffix in _OTHERS_OPEN:
-        raise WorkshopError(_to_open(path))
+        hint = _OTHERS_OPEN[path.suffix].format(path=shlex.quote(str(path)))
+        raise WorkshopError(f"{path}: {hint}")
     start = reading.head(path)
     if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
         raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
     if start.lstrip()[:1] in ("{", "["):
-        return _json_reader(path, start), path
-    return _csv_reader(path)
-
-
-def _json_reader(path: Path, start: str) -> ModuleType:
-    for reader in (kernel_file, rocprofv3, kineto, proton):
-        if reader.recognises_json(start):
-            return reader
-    raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
-
-
-def _csv_reader(path: Path) -> tuple[ModuleType, Path]:
+        for reader in (kernel_file, rocprofv3, kineto, proton):
+            if reader.recognises_json(start):
+                return reader, path
+        raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
     if ncu.recognises(path):
         return ncu, path
     columns = list(reading.CsvTable(path, reading.Problems(path)).columns)
@@ -209,10 +192,3 @@ def _csv_reader(path: Path) -> tuple[ModuleType, Path]:
         f"{path}: its columns ({printable(', '.join(columns))[:120]}) are of no profiler that is "
         f"known here: {_KNOWN}"
     )
-
-
-def _to_open(path: Path) -> str:
-    command = _OTHERS_OPEN[path.suffix]
-    if command is None:
-        return f"{path}: a timeline, which no table shows: open it in https://ui.perfetto.dev"
-    return f"{path}: its own tool reads it first: {command.format(path=shlex.quote(str(path)))}"

@@ -85,9 +85,10 @@ def _table(folder: Path, path: Path) -> KernelTable:
     Args:
         path: what the table shall say that it was read from.
     """
-    counters, notes = Counters(), Notes(folder)
+    files, counters = _files(folder), Counters()
+    notes = Notes(files[0])
     # Every file is a replay of the same kernels, so one of them gives the times.
-    replays = [kernels for file in _files(folder) if (kernels := _kernels(file, counters, notes))]
+    replays = [kernels for file in files if (kernels := _kernels(file, counters, notes))]
     times = folder / _TIMES
     if not any(map(_total_ns, replays)) and times.is_file():
         replays.append(_kernels(times, counters, notes))

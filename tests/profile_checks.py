@@ -1,0 +1,92 @@
+"""What every kernel table must be like, however damaged its file is, and what reading a huge one
+costs."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import HANGS_S
+
+from workshop.errors import WorkshopError
+from workshop.profilers.categories import CATEGORIES
+from workshop.profilers.table import KernelTable
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def check_refused_or_sane(read: Callable[[Path], KernelTable], path: Path) -> None:
+    """One line that names what is wrong, or a table that a run could have."""
+    try:
+        table = read(path)
+    except WorkshopError as error:
+        assert "\n" not in str(error) and str(path) in str(error)
+        return
+    of_amd = table.tool.startswith("rocprof")
+    assert table.kernels or (of_amd and (table.host_calls or table.steps))
+    assert len({kernel.name for kernel in table.kernels}) == len(table.kernels)
+    for kernel in table.kernels:
+        assert kernel.name and kernel.category in CATEGORIES and kernel.calls >= 1
+        assert 0 <= kernel.total_ns < 1e24
+        if kernel.min_ns is not None and kernel.max_ns is not None:
+            assert 0 <= kernel.min_ns <= kernel.max_ns
+            assert kernel.min_ns * (1 - 1e-9) - 1 <= kernel.mean_ns
+            assert kernel.mean_ns <= kernel.max_ns * (1 + 1e-9) + 1
+        for amount in (kernel.bytes, kernel.flops):
+            assert amount is None or 0 <= amount < math.inf
+    if table.timeline is not None:
+        assert 0 <= table.timeline.busy_ns <= table.timeline.span_ns < 1e21
+    assert all(call.calls >= 1 and 0 <= call.total_ns < 1e24 for call in table.host_calls.values())
+    assert table.steps is None or table.steps >= 1
+    if of_amd or table.tool == "torch.profiler":  # the others' phases come from other kernels too
+        assert sum(table.phases_ns.values()) <= table.total_ns * (1 + 1e-9)
+    assert all("\n" not in warning for warning in table.warnings)
+
+
+READ = """
+import json, sys
+from importlib import import_module
+from pathlib import Path
+
+parser = import_module("workshop.profilers." + sys.argv[1])
+table = parser.read(Path(sys.argv[2]))
+busy_ns = table.timeline.busy_ns if table.timeline else None
+numbers = [table.launches, table.total_ns, busy_ns, table.phases_ns]
+status = Path("/proc/self/status").read_text()
+print(json.dumps([*numbers, 1024 * int(status.split("VmHWM:")[1].split()[0])]))
+"""
+
+
+class Reading(NamedTuple):
+    """Numbers of the table, and what it took to read it."""
+
+    launches: int
+    total_ns: float
+    busy_ns: float | None
+    phases_ns: dict[str, float]
+    peak_bytes: int
+    """Of the process's memory. Not its ru_maxrss, which starts with that of the process that
+    started it: here with that of all tests before this one."""
+
+
+def read(parser: str, path: Path) -> Reading:
+    """Reads a profile in a process of its own.
+
+    Args:
+        parser: a module of workshop.profilers.
+    """
+    if not Path("/proc/self/status").is_file():
+        pytest.skip("no /proc, which has a process's peak of memory")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, parser, path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANGS_S,
+    )
+    return Reading(*json.loads(done.stdout))
