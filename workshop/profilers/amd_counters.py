@@ -99,7 +99,7 @@ class Counters:
         Raises:
             NoNumber: it is none that a counter could have.
         """
-        counted = number(value)
+        counter, counted = printable(counter), number(value)
         if not 0 <= counted <= MOST:
             raise NoNumber(f"{counter} is {value!r:.40}")
         self._collected.add(_CHANNEL.sub("", counter))
