@@ -194,7 +194,7 @@ def test_several_devices(tmp_path: Path) -> None:
 
 def test_an_amd_trace(tmp_path: Path) -> None:
     """The same categories, HIP's names; numbers as text, as some versions write them, in a bare
-    list; and times since 1970, whose nanoseconds are more than a float can tell apart."""
+    list; and times since 1970, whose nanoseconds are more than a float holds."""
     gemm = "Cijk_Alik_Bljk_BBS_BH_MT128x128x64_MI32x32x8x1"
     ts = 1694039968955744
     events = [

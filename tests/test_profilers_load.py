@@ -225,7 +225,7 @@ def test_a_folder_above_several_runners_is_not_read_by_guess(tmp_path: Path) -> 
     for number in range(11):
         runners_folder(tmp_path / "v1" / f"tool{number:02}")
     (tmp_path / "v1" / "other").mkdir()
-    (tmp_path / "v1" / "other" / "command.txt").write_text("somebody else's\n")
+    (tmp_path / "v1" / "other" / "command.txt").write_text("another program's\n")
     with pytest.raises(
         WorkshopError, match="v1: 12 profiles are in it, name one of them"
     ) as raised:

@@ -180,7 +180,7 @@ def test_ncu_sections_call_the_time_otherwise(write: Write) -> None:
         header,
         [*start, "GPU Speed Of Light Throughput", "DRAM Throughput", "%", "0.74", ""],
         [*start, "GPU Speed Of Light Throughput", "Duration", "us", "1,406.24", ""],
-        [*start, "SpeedOfLight", "", "", "", "Bottleneck", "This kernel, it says, could do better"],
+        [*start, "SpeedOfLight", "", "", "", "Bottleneck", "This kernel could do better"],
         ["0", "8", *start[2:], "GPU Speed Of Light Throughput", "Duration", "ms", "1", ""],
     ]
     (only,) = ncu.read(write("details.csv", rows_text(rows, quote=csv.QUOTE_ALL))).kernels

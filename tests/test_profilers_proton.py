@@ -130,7 +130,7 @@ def hatchet(*scopes: object) -> str:
 
 def phases(forward: float, backward: float) -> list[dict[str, Any]]:
     """As our runs' marker ranges: of NVTX they have no metrics; of a captured graph, the kernels
-    stand in a scope of Proton's below the one of the launch."""
+    are in a scope of Proton's below the one of the launch."""
     return [
         node("forward", node("<captured_at>", leaf("gemm", 6, forward)), leaf("embed", 3, 3)),
         node("backward", leaf("gemm", 12, backward)),

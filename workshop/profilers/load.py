@@ -94,7 +94,9 @@ def _doubts(path: Path, ended: bool) -> list[str]:
     sentences = []
     folder = _runners_folder(path)
     if ended and folder is not None and (last := _commands(folder)[-1]) != _SUCCESS:
-        how = last.removeprefix("# ") if last.startswith(_STATUS) else "interrupted, or still at work"
+        how = (
+            last.removeprefix("# ") if last.startswith(_STATUS) else "interrupted, or still at work"
+        )
         sentences.append(f"{folder}: its run did not succeed ({how}): parts may be missing")
     try:
         run = recorded_run(path)

@@ -60,7 +60,7 @@ def display_name(name: str, width: int) -> str:
     short = _short(printable(name[:_MOST]))
     if len(short) <= width:
         return short
-    # Names begin alike, with a library's or a template's name: their ends say more.
+    # Names begin alike, with a library's or a template's name: their ends differ.
     head = width // 3
     tail = width - head - len(ELLIPSIS)
     return short[:head] + ELLIPSIS + short[len(short) - tail :]
@@ -89,7 +89,7 @@ def _short(name: str) -> str:
         return name
     for library in _LIBRARIES:
         function = function.removeprefix(library)
-    words = _telling(match[0] for match in _IDENTIFIER.finditer(arguments))
+    words = _informative(match[0] for match in _IDENTIFIER.finditer(arguments))
     return f"{function}<{', '.join(words)}>" if words else function
 
 
@@ -108,7 +108,7 @@ def _short_of_mangled(name: str) -> str:
     end_of_function = end_of_function or len(identifiers)
     if not end_of_function:
         return name
-    words = _telling(i for i in identifiers[end_of_function:] if not i.startswith("_GLOBAL__N"))
+    words = _informative(i for i in identifiers[end_of_function:] if not i.startswith("_GLOBAL__N"))
     function = identifiers[end_of_function - 1]
     return f"{function}<{', '.join(words)}>" if words else function
 
@@ -136,7 +136,7 @@ def _split(name: str) -> tuple[str, str]:
     return function or name[start:], arguments
 
 
-def _telling(identifiers: Iterable[str]) -> list[str]:
+def _informative(identifiers: Iterable[str]) -> list[str]:
     """The first few among the names in template arguments that say what the kernel computes."""
     words: list[str] = []
     for identifier in identifiers:

@@ -158,7 +158,7 @@ def _split(column: str) -> tuple[str, str]:
 
 
 def _find_header(path: Path) -> tuple[str, str]:
-    """The report whose table stands first in a file, and the name of its first column."""
+    """The report whose table comes first in a file, and the name of its first column."""
     seen = 0
     for line in lines(path):
         with suppress(csv.Error):

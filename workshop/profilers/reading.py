@@ -170,7 +170,7 @@ def lines(path: Path) -> Iterator[str]:
         while True:
             try:
                 line = file.readline(_BLOCK_BYTES)
-            except EOFError:  # gzip's word for a file that ends too early
+            except EOFError:  # of a gzip file that ends too early
                 return
             if not line:
                 return

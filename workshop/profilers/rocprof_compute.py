@@ -83,7 +83,7 @@ def _table(folder: Path, path: Path) -> KernelTable:
     """Of one workload.
 
     Args:
-        path: what the table shall say that it was read from.
+        path: the table's.
     """
     files, counters = _files(folder), Counters()
     notes = Notes(files[0])
@@ -154,23 +154,14 @@ def _device(workload: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Ceiling:
-    """What a micro-benchmark reached, with the bounds of its confidence interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
 class Ceilings:
-    """The measured ceilings of one GPU; what was not measured is absent."""
+    """What micro-benchmarks reached on one GPU; what was not measured is absent."""
 
     device: int
     """The GPU's number."""
-    bandwidths_gbs: Mapping[str, Ceiling]
+    bandwidths_gbs: Mapping[str, float]
     """GB/s by level: "HBM", "MALL", "L2", "L1", "LDS"."""
-    rates_gflops: Mapping[str, Ceiling]
+    rates_gflops: Mapping[str, float]
     """10^9 operations a second by type, those of the matrix units under "MFMA...": "FP32",
     "MFMABF16", "MFMAI8", ..."""
 
@@ -186,41 +177,25 @@ def ceilings(folder: Path) -> list[Ceilings]:
 
 
 def read_roofline(path: Path) -> list[Ceilings]:
-    """The ceilings in a roofline.csv, one entry for each GPU.
+    """The ceilings in a roofline.csv, one entry for each GPU. The bounds of their confidence
+    intervals, in columns of their own, are left out.
 
     Raises:
         WorkshopError: it can't be read, or has no ceilings in it.
     """
     problems = Problems(path)
     table = CsvTable(path, problems)
-    device = table.index("device")
-    columns = {index: column for column, index in table.columns.items()}
+    columns = {name: match for name in table.columns if (match := _CEILING.fullmatch(name))}
     found = []
-    for row, fields in table.rows(1 + max(columns)):
-        kinds: dict[str, dict[str, Ceiling]] = {"bw": {}, "flops": {}, "ops": {}}
-        try:
-            gpu = int(number(fields[device]))
-            for index, column in columns.items():
-                match = _CEILING.fullmatch(column)
-                if match and (value := number(fields[index])) > 0:
-                    ceiling = Ceiling(value, *_bounds(index, columns, fields))
-                    kinds[match["unit"].lower()][match["name"].upper()] = ceiling
-        except NoNumber as error:
-            problems.add(row, str(error))
-            continue
-        if any(kinds.values()):
-            found.append(Ceilings(gpu, kinds["bw"], kinds["flops"] | kinds["ops"]))
+    for row, (device, *values) in table.select("device", *columns):
+        kinds: dict[str, dict[str, float]] = {"bw": {}, "flops": {}, "ops": {}}
+        with problems.noted(row):
+            gpu = int(number(device))
+            for match, text in zip(columns.values(), values, strict=True):
+                if (value := number(text)) > 0:
+                    kinds[match["unit"].lower()][match["name"].upper()] = value
+            if any(kinds.values()):
+                found.append(Ceilings(gpu, kinds["bw"], kinds["flops"] | kinds["ops"]))
     if not found:
         raise problems.error("ceilings")
     return found
-
-
-def _bounds(
-    index: int, columns: Mapping[int, str], fields: list[str]
-) -> tuple[float | None, float | None]:
-    """They follow the value's column, under names some of which the tool misspells."""
-    low, high = (
-        number(fields[at]) if columns.get(at, "").lower().endswith(bound) else None
-        for at, bound in ((index + 1, "low"), (index + 2, "high"))
-    )
-    return low, high

@@ -226,11 +226,11 @@ def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list
     source = f"rocprof-compute's micro-benchmarks, GPU {found[0].device}: {printable(path.name)}"
     return [
         *(
-            Ceiling(MEMORY, _ROCPROF_LEVELS.get(name, name), c.value * 1e9, MEASURED, source)
+            Ceiling(MEMORY, _ROCPROF_LEVELS.get(name, name), c * 1e9, MEASURED, source)
             for name, c in found[0].bandwidths_gbs.items()
         ),
         *(
-            Ceiling(COMPUTE, _ROCPROF_RATES[name], c.value * 1e9, MEASURED, source)
+            Ceiling(COMPUTE, _ROCPROF_RATES[name], c * 1e9, MEASURED, source)
             for name, c in found[0].rates_gflops.items()
             if name in _ROCPROF_RATES
         ),
