@@ -3,7 +3,6 @@ is named or left out."""
 
 import csv
 import dataclasses
-import gzip
 import io
 import json
 import shutil
@@ -761,31 +760,6 @@ def test_bad_rows_are_counted_and_the_first_is_named(write: Write) -> None:
     assert figures(table) == {ADD: (2, 150, 50, 100)}
     (warning,) = table.warnings
     assert "kernel_trace.csv, row 3: 'soon' is no number (and 4 more rows)" in warning
-
-
-ALONE: dict[str, Callable[[], str]] = {
-    "run_kernel_trace.csv.gz": lambda: table_text(KERNEL_TRACE, THREE),
-    "1_memory_copy_trace.csv": lambda: table_text(COPY_TRACE, [copy("X", 0, 7)]),
-    "hip_api_trace.csv": lambda: table_text(API_TRACE, STEP_CALLS),
-    "memory_copy_stats.csv": lambda: table_text(STATS, [SUMS]),
-    "mine.csv": lambda: table_text(KERNEL_TRACE, THREE),
-    "mine.csv.gz": lambda: table_text(KERNEL_TRACE, THREE),
-    "run_results.json.gz": lambda: json_text(JSON_STEP),
-    "mine.json": lambda: json_text(JSON_STEP),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_a_folder_finds_what_a_single_file_may_be(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "outputs"
-    folder.mkdir()
-    content = ALONE[name]().encode()
-    (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    (folder / "notes.csv").write_text("a,b\n1,2\n")
-    (folder / "run.json").write_text("{}")
-    alone = load(folder / name)
-    assert alone.kernels or alone.host_calls
-    assert dataclasses.replace(load(folder), path=alone.path) == alone
 
 
 def test_a_copy_under_another_name_is_not_added(tmp_path: Path) -> None:

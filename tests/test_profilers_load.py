@@ -1,12 +1,14 @@
 """What `python -m workshop.profilers` makes of a path, and the kernel table kept in a file."""
 
 import dataclasses
+import gzip
 import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_profilers_amd as amd
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -179,32 +181,40 @@ def test_what_a_tool_wrote_gives(name: str) -> None:
 # --- what a path is ------------------------------------------------------------------------------
 
 
-NSYS = b"Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
+NSYS = "Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
+TRACED = amd.table_text(amd.KERNEL_TRACE, amd.THREE)
+MAY_BE: dict[str, tuple[Path | str, tuple[str, ...]]] = {
+    "kineto": (FIXTURES / "kineto/h200_v3_small_step.json.gz", ("r0.json.gz", "a.trace.json.gz")),
+    "ncu": (FIXTURES / "ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
+    "proton": (FIXTURES / "proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
+    "nsys": (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
+    "nsys as printed": ("Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
+    "rocprofv3": (TRACED, ("run_kernel_trace.csv.gz", "mine.csv", "mine.csv.gz")),
+    "copies": (amd.table_text(amd.COPY_TRACE, [amd.copy("X", 0, 7)]), ("1_memory_copy_trace.csv",)),
+    "host calls": (amd.table_text(amd.API_TRACE, amd.STEP_CALLS), ("hip_api_trace.csv",)),
+    "sums": (amd.table_text(amd.STATS, [amd.SUMS]), ("memory_copy_stats.csv",)),
+    "JSON": (amd.json_text(amd.JSON_STEP), ("run_results.json.gz", "mine.json")),
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "names"),
-    [
-        ("kineto/h200_v3_small_step.json.gz", ("rank0.json.gz", "a.pt.trace.json.gz")),
-        ("ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
-        ("proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
-        (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
-        (b"Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
-    ],
-    ids=["kineto", "ncu", "proton", "nsys", "nsys as printed"],
-)
+@pytest.mark.parametrize(("content", "names"), MAY_BE.values(), ids=MAY_BE)
 def test_a_folder_finds_what_a_file_may_be(
-    content: str | bytes, names: tuple[str, ...], tmp_path: Path
+    content: Path | str, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    if isinstance(content, str):
-        content = (FIXTURES / content).read_bytes()
     for name in names:
         file = tmp_path / name / "deeper" / name
         file.parent.mkdir(parents=True)
-        file.write_bytes(content)
+        if isinstance(content, Path):
+            file.write_bytes(content.read_bytes())
+        else:
+            packed = name.endswith(".gz")
+            file.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
         (tmp_path / name / "results.json").write_text('{"schema_version": 1}')
         (tmp_path / name / "notes.txt").write_bytes(bytes(range(256)))
-        assert load(tmp_path / name) == load(file)
+        (tmp_path / name / "notes.csv").write_text("a,b\n1,2\n")
+        alone = load(file)
+        assert alone.kernels or alone.host_calls
+        assert dataclasses.replace(load(tmp_path / name), path=file) == alone
 
 
 # --- what a runner leaves ------------------------------------------------------------------------
@@ -288,6 +298,8 @@ def test_every_command_carries_every_warning(
     arguments = [places.get(word, word) for word in words.split()]
     assert main([*arguments, "--output-dir", str(tmp_path / "out")]) == errors.DONE
     printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert words != "show A" or printed.count("[bold]evil[/bold]") == 2  # a kernel's name as well
     written = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
     for warning in (f"{PRINTABLE} is cut off", "its run did not succeed (exit status 1)"):
         assert printed.count(warning) == 1 and warning in written
@@ -363,16 +375,3 @@ import torch
 """
     answer = type_command("python", "-c", code, PYTHONPATH=str(tmp_path))
     assert answer.stderr.endswith("ImportError: none here\n"), answer.stderr
-
-
-def test_names_are_shown_as_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    kernel_file.write(TABLE, tmp_path)
-    for words in (("show", tmp_path), ("diff", tmp_path, tmp_path), ("advise", tmp_path)):
-        assert main([str(word) for word in words]) == errors.DONE
-        shown = capsys.readouterr().out
-        assert "\x1b" not in shown
-        if words[0] == "show":
-            assert "[bold]evil[/bold]" in shown

@@ -86,7 +86,7 @@ def read(path: Path) -> KernelTable:
     """
     problems = Problems(path)
     table = CsvTable(path, problems, first_column=_ID)
-    details = table.find("Metric Name") is not None
+    details = "Metric Name" in table.columns
     launches = _details_launches(table, problems) if details else _raw_launches(table, problems)
     sums = Sums()
     device = None

@@ -235,22 +235,16 @@ class CsvTable:
             self._lines_before += 1
         yield from after
 
-    def index(self, *names: str) -> int:
-        """The index of the first of these columns that the file has.
+    def index(self, name: str) -> int:
+        """The index of a column.
 
         Raises:
-            WorkshopError: it has none of them.
+            WorkshopError: the file has not got it.
         """
-        found = self.find(*names)
-        if found is None:
-            wanted = " or ".join(names)
+        if name not in self.columns:
             has = printable(", ".join(list(self.columns)[:12]))
-            raise WorkshopError(f"{self.path}: no column {wanted:.80}; its columns are {has:.200}")
-        return found
-
-    def find(self, *names: str) -> int | None:
-        """As `index`, or None."""
-        return next((self.columns[name] for name in names if name in self.columns), None)
+            raise WorkshopError(f"{self.path}: no column {name:.80}; its columns are {has:.200}")
+        return self.columns[name]
 
     def select(
         self, *columns: str, optional: Iterable[str] = ()
@@ -261,7 +255,7 @@ class CsvTable:
         Raises:
             WorkshopError: a column is missing.
         """
-        indices = [self.index(name) for name in columns] + [self.find(name) for name in optional]
+        indices = [self.index(name) for name in columns] + [*map(self.columns.get, optional)]
         for row, fields in self.rows(1 + max(index for index in indices if index is not None)):
             yield row, [None if index is None else fields[index] for index in indices]
 
