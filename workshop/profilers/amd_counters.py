@@ -94,11 +94,8 @@ class Counters:
         self._lengths_unknown = False
 
     def add(self, kernel: str, counter: str, value: str | float | None) -> None:
-        """Adds a counter's value for one dispatch, or for one channel in it.
-
-        Raises:
-            NoNumber: it is none that a counter could have.
-        """
+        """Adds a counter's value for one dispatch, or for one channel in it. Raises NoNumber: it is
+        none that a counter could have."""
         counter, counted = printable(counter), number(value)
         if not 0 <= counted <= MOST:
             raise NoNumber(f"{counter} is {value!r:.40}")

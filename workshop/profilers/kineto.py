@@ -141,11 +141,7 @@ class Clock:
         self._origin_us: float | None = None
 
     def times(self, event: dict) -> tuple[float, float]:
-        """Start and duration.
-
-        Raises:
-            NoNumber: they are none.
-        """
+        """Start and duration. Raises NoNumber: they are none."""
         try:
             start_us = number(event.get("ts"))
         except NoNumber as error:

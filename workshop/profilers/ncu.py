@@ -164,11 +164,7 @@ def _is_wanted(metric: str) -> bool:
 
 
 def _add(sums: Sums, launch: Launch) -> None:
-    """Adds a launch.
-
-    Raises:
-        NoNumber: it has no time, or a counter holds no number.
-    """
+    """Adds a launch. Raises NoNumber: it has no time, or a counter holds no number."""
     if not launch.name:
         raise NoNumber("has no kernel name")
     time = launch.values.get(_TIME, "")
@@ -210,10 +206,7 @@ def _operation_counters(metrics: tuple[str, ...]) -> list[tuple[str, int]]:
 
 def _count(launch: Launch, *metrics: str) -> float | None:
     """The first of these counters that was collected, in bytes or instructions; None without any.
-
-    Raises:
-        NoNumber: it is no number, negative, or in an unknown unit.
-    """
+    Raises NoNumber: it is no number, negative, or in an unknown unit."""
     for metric in metrics:
         if (text := launch.values.get(metric, "")) not in _MISSING:
             unit = launch.units[metric]

@@ -293,11 +293,7 @@ def _add_phases(table: KernelTable, report: _Report) -> None:
 
 
 def _name(text: str) -> str:
-    """In printable form.
-
-    Raises:
-        NoNumber: it is empty.
-    """
+    """In printable form. Raises NoNumber: it is empty."""
     if not text:
         raise NoNumber("has no name")
     return printable(text)

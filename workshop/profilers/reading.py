@@ -96,10 +96,7 @@ class NoNumber(ValueError):
 
 def number(text: str | float | None) -> float:
     """A finite number: from JSON, or from a tool's CSV, which may group thousands with commas.
-
-    Raises:
-        NoNumber: it is none.
-    """
+    Raises NoNumber: it is none."""
     try:
         value = float(text.replace(",", "") if isinstance(text, str) else text)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -110,11 +107,8 @@ def number(text: str | float | None) -> float:
 
 
 def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
-    """A duration from its value in a unit of `unit_ns`.
-
-    Raises:
-        NoNumber: it is none, negative, or longer than any profile.
-    """
+    """A duration from its value in a unit of `unit_ns`. Raises NoNumber: it is none, negative, or
+    longer than any profile."""
     value = number(text) * unit_ns
     if not 0 <= value <= MOST_NS:
         raise NoNumber(f"{text!r:.40} is no duration")
@@ -122,11 +116,8 @@ def nanoseconds(text: str | float | None, unit_ns: float = 1.0) -> float:
 
 
 def amount(text: str | float | None, unit: float = 1.0) -> float:
-    """Bytes, operations or a hardware counter, from its value in a unit of `unit` of them.
-
-    Raises:
-        NoNumber: it is none, negative, or more than any program has.
-    """
+    """Bytes, operations or a hardware counter, from its value in a unit of `unit` of them. Raises
+    NoNumber: it is none, negative, or more than any program has."""
     value = number(text) * unit
     if not 0 <= value <= MOST_COUNTED:
         raise NoNumber(f"{text!r:.40} is no count")
@@ -134,11 +125,7 @@ def amount(text: str | float | None, unit: float = 1.0) -> float:
 
 
 def count(text: str | float | None) -> int:
-    """A number of calls, at least 1.
-
-    Raises:
-        NoNumber: it is none.
-    """
+    """A number of calls, at least 1. Raises NoNumber: it is none."""
     value = number(text)
     if not 1 <= value <= MOST_NS or value != int(value):
         raise NoNumber(f"{text!r:.40} is no number of calls")

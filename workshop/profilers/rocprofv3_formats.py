@@ -74,11 +74,8 @@ _LATEST_NS = 1e19
 
 def interval(start: Any, end: Any) -> tuple[int, int]:
     """(start, nanoseconds) from two readings of a clock in nanoseconds. They are whole numbers,
-    because a clock's can be longer than a float's 53 bits.
-
-    Raises:
-        NoNumber: they are none, or none of a clock that runs forwards.
-    """
+    because a clock's can be longer than a float's 53 bits. Raises NoNumber: they are none, or none
+    of a clock that runs forwards."""
     try:
         first, last = int(start), int(end)
     except (TypeError, ValueError, OverflowError):
