@@ -13,8 +13,8 @@ from workshop.profilers.names import printable
 from workshop.profilers.reading import NoNumber, number
 from workshop.profilers.table import Kernel
 
-MOST = 2.0**64
-"""No counter of the hardware's counts further, and no size in bytes is larger."""
+_MOST = 2.0**64
+"""No counter of the hardware's counts further."""
 _LANES = 64
 """Work-items of a wave: a vector instruction counts once for all of them."""
 _MFMA_UNIT = 512
@@ -97,7 +97,7 @@ class Counters:
         """Adds a counter's value for one dispatch, or for one channel in it. Raises NoNumber: it is
         none that a counter could have."""
         counter, counted = printable(counter), number(value)
-        if not 0 <= counted <= MOST:
+        if not 0 <= counted <= _MOST:
             raise NoNumber(f"{counter} is {value!r:.40}")
         self._collected.add(_CHANNEL.sub("", counter))
         of_kernel = self._sums.setdefault(printable(kernel), {})
@@ -148,17 +148,16 @@ class Counters:
                 f"({_some(sorted(self._collected))})"
             )
         missing = [counter for counter in _FLOPS if counter not in self._collected]
-        if missing and len(missing) < len(_FLOPS) and not self._has_matrix_counters():
-            sentences.append(
-                f"no operations are given: without the counters of the matrix units ({_MATRIX}*) "
-                "they would be far too few"
-            )
-        elif missing and len(missing) < len(_FLOPS):
+        if 0 < len(missing) < len(_FLOPS):
             sentences.append(
                 f"operations are a lower bound: {len(missing)} of their {len(_FLOPS)} counters "
                 f"were not collected ({_some(missing)})"
+                if any(counter.startswith(_MATRIX) for counter in self._collected)
+                else "no operations are given: without the counters of the matrix units "
+                f"({_MATRIX}*) they would be far too few"
             )
-        if self._lengths_unknown and self._is_mi350(device):
+        is_mi350 = _MI350.search(device or "") or any(map(_OF_MI350.fullmatch, self._collected))
+        if self._lengths_unknown and is_mi350:
             sentences.append(
                 "bytes are a lower bound, a quarter low for a copy: on the MI350 series these "
                 "counters may take reads of 128 bytes for 64; collect TCC_EA0_RDREQ_{32B,64B,128B}"
@@ -169,13 +168,6 @@ class Counters:
                 "truncated, and mean several kernels each"
             )
         return sentences
-
-    def _is_mi350(self, device: str | None) -> bool:
-        named = _MI350.search(device or "") is not None
-        return named or any(map(_OF_MI350.fullmatch, self._collected))
-
-    def _has_matrix_counters(self) -> bool:
-        return any(counter.startswith(_MATRIX) for counter in self._collected)
 
 
 def _some(names: list[str]) -> str:
@@ -199,11 +191,10 @@ def _means(sums: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
 def _flops(means: Mapping[str, float]) -> float | None:
     """Operations of a dispatch; None without any counter of the matrix units: what the vector
     units do is next to nothing in a product."""
-    factors = _FLOPS | _FLOPS_OF_NEWER_CHIPS
-    collected = [counter for counter in factors if counter in means]
-    if not any(counter.startswith(_MATRIX) for counter in collected):
+    factors = {c: n for c, n in (_FLOPS | _FLOPS_OF_NEWER_CHIPS).items() if c in means}
+    if not any(counter.startswith(_MATRIX) for counter in factors):
         return None
-    return sum(factors[counter] * means[counter] for counter in collected)
+    return sum(factor * means[counter] for counter, factor in factors.items())
 
 
 def _bytes(means: Mapping[str, float]) -> float | None:

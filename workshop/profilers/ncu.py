@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, amount, lines, nanoseconds
+from workshop.profilers.reading import (
+    BEFORE_HEADER,
+    CsvTable,
+    NoNumber,
+    Problems,
+    amount,
+    lines,
+    nanoseconds,
+)
 from workshop.profilers.table import KernelTable, Sums
 
 _ID, _NAME = "ID", "Kernel Name"
@@ -48,8 +56,6 @@ _COUNTS = {
     prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("", "byte", "inst")
 }
 _MISSING = frozenset(("", "n/a", "N/A", "nan"))
-_BEFORE_HEADER = 1 << 22
-"""Characters within which the header is looked for: a program under ncu prints before it."""
 
 
 class Launch(NamedTuple):
@@ -68,14 +74,8 @@ def recognises(path: Path) -> bool:
     Raises:
         WorkshopError: it can't be read.
     """
-    seen = 0
-    for line in lines(path):
-        if line.startswith(f'"{_ID}"') and f'"{_NAME}"' in line:
-            return True
-        seen += len(line)
-        if seen > _BEFORE_HEADER:
-            return False
-    return False
+    before = lines(path, BEFORE_HEADER)
+    return any(line.startswith(f'"{_ID}"') and f'"{_NAME}"' in line for line in before)
 
 
 def read(path: Path) -> KernelTable:

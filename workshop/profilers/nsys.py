@@ -19,7 +19,15 @@ from pathlib import Path
 
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
-from workshop.profilers.reading import CsvTable, NoNumber, Problems, count, lines, nanoseconds
+from workshop.profilers.reading import (
+    BEFORE_HEADER,
+    CsvTable,
+    NoNumber,
+    Problems,
+    count,
+    lines,
+    nanoseconds,
+)
 from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Sums
 
 _KERNELS, _COPIES, _TRACE = "cuda_gpu_kern_sum", "cuda_gpu_mem_time_sum", "cuda_gpu_trace"
@@ -49,17 +57,11 @@ _FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
 _OUTPUT_OF_NSYS = ("Generating ", "Processing [", "NOTICE: ")
 _NEXT_TABLE = re.compile(r"Processing \[|\s*\*\* |Time \(%\)|Start \(")
-_BEFORE_HEADER = 1 << 22
-"""Characters within which the header is looked for: what nsys prints may precede it."""
 
 
 def recognises_header(columns: Iterable[str]) -> bool:
-    """Whether these are the columns of a report on the GPU's kernels and copies, or the beginning
-    of what nsys prints before one.
-
-    Args:
-        columns: of the first line of a CSV file.
-    """
+    """Whether a CSV file's first line with these columns is a header of a report on the GPU's
+    kernels and copies, or the beginning of what nsys prints before one."""
     columns = list(columns)
     return any(name.startswith(_OUTPUT_OF_NSYS) for name in columns[:1]) or (
         _report_with(columns) in _ON_THE_GPU
@@ -159,16 +161,11 @@ def _split(column: str) -> tuple[str, str]:
 
 def _find_header(path: Path) -> tuple[str, str]:
     """The report whose table comes first in a file, and the name of its first column."""
-    seen = 0
-    for line in lines(path):
+    for line in lines(path, BEFORE_HEADER):
         with suppress(csv.Error):
             columns = next(csv.reader([line]), [])
-            report = _report_with(columns)
-            if report:
+            if report := _report_with(columns):
                 return report, columns[0].strip().lstrip("\ufeff")
-        seen += len(line)
-        if seen > _BEFORE_HEADER:
-            break
     raise WorkshopError(f"{path}: no header of a report of nsys's in it; is it empty or cut off?")
 
 

@@ -20,6 +20,8 @@ MOST_NS = 1e18
 """No time in a profile is longer (30 years): what is comes from a corrupt file."""
 MOST_COUNTED = 1e24
 """No program computes or moves more, in operations or bytes."""
+BEFORE_HEADER = 1 << 22
+"""Characters within which a header is looked for: a tool or its program may print before it."""
 _BLOCK_BYTES, _HEAD = 1 << 20, 1 << 16
 
 csv.field_size_limit(1 << 24)  # a templated kernel name can pass the default of 128 KiB
@@ -145,16 +147,17 @@ def readable(path: Path) -> Iterator[None]:
         raise WorkshopError(f"{path}: can't be read: {error.strerror or error}") from None
 
 
-def lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, gzip or not, unknown bytes replaced; a truncated gzip gives what
-    can be unpacked.
+def lines(path: Path, most: float = math.inf) -> Iterator[str]:
+    """The lines of a text file, gzip or not, unknown bytes replaced, up to the one in which its
+    `most`-th character is; a truncated gzip gives what can be unpacked.
 
     Raises:
         WorkshopError: it can't be read.
     """
     opener: Callable = gzip.open if is_gzip(path) else open
     with readable(path), opener(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
-        while True:
+        seen = 0
+        while seen < most:
             try:
                 line = file.readline(_BLOCK_BYTES)
             except EOFError:  # of a gzip file that ends too early
@@ -162,16 +165,12 @@ def lines(path: Path) -> Iterator[str]:
             if not line:
                 return
             yield line.replace("\0", "\ufffd")
+            seen += len(line)
 
 
 def head(path: Path) -> str:
     """The text with which a file begins, as `lines`: at least 64 KiB, or all there is."""
-    start = ""
-    for line in lines(path):
-        start += line
-        if len(start) >= _HEAD:
-            break
-    return start
+    return "".join(lines(path, _HEAD))
 
 
 def text(path: Path) -> str:
