@@ -106,7 +106,9 @@ def test_a_failure_on_one_of_several_gpus_is_told(measure) -> None:
     done, typed = measure("out", "sweep_seq_len", "waterfall_v4", "kernels", COUNT="2", status=1)
     assert done.returncode == 1 and len(typed) == 4
     assert "sweep_seq_len: failed with status 1: " in done.stdout
-    assert measure("out", "sweep_seq_len", "waterfall_v4", COUNT="2", status=130)[0].returncode == 130
+    assert (
+        measure("out", "sweep_seq_len", "waterfall_v4", COUNT="2", status=130)[0].returncode == 130
+    )
 
 
 def test_what_the_machine_lacks_is_no_failure_and_ctrl_c_ends_it(measure, tmp_path: Path) -> None:

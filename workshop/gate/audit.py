@@ -42,8 +42,8 @@ MOST = 0.1
 but a step that V1 left out does, and its run is then no measure for others."""
 
 SCORES_MULTIPLE = 4
-"""Of V1's own largest error, what the last gradient of q_proj or k_proj may be off; MULTIPLE for all
-else. The gradient of the attention's scores nearly cancels. V1 computes it in fp32, SDPA from
+"""Of V1's own largest error, what the last gradient of q_proj or k_proj may be off; MULTIPLE for
+all else. The gradient of the attention's scores nearly cancels. V1 computes it in fp32, SDPA from
 outputs rounded to bf16: on an H200, after 20 steps at small and medium, V2 and V4 are 2.2 to 3.8
 times as far off as V1 (24 runs), 0.11 at most. A gradient of half the size is off by 0.5."""
 
