@@ -1,13 +1,11 @@
-"""FLOP counters side by side: every difference is explained to the operation, or said not to be."""
+"""FLOP counters side by side: every difference is explained to the operation, or marked as not
+explained."""
 
-import dataclasses
 import importlib.util
 import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,18 +28,6 @@ WHOLE_SQUARE = "all of attention's (T, T) square, of which a causal model needs 
 needs_interpreter = pytest.mark.skipif("v3" not in ON_CPU, reason="Triton's interpreter is off")
 
 
-def load_script() -> ModuleType:
-    path = versions.get_version("v1").path.with_name(NAME)
-    spec = importlib.util.spec_from_file_location("flops_script", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
-
-
 def make_step(key: str, config, precision: str = "fp32") -> flop_counts.CountedStep:
     module = versions.load(key)
     torch.manual_seed(0)
@@ -53,7 +39,7 @@ def make_step(key: str, config, precision: str = "fp32") -> flop_counts.CountedS
 
 def explain(step: flop_counts.CountedStep, config) -> tuple[TorchCount, Work, list[Remark]]:
     """FlopCounterMode's count of a step and the remarks on it, which account for all of it."""
-    counted = flop_counts.count_with_torch(step, SCRIPT.count_with_torch)
+    counted = flop_counts.count_with_torch(step)
     work = Work.of(config, B, T)
     gradients = canonical.count_gradients(step.model)
     remarks = list(flop_counts.explain_torch(work, counted, gradients))
@@ -170,49 +156,33 @@ def test_what_deepspeed_counts_and_misses(odd_config) -> None:
         assert not rest.explained and rest.forward == counted - work.step.forward
 
 
-class FakeFlopsProfiler:
-    """What DeepSpeed's profiler does when, and that its counts are gone once it has ended."""
+def test_deepspeed_is_asked_before_it_forgets(
+    odd_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.calls: list[str] = ["init"]
-        FakeFlopsProfiler.last = self
-        model.register_forward_hook(lambda *_: self.calls.append("forward"))
+    class FlopsProfiler:
+        """Its counts are gone once it has ended."""
 
-    def start_profile(self) -> None:
-        self.calls.append("start")
+        def __init__(self, model: torch.nn.Module) -> None:
+            model.register_forward_hook(lambda *_: calls.append("forward"))
+            self.get_total_flops = lambda: 0 if "end" in calls else 100
+            self.get_total_macs = lambda: 40
+            self.start_profile = lambda: calls.append("start")
+            self.end_profile = lambda: calls.append("end")
 
-    def print_model_profile(self, output_file: str) -> None:
-        with Path(output_file).open("w") as sys.stdout:
-            print("the report")
+        def print_model_profile(self, output_file: str) -> None:
+            with Path(output_file).open("w") as sys.stdout:
+                print("the report")
 
-    def get_total_flops(self) -> int:
-        assert "end" not in self.calls
-        return 100
-
-    def get_total_macs(self) -> int:
-        return 40
-
-    def end_profile(self) -> None:
-        self.calls.append("end")
-
-
-@pytest.fixture
-def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> type[FakeFlopsProfiler]:
     for name in ("deepspeed", "deepspeed.profiling", "deepspeed.profiling.flops_profiler"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
-    module.FlopsProfiler = FakeFlopsProfiler  # type: ignore[attr-defined]
-    return FakeFlopsProfiler
-
-
-def test_deepspeed_is_asked_before_it_forgets(
-    fake_deepspeed: type[FakeFlopsProfiler], odd_config, tmp_path: Path
-) -> None:
+    module.FlopsProfiler = FlopsProfiler  # type: ignore[attr-defined]
     step, report, stdout = make_step("v1", odd_config), tmp_path / "profile.txt", sys.stdout
-    count = SCRIPT.count_with_deepspeed
-    assert flop_counts.count_with_deepspeed(step, count, report) == (DeepSpeedCount(100, 40), "")
-    assert fake_deepspeed.last.calls == ["init", "start", "forward", "end"]
+    assert flop_counts.count_with_deepspeed(step, report) == (DeepSpeedCount(100, 40), "")
+    assert calls == ["start", "forward", "end"]
     assert report.read_text() == "the report\n"
     assert sys.stdout is stdout
 
@@ -226,9 +196,9 @@ def test_the_true_deepspeed_is_explained_to_the_operation(
     pytest.importorskip("deepspeed")
     step, report = make_step(key, odd_config, "bf16"), tmp_path / "profile.txt"
     matmul = torch.Tensor.__matmul__
-    counted, lack = flop_counts.count_with_deepspeed(step, SCRIPT.count_with_deepspeed, report)
-    assert counted is not None and not lack
-    operators = flop_counts.count_with_torch(step, SCRIPT.count_with_torch)
+    counted, error = flop_counts.count_with_deepspeed(step, report)
+    assert counted is not None and not error
+    operators = flop_counts.count_with_torch(step)
     work = Work.of(odd_config, B, T)
     remarks = list(flop_counts.explain_deepspeed(work, counted, operators))
     accounted_for(work, (counted.flops, 0), remarks)
@@ -242,54 +212,41 @@ def test_the_true_deepspeed_is_explained_to_the_operation(
 # --- the report -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def counted_run(
-    type_command: TypeCommand, key: str, folder: Path, *flags: str, model: tuple[str, ...] = ()
-) -> Iterator[tuple[str, SimpleNamespace]]:
+def run_script(
+    type_command: TypeCommand, key: str, folder: Path, *words: str
+) -> tuple[str, SimpleNamespace]:
     """What the script prints, in one line, and flops.json."""
-    answer = type_command(
-        *("python", NAME, "--output-dir", folder, *flags, "--", *SMALL, *model),
-        **script(key),
-        **ONE_CORE,
-    )
+    answer = type_command("python", NAME, "--output-dir", folder, *words, **script(key), **ONE_CORE)
     assert answer.returncode == 0, answer.stderr
     assert "Traceback" not in answer.stderr
     report = (folder / "flops.md").read_text()
     assert report in answer.stdout
     assert max(map(len, report.splitlines())) <= 80, "it fits a terminal"
-    yield (
-        " ".join(answer.stdout.split()),
-        SimpleNamespace(**json.loads((folder / "flops.json").read_text())),
-    )
+    record = json.loads((folder / "flops.json").read_text())
+    assert record["differences"] and all(found["explained"] for found in record["differences"])
+    return " ".join(answer.stdout.split()), SimpleNamespace(**record)
 
 
 def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path: Path) -> None:
-    flags = ("--steps", "3")
-    with counted_run(type_command, "v2", tmp_path, *flags) as (printed, record):
-        sizes = flops.Sizes(
-            **{f.name: record.config[f.name] for f in dataclasses.fields(flops.Sizes)}
-        )
-        step = flops.step_flops(sizes, 2, 16)
-        assert record.counts["analytic"] == {"forward": step.forward, "backward": step.backward}
-        assert all(difference["explained"] for difference in record.differences)
-        assert len(record.step_ms) == 3 and record.peak_source == "measured: a large matrix product"
-        median_s = sorted(record.step_ms)[1] / 1e3
-        assert record.mfu == pytest.approx(step.total / median_s / 1e12 / record.peak_tflops)
-        assert f"MFU: {record.mfu:.1%}. {step.total:,.0f} FLOP in " in printed
-        assert re.search(r"FlopCounterMode's count would make it \d+\.\d%", printed)
-        row = rf"\| analytic +\| +{step.forward:,.0f} \| +{step.backward:,.0f} \|"
-        assert re.search(row, printed)
-        if importlib.util.find_spec("deepspeed"):
-            assert "not counted" in printed and (tmp_path / "deepspeed_profile.txt").is_file()
-        else:
-            assert re.search(r"\| DeepSpeed +\| +not installed \|", printed)
-            assert "pip install -r setup/requirements-profiling.txt" in printed
-        mark, command, end = (tmp_path / "command.txt").read_text().splitlines()
-        assert mark == f"# {NAME}"
-        assert command.startswith(
-            f"python {NAME} --output-dir {shlex.quote(str(tmp_path))} --steps 3 -- --device"
-        )
-        assert end == "# exit status 0"
+    printed, record = run_script(type_command, "v2", tmp_path, "--steps", "3", "--", *SMALL)
+    step = flops.step_flops(results.model_sizes(record.config), 2, 16)
+    assert record.counts["analytic"] == {"forward": step.forward, "backward": step.backward}
+    assert len(record.step_ms) == 3 and record.peak_source == "measured: a large matrix product"
+    median_s = sorted(record.step_ms)[1] / 1e3
+    assert record.mfu == pytest.approx(step.total / median_s / 1e12 / record.peak_tflops)
+    assert f"MFU: {record.mfu:.1%}. {step.total:,.0f} FLOP in " in printed
+    assert re.search(r"FlopCounterMode's count would make it \d+\.\d%", printed)
+    row = rf"\| analytic +\| +{step.forward:,.0f} \| +{step.backward:,.0f} \|"
+    assert re.search(row, printed)
+    if importlib.util.find_spec("deepspeed"):
+        assert "not counted" in printed and (tmp_path / "deepspeed_profile.txt").is_file()
+    else:
+        assert re.search(r"\| DeepSpeed +\| +not installed \|", printed)
+        assert "pip install -r setup/requirements-profiling.txt" in printed
+    mark, command, end = (tmp_path / "command.txt").read_text().splitlines()
+    assert (mark, end) == (f"# {NAME}", "# exit status 0")
+    folder = shlex.quote(str(tmp_path))
+    assert command.startswith(f"python {NAME} --output-dir {folder} --steps 3 -- --device")
 
 
 @pytest.mark.slow
@@ -297,36 +254,32 @@ def test_the_script_counts_times_and_writes(type_command: TypeCommand, tmp_path:
 def test_an_interpreted_step_is_counted_on_one_sequence_and_not_timed(
     type_command: TypeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (
-        not torch.cuda.is_available()
-    ):  # V3 turns the interpreter on, if nothing imports Triton first
+    if not torch.cuda.is_available():  # V3 turns it on, if nothing imports Triton first
         monkeypatch.delenv(interpreter.VARIABLE)
-    model = (*WIDE_HEADS, "--batch-size", "5")
-    with counted_run(type_command, "v3", tmp_path, model=model) as (printed, record):
-        assert "MFU: interpreted, not comparable." in printed
-        assert "Counted on 1 sequence, in Triton's interpreter, and multiplied by 5" in printed
-        assert (record.step_ms, record.mfu, record.counted_batch_size) == ([], None, 1)
-        assert record.differences and all(found["explained"] for found in record.differences)
-        head = 2 * 5 * 16 * 64 * 300
-        by_operator = record.counts["FlopCounterMode"]["forward_by_operator"]
-        assert by_operator["tiny_llama.linear_cross_entropy"] == 3 * head
+    words = ("--", *SMALL, *WIDE_HEADS, "--batch-size", "5")
+    printed, record = run_script(type_command, "v3", tmp_path, *words)
+    assert "MFU: interpreted, not comparable." in printed
+    assert "Counted on 1 sequence, in Triton's interpreter, and multiplied by 5" in printed
+    assert (record.step_ms, record.mfu, record.counted_batch_size) == ([], None, 1)
+    by_operator = record.counts["FlopCounterMode"]["forward_by_operator"]
+    assert by_operator["tiny_llama.linear_cross_entropy"] == 3 * 2 * 5 * 16 * 64 * 300
 
 
-def test_what_deepspeed_lacks_decides_the_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("not installed", errors.DONE), ("failed (X: y)", errors.ANSWER_IS_NO)],
+)
+def test_a_failure_of_deepspeed_is_the_status(
+    error: str,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     request = profile_run.make_request(versions.VERSIONS["v1"], SMALL, 1)
-    batch = torch.zeros(2, 2, 16, dtype=torch.long)
-    for lack, status in (("not installed", errors.DONE), ("failed (X: y)", errors.ANSWER_IS_NO)):
-        monkeypatch.setattr(flop_counts, "count_with_deepspeed", lambda *_, why=lack: (None, why))
-        report = flop_counts.count(
-            request, batch, SCRIPT.count_with_torch, SCRIPT.count_with_deepspeed, tmp_path / "x"
-        )
-        assert flop_counts.write(report, tmp_path, "python x") == status
-        assert json.loads((tmp_path / "flops.json").read_text())["counts"]["DeepSpeed"] == {
-            "forward": None,
-            "backward": None,
-            "forward_macs": None,
-            "lack": lack,
-        }
-        assert f"- {lack}" in capsys.readouterr().out
+    monkeypatch.setattr(flop_counts, "count_with_deepspeed", lambda *_: (None, error))
+    report = flop_counts.count(request, torch.zeros(2, 2, 16, dtype=torch.long), tmp_path / "x")
+    assert flop_counts.write(report, tmp_path, "python x") == status
+    counts = json.loads((tmp_path / "flops.json").read_text())["counts"]["DeepSpeed"]
+    assert counts == {"forward": None, "backward": None, "forward_macs": None, "error": error}
+    assert f"- {error}" in capsys.readouterr().out

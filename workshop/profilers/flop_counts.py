@@ -17,11 +17,12 @@ import math
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,42 +34,30 @@ from workshop.run import flops, hardware, interpreter, timing, trainer
 from workshop.run.flops import ModelSizes, StepFlops
 from workshop.run.precision import Precision
 
-if TYPE_CHECKING:
-    # It imports Triton, which V3 has to import first: to choose its interpreter without a GPU.
-    from torch.utils.flop_counter import FlopCounterMode
-
 SCHEMA_VERSION = 1
 TORCH, DEEPSPEED, ANALYTIC = "FlopCounterMode", "DeepSpeed", "analytic"
+NOT_INSTALLED = "not installed"
 INSTALL = "DS_BUILD_OPS=0 python -m pip install -r setup/requirements-profiling.txt"
 _WIDTH = 80
 """Of the report, in characters: it is read in a terminal too."""
-_SDPA = "scaled_dot_product"
 
 Operators = dict[str, int]
 """FLOP by operator, under PyTorch's name for it, such as aten.mm."""
 
 
+@dataclass
 class CountedStep:
     """Forward and backward pass on one batch, int64 (2, B, T), operation by operation."""
 
-    def __init__(self, model: nn.Module, precision: Precision, inputs: Tensor) -> None:
-        self.model, self.precision, self.inputs = model, precision, inputs
+    model: nn.Module
+    precision: Precision
+    inputs: Tensor
 
     def forward(self) -> Tensor:
         self.model.zero_grad(set_to_none=True)
         with self.precision.autocast(self.inputs.device.type):
             loss: Tensor = self.model(*self.inputs)
         return loss
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-
-CountWithTorch = Callable[[CountedStep], tuple[Operators, Operators]]
-"""Runs a step's forward and backward passes under FlopCounterMode: the operators of each."""
-CountWithDeepSpeed = Callable[[CountedStep, Path], tuple[int, int]]
-"""Runs a step's forward pass under DeepSpeed's profiler, which writes its report to the path:
-FLOP, and multiply-accumulate operations."""
 
 
 @dataclass(frozen=True)
@@ -141,20 +130,6 @@ class Remark:
 # --- counting ------------------------------------------------------------------------------------
 
 
-def eager_step(request: Request, tokens: Tensor) -> CountedStep:
-    """The request's model, not compiled and not captured, ready to run on `tokens`, int64
-    (2, B, T)."""
-    model = request.build_on(request.device)
-    request.precision.set_matmul_mode()
-    return CountedStep(model, request.precision, tokens.to(request.device))
-
-
-def by_operator(counter: "FlopCounterMode") -> Operators:
-    """What a counter has counted, all modules together; empty where nothing ran."""
-    total = counter.get_flop_counts().get("Global", {})
-    return {str(operator): amount for operator, amount in total.items()}
-
-
 class _OperatorsSeen(TorchDispatchMode):
     """Counts the calls of operators that have no FLOP formula."""
 
@@ -171,16 +146,16 @@ class _OperatorsSeen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_with_torch(step: CountedStep, count: CountWithTorch) -> TorchCount:
+def count_with_torch(step: CountedStep) -> TorchCount:
     """What FlopCounterMode counts. Where it has no formula for the operator behind
     scaled_dot_product_attention, or refuses it, the step is counted again with the backend that
     is made of plain products."""
     try:
-        counted = _observe(step, count)
+        counted = _run_counted(step)
     except AssertionError:  # of older releases, for fewer key/value heads than query heads
         note = "this PyTorch's FLOP formula for attention refuses grouped heads"
     else:
-        unseen = [operator for operator in counted.without_formula if _SDPA in operator]
+        unseen = [name for name in counted.without_formula if "scaled_dot_product" in name]
         if not unseen:
             return counted
         forward, backward = counted.step_flops
@@ -189,26 +164,54 @@ def count_with_torch(step: CountedStep, count: CountWithTorch) -> TorchCount:
             f"would count {forward:,} forward, {backward:,} backward"
         )
     with sdpa_kernel(SDPBackend.MATH):
-        counted = _observe(step, count)
+        counted = _run_counted(step)
     counted.note = f"{note}. Counted with sdpa_kernel(MATH), whose plain products have formulas"
     return counted
 
 
-def _observe(step: CountedStep, count: CountWithTorch) -> TorchCount:
+def _run_counted(step: CountedStep) -> TorchCount:
+    # Not above: it imports Triton, which V3 has to import first, to choose its interpreter.
+    from torch.utils.flop_counter import FlopCounterMode
+
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with _OperatorsSeen() as seen:
-        forward, backward = count(step)
-    return TorchCount(forward, backward, dict(seen.without_formula))
+        with forward:
+            loss = step.forward()
+        with backward:
+            loss.backward()
+    by_operator = (
+        {
+            str(operator): amount
+            for operator, amount in phase.get_flop_counts().get("Global", {}).items()
+        }
+        for phase in (forward, backward)
+    )
+    return TorchCount(*by_operator, dict(seen.without_formula))
 
 
-def count_with_deepspeed(
-    step: CountedStep, count: CountWithDeepSpeed, report: Path
-) -> tuple[DeepSpeedCount | None, str]:
-    """What DeepSpeed counts; or None, and why: it is not installed, or it failed."""
+def count_with_deepspeed(step: CountedStep, report: Path) -> tuple[DeepSpeedCount | None, str]:
+    """What DeepSpeed counts of a forward pass, in the functions that it patches; or None, and why:
+    it is not installed, or it failed.
+
+    Args:
+        report: where DeepSpeed writes what it counted of each module.
+    """
     if importlib.util.find_spec("deepspeed") is None:
-        return None, "not installed"
+        return None, NOT_INSTALLED
     try:
+        from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+        profiler = FlopsProfiler(step.model)
         with contextlib.redirect_stdout(sys.stdout):  # which its report replaces for a while
-            return DeepSpeedCount(*count(step, report)), ""
+            profiler.start_profile()
+            try:
+                with torch.no_grad():  # in training, V3 computes gradients in this pass already
+                    step.forward()
+                profiler.print_model_profile(output_file=str(report))  # module by module
+                counts = profiler.get_total_flops(), profiler.get_total_macs()
+            finally:
+                profiler.end_profile()  # which forgets the counts
+        return DeepSpeedCount(*counts), ""
     except Exception as error:  # of anything that it patches
         first_line = next(iter(str(error).splitlines()), "")
         return None, f"failed ({type(error).__name__}: {first_line:.100})"
@@ -216,6 +219,7 @@ def count_with_deepspeed(
 
 # --- explaining ----------------------------------------------------------------------------------
 
+_BATCHED = ("aten.bmm", "aten.baddbmm")
 _WHOLE_SQUARE = "all of attention's (T, T) square, of which a causal model needs half"
 
 
@@ -234,42 +238,34 @@ def explain_torch(
     rest_forward = forward - work.step.forward - sum(cause.forward for cause in causes)
     rest_backward = backward - work.step.backward - sum(cause.backward for cause in causes)
     if rest_backward < 0 and gradients.tensors_with_grad < gradients.tensors_total:
-        causes.append(
-            Remark(
-                TORCH,
-                f"the backward pass is cut: {gradients.tensors_with_grad} of "
-                f"{gradients.tensors_total} parameter tensors get a gradient, and "
-                f"{-rest_backward / work.step.backward:.1%} of its products are never computed",
-                backward=rest_backward,
-            )
+        text = (
+            f"the backward pass is cut: {gradients.tensors_with_grad} of "
+            f"{gradients.tensors_total} parameter tensors get a gradient, and "
+            f"{-rest_backward / work.step.backward:.1%} of its products are never computed"
         )
+        causes.append(Remark(TORCH, text, backward=rest_backward))
         rest_backward = 0.0
     yield from causes
-    ours = [name for name in counted.without_formula if not _is_pytorchs(name)]
+    ours = ", ".join(name for name in counted.without_formula if not _is_pytorchs(name))
     if rest_forward or rest_backward:
-        suspects = f"; no formula, so counted as 0: {', '.join(ours)}" if ours else ""
+        suspects = f"; no formula, so counted as 0: {ours}" if ours else ""
         yield _unexplained(TORCH, work, rest_forward, rest_backward, suspects)
     elif ours:
-        yield Remark(
-            TORCH,
-            f"no formula, so counted as 0: {', '.join(ours)}. They multiply no matrices: all "
-            "products are accounted for without them",
-        )
+        text = "They multiply no matrices: all products are accounted for without them"
+        yield Remark(TORCH, f"no formula, so counted as 0: {ours}. {text}")
 
 
 def _attention(work: Work, counted: TorchCount) -> Iterator[Remark]:
+    # The models' products of two activations are batched, those with weights are not.
     forward, backward = (
-        sum(amount for operator, amount in phase.items() if _is_attention(operator))
+        sum(n for name, n in phase.items() if "attention" in name or name in _BATCHED)
         for phase in (counted.forward, counted.backward)
     )
     unseen = [name for name in counted.without_formula if "attention" in name]
     if not forward and unseen:
-        yield Remark(
-            TORCH,
-            f"no formula for {', '.join(unseen)}: missed",
-            forward=-work.attention,
-            backward=backward - 2 * work.attention,
-        )
+        missed = backward - 2 * work.attention
+        text = f"no formula for {', '.join(unseen)}: missed"
+        yield Remark(TORCH, text, forward=-work.attention, backward=missed)
         return
     # To the forward pass's two products. The gradients need four of them.
     products = {2.5: "five", 3.5: "seven"}.get(backward / forward if forward else 0.0)
@@ -278,25 +274,21 @@ def _attention(work: Work, counted: TorchCount) -> Iterator[Remark]:
         half = (backward - recomputed) / 2
         yield Remark(TORCH, _WHOLE_SQUARE, forward=work.attention, backward=half)
     if recomputed:
-        yield Remark(
-            TORCH,
+        text = (
             "flash attention stores no scores: its backward pass computes them again, "
-            f"{products} products where the gradients need four",
-            backward=recomputed,
+            f"{products} products where the gradients need four"
         )
+        yield Remark(TORCH, text, backward=recomputed)
 
 
 def _fused_head(work: Work, counted: TorchCount) -> Iterator[Remark]:
-    fused = [name for name, amount in counted.forward.items() if amount == 3 * work.head]
-    for operator in fused:
-        if not _is_pytorchs(operator):
-            yield Remark(
-                TORCH,
-                f"the forward pass of {operator} already computes the head's two gradients: moved "
-                "from one column to the other, the total stays",
-                forward=2 * work.head,
-                backward=-2 * work.head,
+    for name, amount in counted.forward.items():
+        if amount == 3 * work.head and not _is_pytorchs(name):
+            text = (
+                f"the forward pass of {name} already computes the head's two gradients: moved "
+                "from one column to the other, the total stays"
             )
+            yield Remark(TORCH, text, forward=2 * work.head, backward=-2 * work.head)
 
 
 def explain_deepspeed(
@@ -316,25 +308,22 @@ def explain_deepspeed(
         yield Remark(DEEPSPEED, _WHOLE_SQUARE, forward=work.attention)
     elif attention == 0 and unseen:
         attention += work.attention
-        yield Remark(
-            DEEPSPEED,
+        text = (
             f"missed: {', '.join(unseen)}. DeepSpeed patches PyTorch's Python functions and sees "
-            "no other kernel",
-            forward=-work.attention,
+            "no other kernel"
         )
+        yield Remark(DEEPSPEED, text, forward=-work.attention)
     if elementwise:
-        yield Remark(
-            DEEPSPEED,
+        text = (
             "element-wise work in functions that it patches, such as F.silu (FLOP without "
-            "multiply-accumulates); operators such as * and + go uncounted",
-            forward=elementwise,
+            "multiply-accumulates); operators such as * and + go uncounted"
         )
-    yield Remark(
-        DEEPSPEED,
+        yield Remark(DEEPSPEED, text, forward=elementwise)
+    text = (
         "it counts no backward pass; three times its figure is a step only if the backward pass "
-        "is whole",
-        backward=-work.step.backward,
+        "is whole"
     )
+    yield Remark(DEEPSPEED, text, backward=-work.step.backward)
     if attention != work.attention:
         yield _unexplained(DEEPSPEED, work, attention - work.attention, 0.0)
 
@@ -343,22 +332,12 @@ def _unexplained(
     counter: str, work: Work, forward: float, backward: float, suspects: str = ""
 ) -> Remark:
     share = (abs(forward) + abs(backward)) / work.step.total
-    return Remark(
-        counter,
-        f"not explained ({share:.2%} of the analytic count){suspects}",
-        forward,
-        backward,
-        explained=False,
-    )
+    text = f"not explained ({share:.2%} of the analytic count){suspects}"
+    return Remark(counter, text, forward, backward, explained=False)
 
 
 def _is_pytorchs(operator: str) -> bool:
     return operator.split(".")[0] in ("aten", "prim", "prims", "profiler")
-
-
-def _is_attention(operator: str) -> bool:
-    """The models' products of two activations are batched, those with weights are not."""
-    return "attention" in operator or operator in ("aten.bmm", "aten.baddbmm")
 
 
 # --- timing --------------------------------------------------------------------------------------
@@ -425,8 +404,8 @@ class Report:
     work: Work
     torch: TorchCount
     deepspeed: DeepSpeedCount | None
-    deepspeed_lack: str
-    """Why there is no count of DeepSpeed."""
+    deepspeed_error: str
+    """Why there is no count of DeepSpeed: NOT_INSTALLED, or how it failed."""
     gradients: results.Gradients
     counted_batch: int
     """Sequences of the counted step, whose counts were scaled to the request's batch."""
@@ -440,14 +419,8 @@ class Report:
             self.remarks += explain_deepspeed(self.work, self.deepspeed, self.torch)
 
 
-def count(
-    request: Request,
-    batch: Tensor,
-    with_torch: CountWithTorch,
-    with_deepspeed: CountWithDeepSpeed,
-    deepspeed_report: Path,
-) -> Report:
-    """Counts one step of the request.
+def count(request: Request, batch: Tensor, deepspeed_report: Path) -> Report:
+    """Counts one step of the request's model, neither compiled nor captured.
 
     An interpreted step runs on one sequence: every count is proportional to the batch size, as
     it is not to the sequence length, and each sequence takes the interpreter seconds.
@@ -459,24 +432,19 @@ def count(
     if request.interpreted:
         batch = batch[:, :1]
     print(f"counting one step of {batch.shape[1]} x {batch.shape[2]} tokens ...", flush=True)
+    model = request.build_on(request.device)
+    request.precision.set_matmul_mode()
+    step = CountedStep(model, request.precision, batch.to(request.device))
+    counted = count_with_torch(step)
+    gradients = canonical.count_gradients(model)
+    deepspeed, error = count_with_deepspeed(step, deepspeed_report)
     scale = request.batch_size // batch.shape[1]
-    step = eager_step(request, batch)
-    counted = count_with_torch(step, with_torch)
     for phase in (counted.forward, counted.backward):
         phase.update({operator: scale * amount for operator, amount in phase.items()})
-    gradients = canonical.count_gradients(step.model)
-    deepspeed, lack = count_with_deepspeed(step, with_deepspeed, deepspeed_report)
     if deepspeed:
         deepspeed = DeepSpeedCount(scale * deepspeed.flops, scale * deepspeed.macs)
-    return Report(
-        request,
-        Work.of(request.config, request.batch_size, request.seq_len),
-        counted,
-        deepspeed,
-        lack,
-        gradients,
-        counted_batch=batch.shape[1],
-    )
+    work = Work.of(request.config, request.batch_size, request.seq_len)
+    return Report(request, work, counted, deepspeed, error, gradients, batch.shape[1])
 
 
 def write(report: Report, folder: Path, command: str) -> int:
@@ -486,13 +454,16 @@ def write(report: Report, folder: Path, command: str) -> int:
     text = _markdown(report)
     results.write_text(folder / "flops.md", text)
     print(f"\n{text}\nOutputs: {folder}")
-    return errors.ANSWER_IS_NO if report.deepspeed_lack.startswith("failed") else errors.DONE
+    failed = report.deepspeed_error not in ("", NOT_INSTALLED)
+    return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
 def _record(report: Report, command: str) -> dict[str, Any]:
     request, analytic = report.request, report.work.step
     forward, backward = report.torch.step_flops
     deepspeed, used = report.deepspeed, report.utilisation
+    software = results.describe_software()
+    found = importlib.metadata.distributions(name="deepspeed")
     return {
         "schema_version": SCHEMA_VERSION,
         "version": request.version.key,
@@ -505,7 +476,7 @@ def _record(report: Report, command: str) -> dict[str, Any]:
         | request.switches,
         "interpreted": request.interpreted,
         "device": hardware.describe(request.device),
-        "software": results.describe_software() | {"deepspeed": _deepspeed_version()},
+        "software": software | {"deepspeed": next((d.version for d in found), None)},
         "git_commit": results.git_commit(),
         "created": results.now(),
         "command": command,
@@ -523,7 +494,7 @@ def _record(report: Report, command: str) -> dict[str, Any]:
                 "forward": deepspeed.flops if deepspeed else None,
                 "backward": None,
                 "forward_macs": deepspeed.macs if deepspeed else None,
-                "lack": report.deepspeed_lack or None,
+                "error": report.deepspeed_error or None,
             },
         },
         "differences": [dataclasses.asdict(remark) for remark in report.remarks],
@@ -536,18 +507,12 @@ def _record(report: Report, command: str) -> dict[str, Any]:
     }
 
 
-def _deepspeed_version() -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("deepspeed")
-    return None
-
-
 def _markdown(report: Report) -> str:
-    request = report.request
-    sequences = "sequence" if request.batch_size == 1 else "sequences"
+    request, error = report.request, report.deepspeed_error
     what = (
-        f"{request.batch_size} {sequences} of {request.seq_len} tokens, "
-        f"{request.precision.name}, {hardware.device_name(request.device)}."
+        f"{request.batch_size} sequence{'s' if request.batch_size > 1 else ''} of "
+        f"{request.seq_len} tokens, {request.precision.name}, "
+        f"{hardware.device_name(request.device)}."
     )
     if report.counted_batch != request.batch_size:
         what += (
@@ -560,24 +525,19 @@ def _markdown(report: Report) -> str:
         _wrapped(what),
         "",
         *_table(report),
-        "",
     ]
     for counter in (TORCH, DEEPSPEED):
-        sentences = [str(remark) for remark in report.remarks if remark.counter == counter]
-        lines += [f"{counter} against the analytic count:", ""]
-        if counter == TORCH or report.deepspeed:
-            lines += [_wrapped(f"- {text}") for text in sentences or ["the same, to the operation"]]
-        else:
-            lines += _how_to_get_deepspeed(report.deepspeed_lack)
-        lines.append("")
-    return "\n".join([*lines, _wrapped(_utilisation_line(report)), ""])
-
-
-def _how_to_get_deepspeed(lack: str) -> list[str]:
-    if lack != "not installed":
-        return [_wrapped(f"- {lack}")]
-    why = f"- {lack}; the first lines of this file say how to keep pip from exchanging PyTorch:"
-    return [_wrapped(why), f"  `{INSTALL}`"]
+        remarks = [str(remark) for remark in report.remarks if remark.counter == counter]
+        if counter == DEEPSPEED and error == NOT_INSTALLED:
+            remarks = [f"{error}; the first lines of this file say how to keep pip from exchanging "
+                       "PyTorch:"]  # fmt: skip
+        elif counter == DEEPSPEED and error:
+            remarks = [error]
+        lines += ["", f"{counter} against the analytic count:", ""]
+        lines += [_wrapped(f"- {text}") for text in remarks or ["the same, to the operation"]]
+    if error == NOT_INSTALLED:
+        lines.append(f"  `{INSTALL}`")
+    return "\n".join([*lines, "", _wrapped(_utilisation_line(report)), ""])
 
 
 def _wrapped(text: str) -> str:
@@ -598,18 +558,14 @@ def _table(report: Report) -> Iterator[str]:
         ratio = f"{report.deepspeed.flops / analytic.forward:.4f} (forward)"
         deepspeed = (f"{report.deepspeed.flops:,}", "not counted", ratio)
     else:
-        deepspeed = (report.deepspeed_lack.split(" (")[0], "-", "-")
+        deepspeed = (report.deepspeed_error.split(" (")[0], "-", "-")
     ratio = f"{(forward + backward) / analytic.total:.4f}"
-    rows = [
-        ("counter", "forward", "backward", "of analytic"),
-        (DEEPSPEED, *deepspeed),
-        (TORCH, f"{forward:,}", f"{backward:,}", ratio),
-        (ANALYTIC, f"{analytic.forward:,.0f}", f"{analytic.backward:,.0f}", "1.0000"),
-    ]
-    for number, row in enumerate(rows):
-        yield "| {:<15} | {:>18} | {:>18} | {:>16} |".format(*row)
-        if number == 0:
-            yield f"|{'-' * 17}|{'-' * 19}:|{'-' * 19}:|{'-' * 17}:|"
+    row = "| {:<15} | {:>18} | {:>18} | {:>16} |".format
+    yield row("counter", "forward", "backward", "of analytic")
+    yield f"|{'-' * 17}|{'-' * 19}:|{'-' * 19}:|{'-' * 17}:|"
+    yield row(DEEPSPEED, *deepspeed)
+    yield row(TORCH, f"{forward:,}", f"{backward:,}", ratio)
+    yield row(ANALYTIC, f"{analytic.forward:,.0f}", f"{analytic.backward:,.0f}", "1.0000")
 
 
 def _utilisation_line(report: Report) -> str:

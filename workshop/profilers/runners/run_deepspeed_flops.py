@@ -8,7 +8,6 @@ share of the chip's peak the step reaches (MFU). Works on a CPU too, and without
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # PyTorch is not everywhere
@@ -17,59 +16,23 @@ if __name__ == "__main__":  # PyTorch is not everywhere
 
     import_torch()
 
-import torch
-
 from workshop import errors
 from workshop.profilers import flop_counts, profile_run
-from workshop.profilers.flop_counts import CountedStep, Operators
-from workshop.request import Data, Request, print_configuration
-
-
-def count_with_torch(step: CountedStep) -> tuple[Operators, Operators]:
-    """FLOP of the operators that PyTorch dispatches, forward and backward, by formulas for each."""
-    # Not above: it imports Triton, which V3's kernels must have done first.
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as forward:
-        loss = step.forward()
-    with FlopCounterMode(display=False) as backward:
-        step.backward(loss)
-    return flop_counts.by_operator(forward), flop_counts.by_operator(backward)
-
-
-def count_with_deepspeed(step: CountedStep, report: Path) -> tuple[int, int]:
-    """FLOP and multiply-accumulates of a forward pass, in the functions that DeepSpeed patches."""
-    from deepspeed.profiling.flops_profiler import FlopsProfiler
-
-    profiler = FlopsProfiler(step.model)
-    profiler.start_profile()
-    try:
-        with torch.no_grad():  # in training, V3 computes gradients in this pass already
-            step.forward()
-        profiler.print_model_profile(output_file=str(report))  # module by module
-        return profiler.get_total_flops(), profiler.get_total_macs()
-    finally:
-        profiler.end_profile()  # which forgets the counts
+from workshop.request import Data, print_configuration
 
 
 def main(arguments: argparse.Namespace) -> int:
     request = profile_run.make_request(arguments.version, arguments.model_flags, arguments.steps)
-    return profile_run.run(request, arguments, partial(count, request, arguments))
 
+    def count(data: Data) -> int:
+        folder, (batches, data_record) = arguments.output_dir, data
+        print_configuration(request, data_record)
+        report = flop_counts.count(request, batches[0], folder / "deepspeed_profile.txt")
+        if not request.interpreted:
+            report.utilisation = flop_counts.measure_utilisation(request, batches)
+        return flop_counts.write(report, folder, arguments.command)
 
-def count(request: Request, arguments: argparse.Namespace, data: Data) -> int:
-    folder, (batches, data_record) = arguments.output_dir, data
-    print_configuration(request, data_record)
-    report = flop_counts.count(
-        request,
-        batches[0],
-        count_with_torch,
-        count_with_deepspeed,
-        folder / "deepspeed_profile.txt",
-    )
-    if not request.interpreted:
-        report.utilisation = flop_counts.measure_utilisation(request, batches)
-    return flop_counts.write(report, folder, arguments.command)
+    return profile_run.run(request, arguments, count)
 
 
 if __name__ == "__main__":
