@@ -1,8 +1,8 @@
-"""What bounds a run, said of its kernel table in plain sentences: each quotes the figures that it
-rests on, and comes with the version of the workshop that treats it.
+"""What bounds a run, by its kernel table, in plain sentences: each quotes its figures and names
+the version of the workshop that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
-table does not have them (no timeline, no marker ranges, no counters) nothing is said.
+table does not have them (no timeline, no marker ranges, no counters) there is none.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ PROFILER_SLOWDOWN = 2
 without the profiler it may be twice as fast, and the GPU's idle time that much shorter."""
 SOMEWHAT_IDLE = 0.25
 """Of the timeline: less than this can be the profiler's doing alone."""
-LEAST_PRODUCTS = 0.2
-LEAST_ELEMENTWISE = 0.15
-LEAST_DEVICE_COPIES = 0.1
-"""Of the kernels' time: at these shares, halving what they are of gives a step a few percent."""
-LEAST_HOST_COPIES = 0.05
-LEAST_COMMUNICATION = 0.05
-LEAST_UNFUSED = 0.03
-LEAST_SOFTMAX = 0.03
-"""Of the kernels' time: lower, since what treats these removes most of it."""
-LEAST_UNRECOGNISED = 0.2
-"""Of the kernels' time: with more that is not understood, the other shares say little."""
+LEAST_SHARES = {
+    "products": 0.2,
+    "elementwise": 0.15,
+    "device-copies": 0.1,
+    "copy": 0.05,
+    "communication": 0.05,
+    "optimizer": 0.03,
+    "materialised-attention": 0.03,
+    "unrecognised": 0.2,
+}
+"""Of the kernels' time, by finding. At the first three, halving what they are of gives a step a few
+percent. The next are lower, since what treats these removes most of it. With more kernels than the
+last that are not understood, the other shares say little."""
 LEAST_FLOPS = 0.75
 """Of a step's products. The forward pass alone makes a third of them; without the gradient of
 either the inputs or the weights two thirds remain."""
@@ -189,8 +191,8 @@ def _short_backward(figures: Figures) -> Iterator[Advice]:
             "backward-unplaced",
             f"The kernels in the backward range take {figures.time(backward)}, {ratio}, but "
             f"{figures.time(outside)} lie outside of all ranges: a range belongs to the thread "
-            "that opened it, and autograd runs the backward pass on another. Whether it is whole "
-            "can't be seen from the ranges.",
+            "that opened it, and autograd runs the backward pass on another. The ranges can't show "
+            "whether it is whole.",
             "run_pytorch_profiler.py places the backward pass right, in each version's folder.",
             at_stake_ns=outside,
         )
@@ -239,7 +241,7 @@ def _missing_products(figures: Figures) -> Iterator[Advice]:
 
 def _counted_flops(figures: Figures) -> float | None:
     """Operations of all kernels, where counters cover those of the products."""
-    covered_ns = sum(k.total_ns for k in figures.table.kernels if is_product(k) and k.flops)
+    covered_ns = _time(k for k in figures.table.kernels if is_product(k) and k.flops)
     if covered_ns <= 0 or covered_ns < COUNTED * figures.products_ns:
         return None
     return sum(kernel.flops or 0.0 for kernel in figures.table.kernels)
@@ -269,110 +271,87 @@ def _unfit(figures: Figures) -> Advice | None:
 
 
 def _idle(figures: Figures) -> Iterator[Advice]:
-    share, line = figures.idle_share, figures.table.timeline
+    share, line, bound = figures.idle_share, figures.table.timeline, figures.bound
     if share is None or line is None or share < SOMEWHAT_IDLE:
         return
     facts = (
         f"the GPU idles {share:.0%} of the time ({duration(line.idle_ns)} of "
         f"{duration(line.span_ns)}). It runs {figures.times(figures.launches, 'kernels')}, "
         f"{duration(figures.total_ns / figures.launches)} long on average, with "
-        f"{duration(figures.gap_ns)} between them.{_host_launches(figures)}"
+        f"{duration(figures.gap_ns)} between them.{_host_launches(figures)} "
     )
-    if figures.bound == "launch":
-        yield _launch_bound(figures, facts, line.busy_ns / line.span_ns, line.idle_ns)
-    elif figures.bound == "host":
-        yield _host_bound(figures, facts, line.idle_ns)
-    elif figures.bound == "latency":
-        yield _latency_bound(figures, facts, line.idle_ns)
-    else:
-        yield Advice(
-            "idle",
-            f"{_capital(facts)} The profiler slows the host, so a part of this is its own doing.",
-            "Compare the span of a step here with its time without a profiler, which "
-            "analysis_tools/compare_versions.py measures.",
-            at_stake_ns=line.idle_ns,
+    if bound == "launch":
+        still_idle = max(0.0, 1 - PROFILER_SLOWDOWN * line.busy_ns / line.span_ns)
+        facts += (
+            f"The profiler slows the host; were it {PROFILER_SLOWDOWN} times as fast without, the "
+            f"GPU would still idle {still_idle:.0%}."
         )
-
-
-def _launch_bound(figures: Figures, facts: str, busy_share: float, idle_ns: float) -> Advice:
-    still_idle = max(0.0, 1 - PROFILER_SLOWDOWN * busy_share)
-    treatment = [
-        "--cuda-graph captures the step, and one launch replays all of it: it works with every "
-        f"version, and {_where('v4')} does so by default.",
-        *_beyond(figures, v2="{} does the same in fewer kernels."),
-    ]
-    return Advice(
-        "launch" + BOUND,
-        f"launch-bound: {facts} The profiler slows the host; were it {PROFILER_SLOWDOWN} times as "
-        f"fast without, the GPU would still idle {still_idle:.0%}.",
-        " ".join(treatment),
-        at_stake_ns=idle_ns,
-    )
-
-
-def _latency_bound(figures: Figures, facts: str, idle_ns: float) -> Advice:
-    treatment = [
-        "Only fewer kernels, or longer ones, make this less: --batch-size and --config give each "
-        "of them more to do.",
-        *_beyond(
-            figures,
-            v2="{} has fused forms of norm and attention.",
-            v3="{} does more in each kernel of its own.",
-            v4="{} has the compiler join what lies between the products.",
-        ),
-    ]
-    return Advice(
-        "latency" + BOUND,
-        f"latency-bound: {facts} Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a "
-        f"kernel, and these follow each other every {duration(figures.pace_ns)}: the gaps lie "
-        "between kernels that were launched together, as those of a graph are.",
-        " ".join(treatment),
-        at_stake_ns=idle_ns,
-    )
-
-
-def _host_bound(figures: Figures, facts: str, idle_ns: float) -> Advice:
-    why = (
-        "its kernels come out of a graph"
-        if figures.in_graphs
-        else f"gaps of more than {duration(LONGEST_LAUNCH_GAP_NS)} are longer than those"
-    )
-    return Advice(
-        "host" + BOUND,
-        f"host-bound: {facts} The GPU waits for the host, and not for ordinary launches ({why}): "
-        "for data, for Python between the steps, or for start-up, in which code is loaded and "
-        "compiled, if the profile covers it.",
-        "Look at what the host's threads do in the gaps of the timeline, which "
-        "run_pytorch_profiler.py writes in each version's folder; workshop/run/data.py makes all "
-        "batches before the first step.",
-        at_stake_ns=idle_ns,
-    )
+        treatment = [
+            "--cuda-graph captures the step, and one launch replays all of it: it works with every "
+            f"version, and {_where('v4')} does so by default.",
+            *_beyond(figures, v2="{} does the same in fewer kernels."),
+        ]
+    elif bound == "host":
+        why = (
+            "its kernels come out of a graph"
+            if figures.in_graphs
+            else f"gaps of more than {duration(LONGEST_LAUNCH_GAP_NS)} are longer than those"
+        )
+        facts += (
+            f"The GPU waits for the host, and not for ordinary launches ({why}): for data, for "
+            "Python between the steps, or for start-up, in which code is loaded and compiled, if "
+            "the profile covers it."
+        )
+        treatment = [
+            "Look at what the host's threads do in the gaps of the timeline, which "
+            "run_pytorch_profiler.py writes in each version's folder; workshop/run/data.py makes "
+            "all batches before the first step."
+        ]
+    elif bound == "latency":
+        facts += (
+            f"Eager PyTorch takes at least {duration(LAUNCH_NS)} to launch a kernel, and these "
+            f"follow each other every {duration(figures.pace_ns)}: the gaps lie between kernels "
+            "that were launched together, as those of a graph are."
+        )
+        treatment = [
+            "Only fewer kernels, or longer ones, make this less: --batch-size and --config give "
+            "each of them more to do.",
+            *_beyond(figures, v2=_V2_FUSES, v3="{} does more in each kernel of its own.", v4=_V4),
+        ]
+    else:
+        facts += "The profiler slows the host, so a part of this is its own doing."
+        treatment = [
+            "Compare the span of a step here with its time without a profiler, which "
+            "analysis_tools/compare_versions.py measures."
+        ]
+        yield Advice("idle", _capital(facts), treatment[0], at_stake_ns=line.idle_ns)
+        return
+    sentence = f"{bound}{BOUND}: {facts}"
+    yield Advice(bound + BOUND, sentence, " ".join(treatment), at_stake_ns=line.idle_ns)
 
 
 def _host_launches(figures: Figures) -> str:
-    parts = []
-    for call, what in (
-        (figures.launch_calls, "launch calls"),
-        (figures.graph_launches, "graph launches"),
-    ):
-        if call.calls:
-            each = duration(call.total_ns / call.calls)
-            parts.append(f"{figures.times(call.calls, what)}, {each} each")
+    calls = {"launch calls": figures.launch_calls, "graph launches": figures.graph_launches}
+    parts = [
+        f"{figures.times(call.calls, what)}, {duration(call.total_ns / call.calls)} each"
+        for what, call in calls.items()
+        if call.calls
+    ]
     return f" The host makes {' and '.join(parts)}." if parts else ""
 
 
 def _mixed(figures: Figures) -> Iterator[Advice]:
-    if figures.bound is not None:
-        return
-    categories = list(figures.table.category_ns().items())[:3]
-    parts = ", ".join(f"{name} {ns / figures.total_ns:.0%}" for name, ns in categories)
-    yield Advice(
-        MIXED,
-        f"No known kind of {figures.calls} bounds this run alone. The largest parts of their time: "
-        f"{parts}.",
-        "Take the findings one by one, the largest first; README.md lists what each version does.",
-        at_stake_ns=sum(ns for _, ns in categories),
-    )
+    if figures.bound is None:
+        categories = list(figures.table.category_ns().items())[:3]
+        parts = ", ".join(f"{name} {ns / figures.total_ns:.0%}" for name, ns in categories)
+        yield Advice(
+            MIXED,
+            f"No known kind of {figures.calls} bounds this run alone. The largest parts of their "
+            f"time: {parts}.",
+            "Take the findings one by one, the largest first; README.md lists what each version "
+            "does.",
+            at_stake_ns=sum(ns for _, ns in categories),
+        )
 
 
 def _no_timeline(figures: Figures) -> Iterator[Advice]:
@@ -380,7 +359,7 @@ def _no_timeline(figures: Figures) -> Iterator[Advice]:
         return
     sentence = (
         f"This table, of {printable(figures.table.tool)}, has no timeline: how long the GPU idles, "
-        "and whether launching bounds the run, can't be told from sums."
+        "and whether launching bounds the run, can't be seen in sums."
     )
     mean = figures.total_ns / figures.launches
     if mean < LAUNCH_NS and not figures.in_graphs:
@@ -401,39 +380,36 @@ def _no_timeline(figures: Figures) -> Iterator[Advice]:
 
 def _products(figures: Figures) -> Iterator[Advice]:
     kind, ns = figures.products, figures.products_ns
-    if kind != figures.bound and ns < LEAST_PRODUCTS * figures.total_ns:
+    if kind != figures.bound and _is_small(figures, "products", ns):
         return
     both = ((name, figures.groups_ns[name]) for name in ("GEMM", "attention"))
     parts = ", ".join(f"{name} {figures.time(part)}" for name, part in both if part)
-    sentences = [
-        f"matrix products take {figures.of_all(ns)} ({parts}).",
-        *_product_rate(figures),
-    ]
-    yield _of_group(figures, kind, " ".join(sentences), _product_treatment(figures), ns)
+    sentence = f"matrix products take {figures.of_all(ns)} ({parts}).{_product_rate(figures)}"
+    yield _of_group(figures, kind, sentence, _product_treatment(figures), ns)
 
 
-def _product_rate(figures: Figures) -> list[str]:
+def _product_rate(figures: Figures) -> str:
     """What they reach: by counters, else by the operations that the model's sizes ask for."""
     counted = [k for k in figures.table.kernels if is_product(k) and k.flops]
-    ns = sum(kernel.total_ns for kernel in counted)
+    ns = _time(counted)
     if counted and ns >= COUNTED * figures.products_ns > 0:
         operations = sum(kernel.flops or 0.0 for kernel in counted)
-        facts = f"The profiler counted {digits(operations / 1e12)} TFLOP in {duration(ns)} of it"
+        facts = f" The profiler counted {digits(operations / 1e12)} TFLOP in {duration(ns)} of it"
     elif figures.needed_flops and figures.steps and figures.products_ns:
         operations, ns = figures.needed_flops, figures.products_ns
         each = digits(operations / figures.steps / 1e12)
-        facts = f"A step needs {each} TFLOP, causal attention counted by half"
+        facts = f" A step needs {each} TFLOP, causal attention counted by half"
     else:
-        return []
+        return ""
     rate, peak = operations / ns / 1e3, figures.peak_tflops
     if peak is None or figures.run is None:
-        return [f"{facts}: {digits(rate)} TFLOP/s."]
+        return f"{facts}: {digits(rate)} TFLOP/s."
     if rate > peak:  # of another precision's units, or not all in kernels with a product's name
-        return []
-    return [
+        return ""
+    return (
         f"{facts}: {digits(rate)} TFLOP/s, {rate / peak:.0%} of the {digits(peak)} that the data "
         f"sheet gives for {figures.run.precision}."
-    ]
+    )
 
 
 def _product_treatment(figures: Figures) -> str:
@@ -448,85 +424,73 @@ def _product_treatment(figures: Figures) -> str:
             "If they run in fp32, bf16 or tf32 is faster (--precision here); else larger products "
             f"are: a larger batch, and weights stacked as in {_where('v2')}."
         )
-    if run.precision in ("fp32", "tf32"):
-        return _lower_precision(figures, run.precision)
-    advice = [
-        "What is left is the products' own rate, which is higher for larger ones: --batch-size, "
-        "--config (PERFORMANCE_RESULTS.md has the share of peak by size)."
-    ]
-    advice += _beyond(figures, v2="{} makes one product of q, k and v, and one of gate and up.")
-    return " ".join(advice)
-
-
-def _lower_precision(figures: Figures, precision: str) -> str:
-    names = {"fp32": ["fp32", "tf32", "bf16"], "tf32": ["tf32", "bf16"]}[precision]
+    faster = {"fp32": ["tf32", "bf16"], "tf32": ["bf16"]}.get(run.precision)
+    if faster is None:
+        advice = [
+            "What is left is the products' own rate, which is higher for larger ones: "
+            "--batch-size, --config (PERFORMANCE_RESULTS.md has the share of peak by size).",
+            *_beyond(figures, v2="{} makes one product of q, k and v, and one of gate and up."),
+        ]
+        return " ".join(advice)
     rates = figures.peaks.tflops if figures.peaks else {}
-    names = [name for name in names if name in rates or not rates]
-    facts = ", ".join(f"{name} {digits(rates[name])}" for name in names if name in rates)
-    sheet = f" (TFLOP/s on the data sheet: {facts})" if facts else ""
+    faster = [name for name in faster if name in rates or not rates]
+    facts = [f"{name} {digits(rates[name])}" for name in (run.precision, *faster) if name in rates]
+    sheet = f" (TFLOP/s on the data sheet: {', '.join(facts)})" if facts else ""
     return (
-        f"--precision {' or '.join(names[1:])} uses faster units{sheet}; PERFORMANCE_RESULTS.md "
+        f"--precision {' or '.join(faster)} uses faster units{sheet}; PERFORMANCE_RESULTS.md "
         "has every version's times at both."
     )
 
 
 def _elementwise(figures: Figures) -> Iterator[Advice]:
     ns = figures.groups_ns["elementwise"]
-    if figures.bound != "elementwise" and ns < LEAST_ELEMENTWISE * figures.total_ns:
+    if figures.bound != "elementwise" and _is_small(figures, "elementwise", ns):
         return
     kernels = [k for k in figures.table.kernels if group(k) == "elementwise"]
     named = {"elementwise": "elementwise", "norm": "norm", "copy": _copies(figures)}
-    parts = []
-    for category, what in named.items():
-        part = sum(k.total_ns for k in kernels if k.category == category)
-        if part:
-            parts.append(f"{what} {figures.time(part)}")
-    sentences = [
+    by_category = {c: _time(k for k in kernels if k.category == c) for c in named}
+    parts = ", ".join(f"{named[c]} {figures.time(part)}" for c, part in by_category.items() if part)
+    sentence = (
         f"work that moves memory and computes little takes {figures.of_all(ns)} "
-        f"({', '.join(parts)}), in {figures.times(_calls(kernels), figures.calls)}.",
-        *_memory_rate(figures, kernels),
-    ]
-    treatment = _treatment(
-        figures,
-        v2="{} has fused forms of norm and attention.",
-        v3="{} passes over memory once, in kernels of its own.",
-        v4="{} has the compiler join what lies between the products.",
+        f"({parts}), in {figures.times(_calls(kernels), figures.calls)}."
+        f"{_memory_rate(figures, kernels)}"
     )
-    yield _of_group(figures, "elementwise", " ".join(sentences), treatment, ns)
+    v3 = "{} passes over memory once, in kernels of its own."
+    treatment = _treatment(figures, v2=_V2_FUSES, v3=v3, v4=_V4)
+    yield _of_group(figures, "elementwise", sentence, treatment, ns)
 
 
-def _memory_rate(figures: Figures, kernels: list[Kernel]) -> list[str]:
+def _memory_rate(figures: Figures, kernels: list[Kernel]) -> str:
     counted = [kernel for kernel in kernels if kernel.bytes]
-    moved, ns = sum(k.bytes or 0.0 for k in counted), sum(k.total_ns for k in counted)
+    moved, ns = sum(k.bytes or 0.0 for k in counted), _time(counted)
     if not counted or ns <= 0 or ns < COUNTED * figures.groups_ns["elementwise"]:
-        return []
+        return ""
     share, peak = "", figures.peaks.bandwidth_gbs if figures.peaks else 0.0
     if moved / ns <= peak:  # more comes out of a cache, and is no share of the memory's rate
         share = f", {moved / ns / peak:.0%} of the {digits(peak)} of the data sheet"
-    return [
-        f"The profiler counted {digits(moved / 1e9)} GB in {duration(ns)} of it: "
+    return (
+        f" The profiler counted {digits(moved / 1e9)} GB in {duration(ns)} of it: "
         f"{digits(moved / ns)} GB/s{share}."
-    ]
+    )
 
 
 def _device_copies(figures: Figures) -> Iterator[Advice]:
     copies = [
         k for k in figures.table.kernels if k.category == "copy" and group(k) == "elementwise"
     ]
-    ns = sum(kernel.total_ns for kernel in copies)
-    if ns < LEAST_DEVICE_COPIES * figures.total_ns:
+    ns = _time(copies)
+    if _is_small(figures, "device-copies", ns):
         return
-    treatment = _treatment(
-        figures,
-        v3="{} reads and writes the products' precision in its own kernels.",
-        v4="{} has the compiler cast in the kernel before or after.",
-    )
     yield Advice(
         "device-copies",
-        f"{_capital(_copies(figures))} take {figures.of_all(ns)} ({figures.time(ns)}), in "
+        f"{_capital(_copies(figures))} take {_share(figures, ns)}, in "
         f"{figures.times(_calls(copies), figures.calls)}, and compute nothing: casts to another "
         "precision, transposed tensors made contiguous, fills.",
-        treatment,
+        _treatment(
+            figures,
+            v3="{} reads and writes the products' precision in its own kernels.",
+            v4="{} has the compiler cast in the kernel before or after.",
+        ),
         at_stake_ns=ns,
     )
 
@@ -536,69 +500,69 @@ def _copies(figures: Figures) -> str:
 
 
 def _materialised_attention(figures: Figures) -> Iterator[Advice]:
-    ns = sum(k.total_ns for k in figures.table.kernels if _is_softmax(k))
-    if figures.groups_ns["attention"] or ns <= 0 or ns < LEAST_SOFTMAX * figures.total_ns:
+    ns = _time(k for k in figures.table.kernels if _is_softmax(k))
+    small = ns <= 0 or _is_small(figures, "materialised-attention", ns)
+    if figures.groups_ns["attention"] or small:
         return
     size = ""
     if figures.run and figures.sizes:
         batch, length = figures.run.batch_size, figures.run.seq_len
         size = f" ({batch:,} x {figures.sizes.num_heads} x {length:,} x {length:,} numbers a layer)"
-    treatment = _treatment(
-        figures,
-        v2="{} calls F.scaled_dot_product_attention, which keeps them on the chip.",
-        v3="{} does so in a Triton kernel that one can read.",
-    )
     yield Advice(
         "materialised-attention",
-        f"Softmax {figures.calls} take {figures.of_all(ns)} ({figures.time(ns)}), and nothing runs "
+        f"Softmax {figures.calls} take {_share(figures, ns)}, and nothing runs "
         f"that is made for attention: the scores{size} go through memory.",
-        treatment,
+        _treatment(
+            figures,
+            v2="{} calls F.scaled_dot_product_attention, which keeps them on the chip.",
+            v3="{} does so in a Triton kernel that one can read.",
+        ),
         at_stake_ns=ns,
     )
 
 
 def _optimizer(figures: Figures) -> Iterator[Advice]:
     unfused = [k for k in figures.table.kernels if _is_named(k, _UNFUSED)]
-    ns = sum(kernel.total_ns for kernel in unfused)
-    if len(unfused) >= FEWEST_PASSES and ns >= LEAST_UNFUSED * figures.total_ns:
-        sentence = (
-            f"the optimizer's update takes {figures.of_all(ns)} ({figures.time(ns)}), in "
-            f"{figures.times(_calls(unfused), 'kernels')}: a pass over the parameters for each of "
-            "its operations."
+    ns = _time(unfused)
+    if len(unfused) >= FEWEST_PASSES and not _is_small(figures, "optimizer", ns):
+        passes = (
+            f", in {figures.times(_calls(unfused), 'kernels')}: a pass over the parameters for "
+            "each of its operations"
         )
         treatment = f"AdamW(fused=True) makes a single pass: configure_optimizer of {_where('v2')}."
     elif figures.bound == "optimizer":
-        ns = figures.groups_ns["optimizer"]
-        sentence = f"the optimizer's update takes {figures.of_all(ns)} ({figures.time(ns)})."
+        passes, ns = "", figures.groups_ns["optimizer"]
         treatment = (
             "An update costs the same however many tokens it follows: a larger --batch-size makes "
             "it a smaller part (compare the sizes in PERFORMANCE_RESULTS.md)."
         )
     else:
         return
-    sentence = " ".join([sentence, *_least_update(figures)])
+    sentence = (
+        f"the optimizer's update takes {_share(figures, ns)}{passes}.{_least_update(figures)}"
+    )
     yield _of_group(figures, "optimizer", sentence, treatment, ns)
 
 
-def _least_update(figures: Figures) -> list[str]:
+def _least_update(figures: Figures) -> str:
     """What an update must take, where the model and the chip are known."""
     if figures.sizes is None or figures.peaks is None:
-        return []
+        return ""
     each, rate = flops.ADAMW_BYTES_PER_PARAMETER, figures.peaks.bandwidth_gbs
     moved = flops.parameter_count(figures.sizes) * each
-    return [
-        f"AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
+    return (
+        f" AdamW must move {each} bytes a parameter, {digits(moved / 1e9)} GB: "
         f"{duration(moved / rate)} at the data sheet's {digits(rate)} GB/s."
-    ]
+    )
 
 
 def _host_copies(figures: Figures) -> Iterator[Advice]:
     ns = figures.groups_ns["copy"]
-    if figures.bound != "copy" and ns < LEAST_HOST_COPIES * figures.total_ns:
+    if figures.bound != "copy" and _is_small(figures, "copy", ns):
         return
     copies = [kernel for kernel in figures.table.kernels if group(kernel) == "copy"]
     sentence = (
-        f"copies between host and device take {figures.of_all(ns)} ({figures.time(ns)}), in "
+        f"copies between host and device take {_share(figures, ns)}, in "
         f"{figures.times(_calls(copies), 'copies')}."
     )
     if any("pageable" in kernel.name.lower() for kernel in copies):
@@ -612,9 +576,9 @@ def _host_copies(figures: Figures) -> Iterator[Advice]:
 
 def _communication(figures: Figures) -> Iterator[Advice]:
     ns, line = figures.groups_ns["communication"], figures.table.timeline
-    if figures.bound != "communication" and ns < LEAST_COMMUNICATION * figures.total_ns:
+    if figures.bound != "communication" and _is_small(figures, "communication", ns):
         return
-    sentence = f"communication between devices takes {figures.of_all(ns)} ({figures.time(ns)})."
+    sentence = f"communication between devices takes {_share(figures, ns)}."
     # What the others can't cover, even if none of them overlap, is exposed.
     exposed = line.busy_ns - (figures.total_ns - ns) if line else 0.0
     if exposed > 0:
@@ -650,14 +614,13 @@ def _waits(figures: Figures) -> Iterator[Advice]:
 
 
 def _unrecognised(figures: Figures) -> Iterator[Advice]:
-    others = [kernel for kernel in figures.table.kernels if group(kernel) == "other"]
     ns = figures.groups_ns["other"]
-    if ns < LEAST_UNRECOGNISED * figures.total_ns:
+    if _is_small(figures, "unrecognised", ns):
         return
-    longest = max(others, key=lambda kernel: kernel.total_ns)
+    longest = next(kernel for kernel in figures.table.kernels if group(kernel) == "other")
     yield Advice(
         "unrecognised",
-        f"{figures.of_all(ns)} ({figures.time(ns)}) went into {figures.calls} of no category, "
+        f"{_share(figures, ns)} went into {figures.calls} of no category, "
         f"above all {display_name(longest.name, 60)} ({figures.time(longest.total_ns)}): the other "
         "shares may be larger than they seem.",
         "workshop/profilers/categories.py assigns categories by name: add what is missing.",
@@ -666,6 +629,13 @@ def _unrecognised(figures: Figures) -> Iterator[Advice]:
 
 
 # --- what they share -----------------------------------------------------------------------------
+
+_V2_FUSES = "{} has fused forms of norm and attention."
+_V4 = "{} has the compiler join what lies between the products."
+
+
+def _is_small(figures: Figures, finding: str, ns: float) -> bool:
+    return ns < LEAST_SHARES[finding] * figures.total_ns
 
 
 def _of_group(figures: Figures, name: str, sentence: str, treatment: str, ns: float) -> Advice:
@@ -723,8 +693,17 @@ def _is_named(kernel: Kernel, pattern: re.Pattern[str]) -> bool:
     return pattern.search(kernel.name, 0, _LONGEST) is not None
 
 
-def _calls(kernels: list[Kernel]) -> int:
+def _share(figures: Figures, ns: float) -> str:
+    """As in "62% of the kernels' time (12.4 ms a step)"."""
+    return f"{figures.of_all(ns)} ({figures.time(ns)})"
+
+
+def _calls(kernels: Iterable[Kernel]) -> int:
     return sum(kernel.calls for kernel in kernels)
+
+
+def _time(kernels: Iterable[Kernel]) -> float:
+    return sum(kernel.total_ns for kernel in kernels)
 
 
 def _capital(text: str) -> str:
