@@ -1,9 +1,10 @@
-"""`python -m workshop.profilers show|diff|draw|advise`: what profilers wrote, read for you."""
+"""`python -m workshop.profilers show|diff|draw|advise`: reads what profilers wrote."""
 
 import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from workshop import errors
 
@@ -17,7 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m workshop.profilers",
         description="Reads what a profiler wrote: a file, or the folder of one tool's outputs. "
-        "Which tool it was is found out from the content.",
+        "The content says which tool it was.",
         epilog="Exit status: 0 done, 2 wrong usage or nothing that can be read, 77 a package is "
         "missing.",
     )
@@ -49,10 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(build_parser(), argv)
-    commands = {"show": _show, "diff": _diff, "draw": _draw, "advise": _advise}
-    return errors.exit_status(
-        lambda: commands[arguments.command](arguments), interrupted="interrupted"
-    )
+    command = {"show": _show, "diff": _diff, "draw": _draw, "advise": _advise}[arguments.command]
+    return errors.exit_status(lambda: command(arguments), interrupted="interrupted")
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -65,21 +64,14 @@ def _diff(arguments: argparse.Namespace) -> int:
     errors.require("rich")
     from rich.console import Console
 
-    from workshop import results
     from workshop.profilers import diff
     from workshop.profilers.load import load_with_doubts, recorded_run
 
     a, b = arguments.a, arguments.b
     tables = load_with_doubts(a), load_with_doubts(b)
     difference = diff.compare(*tables, recorded_run(a), recorded_run(b))
-    target = None
-    if arguments.output_dir is not None:
-        target = results.prepare_folder(arguments.output_dir) / "diff.json"
-        results.write_json(target, diff.as_json(difference))
     Console().print(diff.render(difference))
-    if target is not None:
-        print(f"Written: {target}")
-    return errors.DONE
+    return _write(arguments, "diff.json", diff.as_json(difference))
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -95,28 +87,34 @@ def _advise(arguments: argparse.Namespace) -> int:
     errors.require("rich")
     from rich.console import Console
 
-    from workshop import results
     from workshop.profilers import advisor
     from workshop.profilers.load import load_with_doubts, recorded_run
     from workshop.profilers.names import printable
     from workshop.profilers.show import render_warnings
 
-    target, warnings, advice = None, {}, {}
-    for path in arguments.paths:
-        table = load_with_doubts(path)
-        warnings[str(path)] = table.warnings
-        advice[str(path)] = advisor.advise(table, recorded_run(path))
-    if arguments.output_dir is not None:
-        target = results.prepare_folder(arguments.output_dir) / "advice.json"
-        records = {path: list(map(dataclasses.asdict, found)) for path, found in advice.items()}
-        results.write_json(target, {"schema_version": 1, "advice": records, "warnings": warnings})
+    warnings, advice = {}, {}
+    for path in map(str, arguments.paths):
+        table = load_with_doubts(Path(path))
+        warnings[path] = table.warnings
+        advice[path] = advisor.advise(table, recorded_run(Path(path)))
     console = Console()
     for path, found in advice.items():
         console.print(printable(path), markup=False, highlight=False, style="bold")
         for warning in render_warnings(warnings[path]):
             console.print(warning)
         console.print(advisor.render(found))
-    if target is not None:
+    records = {path: list(map(dataclasses.asdict, found)) for path, found in advice.items()}
+    content = {"schema_version": 1, "advice": records, "warnings": warnings}
+    return _write(arguments, "advice.json", content)
+
+
+def _write(arguments: argparse.Namespace, name: str, content: dict[str, Any]) -> int:
+    """Writes a file to --output-dir, if one was given."""
+    from workshop import results
+
+    if arguments.output_dir is not None:
+        target = results.prepare_folder(arguments.output_dir) / name
+        results.write_json(target, content)
         print(f"Written: {target}")
     return errors.DONE
 

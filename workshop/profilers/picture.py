@@ -131,16 +131,12 @@ def _write(title: str, window: Window, lanes: list[Lane], target: Path) -> None:
 
 @dataclass
 class _Band:
-    """The rows of one kind of slices in a lane.
-
-    Attributes:
-        height: of a row, in pixels.
-        top: in pixels from the top of the axes.
-    """
+    """The rows of one kind of slices in a lane."""
 
     kind: str
     rows: list[list[Slice]]
     height: float = 0.0
+    """Of a row, in pixels; `top`: from the top of the axes."""
     top: float = 0.0
 
 
@@ -168,11 +164,11 @@ class _Picture:
         levels = dict(_LEVELS)
         if not any(lane.on_gpu for lane in self._lanes):
             levels[OPERATORS] = _OPERATOR_LEVELS_WITHOUT_GPU
-        bands = []
-        for kind in levels:
-            if kind in lane.slices:
-                rows = nest(lane.slices[kind])[: levels[kind]]
-                bands.append(_Band(kind, [merge(row, self._pixel) for row in rows]))
+        bands = [
+            _Band(kind, [merge(row, self._pixel) for row in nest(lane.slices[kind])[:most]])
+            for kind, most in levels.items()
+            if kind in lane.slices
+        ]
         if KERNELS in lane.slices:
             bands.append(_Band(BUSY, [[]]))
         return bands

@@ -10,16 +10,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workshop import errors, results, versions
-from workshop.arguments import parse
+from workshop.arguments import count, parse
 from workshop.errors import WorkshopError
 from workshop.gate import canonical, parity
 from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
@@ -65,17 +65,12 @@ class ProfileRun:
         """Trains one step operation by operation, also where `step` replays a graph."""
         self.runner.marked_step(self.runner.eager_step, self.range)
 
-    def batch(self) -> Tensor:
-        """The batch of the last step, on the device: tokens and targets, int64 (2, B, T)."""
-        return self.runner.inputs
-
-    def layer_ranges(self) -> ExitStack:
+    def layer_ranges(self) -> AbstractContextManager[None]:
         """The layers' marker ranges, as long as it is entered: none where a compiler or a graph
         has dissolved the layers."""
-        stack = ExitStack()
         if self.request.compile_mode == "none" and not self.request.cuda_graph:
-            stack.enter_context(markers.layer_ranges(self.model, self.range))
-        return stack
+            return markers.layer_ranges(self.model, self.range)
+        return nullcontext()
 
     def save_record(self, folder: Path) -> Path:
         """Writes RUN_FILE: what was profiled, and what its last backward pass reached."""
@@ -147,12 +142,14 @@ def _profile(request: Request) -> int:
     run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
     # A range belongs to the thread that opened it. In a thread of autograd's own, the backward
     # pass would lie outside of them all, and some tools lose what other threads do.
-    with run.layer_ranges(), torch.autograd.set_multithreading_enabled(False):
-        _start_profiler(request.device)
+    with (
+        run.layer_ranges(),
+        torch.autograd.set_multithreading_enabled(False),
+        _nvidia_profiler(request.device),
+    ):
         for _ in range(steps):
             run.step()
         run.runner.wait()
-        _stop_profiler(request.device)
     path = run.save_record(request.output_dir)
     trained = f"{steps} step{'s' if steps > 1 else ''}"
     print(f"Profiled: {trained} after {request.schedule.warmup} of warm-up; nothing was timed")
@@ -172,30 +169,24 @@ def gradients_sentence(record: results.RunResult) -> str:
     )
 
 
-def _start_profiler(device: torch.device) -> None:
-    # ROCm has no counterpart: its tools watch the whole run, and the ranges mark the steps.
-    if device.type == "cuda" and torch.version.cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.profiler.start()
-
-
-def _stop_profiler(device: torch.device) -> None:
-    if device.type == "cuda" and torch.version.cuda:
-        torch.cuda.profiler.stop()
+@contextmanager
+def _nvidia_profiler(device: torch.device) -> Iterator[None]:
+    """Tells NVIDIA's profilers where to start and stop. ROCm has no counterpart: its tools watch
+    the whole run, and the ranges mark the steps."""
+    if device.type != "cuda" or not torch.version.cuda:
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    yield
+    torch.cuda.profiler.stop()
 
 
 # --- the runners in Python -----------------------------------------------------------------------
 
-Work = Callable[[Data], int]
-"""What a runner does with the data of its request; its exit status."""
-
 
 def runner_arguments(
-    description: str,
-    *,
-    steps: int,
-    argv: list[str],
-    add: Callable[[argparse.ArgumentParser], None] | None = None,
+    description: str, *, steps: int, argv: list[str], switches: dict[str, str] | None = None
 ) -> argparse.Namespace:
     """Parses `[--steps N] [--output-dir DIR] [--dry-run] [-- FLAGS OF THE MODEL]`.
 
@@ -203,7 +194,7 @@ def runner_arguments(
         steps: the default of --steps.
         argv: the whole command line. Its first word is the runner's file, whose folder gives the
             version and whose name the tool.
-        add: adds the runner's own flags.
+        switches: help by flag, of the runner's own flags without a value.
 
     Returns:
         version, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
@@ -216,7 +207,7 @@ def runner_arguments(
         example = f"{versions.VERSIONS['v1'].folder}/{script.name}"
         print(f"error: call it in a version's folder, such as {example}", file=sys.stderr)
         sys.exit(errors.WRONG_USAGE)
-    tool = script.stem.removeprefix("run_")
+    output_dir = PROFILES / version.key / script.stem.removeprefix("run_")
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=description,
@@ -225,29 +216,21 @@ def runner_arguments(
         "machine does not have what it needs, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--steps", type=int, default=steps, metavar="N", help="training steps (default %(default)s)"
-    )
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        metavar="DIR",
-        default=PROFILES / version.key / tool,
-        help=f"where the outputs go (default: results/profiles/{version.key}/{tool})",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the command and run nothing")
-    if add:
-        add(parser)
+    add = parser.add_argument
+    add("--steps", type=count, default=steps, metavar="N", help=f"training steps (default {steps})")
+    help_ = f"where the outputs go (default: results/profiles/{version.key}/{output_dir.name})"
+    add("--output-dir", type=Path, metavar="DIR", default=output_dir, help=help_)
+    add("--dry-run", action="store_true", help="print the command and run nothing")
+    for flag, help_ in (switches or {}).items():
+        add(flag, action="store_true", help=help_)
     arguments = parse(parser, argv[1:split])
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: it must be at least 1")
     words = [word for word in argv[:split] if word != "--dry-run"]
     arguments.command = shlex.join(["python", *words, *argv[split:]])
     arguments.version, arguments.model_flags = version, argv[split + 1 :]
     return arguments
 
 
-def run(request: Request, arguments: argparse.Namespace, work: Work) -> int:
+def run(request: Request, arguments: argparse.Namespace, work: Callable[[Data], int]) -> int:
     """Prints a runner's command, and unless this is a dry run does its work; the exit status.
 
     The work finds the output folder empty but for COMMAND_FILE, to which the exit status is added:
@@ -255,6 +238,7 @@ def run(request: Request, arguments: argparse.Namespace, work: Work) -> int:
 
     Args:
         arguments: of `runner_arguments`.
+        work: gets the data of the request; its result is the exit status.
 
     Raises:
         WorkshopError: the folder holds what no runner has written, can't be made, or another run
@@ -268,8 +252,6 @@ def run(request: Request, arguments: argparse.Namespace, work: Work) -> int:
 
 
 def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:
-    if folder.exists() and not folder.is_dir():
-        raise WorkshopError(f"--output-dir {folder}: it is a file")
     results.prepare_folder(folder)
     with _locked(folder):
         _empty(folder)
@@ -319,27 +301,16 @@ def _empty(folder: Path) -> None:
     """Deletes what a runner has left in a folder.
 
     Raises:
-        WorkshopError: no runner has filled it, or its files can't be deleted.
+        WorkshopError: no runner has filled it.
     """
-    if any(folder.iterdir()) and not _filled_by_a_runner(folder):
+    mark = folder / COMMAND_FILE
+    by_a_runner = mark.is_file() and mark.read_bytes().startswith(COMMAND_MARK.encode())
+    if any(folder.iterdir()) and not by_a_runner:
         raise WorkshopError(
             f"--output-dir {folder}: it is not empty, and no profiler's script filled it; "
             "choose another one"
         )
-    try:
-        # The mark goes last: deleting can be interrupted too.
-        for path in folder.iterdir():
-            if path.name != COMMAND_FILE:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    except OSError as error:
-        raise WorkshopError(
-            f"--output-dir {folder} can't be emptied ({error.strerror}): choose another one"
-        ) from None
-
-
-def _filled_by_a_runner(folder: Path) -> bool:
-    try:
-        with (folder / COMMAND_FILE).open(encoding="utf-8", errors="replace") as file:
-            return file.readline().startswith(COMMAND_MARK)
-    except OSError:
-        return False
+    # The mark goes last: deleting can be interrupted too.
+    for path in folder.iterdir():
+        if path != mark:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,11 +1,12 @@
 """Runs a version's profilers one after the other, and sums up what came out: a table, index.html
 that links every output, and summary.json. `run_all_profilers.sh` of a version calls it.
 
-Each script runs in a process of its own, what it prints goes to a log, and one that fails or that
-the machine has no tool for is no end.
+Each script runs in a process of its own and prints to a log; after one that fails, or that the
+machine has no tool for, the others still run.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from workshop import errors
 if __name__ == "__main__":
     errors.begin()
 
-from workshop import versions
+from workshop import results, versions
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.profilers import summary
@@ -89,11 +90,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     errors.require("rich", "jinja2")
     _check_model_flags(outcomes, arguments)
     folder = arguments.output_dir
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        summary.remove(folder)
-    except OSError as error:
-        raise summary.unwritable(folder, error) from None
+    results.prepare_folder(folder)
+    summary.remove(folder)
     interrupted = _run_each(outcomes, arguments)
     content = summary.sum_up(version, outcomes, arguments.model_flags, folder)
     written = summary.write(content, folder)
@@ -108,10 +106,10 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _version_of(folder: Path) -> Version:
-    for version in versions.VERSIONS.values():
-        if version.folder == folder.resolve().name:
-            return version
-    raise WorkshopError(f"--folder {folder}: no version lives there")
+    found = (v for v in versions.VERSIONS.values() if v.folder == folder.resolve().name)
+    if version := next(found, None):
+        return version
+    raise WorkshopError(f"--folder {folder}: it is no version's folder")
 
 
 def _planned(folder: Path, script: str) -> Outcome:
@@ -151,11 +149,11 @@ def _dry_run(outcomes: list[Outcome], arguments: argparse.Namespace) -> int:
 
 
 def _check_model_flags(outcomes: list[Outcome], arguments: argparse.Namespace) -> None:
-    """Has one script look at the flags of the model, in a dry run: those in Python do, and else
-    each of them would fail over the same flag.
+    """Checks the flags of the model by a dry run of one script in Python: else every script would
+    fail over the same flag.
 
     Raises:
-        WorkshopError: something is wrong with them, in the model's own words.
+        WorkshopError: something is wrong with them; the text is the model's own message.
         NotOnThisMachine: the version can't run here.
     """
     outcome = next((outcome for outcome in outcomes if outcome.script.endswith(".py")), None)
@@ -183,24 +181,15 @@ def _check_model_flags(outcomes: list[Outcome], arguments: argparse.Namespace) -
 def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
     """Runs the scripts, and fills their outcomes; whether Ctrl-C ended them."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Column
     from rich.text import Text
 
     console = Console(stderr=True)
-    count = TextColumn("{task.completed}/{task.total}")
-    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    what = TextColumn("{task.description}", markup=False, table_column=rest)  # a script's own words
-    columns = (BarColumn(10), count, TimeElapsedColumn(), what)
-    live = Progress(
-        *columns, console=console, transient=True, expand=True, disable=not console.is_terminal
-    )
-    with live as progress:
-        task = progress.add_task("", total=len(outcomes))
-        for outcome in outcomes:
+    with console.status("") as status:
+        for number, outcome in enumerate(outcomes, 1):
+            what = f"{number}/{len(outcomes)} {outcome.script}"
 
-            def show_line(line: str, script: str = outcome.script) -> None:
-                progress.update(task, description=f"{script}: {line}")
+            def show_line(line: str, what: str = what) -> None:
+                status.update(Text(f"{what}: {line}", no_wrap=True, overflow="ellipsis"))
 
             try:
                 _run(outcome, arguments, show_line)
@@ -208,10 +197,8 @@ def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
                 outcome.status = "interrupted"
                 return True
             if outcome.status != "skipped":  # the table sums those up
-                reason = f": {outcome.reason}" if outcome.reason else ""
-                line = f"{outcome.script}: {outcome.shown_status}{reason} ({outcome.seconds:.0f} s)"
+                line = f"{outcome.script}: {outcome.result} ({outcome.seconds:.0f} s)"
                 console.print(Text(line), soft_wrap=not console.is_terminal)
-            progress.advance(task)
     return False
 
 
@@ -235,43 +222,39 @@ def _run(outcome: Outcome, arguments: argparse.Namespace, show_line: Callable[[s
                 raise
     finally:
         outcome.seconds = time.monotonic() - started
-        outcome.exit_status = process.returncode
+        status = outcome.exit_status = process.returncode
         outcome.filled = _filled_at(output) not in (None, before)
-    _judge(outcome, log)
+    known = {errors.DONE: "ok", errors.NOT_ON_THIS_MACHINE: "skipped"}
+    outcome.status = known.get(status, "failed")
+    if status != errors.DONE:
+        outcome.reason = _reason(list(_last_lines(log)), status)
 
 
 def _filled_at(output: Path) -> int | None:
     """When a script last wrote down its commands, which is the first thing that each does with its
     folder; None where no script has been."""
-    try:
-        return (output / COMMAND_FILE).stat().st_mtime_ns
-    except OSError:
-        return None
+    commands = output / COMMAND_FILE
+    return commands.stat().st_mtime_ns if commands.is_file() else None
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Starts a script as the head of its own process group: Ctrl-C reaches us alone, and we end
     all of the group, however deep a profiler has put the program."""
-    try:
-        with log.open("wb") as file:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise summary.unwritable(log, error) from None
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,
+        )
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Waits for the process to end, but no longer than that."""
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -287,22 +270,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _judge(outcome: Outcome, log: Path) -> None:
-    status = outcome.exit_status
-    assert status is not None
-    if status == errors.DONE:
-        outcome.status = "ok"
-        return
-    outcome.status = "skipped" if status == errors.NOT_ON_THIS_MACHINE else "failed"
-    outcome.reason = _reason(list(_last_lines(log)), status)
-
-
 def _reason(lines: list[str], status: int) -> str:
     """Why a script ended with a status, by the lines that it printed, the last one first."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    said = (line for line in lines if line.startswith(("skipped: ", "error: ")))
-    last = next(said, lines[0] if lines else f"exit status {status}, no message")
+    messages = (line for line in lines if line.startswith(("skipped: ", "error: ")))
+    last = next(messages, lines[0] if lines else f"exit status {status}, no message")
     # argparse puts the program's name before it.
     return last.removeprefix("skipped: ").removeprefix("error: ").replace(": error: ", ": ", 1)
 
@@ -315,10 +288,8 @@ def _last_lines(log: Path) -> Iterator[str]:
 
 
 def _lines_from_the_end(text: str) -> Iterator[str]:
-    for line in reversed(re.split(r"[\r\n]+", text)):
-        plain = _CONTROL.sub("", line).strip()
-        if plain:
-            yield plain
+    lines = (_CONTROL.sub("", line).strip() for line in reversed(re.split(r"[\r\n]+", text)))
+    return filter(None, lines)
 
 
 # --- summing up ----------------------------------------------------------------------------------
@@ -341,10 +312,9 @@ def _show(version: Version, outcomes: list[Outcome], headline: str, folder: Path
     for outcome in outcomes:
         if outcome.status == "skipped":
             continue
-        result = outcome.shown_status + (f": {outcome.reason}" if outcome.reason else "")
-        result += f" ({outcome.log})" if outcome.status == "failed" else ""
+        log = f" ({outcome.log})" if outcome.status == "failed" else ""
         seconds = f"{outcome.seconds:.0f}" if outcome.exit_status is not None else "-"
-        cells = map(Text, (outcome.tool, result, seconds))
+        cells = map(Text, (outcome.tool, outcome.result + log, seconds))
         table.add_row(*cells, style=_STYLES.get(outcome.status))
     if table.row_count:
         console.print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,8 @@ _LEAST_NAME, _READABLE_NAME = 16, 30
 """Characters of a name: below the second, figures that can be done without make room for it."""
 _DISPENSABLE = ("max", "min", "mean µs", "calls")
 """The headings of those, the first to go first."""
+_OF_SUMS = ("calls", "total ms", "share")
+"""The headings of what can be given of many kernels together too."""
 COLOURS = {
     "GEMM": "green",
     "attention": "cyan",
@@ -58,28 +59,64 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
     from rich.table import Table
     from rich.text import Text
 
-    shown = table.kernels[:limit]
-    columns = [column for column in _COLUMNS if any(column.value(kernel) for kernel in shown)]
+    shown, rest = table.kernels[:limit], table.kernels[limit:]
     wanted = max((len(display_name(kernel.name, _READABLE_NAME)) for kernel in shown), default=0)
-    left = _left_for_names(table, limit, columns, width)
+    categories = max(len(category) for category in ("category", *(k.category for k in shown)))
+    columns = _columns(table, shown, rest)
+
+    def left_for_names() -> int:
+        numbers = sum(max(map(len, (heading, *cells))) for heading, cells in columns.items())
+        # Each column is between two spaces and a line.
+        return width - numbers - 3 * len(columns) - categories - 7
+
     for heading in _DISPENSABLE:
-        if left < wanted:
-            columns = [column for column in columns if column.heading != heading]
-            left = _left_for_names(table, limit, columns, width)
-    left = max(left, _LEAST_NAME)
+        if left_for_names() < wanted:
+            columns.pop(heading, None)
+    left = max(left_for_names(), _LEAST_NAME)
     hot = Table(title=Text(_title(table)), title_justify="left")
     hot.add_column(table.what, no_wrap=True, max_width=left)
     hot.add_column("category", no_wrap=True)
-    for column in columns:
-        hot.add_column(column.heading, justify="right", no_wrap=True)
+    for heading in columns:
+        hot.add_column(heading, justify="right", no_wrap=True)
     names = distinct_names([kernel.name for kernel in shown], left)
-    for name, kernel in zip(names, shown, strict=True):
-        cells = [column.cell(kernel, table) for column in columns]
+    for index, kernel in enumerate(shown):
+        cells = (texts[index] for texts in columns.values())
         # Names come from files: as text they can be neither markup nor terminal codes.
-        hot.add_row(Text(name), Text(kernel.category, style=COLOURS[kernel.category]), *cells)
-    if rest := _rest(table, limit, columns):
-        hot.add_row(f"{len(table.kernels) - limit:,} more", "", *rest, style="dim")
+        name, category = Text(names[index]), Text(kernel.category, COLOURS[kernel.category])
+        hot.add_row(name, category, *cells)
+    if rest:
+        cells = (texts[-1] for texts in columns.values())
+        hot.add_row(f"{len(rest):,} more", "", *cells, style="dim")
     return [hot, Text("\n".join(summary(table)))]
+
+
+def _columns(table: KernelTable, shown: list[Kernel], rest: list[Kernel]) -> dict[str, list[str]]:
+    """The cells by heading, for each kernel that is shown, and for the rest together if there is
+    one; without the figures that the tool does not have."""
+    total = table.total_ns
+    values: dict[str, tuple[str, Callable[[Kernel], float | None]]] = {
+        "calls": (",", lambda k: k.calls),
+        "total ms": (",.3f", lambda k: k.total_ns / 1e6),
+        "mean µs": (",.1f", lambda k: k.mean_ns / 1e3),
+        "min": (",.1f", lambda k: None if k.min_ns is None else k.min_ns / 1e3),
+        "max": (",.1f", lambda k: None if k.max_ns is None else k.max_ns / 1e3),
+        "share": (".1%", lambda k: k.total_ns / total if total else 0.0),
+        "GB/s": (",.0f", lambda k: k.bytes / k.total_ns if k.bytes and k.total_ns else None),
+        "TFLOP/s": (
+            ",.1f", lambda k: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None
+        ),
+    }  # fmt: skip
+    together = Kernel("", "other", sum(k.calls for k in rest), sum(k.total_ns for k in rest))
+    columns = {}
+    for heading, (style, value) in values.items():
+        found = [value(kernel) for kernel in shown]
+        if not any(found):
+            continue
+        columns[heading] = ["-" if number is None else format(number, style) for number in found]
+        if rest:
+            last = format(value(together), style) if heading in _OF_SUMS else ""
+            columns[heading].append(last)
+    return columns
 
 
 def render_warnings(warnings: Iterable[str]) -> list[Text]:
@@ -87,58 +124,6 @@ def render_warnings(warnings: Iterable[str]) -> list[Text]:
     from rich.text import Text
 
     return [Text(f"warning: {printable(warning)}", style="yellow") for warning in warnings]
-
-
-def _left_for_names(table: KernelTable, limit: int, columns: list[_Column], width: int) -> int:
-    """Characters of a line of `width` that the category and these columns leave."""
-    shown = table.kernels[:limit]
-    rows = [[column.cell(kernel, table) for column in columns] for kernel in shown]
-    rows += [rest] if (rest := _rest(table, limit, columns)) else []
-    headings = [column.heading for column in columns]
-    numbers = sum(max(map(len, cells)) for cells in zip(headings, *rows, strict=True))
-    categories = max(len(category) for category in ("category", *(k.category for k in shown)))
-    # Each column is between two spaces and a line.
-    return width - numbers - 3 * len(columns) - categories - 7
-
-
-@dataclass(frozen=True)
-class _Column:
-    heading: str
-    value: Callable[[Kernel], float | None]
-    """Of a kernel, in the heading's unit; None where the tool does not have it."""
-    format: str
-    of_sums: bool = False
-    """Whether it says something of many kernels together too."""
-
-    def cell(self, kernel: Kernel, table: KernelTable) -> str:
-        value = self.value(kernel)
-        if value is None:
-            return "-"
-        return format(value if self.heading != "share" else table.share(kernel), self.format)
-
-
-_COLUMNS = (
-    _Column("calls", lambda k: k.calls, ",", of_sums=True),
-    _Column("total ms", lambda k: k.total_ns / 1e6, ",.3f", of_sums=True),
-    _Column("mean µs", lambda k: k.mean_ns / 1e3, ",.1f"),
-    _Column("min", lambda k: None if k.min_ns is None else k.min_ns / 1e3, ",.1f"),
-    _Column("max", lambda k: None if k.max_ns is None else k.max_ns / 1e3, ",.1f"),
-    _Column("share", lambda k: k.total_ns, ".1%", of_sums=True),
-    _Column("GB/s", lambda k: k.bytes / k.total_ns if k.bytes and k.total_ns else None, ",.0f"),
-    _Column(
-        "TFLOP/s", lambda k: k.flops / k.total_ns / 1e3 if k.flops and k.total_ns else None, ",.1f"
-    ),
-)
-
-
-def _rest(table: KernelTable, limit: int, columns: list[_Column]) -> list[str]:
-    """The cells of all kernels below the limit together; none where there are none."""
-    rest = table.kernels[limit:]
-    if not rest:
-        return []
-    calls, total = sum(k.calls for k in rest), sum(k.total_ns for k in rest)
-    together = Kernel("", "other", calls, total)
-    return [column.cell(together, table) if column.of_sums else "" for column in columns]
 
 
 def _title(table: KernelTable) -> str:

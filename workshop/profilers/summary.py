@@ -1,20 +1,22 @@
 """What a version's profilers left, summed up: summary.json, a page that links every output, and
 above it a page that links the versions' pages. Both pages need nothing beside themselves."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
 import urllib.parse
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from workshop import results, versions
 from workshop.errors import WorkshopError
-from workshop.profilers import advisor
+from workshop.profilers import advisor, kernel_file
 from workshop.profilers.load import load_with_doubts, recorded_run
+from workshop.profilers.names import display_name
+from workshop.profilers.table import KernelTable
 from workshop.versions import Version
 
 SCHEMA_VERSION = 1
@@ -48,7 +50,6 @@ _KINDS = (
     ("*.csv", "table", "a spreadsheet", ""),
     ("*.html", "page", "this browser", ""),
 )
-_HOT_KERNELS = 8
 _SHOWN_OF_ALL = ("version", "title", "headline", "device", "configuration", "created")
 
 
@@ -65,7 +66,7 @@ class Outcome:
     status: str = "not run"
     """Or "ok", "skipped" (the machine does not have what it needs), "failed", "interrupted"."""
     reason: str = ""
-    """Why it was skipped or has failed, in its own words."""
+    """Why it was skipped or has failed: the script's own message."""
     seconds: float = 0.0
     exit_status: int | None = None
     filled: bool = False
@@ -74,6 +75,10 @@ class Outcome:
     @property
     def shown_status(self) -> str:
         return "FAILED" if self.status == "failed" else self.status
+
+    @property
+    def result(self) -> str:
+        return self.shown_status + (f": {self.reason}" if self.reason else "")
 
 
 def skipped(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
@@ -96,7 +101,7 @@ def sum_up(
     filled = [folder / outcome.output for outcome in outcomes if outcome.filled]
     content = {
         "schema_version": SCHEMA_VERSION,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": results.now(),
         "version": version.key,
         "title": version.title,
         "model_flags": model_flags,
@@ -171,16 +176,7 @@ def remove(folder: Path) -> None:
 
 
 def _may_be_replaced(page: Path) -> bool:
-    try:
-        return _MARK in page.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-
-
-def unwritable(path: Path, error: OSError) -> WorkshopError:
-    return WorkshopError(f"{path} can't be written ({error.strerror}): choose another --output-dir")
+    return not page.exists() or _MARK.encode() in page.read_bytes()
 
 
 # --- pages ---------------------------------------------------------------------------------------
@@ -199,7 +195,7 @@ def render_page(content: dict[str, Any], folder: Path) -> str:
             "outcome": outcome,
             "log": _link(folder / outcome.log, folder),
             "files": _files(folder / outcome.output, folder) if outcome.filled else [],
-            "kernels": _hot_list(folder / outcome.output) if outcome.filled else [],
+            "table": _kernel_table(folder / outcome.output) if outcome.filled else None,
         }
         for outcome in outcomes
     ]
@@ -232,6 +228,7 @@ def _render(template: str, content: dict[str, Any], **more: Any) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["moment"] = lambda iso: f"{iso[:10]} {iso[11:16]} UTC"
+    environment.filters["short"] = display_name
     return environment.get_template(template).render(content, **more)
 
 
@@ -256,21 +253,8 @@ def describe(path: Path) -> dict[str, str]:
     return {"what": what, "opener": opener, "url": url, "size": shown}
 
 
-def _hot_list(output: Path) -> list[dict[str, str]]:
-    """The longest kernels of the kernel table that a script left; none if it left none."""
-    from workshop.profilers.names import display_name
-
-    try:
-        kernels = json.loads((output / "kernels.json").read_text(encoding="utf-8"))["kernels"]
-        return [
-            {
-                "name": display_name(kernel["name"], 90),
-                "category": kernel["category"],
-                "calls": f"{kernel['calls']:,}",
-                "total": f"{kernel['total_ns'] / 1e6:,.3f}",
-                "share": f"{kernel['share']:.1%}",
-            }
-            for kernel in kernels[:_HOT_KERNELS]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+def _kernel_table(output: Path) -> KernelTable | None:
+    """The kernel table that a script left, if it left one."""
+    with contextlib.suppress(WorkshopError):
+        return kernel_file.read(output / kernel_file.JSON_FILE)
+    return None

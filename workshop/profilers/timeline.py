@@ -1,9 +1,9 @@
-"""What of a trace of torch.profiler makes a picture of one training step, much as Perfetto shows
-it; picture.py draws it.
+"""Sorts a trace of torch.profiler into the rows of a picture of one training step, much as
+Perfetto shows it; picture.py draws them.
 
 Threads of the host are above the streams of the GPU, on one axis of time. Perfetto stacks a
-thread's slices by nesting alone; here they are also sorted by what they are: marker ranges, then
-operators, then calls of the CUDA or HIP runtime.
+thread's slices by nesting alone; here they are also sorted by kind: marker ranges, then operators,
+then calls of the CUDA or HIP runtime.
 """
 
 import math
@@ -241,16 +241,13 @@ def choose_window(
         return Window(start, end, f"{start:.2f} to {end:.2f} ms")
     steps, number = _steps(trace), 1 if step is None else step
     if 1 <= number <= len(steps):
-        chosen = steps[number - 1]
-        end = max(chosen.end, _last_launched(trace, chosen))
-        return _window(chosen.start - begin, end - begin, f"step {number} of {len(steps)}")
-    if step is not None:
+        chosen, what = steps[number - 1], f"step {number} of {len(steps)}"
+        start, end = chosen.start - begin, _last_launched(trace, chosen) - begin
+    elif step is not None:
         raise WorkshopError(f"{trace.path}: no step {step}: it has {len(steps)} step ranges")
-    first = min(s.start for s in trace.slices(_ALL_KINDS)) - begin
-    return _window(first, last, "the whole trace")
-
-
-def _window(start: float, end: float, what: str) -> Window:
+    else:
+        start, end = min(s.start for s in trace.slices(_ALL_KINDS)) - begin, last
+        what = "the whole trace"
     return Window(start, max(end, start + _SHORTEST_MS), what)
 
 
@@ -270,12 +267,11 @@ def _steps(trace: Trace) -> list[Slice]:
 
 
 def _last_launched(trace: Trace, step: Slice) -> float:
-    """The end of the last kernel that was launched in the step: the GPU may be far behind."""
-    launched = {
-        s.correlation for s in trace.slices([CALLS]) if step.start <= s.start <= step.end
-    } - {0}
-    kernels = trace.slices([KERNELS])
-    return max((s.end for s in kernels if s.correlation in launched), default=step.end)
+    """The end of the step, and of the last kernel launched in it: the GPU may be far behind."""
+    calls = trace.slices([CALLS])
+    launched = {s.correlation for s in calls if step.start <= s.start <= step.end} - {0}
+    ends = (s.end for s in trace.slices([KERNELS]) if s.correlation in launched)
+    return max([step.end, *ends])
 
 
 def arrange(trace: Trace, window: Window) -> list[Lane]:
@@ -289,21 +285,18 @@ def arrange(trace: Trace, window: Window) -> list[Lane]:
     lanes = []
     for key, track in trace.tracks.items():
         inside = {kind: _inside(track[kind], trace.begin, window) for kind in track}
-        inside = {kind: slices for kind, slices in inside.items() if slices}
-        if inside:
-            on_gpu = key in trace.streams
-            title = _stream_title(trace, key) if on_gpu else _thread_title(trace, key)
-            lanes.append(Lane(title, on_gpu, inside))
+        if inside := {kind: slices for kind, slices in inside.items() if slices}:
+            lanes.append(Lane(_title(trace, key), key in trace.streams, inside))
     if not lanes:
         raise WorkshopError(
             f"{trace.path}: nothing happens from {window.start:.3f} to {window.end:.3f} ms"
         )
-    threads = sorted((lane for lane in lanes if not lane.on_gpu), key=_weight, reverse=True)
-    streams = sorted((lane for lane in lanes if lane.on_gpu), key=_weight, reverse=True)
-    left_out = len(threads[_MOST_THREADS:]) + len(streams[_MOST_STREAMS:])
-    if left_out:
+    lanes.sort(key=_weight, reverse=True)
+    threads = [lane for lane in lanes if not lane.on_gpu][:_MOST_THREADS]
+    streams = [lane for lane in lanes if lane.on_gpu][:_MOST_STREAMS]
+    if left_out := len(lanes) - len(threads) - len(streams):
         trace.warnings.append(f"{trace.path}: {left_out} less busy threads or streams not drawn")
-    return sorted(threads[:_MOST_THREADS], key=_first) + streams[:_MOST_STREAMS]
+    return sorted(threads, key=lambda lane: min(s[0].start for s in lane.slices.values())) + streams
 
 
 def _inside(slices: list[Slice], begin: float, window: Window) -> list[Slice]:
@@ -320,27 +313,17 @@ def _weight(lane: Lane) -> tuple[bool, int]:
     return RANGES in lane.slices, sum(len(slices) for slices in lane.slices.values())
 
 
-def _first(lane: Lane) -> float:
-    return min(slices[0].start for slices in lane.slices.values())
-
-
-def _thread_title(trace: Trace, key: Key) -> str:
-    process, thread = key
-    title = _title(trace, key, f"thread {thread}")
+def _title(trace: Trace, key: Key) -> str:
+    """A thread's or a stream's."""
+    of_gpu, (process, thread) = key in trace.streams, key
+    title = trace.titles.get(key, f"{'stream' if of_gpu else 'thread'} {thread}")
+    title = names.printable(title).strip()[:_LONGEST_TITLE]
+    if of_gpu:
+        name = trace.devices.get(int(process) if process.isdecimal() else -1, "")[:_LONGEST_TITLE]
+        return f"GPU {process}{name and f' ({name})'}, {title}"
     if "autograd" in title:
         return f"autograd thread: {title}"
     return f"main thread: {title}" if thread == process else title
-
-
-def _stream_title(trace: Trace, key: Key) -> str:
-    device, stream = key
-    number = int(device) if device.isdecimal() else -1
-    name = trace.devices.get(number, "")[:_LONGEST_TITLE]
-    return f"GPU {device}{name and f' ({name})'}, {_title(trace, key, f'stream {stream}')}"
-
-
-def _title(trace: Trace, key: Key, otherwise: str) -> str:
-    return names.printable(trace.titles.get(key, otherwise)).strip()[:_LONGEST_TITLE]
 
 
 def nest(slices: Iterable[Slice]) -> list[list[Slice]]:
@@ -366,18 +349,16 @@ def merge(row: Iterable[Slice], pixel: float) -> list[Slice]:
         row: slices by their start.
         pixel: its length in ms.
     """
-    merged: list[Slice] = []
-    short: list[Slice] = []
+    groups: list[list[Slice]] = []
+    open_group = False
     for s in row:
         is_short = s.end - s.start < pixel / 2
-        if short and not (is_short and s.end - short[0].start <= pixel):
-            merged.append(_union(short))
-            short = []
-        if is_short:
-            short.append(s)
+        if is_short and open_group and s.end - groups[-1][0].start <= pixel:
+            groups[-1].append(s)
         else:
-            merged.append(s)
-    return [*merged, _union(short)] if short else merged
+            groups.append([s])
+        open_group = is_short
+    return list(map(_union, groups))
 
 
 def _union(slices: list[Slice]) -> Slice:
@@ -386,7 +367,7 @@ def _union(slices: list[Slice]) -> Slice:
     by_category: defaultdict[str, float] = defaultdict(float)
     for s in slices:
         by_category[s.category] += s.end - s.start
-    longest = max(by_category, key=lambda category: by_category[category])
+    longest = max(by_category, key=by_category.__getitem__)
     return Slice(slices[0].start, slices[-1].end, "", longest)
 
 

@@ -4,7 +4,6 @@ of the trace the kernel table.
 Python needs torch for it; the trace itself is read by kineto.py.
 """
 
-import argparse
 import csv
 import io
 from collections.abc import Iterable
@@ -34,15 +33,6 @@ _COLUMNS = (
 """Of an operator's row, by the names that PyTorch gives them: times in µs, memory in bytes."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of run_pytorch_profiler.py alone."""
-    parser.add_argument(
-        "--stacks",
-        action="store_true",
-        help="also record the Python functions behind every operator (slower, larger trace)",
-    )
-
-
 def write_operators(profiler: profile, folder: Path, *, stacks: bool) -> None:
     """Writes operators.csv and operators.txt (by name), operators_by_shape.csv, and with `stacks`
     operators_by_line.txt (by the functions that called them, each with its first line); longest
@@ -50,30 +40,25 @@ def write_operators(profiler: profile, folder: Path, *, stacks: bool) -> None:
     by_name = profiler.key_averages()
     on_device = any(row.self_device_time_total for row in by_name)
     sort_by = "self_device_time_total" if on_device else "self_cpu_time_total"
-    _write_csv(folder / "operators.csv", _sorted(by_name, sort_by), shapes=False)
-    table = by_name.table(sort_by=sort_by, row_limit=_TABLE_ROWS, max_name_column_width=60)
-    results.write_text(folder / "operators.txt", table + "\n")
     by_shape = profiler.key_averages(group_by_input_shape=True)
-    _write_csv(folder / "operators_by_shape.csv", _sorted(by_shape, sort_by), shapes=True)
+    _write_csv(folder / "operators.csv", by_name, ["key"], sort_by)
+    _write_csv(folder / "operators_by_shape.csv", by_shape, ["key", "input_shapes"], sort_by)
+    tables = {"operators.txt": by_name}
     if stacks:
-        by_line = profiler.key_averages(group_by_stack_n=5)
-        table = by_line.table(sort_by=sort_by, row_limit=_TABLE_ROWS, max_name_column_width=60)
-        results.write_text(folder / "operators_by_line.txt", table + "\n")
+        tables["operators_by_line.txt"] = profiler.key_averages(group_by_stack_n=5)
+    for name, rows in tables.items():
+        table = rows.table(sort_by=sort_by, row_limit=_TABLE_ROWS, max_name_column_width=60)
+        results.write_text(folder / name, table + "\n")
 
 
-def _sorted(rows: Iterable[Any], column: str) -> list[Any]:
+def _write_csv(target: Path, rows: Iterable[Any], what: list[str], sort_by: str) -> None:
     # A range on the GPU lasts from its first kernel to its last, gaps and all: no operator's time.
     operators = (row for row in rows if not getattr(row, "is_user_annotation", False))
-    return sorted(operators, key=lambda row: -getattr(row, column))
-
-
-def _write_csv(target: Path, rows: Iterable[Any], *, shapes: bool) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["operator", *(["input_shapes"] if shapes else []), *_COLUMNS])
-    for row in rows:
-        where = [row.input_shapes] if shapes else []
-        writer.writerow([row.key, *where, *(getattr(row, column) for column in _COLUMNS)])
+    writer.writerow(["operator", *what[1:], *_COLUMNS])
+    for row in sorted(operators, key=lambda row: -getattr(row, sort_by)):
+        writer.writerow(getattr(row, column) for column in (*what, *_COLUMNS))
     results.write_text(target, text.getvalue())
 
 

@@ -27,7 +27,7 @@ MODES=""
 MODE=all
 DRY_RUN=no
 STARTED=no # whether OUT is ours by now
-LOCK=""    # the file that says so to other runs
+LOCK=""    # the file that keeps other runs out of it
 PARTIAL="" # a file that is being written
 FAILED=""  # commands of `attempt` that failed
 SKIP_PATTERN="" SKIP_REASON=""
@@ -234,11 +234,10 @@ run() { # run COMMAND...: the script ends if it fails
   execute "$@" || status=$?
   case $status in
     0) ;;
-    77) skip "$(last_error "something is missing on this machine")" ;;
+    77) skip "$(sed -n 's/^error: //p' "$OUT/$OUTPUT_FILE" | tail -n 1)" ;; # our program's
     130) exit 130 ;;
     *)
-      fail 1 "$(program "$@") failed with exit status $status; what it printed is in" \
-        "$OUT/$OUTPUT_FILE"
+      fail 1 "$TOOL failed with exit status $status; its output is in $OUT/$OUTPUT_FILE"
       ;;
   esac
 }
@@ -273,13 +272,13 @@ enter() { # enter FOLDER: for a tool that writes to where it is run
   [[ $DRY_RUN == yes ]] || cd "$1"
 }
 
-# A tool that is not permitted to read counters says so in its own words, with any exit status.
+# A tool that is not permitted to read counters prints so, and may have any exit status.
 skip_if_printed() { SKIP_PATTERN=$1 SKIP_REASON=$2; } # skip_if_printed TEXT REASON
 
 execute() {
   local status=0
   [[ $DRY_RUN == no ]] || return 0
-  # tee ignores Ctrl-C, so that it is there for the command's last words.
+  # tee ignores Ctrl-C, so that it also copies what the command prints after it.
   PYTHONUNBUFFERED=1 "$@" 2>&1 9>&- | tee -ai "$OUT/$OUTPUT_FILE" || status=${PIPESTATUS[0]}
   if [[ -n $SKIP_PATTERN ]] && grep -q "$SKIP_PATTERN" "$OUT/$OUTPUT_FILE"; then
     skip "$SKIP_REASON"
@@ -306,7 +305,6 @@ prepare_output() {
 }
 
 take_folder() {
-  [[ ! -e $OUT || -d $OUT ]] || fail 2 "--output-dir $OUT: it is a file"
   mkdir -p "$OUT" 2>/dev/null || fail 2 "--output-dir $OUT: it can't be made"
   take_lock
   if [[ -n $(ls -A "$OUT") ]] && ! filled_by_us; then
@@ -337,26 +335,12 @@ filled_by_us() {
   [[ $first == "# run_"* ]]
 }
 
-program() { # program COMMAND...: its name, past the variables that env sets
-  local word
-  for word in "$@"; do
-    case $word in env | *=*) ;; *) basename "$word" && return ;; esac
-  done
-}
-
 quoted() { # each word as a shell reads it, with a space before it
-  local word
-  local escaped="'\\''"
+  local word escaped="'\\''"
   for word in "$@"; do
     case $word in '' | *[!a-zA-Z0-9_./:=,+%@-]*) word="'${word//\'/$escaped}'" ;; esac
     printf ' %s' "$word"
   done
-}
-
-last_error() { # last_error OTHERWISE: the last line that a program of ours calls an error
-  local line
-  line=$(sed -n 's/^error: //p' "$OUT/$OUTPUT_FILE" | tail -n 1)
-  printf '%s' "${line:-$1}"
 }
 
 # --- The end -------------------------------------------------------------------------------------
@@ -367,7 +351,7 @@ show() { # the kernel table of what OUT holds
     fail 1 "the profile in $OUT has no kernel table (see above)"
 }
 
-# Says what opens the files that no table is made of; an error if there are none.
+# Prints what opens the files that no table is made of; an error if there are none.
 timelines() { # timelines PATTERN ADVICE [PATTERN ADVICE]...
   local found all=""
   [[ $DRY_RUN == no ]] || return 0
@@ -377,7 +361,7 @@ timelines() { # timelines PATTERN ADVICE [PATTERN ADVICE]...
     all+=$found
     shift 2
   done
-  [[ -n $all ]] || fail 1 "the tool wrote no trace; what it printed is in $OUT/$OUTPUT_FILE"
+  [[ -n $all ]] || fail 1 "the tool wrote no trace; its output is in $OUT/$OUTPUT_FILE"
 }
 
 # Where rocprof-compute puts a workload, below the folder that it runs in: it adds the GPU's model.
@@ -397,9 +381,9 @@ on_exit() {
     status=1
     say "error: $(basename "$SCRIPT"): failed: $FAILED; the rest is in $OUT"
   fi
-  case $status:$STARTED in
-    130:yes | 143:yes) say "interrupted: $OUT is not complete" ;;
-    130:no | 143:no) say "interrupted before anything was run" ;;
+  case $STARTED:$status in
+    yes:130 | yes:143) say "interrupted: $OUT is not complete" ;;
+    no:130 | no:143) say "interrupted before anything was run" ;;
   esac
   record "# exit status $status"
   [[ -z $PARTIAL ]] || rm -f "$PARTIAL"
@@ -407,7 +391,7 @@ on_exit() {
   exit "$status"
 }
 
-# Runs the other scripts of the folder, which get the same arguments, and shows how they ended.
+# Runs the other scripts of the folder with the same arguments, and shows how they ended.
 run_all() { # run_all SCRIPT...
   local -a options
   options=(--folder "$FOLDER" --output-dir "$OUT")

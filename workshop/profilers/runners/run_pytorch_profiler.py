@@ -82,7 +82,10 @@ if __name__ == "__main__":
         "Profiles training steps with torch.profiler: trace, operators, kernels, memory.",
         steps=3,
         argv=sys.argv,
-        add=torch_profiler.add_flags,
+        switches={
+            "--stacks": "also record the Python functions behind every operator (slower, larger "
+            "trace)"
+        },
     )
     message = "interrupted before anything was run"
     sys.exit(errors.exit_status(lambda: main(arguments), interrupted=message))
