@@ -149,7 +149,7 @@ def test_captured_parts_train_as_eager_steps_do(warmup: int) -> None:
         for _ in range(20):
             run.step()
         with torch.no_grad():
-            losses.append(run.model(*run.batch()))
+            losses.append(run.model(*run.runner.inputs))
     torch.testing.assert_close(losses[0], losses[1], rtol=2e-3, atol=0)
 
 
@@ -169,42 +169,35 @@ def test_the_vendor_s_profiler_runs_from_the_first_step_to_the_end_of_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     request = make_request("v1", steps=2, output_dir=tmp_path)
-    ranges, events, states, runs = Ranges(), [], set(), []
+    ranges, events, prepared = Ranges(), [], profile_run.prepare
+    inside = {"hooks": True, "threads": False}
 
-    def spy(owner: object, name: str) -> None:
-        real = getattr(owner, name)
-
-        def call(*arguments: object, **options: object) -> object:
-            events.append(name)
-            hooks = runs and any(m._forward_hooks for m in runs[0].model.modules())
-            states.add((name, bool(hooks), torch._C._is_multithreading_enabled()))
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, call)
+    def note(name: str, run: profile_run.ProfileRun) -> None:
+        hooks = any(module._forward_hooks for module in run.model.modules())
+        state = {"hooks": hooks, "threads": torch._C._is_multithreading_enabled()}
+        events.append((name, state == inside))
 
     def prepare_spied(*arguments: object, **options: object) -> profile_run.ProfileRun:
-        runs.append(prepared(*arguments, **options))
-        events.clear()
-        states.clear()
-        return runs[0]
+        run = prepared(*arguments, **options)
 
-    prepared = profile_run.prepare
+        @contextmanager
+        def profiler(device: torch.device):
+            note("start", run)
+            yield
+            note("stop", run)
+
+        monkeypatch.setattr(profile_run, "_nvidia_profiler", profiler)
+        for owner, name in ((run, "step"), (run.runner, "wait")):
+            real = getattr(owner, name)
+            spied = lambda name=name, real=real: (note(name, run), real())  # noqa: E731
+            monkeypatch.setattr(owner, name, spied)
+        return run
+
     monkeypatch.setattr(profile_run, "prepare", prepare_spied)
     monkeypatch.setattr(markers, "for_vendor_tools", lambda device: ranges)
-    watched = ("_start_profiler", "step", "wait", "_stop_profiler")
-    for owner, name in (
-        *((profile_run, name) for name in watched if name.startswith("_")),
-        (profile_run.ProfileRun, "step"),
-        (trainer.Runner, "wait"),
-        (profile_run.ProfileRun, "save_record"),
-    ):
-        spy(owner, name)
     assert profile_run.profile(request) == 0
-    order = ["_start_profiler", "step", "step", "wait", "_stop_profiler", "save_record"]
-    assert events[: len(order)] == order and events.count("step") == 2
-    inside = {(name, True, False) for name in watched}
-    assert states - inside == {("save_record", False, True), ("wait", False, True)}  # its own
-    assert inside <= states
+    order = ["start", "step", "step", "wait", "stop"]
+    assert events == [*((name, True) for name in order), ("wait", False)]  # the record's own
     assert "step/forward/layers.0.self_attn" in ranges.opened
     assert results.load(tmp_path / "run.json").status == "profiled"
 
@@ -223,13 +216,11 @@ def test_the_application_of_external_profilers(
     assert re.search(r"Profiled: 1 step after \d of warm-up; nothing was timed", answer.stdout)
     run = results.load(tmp_path / "run.json")
     assert (run.version, run.status, run.step_ms) == (key, "profiled", [])
-    assert (
-        run.gradients is not None and run.gradients.params_with_grad == run.gradients.params_total
-    )
+    assert run.gradients.params_with_grad == run.gradients.params_total
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_a_severed_backward_pass_is_told(tmp_path: Path) -> None:
+def test_a_severed_backward_pass_is_reported(tmp_path: Path) -> None:
     run = prepare("v1")
     run.model.norm.forward = lambda x: x.detach() * run.model.norm.weight
     run.step()
@@ -240,24 +231,13 @@ def test_a_severed_backward_pass_is_told(tmp_path: Path) -> None:
 # --- run_pytorch_profiler.py ---------------------------------------------------------------------
 
 
-def profile_with_torch(
-    type_command: TypeCommand, key: str, folder: Path, *flags: str, model: tuple[str, ...] = ()
-):
-    wide = WIDE_HEADS if key == "v3" else []
-    return type_command(
-        *("python", "run_pytorch_profiler.py", "--output-dir", folder, *flags),
-        *("--", *SMALL, *wide, *model),
-        **script(key),
-        **ONE_CORE,
-    )
-
-
 @pytest.mark.parametrize(
     "key", ["v1", *(pytest.param(k, marks=pytest.mark.slow) for k in ("v2", "v4"))]
 )
 def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    answer = profile_with_torch(type_command, key, folder, "--steps", "2")
+    words = ("--output-dir", folder, "--steps", "2", "--", *SMALL)
+    answer = type_command("python", "run_pytorch_profiler.py", *words, **script(key), **ONE_CORE)
     assert answer.returncode == 0, answer.stderr
     (trace,) = (folder / "trace").glob(f"{key}.*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -311,27 +291,23 @@ def test_a_folder_is_replaced_only_if_a_script_filled_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [
-        (WorkshopError("wrong"), 2),
-        (NotOnThisMachine("lacking"), 77),
-        (OutOfMemory("full"), 1),
-        (RuntimeError("unforeseen"), 1),
-    ],
+    [(WorkshopError, 2), (NotOnThisMachine, 77), (OutOfMemory, 1), (RuntimeError, 1)],
 )
-def test_the_exit_status_is_told_in_the_folder(
-    error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_folder_has_the_exit_status(
+    error: type[Exception], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    commands = tmp_path / "out" / profile_run.COMMAND_FILE
+    typed = "# run_x.py\npython ./run_x.py --steps 2\n"
+
     def fail(data: object) -> int:
-        assert (tmp_path / "out" / profile_run.COMMAND_FILE).read_text() == told
+        assert commands.read_text() == typed
         raise error
 
-    told = "# run_x.py\npython ./run_x.py --steps 2\n"
-    with pytest.raises(type(error)):
+    with pytest.raises(error):
         run_into(tmp_path / "out", fail)
-    commands = tmp_path / "out" / profile_run.COMMAND_FILE
-    assert commands.read_text() == f"{told}# exit status {status}\n"
+    assert commands.read_text() == f"{typed}# exit status {status}\n"
     assert run_into(tmp_path / "out", lambda data: 1) == 1
-    assert commands.read_text() == f"{told}# exit status 1\n"
+    assert commands.read_text() == f"{typed}# exit status 1\n"
     assert capsys.readouterr().out == 2 * "python ./run_x.py --steps 2\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -346,7 +322,7 @@ def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
         assert (folder / "half.txt").exists() and lock.exists()
         return 0
 
-    lock.touch()  # of a run that was killed: nobody holds it
+    lock.touch()  # of a run that was killed: no process holds it
     assert run_into(folder, work) == 0 and not lock.exists()
 
 
@@ -365,11 +341,11 @@ def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
         while "  data " not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=HANGS_S)
+        _, error = process.communicate(timeout=HANGS_S)
     finally:
         process.kill()
-    assert process.returncode == 130, told
-    assert told.endswith(f"interrupted: {folder} is not complete\n") and "Traceback" not in told
+    assert process.returncode == 130, error
+    assert error.endswith(f"interrupted: {folder} is not complete\n") and "Traceback" not in error
     assert (folder / "command.txt").read_text().endswith("\n# exit status 130\n")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -428,21 +404,19 @@ def test_the_backward_pass_stays_inside_its_range(
     """The vendors' tools give a kernel to the ranges of the thread that launched it."""
     threads: dict[str, set[int]] = {"push": set(), "backward": set()}
     push = torch.cuda.nvtx.range_push
-    monkeypatch.setattr(
-        torch.cuda.nvtx,
-        "range_push",
-        lambda name: (threads["push"].add(threading.get_ident()), push(name)),
-    )
-    request = profile_run.make_request(versions.VERSIONS["v1"], ["--num-layers", "2"], 2)
-    request = dataclasses.replace(request, output_dir=tmp_path)
     prepared = profile_run.prepare
+
+    def note(where: str) -> None:
+        threads[where].add(threading.get_ident())
 
     def with_hook(*arguments, **options):
         run = prepared(*arguments, **options)
-        run.model.norm.weight.register_hook(
-            lambda gradient: threads["backward"].add(threading.get_ident())
-        )
+        run.model.norm.weight.register_hook(lambda gradient: note("backward"))
         return run
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (note("push"), push(name)))
+    request = profile_run.make_request(versions.VERSIONS["v1"], ["--num-layers", "2"], 2)
+    request = dataclasses.replace(request, output_dir=tmp_path)
 
     monkeypatch.setattr(profile_run, "prepare", with_hook)
     assert profile_run.profile(request) == 0
