@@ -435,7 +435,7 @@ def test_rocprofv3_gets_options_that_the_installed_version_has(
     assert {command[command.index("--output-format") + 1] for command in found} == formats
     for command in found:
         assert problems(command) == []
-        assert not {"--truncate-kernels", "-T"} & set(command)  # which tell kernels apart
+        assert not {"--truncate-kernels", "-T"} & set(command)  # which merge kernels
     done = machine.run("rocprofv3", "--mode", "timeline", TRACE=str(output))
     if rocm == "6.2":
         assert done.returncode == 77 and "ROCm 6.3" in done.stderr
@@ -507,7 +507,7 @@ def test_ncu_counts_all_operations_under_the_names_of_the_chip(machine: Machine)
     metrics = command[command.index("--metrics") + 1].split(",")
     tensor = [m for m in metrics if "tensor" in m]
     assert tensor == [f"sm__ops_path_tensor_src_{name}.sum" for name in wanted]
-    # As ncu would print them, each metric 1, so that the parser says what it finds.
+    # As ncu would print them, each metric 1: the parser's sums show what it finds.
     raw = machine.root / "raw.csv"
     with raw.open("w", newline="") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)

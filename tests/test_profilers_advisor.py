@@ -171,7 +171,7 @@ def test_a_severed_gradient_comes_first() -> None:
         (phases(10.0, 4.9, 1.0), "short-backward"),
         ({"forward": 15e6, "optimizer": 1e6}, "short-backward"),
         (phases(4.0, 0.0, 1.0), "backward-unplaced"),  # 11 of 16 ms lie in no range
-        ({"forward": 16e6}, None),  # inference: nothing says that it trains
+        ({"forward": 16e6}, None),  # inference
         ({"optimizer": 16e6}, None),
         ({}, None),  # a whole step in one graph
     ],

@@ -96,7 +96,7 @@ def at(*spans: tuple[float, float]) -> list[Slice]:
 def test_a_step_becomes_lanes(write: Callable[[list], Path]) -> None:
     trace = timeline.read(write(two_steps()))
     window = timeline.choose_window(trace, None, None, None)
-    # In the times that Perfetto tells, and to the end of the last thing that was launched.
+    # In Perfetto's times, and to the end of the last kernel that was launched.
     assert window == (pytest.approx(0.1), pytest.approx(1.6), "step 1 of 2")
     lanes = timeline.arrange(trace, window)
     assert [(lane.title, lane.on_gpu) for lane in lanes] == [
@@ -151,7 +151,7 @@ def test_a_step_or_a_stretch_can_be_chosen(write: Callable[[list], Path]) -> Non
         timeline.arrange(trace, Window(0.01, 0.02, ""))
 
 
-def test_the_page_tells_what_is_in_the_trace() -> None:
+def test_the_pages_figures_are_those_of_the_trace() -> None:
     main, autograd, stream = timeline.arrange(timeline.read(FIXTURE), SECOND_STEP)
     phases = timeline.nest(main.slices[RANGES])[0]
     assert [phase.name for phase in phases] == ["forward", "backward", "optimizer"]
@@ -315,12 +315,12 @@ def test_of_a_truncated_trace_the_rest_is_drawn(
         (tmp_path / name).write_bytes(content)
         picture.draw(tmp_path / name, tmp_path / "cut.png")
         assert imread(tmp_path / "cut.png").shape[1] == picture.WIDTH
-        told = capsys.readouterr().err
-        assert told.startswith(f"warning: left out {tmp_path / name}, row ")
-        assert told.count("\n") == 1
+        warning = capsys.readouterr().err
+        assert warning.startswith(f"warning: left out {tmp_path / name}, row ")
+        assert warning.count("\n") == 1
 
 
-def test_what_can_not_be_drawn_is_told_in_one_line(
+def test_what_can_not_be_drawn_is_one_line(
     write: Callable[[list], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad = write(two_steps()), tmp_path / "bad"

@@ -40,7 +40,7 @@ FEWEST_CALLS = 10
 """A training step of the smallest model launches hundreds of kernels: fewer than this are no step,
 and their shares mean nothing."""
 LEAST_NS = 1.0
-"""No profiler's clock resolves less: nothing can be said of a shorter time."""
+"""No profiler's clock resolves less: a shorter time shows nothing."""
 PROFILER_SLOWDOWN = 2
 """Recording an operator and its launch takes the host about as long as they take themselves, so
 without the profiler it may be twice as fast, and the GPU's idle time that much shorter."""
@@ -104,7 +104,7 @@ class Advice:
 
     finding: str
     """Its short name: "launch-bound", "GEMM", "severed-gradient", ... The one that ends in
-    "-bound", or is "mixed", says what bounds the run."""
+    "-bound", or is "mixed", names what bounds the run."""
     sentence: str
     treatment: str
     """What to do, with the file or README of the workshop that treats it."""
@@ -115,7 +115,7 @@ class Advice:
 
 
 def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
-    """What a kernel table says of a run: warnings first, then by the time at stake.
+    """The findings on a kernel table: warnings first, then by the time at stake.
 
     Args:
         run: the record of what was profiled; None for a profile of another program.
@@ -135,7 +135,7 @@ def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
 
 
 def headline(advices: Iterable[Advice]) -> Advice | None:
-    """The one that says what bounds the run; None if the metrics do not show it."""
+    """The one that names what bounds the run; None if the metrics do not show it."""
     return next(
         (advice for advice in advices if advice.finding.endswith(BOUND) or advice.finding == MIXED),
         None,
@@ -639,7 +639,7 @@ def _is_small(figures: Figures, finding: str, ns: float) -> bool:
 
 
 def _of_group(figures: Figures, name: str, sentence: str, treatment: str, ns: float) -> Advice:
-    """A finding about one group of kernels, said to bound the run if it does.
+    """A finding about one group of kernels, named "-bound" if it bounds the run.
 
     Args:
         sentence: beginning with a small letter.

@@ -179,14 +179,12 @@ def _run_counted(step: CountedStep) -> TorchCount:
             loss = step.forward()
         with backward:
             loss.backward()
-    by_operator = (
-        {
-            str(operator): amount
-            for operator, amount in phase.get_flop_counts().get("Global", {}).items()
-        }
+    # Empty where nothing ran.
+    of_forward, of_backward = (
+        {str(name): flop for name, flop in phase.get_flop_counts().get("Global", {}).items()}
         for phase in (forward, backward)
     )
-    return TorchCount(*by_operator, dict(seen.without_formula))
+    return TorchCount(of_forward, of_backward, dict(seen.without_formula))
 
 
 def count_with_deepspeed(step: CountedStep, report: Path) -> tuple[DeepSpeedCount | None, str]:

@@ -1,4 +1,4 @@
-"""Draws what timeline.py has made of a trace."""
+"""Draws the rows that timeline.py makes of a trace."""
 
 import math
 import re
@@ -12,27 +12,8 @@ from typing import Any
 
 from workshop import errors, results
 from workshop.errors import WorkshopError
-from workshop.profilers import names
-from workshop.profilers.timeline import (
-    CALL,
-    CALLS,
-    KERNELS,
-    OPERATORS,
-    RANGE,
-    RANGES,
-    SYNCHRONISATION,
-    Lane,
-    Slice,
-    Window,
-    arrange,
-    busy_shares,
-    choose_window,
-    flows,
-    gaps,
-    merge,
-    nest,
-    read,
-)
+from workshop.profilers import names, timeline
+from workshop.profilers.timeline import CALLS, KERNELS, OPERATORS, RANGES, Lane, Slice, Window
 
 BUSY = "GPU busy"
 """A row below a stream's kernels: the share of the time in which it ran any."""
@@ -51,9 +32,9 @@ COLOURS = {
     "copy": "#D55E00",
     "communication": "#F0E442",
     "other": "#B5B5B5",
-    RANGE: "#C3CFDC",
-    CALL: _DARK,
-    SYNCHRONISATION: "#000000",
+    timeline.RANGE: "#C3CFDC",
+    timeline.CALL: _DARK,
+    timeline.SYNCHRONISATION: "#000000",
 }
 
 _LEVELS = {RANGES: 5, OPERATORS: 3, CALLS: 1, KERNELS: 2}
@@ -92,8 +73,8 @@ def draw(
 
     Args:
         trace: a .json or .json.gz, or a folder with one (the newest counts).
-        step: which one, counted from 1; the first where nothing else is said. A trace without
-            step ranges is drawn whole.
+        step: which one, counted from 1; by default the first. A trace without step ranges is
+            drawn whole.
         start_ms: since the trace began; as on the picture's axis and on Perfetto's.
         end_ms: likewise.
 
@@ -105,9 +86,9 @@ def draw(
     errors.require("matplotlib")
     if target.suffix.lower() != ".png":
         raise WorkshopError(f"{target}: the picture is a PNG: give a name that ends in .png")
-    recorded = read(trace)
-    window = choose_window(recorded, step, start_ms, end_ms)
-    lanes = arrange(recorded, window)
+    recorded = timeline.read(trace)
+    window = timeline.choose_window(recorded, step, start_ms, end_ms)
+    lanes = timeline.arrange(recorded, window)
     _write(f"{names.printable(recorded.path.name)}: {window.what}", window, lanes, target)
     for warning in recorded.warnings:
         print(f"warning: {names.printable(warning)}", file=sys.stderr)
@@ -165,7 +146,13 @@ class _Picture:
         if not any(lane.on_gpu for lane in self._lanes):
             levels[OPERATORS] = _OPERATOR_LEVELS_WITHOUT_GPU
         bands = [
-            _Band(kind, [merge(row, self._pixel) for row in nest(lane.slices[kind])[:most]])
+            _Band(
+                kind,
+                [
+                    timeline.merge(row, self._pixel)
+                    for row in timeline.nest(lane.slices[kind])[:most]
+                ],
+            )
             for kind, most in levels.items()
             if kind in lane.slices
         ]
@@ -259,7 +246,7 @@ class _Picture:
 
     def _draw_busy(self, lane: Lane, band: _Band) -> None:
         bins = _PLOT_WIDTH // _BUSY_WIDTH
-        shares = busy_shares(lane.slices[KERNELS], self._window, bins)
+        shares = timeline.busy_shares(lane.slices[KERNELS], self._window, bins)
         width = (self._window.end - self._window.start) / bins
         edges = [self._window.start + i * width for i in range(bins + 1)]
         bottom, height = band.top + band.height - 1, band.height - 4
@@ -270,7 +257,7 @@ class _Picture:
             self._write(self._window.end + 4 * self._pixel, y, share, ha="left")
 
     def _draw_gaps(self, lane: Lane, band: _Band) -> None:
-        for start, end in gaps(lane.slices[KERNELS], self._window):
+        for start, end in timeline.gaps(lane.slices[KERNELS], self._window):
             text = f"idle {_duration(end - start)}"
             if end - start > _LABELLED * self._pixel and self._fits(text, end - start):
                 middle = band.top + band.height / 2
@@ -280,7 +267,7 @@ class _Picture:
         """From launches to the kernels that they launched."""
         places = {(i, band.kind): band for i, bands in enumerate(self._bands) for band in bands}
         style = {"arrowstyle": "-|>", "color": "#222222", "shrinkA": 0, "shrinkB": 0}
-        for host, call, stream, kernel in flows(self._lanes, _MOST_ARROWS):
+        for host, call, stream, kernel in timeline.flows(self._lanes, _MOST_ARROWS):
             calls, kernels = places[host, CALLS], places[stream, KERNELS]
             tip = max(kernel.start, self._window.start), kernels.top + 1
             tail = max(call.start, self._window.start), calls.top + calls.height - 1
@@ -309,7 +296,7 @@ class _Picture:
         handles: list[Any] = [
             Patch(color=c, label=name) for name, c in COLOURS.items() if name in shown
         ]
-        if flows(self._lanes, _MOST_ARROWS):
+        if timeline.flows(self._lanes, _MOST_ARROWS):
             handles.append(Line2D([], [], color="#222222", marker=">", label="launch to kernel"))
         self._figure.legend(
             handles=handles,
@@ -333,7 +320,10 @@ def _figures(lane: Lane, window: Window) -> str:
     words = ", ".join(f"{n:,} {kind if n > 1 else kind[:-1]}" for n, kind in counts if n)
     if KERNELS not in lane.slices:
         return words
-    share, span = busy_shares(lane.slices[KERNELS], window, 1)[0], window.end - window.start
+    share, span = (
+        timeline.busy_shares(lane.slices[KERNELS], window, 1)[0],
+        window.end - window.start,
+    )
     return f"{words}, busy {_duration(share * span)} of {_duration(span)} ({share:.1%})"
 
 

@@ -98,7 +98,7 @@ def make_request(version: Version, model_flags: list[str], steps: int) -> Reques
             )
     arguments.profile_steps = steps
     request = check_arguments(version, module, arguments)
-    request.build_on(torch.device("meta"))  # says for nothing if the sizes won't do
+    request.build_on(torch.device("meta"))  # checks the sizes, at no cost
     return request
 
 

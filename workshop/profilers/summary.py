@@ -93,7 +93,7 @@ def skipped(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
 def sum_up(
     version: Version, outcomes: list[Outcome], model_flags: list[str], folder: Path
 ) -> dict[str, Any]:
-    """What SUMMARY_FILE holds: how the tools ended, what was profiled, and what it says.
+    """What SUMMARY_FILE holds: how the tools ended, what was profiled, and the advice.
 
     Args:
         folder: the summary's, which has the tools' outputs below it.

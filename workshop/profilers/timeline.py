@@ -220,7 +220,7 @@ def _correlation(event: dict) -> int:
 def choose_window(
     trace: Trace, step: int | None, start_ms: float | None, end_ms: float | None
 ) -> Window:
-    """What to draw, as `draw` says it.
+    """What to draw: the arguments are those of `draw`.
 
     Raises:
         WorkshopError: there is no such step or stretch.

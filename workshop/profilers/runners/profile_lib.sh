@@ -126,7 +126,7 @@ absolute() { # absolute PATH
 }
 
 # The model would take the flag, or its beginning, and the profile would be of something else than
-# this script says.
+# this script prints.
 refuse_own_flag() { # refuse_own_flag WORD
   local flag name=${1%%=*}
   for flag in --output-dir --profile-steps --num-steps; do

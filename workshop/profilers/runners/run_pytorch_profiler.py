@@ -6,9 +6,13 @@ and with how much memory. Works on a CPU too.
 """
 
 import argparse
+import csv
+import io
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # PyTorch is not everywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -16,21 +20,56 @@ if __name__ == "__main__":  # PyTorch is not everywhere
 
     import_torch()
 
+import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-from workshop import errors
-from workshop.profilers import profile_run, torch_profiler
+from workshop import errors, results
+from workshop.profilers import profile_run
+from workshop.profilers.profile_run import ProfileRun
 from workshop.request import Data, Request
 from workshop.run import markers
 
 WAIT, WARMUP = 1, 1
 """Steps that are not recorded, and steps whose records are thrown away: a profiler starts slow."""
+SNAPSHOT_STEPS = 1
+"""Steps trained for the snapshot of memory, after the profile: recording slows the host."""
+SNAPSHOT_EVENTS = 200_000
+TABLE_ROWS = 40
+COLUMNS = (
+    "count",
+    "self_cpu_time_total",
+    "cpu_time_total",
+    "self_device_time_total",
+    "device_time_total",
+    "self_cpu_memory_usage",
+    "self_device_memory_usage",
+)
+"""Of an operator's row, by the names that PyTorch gives them: times in µs, memory in bytes."""
 
 
-def profile_steps(
-    run: profile_run.ProfileRun, steps: int, *, stacks: bool, folder: Path
-) -> profile:
+def main(arguments: argparse.Namespace) -> int:
+    steps = WAIT + WARMUP + arguments.steps + SNAPSHOT_STEPS
+    request = profile_run.make_request(arguments.version, arguments.model_flags, steps)
+    if not arguments.dry_run:
+        errors.require("rich")  # which draws the tables
+    return profile_run.run(request, arguments, partial(profile_version, request, arguments))
+
+
+def profile_version(request: Request, arguments: argparse.Namespace, data: Data) -> int:
+    folder, stacks = arguments.output_dir, arguments.stacks
+    run = profile_run.prepare(request, data, range_=markers.for_torch_profiler)
+    with run.layer_ranges():
+        profiler = profile_steps(run, arguments.steps, stacks=stacks, folder=folder / "trace")
+    write_operators(profiler, folder, stacks=stacks)
+    if run.runner.device.type == "cuda":  # a CPU has no such allocator
+        write_memory_snapshot(run, folder / "memory_snapshot.pickle")
+    run.record.options["num_steps"] = arguments.steps
+    run.save_record(folder)
+    return show(run, folder)
+
+
+def profile_steps(run: ProfileRun, steps: int, *, stacks: bool, folder: Path) -> profile:
     """Trains WAIT + WARMUP + `steps` steps, of which the last ones are recorded into `folder`."""
     activities = [ProfilerActivity.CPU]
     if run.runner.device.type == "cuda":  # so it is called on AMD too
@@ -55,37 +94,73 @@ def profile_steps(
     return profiler
 
 
-def main(arguments: argparse.Namespace) -> int:
-    steps = WAIT + WARMUP + arguments.steps + torch_profiler.SNAPSHOT_STEPS
-    request = profile_run.make_request(arguments.version, arguments.model_flags, steps)
-    if not arguments.dry_run:
-        errors.require("rich")  # which draws the tables
-    return profile_run.run(request, arguments, partial(profile_version, request, arguments))
+def write_operators(profiler: profile, folder: Path, *, stacks: bool) -> None:
+    """Writes operators.csv and operators.txt (by name), operators_by_shape.csv, and with `stacks`
+    operators_by_line.txt (by the functions that called them, each with its first line); longest
+    own time on the device first, on a CPU its own time there."""
+    by_name = profiler.key_averages()
+    on_device = any(row.self_device_time_total for row in by_name)
+    sort_by = "self_device_time_total" if on_device else "self_cpu_time_total"
+    by_shape = profiler.key_averages(group_by_input_shape=True)
+    write_csv(folder / "operators.csv", by_name, ["key"], sort_by)
+    write_csv(folder / "operators_by_shape.csv", by_shape, ["key", "input_shapes"], sort_by)
+    tables = {"operators.txt": by_name}
+    if stacks:
+        tables["operators_by_line.txt"] = profiler.key_averages(group_by_stack_n=5)
+    for name, rows in tables.items():
+        table = rows.table(sort_by=sort_by, row_limit=TABLE_ROWS, max_name_column_width=60)
+        results.write_text(folder / name, table + "\n")
 
 
-def profile_version(request: Request, arguments: argparse.Namespace, data: Data) -> int:
-    folder = arguments.output_dir
-    run = profile_run.prepare(request, data, range_=markers.for_torch_profiler)
-    with run.layer_ranges():
-        profiler = profile_steps(
-            run, arguments.steps, stacks=arguments.stacks, folder=folder / "trace"
-        )
-    torch_profiler.write_operators(profiler, folder, stacks=arguments.stacks)
-    torch_profiler.write_memory_snapshot(run, folder)
-    run.record.options["num_steps"] = arguments.steps
-    run.save_record(folder)
-    return torch_profiler.show(run, folder)
+def write_csv(target: Path, rows: Iterable[Any], what: list[str], sort_by: str) -> None:
+    # A range on the GPU lasts from its first kernel to its last, gaps and all: no operator's time.
+    operators = (row for row in rows if not getattr(row, "is_user_annotation", False))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["operator", *what[1:], *COLUMNS])
+    for row in sorted(operators, key=lambda row: -getattr(row, sort_by)):
+        writer.writerow(getattr(row, column) for column in (*what, *COLUMNS))
+    results.write_text(target, text.getvalue())
+
+
+def write_memory_snapshot(run: ProfileRun, target: Path) -> None:
+    """Trains one more step, operation by operation, while PyTorch's allocator notes each block
+    that is taken and given back, and the Python lines that did it: for
+    https://pytorch.org/memory_viz."""
+    record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+    record(max_entries=SNAPSHOT_EVENTS)
+    try:
+        run.eager_step()
+        run.runner.wait()
+        with results.atomic_path(target) as path:
+            dump(str(path))
+    finally:
+        record(enabled=None)
+
+
+def show(run: ProfileRun, folder: Path) -> int:
+    """Prints the trace's hot list and the advice on it; the exit status."""
+    from rich.console import Console
+
+    from workshop.profilers import advisor, kernel_file
+    from workshop.profilers import show as tables
+
+    status = tables.show(folder, output_dir=folder)
+    print(profile_run.gradients_sentence(run.record))
+    table = kernel_file.read(folder / kernel_file.JSON_FILE)  # a trace takes long to read
+    Console().print(advisor.render(advisor.advise(table, run.record)))
+    if run.runner.device.type == "cpu":
+        print("The profiler slows every operator on a CPU: read shares and counts, not times.")
+    return status
 
 
 if __name__ == "__main__":
+    stacks = "also record the Python functions behind every operator (slower, larger trace)"
     arguments = profile_run.runner_arguments(
         "Profiles training steps with torch.profiler: trace, operators, kernels, memory.",
         steps=3,
         argv=sys.argv,
-        switches={
-            "--stacks": "also record the Python functions behind every operator (slower, larger "
-            "trace)"
-        },
+        switches={"--stacks": stacks},
     )
     message = "interrupted before anything was run"
     sys.exit(errors.exit_status(lambda: main(arguments), interrupted=message))
