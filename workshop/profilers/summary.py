@@ -233,24 +233,20 @@ def _render(template: str, content: dict[str, Any], **more: Any) -> str:
 
 
 def _files(output: Path, folder: Path) -> list[dict[str, str]]:
-    return [
-        {"href": _link(path, folder), "name": str(path.relative_to(output))} | describe(path)
-        for path in sorted(output.rglob("*"))
-        if path.is_file()
-    ]
+    """Of each file: its link and name, what it is, what opens it, where that is, and its size."""
+    files = []
+    for path in sorted(filter(Path.is_file, output.rglob("*"))):
+        fitting = (rest for pattern, *rest in _KINDS if fnmatch.fnmatch(path.name, pattern))
+        what, opener, url = next(fitting, ("", "", ""))
+        size = path.stat().st_size
+        shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+        found = {"href": _link(path, folder), "name": str(path.relative_to(output))}
+        files.append(found | {"what": what, "opener": opener, "url": url, "size": shown})
+    return files
 
 
 def _link(path: Path, folder: Path) -> str:
     return urllib.parse.quote(path.relative_to(folder).as_posix())
-
-
-def describe(path: Path) -> dict[str, str]:
-    """What a profiler's file is, what opens it, where that is, and the file's size."""
-    fitting = (rest for pattern, *rest in _KINDS if fnmatch.fnmatch(path.name, pattern))
-    what, opener, url = next(fitting, ("", "", ""))
-    size = path.stat().st_size
-    shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
-    return {"what": what, "opener": opener, "url": url, "size": shown}
 
 
 def _kernel_table(output: Path) -> KernelTable | None:

@@ -76,22 +76,22 @@ class Window(NamedTuple):
 
 @dataclass
 class Trace:
-    """A trace's slices by thread and stream, in ms since its first event in the file.
-
-    Attributes:
-        begin: the earliest time, from which Perfetto counts.
-        streams: which of the tracks are a GPU's.
-        titles: by thread and stream, as the trace names them.
-        devices: names of GPUs by number.
-    """
+    """A trace's slices by thread and stream, in ms since its first event in the file."""
 
     path: Path
     begin: float = math.inf
+    """The earliest time, from which Perfetto counts."""
     tracks: dict[Key, dict[str, list[Slice]]] = field(default_factory=dict)
     streams: set[Key] = field(default_factory=set)
+    """Which of the tracks are a GPU's."""
     titles: dict[Key, str] = field(default_factory=dict)
+    """As the trace names threads and streams."""
     devices: dict[int, str] = field(default_factory=dict)
+    """Names of GPUs by number."""
     warnings: list[str] = field(default_factory=list)
+    _clock: kineto.Clock = field(default_factory=kineto.Clock)
+    # The same few names come in every event: each is kept, and its category sought, once.
+    _known: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
 
     def slices(self, kinds: Iterable[str]) -> Iterator[Slice]:
         """Those of all threads and streams."""
@@ -99,18 +99,74 @@ class Trace:
             for kind in kinds:
                 yield from track.get(kind, ())
 
+    def add(self, event: Any) -> None:
+        """Adds what of an event can be drawn.
+
+        Raises:
+            NoNumber, kineto.NoEvent: what it should hold is missing or makes no sense.
+        """
+        if not isinstance(event, dict):
+            raise kineto.NoEvent(f"{event!r:.40} is no event")
+        phase, category = event.get("ph"), kineto.category(event)
+        if phase == "M" and event.get("name") == "thread_name":
+            title = _argument(event, "name")
+            # A thread may be named twice, by its own name and by its process's: "pt_autograd_0"
+            # is clearer than "python3".
+            if isinstance(title, str) and "autograd" not in self.titles.get(_key(event), ""):
+                self.titles[_key(event)] = title
+        elif phase == "X" and category == _WHOLE_TRACE:
+            self._times(event)
+        elif phase == "X" and category in _KINDS:
+            self._add_slice(event, category)
+
+    def _add_slice(self, event: dict, category: str) -> None:
+        name = event.get("name")
+        if not isinstance(name, str) or not name:
+            raise kineto.NoEvent(f"its name is {name!r:.40}")
+        times = self._times(event)
+        known = self._known.get((category, name))
+        if known is None:
+            known = name[:_LONGEST_NAME], _category(category, name)
+            self._known[category, name] = known
+        key, correlation = _key(event), _argument(event, "correlation")
+        if category in _ON_GPU:
+            self.streams.add(key)
+        slices = self.tracks.setdefault(key, {}).setdefault(_KINDS[category], [])
+        slices.append(Slice(*times, *known, correlation if isinstance(correlation, int) else 0))
+
+    def _times(self, event: dict) -> tuple[float, float]:
+        """Start and end in ms since the first event."""
+        start, duration = self._clock.times(event)
+        self.begin = min(self.begin, start / 1e6)
+        return start / 1e6, (start + duration) / 1e6
+
+
+def _key(event: dict) -> Key:
+    return f"{event.get('pid')!s:.40}", f"{event.get('tid')!s:.40}"
+
+
+def _argument(event: dict, name: str) -> Any:
+    arguments = event.get("args")
+    return arguments.get(name) if isinstance(arguments, dict) else None
+
+
+def _category(of_event: str, name: str) -> str:
+    kind = _KINDS[of_event]
+    if kind == RANGES:
+        return RANGE
+    if kind == CALLS:
+        return SYNCHRONISATION if _WAITS.search(name) else CALL
+    return "copy" if of_event in ("gpu_memcpy", "gpu_memset") else categorize(name)
+
 
 @dataclass
 class Lane:
-    """What one thread or stream did within the window; times in ms since the trace began.
-
-    Attributes:
-        slices: by kind, uncut and unmerged, sorted by their start.
-    """
+    """What one thread or stream did within the window; times in ms since the trace began."""
 
     title: str
     on_gpu: bool
     slices: dict[str, list[Slice]]
+    """By kind, uncut and unmerged, sorted by their start."""
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -128,10 +184,9 @@ def read(path: Path) -> Trace:
     if not kineto.recognises_json(reading.head(path)):
         raise WorkshopError(f"{path}: no trace of torch.profiler, the only one that can be drawn")
     trace, problems = Trace(path, warnings=others), Problems(path)
-    reader = _Reader(trace)
     for row, event in json_stream.items(path, "traceEvents", problems):
         try:
-            reader.add(event)
+            trace.add(event)
         except (NoNumber, kineto.NoEvent) as error:
             problems.add(row, str(error))
     if not trace.tracks:
@@ -139,79 +194,6 @@ def read(path: Path) -> Trace:
     trace.devices = kineto.device_names(path)
     trace.warnings += problems.warnings()
     return trace
-
-
-class _Reader:
-    """Fills a trace with events."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._clock = kineto.Clock()
-        # The same few names come in every event: each is kept, and its category sought, once.
-        self._known: dict[tuple[str, str], tuple[str, str]] = {}
-
-    def add(self, event: Any) -> None:
-        """Raises:
-        NoNumber, kineto.NoEvent: what it should hold is missing or makes no sense.
-        """
-        if not isinstance(event, dict):
-            raise kineto.NoEvent(f"{event!r:.40} is no event")
-        phase, category = event.get("ph"), kineto.category(event)
-        if phase == "M" and event.get("name") == "thread_name":
-            self._add_title(event)
-        elif phase == "X" and category == _WHOLE_TRACE:
-            self._times(event)
-        elif phase == "X" and category in _KINDS:
-            self._add_slice(event, category)
-
-    def _add_title(self, event: dict) -> None:
-        arguments = event.get("args")
-        title = arguments.get("name") if isinstance(arguments, dict) else None
-        # A thread may be named twice, by its own name and by its process's: "pt_autograd_0"
-        # is clearer than "python3".
-        if isinstance(title, str) and "autograd" not in self._trace.titles.get(_key(event), ""):
-            self._trace.titles[_key(event)] = title
-
-    def _add_slice(self, event: dict, category: str) -> None:
-        name = event.get("name")
-        if not isinstance(name, str) or not name:
-            raise kineto.NoEvent(f"its name is {name!r:.40}")
-        start, end = self._times(event)
-        known = self._known.get((category, name))
-        if known is None:
-            known = name[:_LONGEST_NAME], _category(category, name)
-            self._known[category, name] = known
-        key = _key(event)
-        if category in _ON_GPU:
-            self._trace.streams.add(key)
-        track = self._trace.tracks.setdefault(key, {})
-        slices = track.setdefault(_KINDS[category], [])
-        slices.append(Slice(start, end, *known, _correlation(event)))
-
-    def _times(self, event: dict) -> tuple[float, float]:
-        """Start and end in ms since the first event."""
-        start, duration = self._clock.times(event)
-        self._trace.begin = min(self._trace.begin, start / 1e6)
-        return start / 1e6, (start + duration) / 1e6
-
-
-def _key(event: dict) -> Key:
-    return f"{event.get('pid')!s:.40}", f"{event.get('tid')!s:.40}"
-
-
-def _category(of_event: str, name: str) -> str:
-    kind = _KINDS[of_event]
-    if kind == RANGES:
-        return RANGE
-    if kind == CALLS:
-        return SYNCHRONISATION if _WAITS.search(name) else CALL
-    return "copy" if of_event in ("gpu_memcpy", "gpu_memset") else categorize(name)
-
-
-def _correlation(event: dict) -> int:
-    arguments = event.get("args")
-    found = arguments.get("correlation") if isinstance(arguments, dict) else None
-    return found if isinstance(found, int) else 0
 
 
 # --- choosing and sorting ------------------------------------------------------------------------
