@@ -189,7 +189,9 @@ def _run_each(outcomes: list[Outcome], arguments: argparse.Namespace) -> bool:
             what = f"{number}/{len(outcomes)} {outcome.script}"
 
             def show_line(line: str, what: str = what) -> None:
-                status.update(Text(f"{what}: {line}", no_wrap=True, overflow="ellipsis"))
+                text = Text(f"{what}: {line}")
+                text.truncate(console.width - 2, overflow="ellipsis")  # a spinner precedes it
+                status.update(text)
 
             try:
                 _run(outcome, arguments, show_line)
