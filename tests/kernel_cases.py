@@ -5,23 +5,15 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
-import triton_adamw
-import triton_attention
-import triton_cross_entropy
-import triton_embedding
 import triton_kernels
-import triton_linear
-import triton_qkv_attention
-import triton_rms_norm
-import triton_rope
-import triton_swiglu
 from torch import Tensor
 
 from workshop.gate.parity import MULTIPLE
@@ -29,30 +21,21 @@ from workshop.gate.parity import MULTIPLE
 DEVICE = "cpu" if triton_kernels.INTERPRETED else "cuda"
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 MODULES = {
-    module.__name__: module
-    for module in (
-        triton_rms_norm,
-        triton_rope,
-        triton_swiglu,
-        triton_attention,
-        triton_qkv_attention,
-        triton_cross_entropy,
-        triton_linear,
-        triton_embedding,
-        triton_adamw,
-    )
+    public.__module__: sys.modules[public.__module__]
+    for public in vars(triton_kernels).values()
+    if getattr(public, "__module__", "").startswith("triton_")
 }
+"""Those that have V3's operators and its optimizer."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A call of one operator: the arguments that get gradients, made in fp32, and the others."""
 
-    name: str
-    module: str
     op: str
+    name: str
     make: Callable[[], tuple[Tensor, ...]]
-    fixed: dict[str, Any]
+    fixed: dict[str, Any] = field(default_factory=dict)
     roundings: float = 8.0
     """Allowed beyond twice the plain version's error, which may be nil by luck: at T = 2 the
     backward pass of attention, which subtracts the same sums in another order, needs 5."""
@@ -60,6 +43,10 @@ class Case:
     @property
     def label(self) -> str:
         return f"{self.op}-{self.name}"
+
+    @property
+    def module(self) -> str:
+        return str(getattr(triton_kernels, self.op).__module__)
 
 
 def normal(*shape: int) -> Tensor:
@@ -72,39 +59,46 @@ def heads(B: int, H: int, T: int, D: int) -> Tensor:
 
 
 def rows(*shape: int) -> Tensor:
-    """Rows from tiny to large, so that the place of eps can be told."""
-    scales = torch.logspace(-4, 1, shape[-2], device=DEVICE)[:, None]
-    return normal(*shape) * scales
+    """Rows from tiny to large, so that the place of eps shows."""
+    return normal(*shape) * torch.logspace(-4, 1, shape[-2], device=DEVICE)[:, None]
+
+
+def drawn(*shapes: tuple[int, ...], how: Callable[..., Tensor] = normal) -> Callable[[], Any]:
+    return lambda: tuple(how(*shape) for shape in shapes)
+
+
+def by(*sizes: int) -> str:
+    return "x".join(map(str, sizes))
 
 
 def norm_cases() -> Iterator[Case]:
-    module, fixed = "triton_rms_norm", {"eps": 1e-5}
-    for shape in ((1, 1, 64), (3, 63, 72), (2, 129, 1000), (1, 5, 8191)):
-        name = "x".join(map(str, shape))
-        make = partial(lambda s: (rows(*s), normal(s[-1])), shape)
-        yield Case(name, module, "rms_norm", make, fixed)
-        make = partial(lambda s: (normal(*s) * 1e-3, rows(*s), normal(s[-1])), shape)
-        yield Case(name, module, "add_rms_norm", make, fixed)
-    for op, count in (("rms_norm", 1), ("add_rms_norm", 2)):
-        make = partial(
-            lambda n: (*(normal(9, 7, 200)[:, ::2, 40:140] for _ in range(n)), normal(100)), count
+    fixed = {"eps": 1e-5}
+    for s in ((1, 1, 64), (3, 63, 72), (2, 129, 1000), (1, 5, 8191)):
+        yield Case("rms_norm", by(*s), lambda s=s: (rows(*s), normal(s[-1])), fixed)
+        yield Case(
+            *("add_rms_norm", by(*s), lambda s=s: (1e-3 * normal(*s), rows(*s), normal(s[-1]))),
+            fixed,
         )
-        yield Case("rows of a view", module, op, make, fixed)
-        make = partial(
-            lambda n: (*(normal(90, 31).t() for _ in range(n)), normal(200)[::2][:90]), count
+    for op, inputs in (("rms_norm", "x"), ("add_rms_norm", "xx")):
+        yield Case(
+            *(op, "rows of a view"),
+            lambda xs=inputs: (*(normal(9, 7, 200)[:, ::2, 40:140] for _ in xs), normal(100)),
+            fixed,
         )
-        yield Case("transposed", module, op, make, fixed)
+        yield Case(
+            *(op, "transposed"),
+            lambda xs=inputs: (*(normal(90, 31).t() for _ in xs), normal(200)[::2][:90]),
+            fixed,
+        )
 
 
 def swiglu_cases() -> Iterator[Case]:
-    module = "triton_swiglu"
-    for shape in ((1, 1, 2), (3, 63, 152), (5, 1376), (1, 35, 2500)):
-        name = "x".join(map(str, shape))
-        yield Case(name, module, "swiglu", partial(lambda s: (normal(*s), normal(*s)), shape), {})
-        yield Case(name, module, "swiglu_fused", partial(lambda s: (normal(*s),), shape), {})
-    yield Case("halves", module, "swiglu", lambda: normal(2, 63, 304).chunk(2, dim=-1), {})
-    yield Case("transposed", module, "swiglu", lambda: (normal(70, 9).t(), normal(9, 70)), {})
-    yield Case("a view", module, "swiglu_fused", lambda: (normal(9, 63, 140)[:, ::2, 20:120],), {})
+    for s in ((1, 1, 2), (3, 63, 152), (5, 1376), (1, 35, 2500)):
+        yield Case("swiglu", by(*s), drawn(s, s))
+        yield Case("swiglu_fused", by(*s), drawn(s))
+    yield Case("swiglu", "halves", lambda: normal(2, 63, 304).chunk(2, dim=-1))
+    yield Case("swiglu", "transposed", lambda: (normal(70, 9).t(), normal(9, 70)))
+    yield Case("swiglu_fused", "a view", lambda: (normal(9, 63, 140)[:, ::2, 20:120],))
 
 
 def tables(T: int, D: int) -> dict[str, Tensor]:
@@ -112,91 +106,79 @@ def tables(T: int, D: int) -> dict[str, Tensor]:
 
 
 def rope_cases() -> Iterator[Case]:
-    module = "triton_rope"
     for B, H, K, T, D in ((1, 2, 1, 1, 64), (2, 6, 2, 63, 32), (1, 4, 4, 129, 24)):
-        name = f"B{B} H{H} K{K} T{T} D{D}"
-        make = partial(lambda *s: (heads(*s[0]), heads(*s[1])), (B, H, T, D), (B, K, T, D))
-        yield Case(name, module, "apply_rope", make, tables(T, D))
+        make = drawn((B, H, T, D), (B, K, T, D), how=heads)
+        yield Case("apply_rope", f"B{B} H{H} K{K} T{T} D{D}", make, tables(T, D))
 
 
 def qkv_attention_cases() -> Iterator[Case]:
     sizes = ((1, 2, 1, 2, 64, 40), (2, 6, 2, 63, 32, 72), (1, 2, 2, 129, 32, 64))
     for B, H, K, T, D, C in sizes:
+        x, w = (B, T, C), ((H + 2 * K) * D, C)
         name = f"B{B} H{H} K{K} T{T} D{D} C{C}"
-        shapes = (B, T, C), ((H + 2 * K) * D, C)
-        make = partial(lambda x, w: (normal(*x), normal(*w) / w[1] ** 0.5), *shapes)
         fixed = {**tables(T, D), "num_heads": H, "num_kv_heads": K}
-        yield Case(name, "triton_qkv_attention", "qkv_attention", make, fixed)
+        make = partial(lambda x, w: (normal(*x), normal(*w) / w[1] ** 0.5), x, w)
+        yield Case("qkv_attention", name, make, fixed)
 
 
 def linear_cases() -> Iterator[Case]:
-    for shape, outputs in (((1, 1, 8), 5), ((3, 63, 72), 40), ((129, 24), 1)):
-        name = "x".join(map(str, (*shape, outputs)))
-        make = partial(lambda s, o: (normal(*s), normal(o, s[-1])), shape, outputs)
-        yield Case(name, "triton_linear", "linear", make, {})
-        make = partial(lambda s, o: (normal(*s[:-1], 2 * s[-1]), normal(o, s[-1])), shape, outputs)
-        yield Case(name, "triton_swiglu", "swiglu_linear", make, {})
+    for (*N, I), O in (((1, 1, 8), 5), ((3, 63, 72), 40), ((129, 24), 1)):
+        yield Case("linear", by(*N, I, O), drawn((*N, I), (O, I)))
+        yield Case("swiglu_linear", by(*N, I, O), drawn((*N, 2 * I), (O, I)))
 
 
 def embedding_cases() -> Iterator[Case]:
     for N, V, C in ((1, 1, 8), (63, 11, 40), (129, 311, 1100)):
         tokens = torch.randint(V, (N,), device=DEVICE)
-        make = partial(lambda v, c: (normal(v, c),), V, C)
-        name = f"{N}x{C} of {V}"
-        yield Case(name, "triton_embedding", "embedding", make, {"tokens": tokens})
+        yield Case("embedding", f"{N}x{C} of {V}", drawn((V, C)), {"tokens": tokens})
 
 
 def attention_cases() -> Iterator[Case]:
     sizes = (
-        (1, 2, 1, 2, 32, True),
-        (2, 4, 2, 63, 32, True),
-        (1, 3, 1, 129, 64, True),
-        (1, 2, 2, 200, 128, True),
-        (1, 2, 1, 129, 32, False),
-        (1, 2, 1, 1, 64, False),
+        *((1, 2, 1, 2, 32, True), (2, 4, 2, 63, 32, True), (1, 3, 1, 129, 64, True)),
+        *((1, 2, 2, 200, 128, True), (1, 2, 1, 129, 32, False), (1, 2, 1, 1, 64, False)),
         (1, 3, 3, 65, 64, True),
     )
     for B, H, K, T, D, causal in sizes:
-        make = partial(
-            lambda *s: (heads(*s[0]), heads(*s[1]), heads(*s[1])), (B, H, T, D), (B, K, T, D)
-        )
+        q, k = (B, H, T, D), (B, K, T, D)
         name = f"B{B} H{H} K{K} T{T} D{D} {'causal' if causal else 'full'}"
-        yield Case(name, "triton_attention", "flash_attention", make, {"causal": causal})
-    # The weight of a key beyond T would be exp(0 - a large negative number).
+        yield Case("flash_attention", name, drawn(q, k, k, how=heads), {"causal": causal})
+
+    def low(first: float, count: int) -> Tensor:
+        """Heads whose product with those of the opposite sign is very negative."""
+        x = heads(1, count, 70, 32)
+        x[..., 0] = first
+        return x
+
+    # The weight of a key beyond T would be exp(0 - a large negative number). What the first numbers
+    # of k give to dq cancels, but for the rounding of a score of -160.
     yield Case(
-        "low scores",
-        "triton_attention",
-        "flash_attention",
+        *("flash_attention", "low scores"),
         lambda: (low(+30, 2), low(-30, 1), heads(1, 1, 70, 32)),
         {"causal": False},
-        # What the first numbers of k give to dq cancels, but for the rounding of a score of -160.
         roundings=1e4,
     )
-
-
-def low(first: float, count: int) -> Tensor:
-    """Heads whose product with those of the opposite sign is very negative."""
-    x = heads(1, count, 70, 32)
-    x[..., 0] = first
-    return x
 
 
 def cross_entropy_cases() -> Iterator[Case]:
     for N, C, V in ((1, 8, 5), (63, 40, 311), (129, 24, 5000)):
         targets = torch.randint(V, (N,), device=DEVICE)
         targets[0], targets[-1] = 0, V - 1
-        make = partial(lambda n, c, v: (normal(n, c), normal(v, c)), N, C, V)
-        fixed = {"targets": targets}
-        yield Case(f"{N}x{C}x{V}", "triton_cross_entropy", "linear_cross_entropy", make, fixed)
+        make = drawn((N, C), (V, C))
+        yield Case("linear_cross_entropy", by(N, C, V), make, {"targets": targets})
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> dict[str, Case]:
+    """By label."""
     groups = (
         *(norm_cases, swiglu_cases, rope_cases, attention_cases, qkv_attention_cases),
         *(cross_entropy_cases, linear_cases, embedding_cases),
     )
     torch.manual_seed(0)
-    return [case for group in groups for case in group()]
+    return {case.label: case for group in groups for case in group()}
+
+
+CASES = all_cases()
 
 
 @contextmanager
@@ -209,13 +191,16 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
 def call(
     function: Callable[..., Any], case: Case, arguments: tuple[Tensor, ...], upstream: list[Tensor]
 ) -> list[Tensor]:
     """Outputs and the arguments' gradients."""
     arguments = tuple(argument.requires_grad_() for argument in arguments)
-    outputs = function(*arguments, **case.fixed)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = as_tuple(function(*arguments, **case.fixed))
     given = [g.to(output.dtype) for g, output in zip(upstream, outputs, strict=True)]
     gradients = torch.autograd.grad(outputs, arguments, given)
     return [*(output.detach() for output in outputs), *gradients]
@@ -228,26 +213,29 @@ def relative_rms(found: Tensor, true: Tensor, upstream: float) -> float:
     return error / (true.double().norm().item() or upstream)
 
 
-def worst_excess(case: Case, module: ModuleType, dtype: torch.dtype, seed: int = 0) -> float:
-    """How far an output or gradient is from fp64, in units of what is allowed: twice what the plain
-    version loses at this precision, plus a few roundings."""
+def worst_excess(
+    case: Case, dtype: torch.dtype, module: ModuleType | None = None, seed: int = 0
+) -> float:
+    """How far an output or gradient, of another module than the operator's own if one is given, is
+    from fp64, in units of what is allowed: twice what the plain version loses at this precision,
+    plus a few roundings."""
     torch.manual_seed(seed)
     arguments = case.make()
-    plain = getattr(MODULES[case.module], f"{case.op}_reference")
+    own = MODULES[case.module]
+    plain = getattr(own, f"{case.op}_reference")
 
     def copies(to: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(_like(argument, argument.to(dtype).to(to)) for argument in arguments)
 
     exact = copies(torch.float64)
     with torch.no_grad():
-        outputs = plain(*exact, **case.fixed)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = as_tuple(plain(*exact, **case.fixed))
     # Upstream gradients are random; rounded once, since every version is handed the same ones.
     upstream = [torch.randn_like(output).to(dtype).double() for output in outputs]
     true = call(plain, case, exact, upstream)
     usual = call(plain, case, copies(dtype), upstream)
     with poisoned_memory():
-        found = call(getattr(module, case.op), case, copies(dtype), upstream)
+        found = call(getattr(module or own, case.op), case, copies(dtype), upstream)
     size = max(g.norm().item() for g in upstream)
     worst = 0.0
     for ours, theirs, truth in zip(found, usual, true, strict=True):
@@ -290,13 +278,19 @@ def with_fault(module: str, old: str, new: str, folder: Path) -> ModuleType:
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[name] = loaded
     spec.loader.exec_module(loaded)
-    # In the interpreter one program may take all there is: here several share the work.
-    if module == "triton_rms_norm":
-        loaded.BACKWARD_BLOCKS["interpreter"] = ((2**16, loaded.Block(2**12, 2**12, 3)),)
-    elif module == "triton_cross_entropy":
-        loaded.BLOCKS["interpreter"] = (16, 512, 1)
-    elif module == "triton_adamw":
-        loaded.CHUNK = 64
-    elif module == "triton_attention":
-        loaded.INTERPRETED_TILE = loaded.Tile(64, 32, 1, 1)
+    small_tiles(loaded, pytest.MonkeyPatch())
     return loaded
+
+
+def small_tiles(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """In the interpreter one program may take all there is: with these several share the work."""
+    if hasattr(module, "INTERPRETED_TILE"):
+        patch.setattr(module, "INTERPRETED_TILE", module.Tile(64, 32, 1, 1))
+    if hasattr(module, "CHUNK"):
+        patch.setattr(module, "CHUNK", 64)
+    entry: tuple[Any, ...] = (16, 3 if "rope" in module.__name__ else 512, 1)
+    if hasattr(module, "Block"):
+        entry = ((2**16, module.Block(2**12, 2**12, 3)),)
+    for name in ("BLOCKS", "FORWARD_BLOCKS", "BACKWARD_BLOCKS"):
+        if hasattr(module, name):
+            patch.setitem(getattr(module, name), "interpreter", entry)

@@ -5,17 +5,16 @@ and without PyTorch's caching allocator, in whose large blocks a stray access wo
 """
 
 import torch
-from kernel_cases import DEVICE, all_cases
+from kernel_cases import CASES, DEVICE, as_tuple
 from triton_kernels import __dict__ as operators
 from triton_linear import rounded
 
 
 def main() -> None:
-    for case in all_cases():
+    for case in CASES.values():
         for dtype in (torch.float32, torch.bfloat16):
             arguments = [x.detach().to(dtype).requires_grad_() for x in case.make()]
-            outputs = operators[case.op](*arguments, **case.fixed)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            outputs = as_tuple(operators[case.op](*arguments, **case.fixed))
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     weights = [torch.ones(shape, device=DEVICE, requires_grad=True) for shape in ((5,), (17, 9))]
     optimizer = operators["AdamW"](weights)

@@ -49,14 +49,14 @@ def test_the_fastest_right_candidate_wins_and_the_table_is_left_alone(small_jobs
     outcome = autotune.tune(job, clock)
     assert (outcome.best, outcome.best_ms, outcome.dropped) == ((2, 128, 1), 1.0, 1)
     assert job.table == before
-    assert '"interpreter": (2, 128, 1),' in autotune.describe(outcome, "interpreter")
+    assert '"interpreter": (2, 128, 1),' in autotune.describe(outcome)
 
     wrong = dataclasses.replace(job, candidates=[(2, 128, 1)])
     right = job.call
     wrong.call = lambda: right() * (1.0 if job.table["interpreter"][0] == 256 else 1.5)
     outcome = autotune.tune(wrong, clock)
     assert outcome.best is None and outcome.dropped == 1
-    assert "nothing better" in autotune.describe(outcome, "interpreter")
+    assert "nothing better" in autotune.describe(outcome)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="has a GPU")

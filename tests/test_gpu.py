@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton_kernels
 import triton_linear
-from kernel_cases import MODULES, Case, all_cases, heads, normal, tables, worst_excess
+from kernel_cases import CASES, Case, as_tuple, drawn, heads, normal, tables, worst_excess
 
 from workshop import results, versions
 from workshop.gate import parity
@@ -305,29 +305,32 @@ def test_the_harness_costs_under_1_percent_of_a_medium_step(
 # --- V3's kernels at real sizes ---------------------------------------------------------------
 
 REAL_SIZES = {
-    "rms_norm": lambda: (normal(16384, 4096), normal(4096)),
-    "add_rms_norm": lambda: (normal(8192, 1024), normal(8192, 1024), normal(1024)),
-    "swiglu": lambda: (normal(8191, 4096), normal(8191, 4096)),
-    "swiglu_fused": lambda: (normal(8192, 8192),),
-    "apply_rope": lambda: (heads(16, 16, 512, 64), heads(16, 8, 512, 64)),
-    "qkv_attention": lambda: (normal(4, 511, 1024), normal(2048, 1024) / 32),
-    "linear": lambda: (normal(8191, 1024), normal(2048, 1024) / 32),
-    "swiglu_linear": lambda: (normal(8191, 2048), normal(512, 1024) / 32),
-    "embedding": lambda: (normal(1000, 1024),),
-    "flash_attention": lambda: (
-        heads(2, 16, 2047, 64),
-        heads(2, 8, 2047, 64),
-        heads(2, 8, 2047, 64),
+    "rms_norm": (drawn((16384, 4096), (4096,)), lambda: {"eps": 1e-5}),
+    "add_rms_norm": (drawn((8192, 1024), (8192, 1024), (1024,)), lambda: {"eps": 1e-5}),
+    "swiglu": (drawn((8191, 4096), (8191, 4096)), dict),
+    "swiglu_fused": (drawn((8192, 8192)), dict),
+    "apply_rope": (
+        drawn((16, 16, 512, 64), (16, 8, 512, 64), how=heads),
+        lambda: tables(512, 64),
     ),
-    "linear_cross_entropy": lambda: (normal(8191, 256), 0.1 * normal(4099, 256)),
-}
-MODULE_OF = {
-    "apply_rope": "rope",
-    "add_rms_norm": "rms_norm",
-    "swiglu_fused": "swiglu",
-    "swiglu_linear": "swiglu",
-    "flash_attention": "attention",
-    "linear_cross_entropy": "cross_entropy",
+    "qkv_attention": (
+        lambda: (normal(4, 511, 1024), normal(2048, 1024) / 32),
+        lambda: tables(511, 64) | {"num_heads": 16, "num_kv_heads": 8},
+    ),
+    "linear": (lambda: (normal(8191, 1024), normal(2048, 1024) / 32), dict),
+    "swiglu_linear": (lambda: (normal(8191, 2048), normal(512, 1024) / 32), dict),
+    "embedding": (
+        drawn((1000, 1024)),
+        lambda: {"tokens": torch.randint(1000, (16, 512), device="cuda")},
+    ),
+    "flash_attention": (
+        drawn((2, 16, 2047, 64), (2, 8, 2047, 64), (2, 8, 2047, 64), how=heads),
+        dict,
+    ),
+    "linear_cross_entropy": (
+        lambda: (normal(8191, 256), 0.1 * normal(4099, 256)),
+        lambda: {"targets": torch.randint(4099, (8191,), device="cuda")},
+    ),
 }
 
 
@@ -335,44 +338,25 @@ MODULE_OF = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_at_real_sizes(op: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    fixed: dict[str, object] = {}
-    if "norm" in op:
-        fixed = {"eps": 1e-5}
-    elif op == "apply_rope":
-        fixed = tables(512, 64)
-    elif op == "qkv_attention":
-        fixed = tables(511, 64) | {"num_heads": 16, "num_kv_heads": 8}
-    elif op == "embedding":
-        fixed = {"tokens": torch.randint(1000, (16, 512), device="cuda")}
-    elif op == "linear_cross_entropy":
-        fixed = {"targets": torch.randint(4099, (8191,), device="cuda")}
+    make, fixed = REAL_SIZES[op]
     # The fp32 sums of large sizes differ in their order from the plain version's.
-    module = f"triton_{MODULE_OF.get(op, op)}"
-    case = Case("real size", module, op, REAL_SIZES[op], fixed, roundings=32.0)
-    assert worst_excess(case, MODULES[module], dtype) <= 1.0
+    assert worst_excess(Case(op, "real size", make, fixed(), roundings=32.0), dtype) <= 1.0
 
 
 def test_long_and_wide_attention() -> None:
     torch.manual_seed(0)
     for B, H, K, T, D in ((1, 4, 2, 8191, 64), (1, 8, 4, 2049, 128), (3, 8, 8, 1025, 32)):
-        case = Case(
-            f"T{T} D{D}",
-            "triton_attention",
-            "flash_attention",
-            lambda H=H, K=K, B=B, T=T, D=D: tuple(heads(B, n, T, D) for n in (H, K, K)),
-            {},
-        )
-        assert worst_excess(case, MODULES["triton_attention"], torch.bfloat16) <= 1.0
+        make = drawn((B, H, T, D), (B, K, T, D), (B, K, T, D), how=heads)
+        assert worst_excess(Case("flash_attention", f"T{T} D{D}", make), torch.bfloat16) <= 1.0
 
 
 def test_every_kernel_can_be_captured_and_replayed_on_new_data() -> None:
-    for case in {case.op: case for case in all_cases()}.values():
+    for case in {case.op: case for case in CASES.values()}.values():
         operator = getattr(triton_kernels, case.op)
         arguments = [x.detach().clone().requires_grad_() for x in case.make()]
 
         def step(operator=operator, arguments=arguments, case=case) -> list[torch.Tensor]:
-            outputs = operator(*arguments, **case.fixed)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            outputs = as_tuple(operator(*arguments, **case.fixed))
             ones = [torch.ones_like(output) for output in outputs]
             return [*outputs, *torch.autograd.grad(outputs, arguments, ones)]
 

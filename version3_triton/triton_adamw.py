@@ -289,19 +289,9 @@ def _alignment(rows: list[list[Tensor | None]]) -> int:
 
 
 def _check_settings(group: dict[str, Any]) -> None:
-    """Raises ValueError for numbers that `torch.optim.AdamW` refuses, in its words."""
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0:  # so that NaN is refused too
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if not group["eps"] >= 0:
-        raise ValueError(f"Invalid epsilon value: {group['eps']}")
-    for index in range(2):
-        if not 0 <= betas[index] < 1:
-            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
-    if not group["weight_decay"] >= 0:
-        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    """Raises ValueError for numbers that `torch.optim.AdamW` refuses, and for its options."""
+    numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    torch.optim.AdamW([torch.empty(0)], **numbers)
     _check_options(group)
 
 

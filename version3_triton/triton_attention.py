@@ -14,9 +14,9 @@ import math
 from dataclasses import dataclass
 
 from triton_launch import (
-    DTYPES,
     autocast_dtype,
     check,
+    check_dtypes,
     check_shape,
     describe_tiles,
     dot_precision,
@@ -348,102 +348,74 @@ def _attention_backward_dk_dv_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a tile, warps of a program, tiles in flight."""
+    """Queries and keys of a tile, warps of a program, tiles in flight; for up to so many tokens."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    up_to: int = 2**31
 
 
-# By architecture or vendor, then by bytes of a number and D; the first row whose `T up to` fits.
-# sm_90: swept on an H200, in bf16 at D = 64 and 128, the backward pass in fp32 at D = 64 too. sm,
-# gfx: the largest tiles that spill little or nothing and fit everywhere (workshop.kernels.inspect),
-# unmeasured.
-Tiles = dict[str, dict[tuple[int, int], tuple[tuple[float, Tile], ...]]]
-ANY = math.inf
+# By architecture or vendor, bytes of a number and D; of several tiles the first that is for so many
+# tokens. sm_90: swept on an H200, in bf16 at D = 64 and 128, the backward pass in fp32 at D = 64
+# too. sm, gfx: the largest tiles that spill little or nothing and fit everywhere
+# (workshop.kernels.inspect), unmeasured.
+Tiles = dict[str, dict[int, dict[int, list[Tile]]]]
 FORWARD_TILES: Tiles = {
     "sm_90": {
-        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
-        (2, 64): ((1024, Tile(64, 64, 4, 2)), (ANY, Tile(64, 128, 4, 2))),
-        (2, 128): ((ANY, Tile(64, 64, 4, 3)),),
-        (4, 32): ((ANY, Tile(32, 32, 4, 2)),),
-        (4, 64): ((ANY, Tile(32, 32, 4, 2)),),
-        (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
+        2: {
+            32: [Tile(64, 64, 4, 2)],
+            64: [Tile(64, 64, 4, 2, up_to=1024), Tile(64, 128, 4, 2)],
+            128: [Tile(64, 64, 4, 3)],
+        },
+        4: {32: [Tile(32, 32, 4, 2)], 64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 1)]},
     },
     "sm": {
-        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
-        (2, 64): ((ANY, Tile(64, 64, 4, 2)),),
-        (2, 128): ((ANY, Tile(64, 64, 4, 2)),),
-        (4, 32): ((ANY, Tile(32, 32, 4, 2)),),
-        (4, 64): ((ANY, Tile(32, 32, 4, 2)),),
-        (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
+        2: {32: [Tile(64, 64, 4, 2)], 64: [Tile(64, 64, 4, 2)], 128: [Tile(64, 64, 4, 2)]},
+        4: {32: [Tile(32, 32, 4, 2)], 64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 4, 1)]},
     },
     "gfx": {
-        (2, 32): ((ANY, Tile(128, 64, 4, 1)),),
-        (2, 64): ((ANY, Tile(128, 64, 8, 1)),),
-        (2, 128): ((ANY, Tile(128, 64, 8, 1)),),
-        (4, 32): ((ANY, Tile(64, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(64, 32, 4, 1)),),
-        (4, 128): ((ANY, Tile(32, 32, 4, 1)),),
+        2: {32: [Tile(128, 64, 4, 1)], 64: [Tile(128, 64, 8, 1)], 128: [Tile(128, 64, 8, 1)]},
+        4: {32: [Tile(64, 32, 4, 1)], 64: [Tile(64, 32, 4, 1)], 128: [Tile(32, 32, 4, 1)]},
     },
     "interpreter": {},
 }
 DQ_TILES: Tiles = {
     "sm_90": {
-        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
-        (2, 64): (
-            (512, Tile(64, 64, 4, 2)),
-            (2048, Tile(64, 32, 4, 3)),
-            (ANY, Tile(128, 64, 4, 3)),
-        ),
-        (2, 128): ((ANY, Tile(64, 64, 4, 2)),),
-        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(64, 32, 4, 2)),),
-        (4, 128): ((ANY, Tile(32, 32, 8, 1)),),
+        2: {
+            32: [Tile(64, 64, 4, 2)],
+            64: [
+                Tile(64, 64, 4, 2, up_to=512),
+                Tile(64, 32, 4, 3, up_to=2048),
+                Tile(128, 64, 4, 3),
+            ],
+            128: [Tile(64, 64, 4, 2)],
+        },
+        4: {32: [Tile(32, 32, 4, 1)], 64: [Tile(64, 32, 4, 2)], 128: [Tile(32, 32, 8, 1)]},
     },
     "sm": {
-        (2, 32): ((ANY, Tile(64, 64, 4, 2)),),
-        (2, 64): ((ANY, Tile(64, 32, 4, 2)),),
-        (2, 128): ((ANY, Tile(64, 32, 4, 2)),),
-        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(32, 16, 4, 1)),),
-        (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
+        2: {32: [Tile(64, 64, 4, 2)], 64: [Tile(64, 32, 4, 2)], 128: [Tile(64, 32, 4, 2)]},
+        4: {32: [Tile(32, 32, 4, 1)], 64: [Tile(32, 16, 4, 1)], 128: [Tile(16, 16, 4, 1)]},
     },
     "gfx": {
-        (2, 32): ((ANY, Tile(64, 32, 4, 1)),),
-        (2, 64): ((ANY, Tile(64, 32, 4, 1)),),
-        (2, 128): ((ANY, Tile(64, 32, 4, 1)),),
-        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 128): ((ANY, Tile(32, 16, 4, 1)),),
+        2: {32: [Tile(64, 32, 4, 1)], 64: [Tile(64, 32, 4, 1)], 128: [Tile(64, 32, 4, 1)]},
+        4: {32: [Tile(32, 32, 4, 1)], 64: [Tile(32, 32, 4, 1)], 128: [Tile(32, 16, 4, 1)]},
     },
     "interpreter": {},
 }
 DK_DV_TILES: Tiles = {
     "sm_90": {
-        (2, 32): ((ANY, Tile(32, 64, 4, 2)),),
-        (2, 64): ((ANY, Tile(128, 64, 4, 2)),),
-        (2, 128): ((ANY, Tile(64, 64, 4, 2)),),
-        (4, 32): ((ANY, Tile(16, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
+        2: {32: [Tile(32, 64, 4, 2)], 64: [Tile(128, 64, 4, 2)], 128: [Tile(64, 64, 4, 2)]},
+        4: {32: [Tile(16, 32, 4, 1)], 64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)]},
     },
     "sm": {
-        (2, 32): ((ANY, Tile(32, 64, 4, 2)),),
-        (2, 64): ((ANY, Tile(32, 64, 4, 2)),),
-        (2, 128): ((ANY, Tile(32, 32, 4, 2)),),
-        (4, 32): ((ANY, Tile(16, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(16, 32, 4, 1)),),
-        (4, 128): ((ANY, Tile(16, 16, 4, 1)),),
+        2: {32: [Tile(32, 64, 4, 2)], 64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 32, 4, 2)]},
+        4: {32: [Tile(16, 32, 4, 1)], 64: [Tile(16, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)]},
     },
     "gfx": {
-        (2, 32): ((ANY, Tile(32, 64, 4, 1)),),
-        (2, 64): ((ANY, Tile(32, 64, 4, 1)),),
-        (2, 128): ((ANY, Tile(32, 64, 4, 1)),),
-        (4, 32): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 64): ((ANY, Tile(32, 32, 4, 1)),),
-        (4, 128): ((ANY, Tile(16, 32, 4, 1)),),
+        2: {32: [Tile(32, 64, 4, 1)], 64: [Tile(32, 64, 4, 1)], 128: [Tile(32, 64, 4, 1)]},
+        4: {32: [Tile(32, 32, 4, 1)], 64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 32, 4, 1)]},
     },
     "interpreter": {},
 }
@@ -455,7 +427,7 @@ def _tile(table: Tiles, q: Tensor) -> Tile:
     if not sizes:
         return INTERPRETED_TILE
     T, D = q.shape[2:]
-    return next(tile for up_to, tile in sizes[q.element_size(), D] if up_to >= T)
+    return next(tile for tile in sizes[q.element_size()][D] if tile.up_to >= T)
 
 
 # Tokens of all heads that are in work at once: about what the L2 cache of a large GPU (50 MB) holds
@@ -551,40 +523,25 @@ def flash_attention_forward(
     return attend(q, k, v, causal, scale)
 
 
-@flash_attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+flash_attention_forward.register_fake(
+    lambda q, *_: (new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32))
+)
 
 
 @torch.library.custom_op("tiny_llama::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     dq, dk, dv = new_heads(q), new_heads(k), new_heads(k)
     attend_backward(dout, q, k, v, out, lse, causal, scale, dq, dk, dv)
     return dq, dk, dv
 
 
-@flash_attention_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return new_heads(q), new_heads(k), new_heads(k)
+flash_attention_backward.register_fake(
+    lambda dout, q, k, *_: (new_heads(q), new_heads(k), new_heads(k))
+)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -653,19 +610,18 @@ def flash_attention(
             the kernels do not have; a stride in the last dimension; scale <= 0.
     """
     check("flash_attention", q=q, k=k, v=v)
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError("flash_attention: q, k and v must be (B, heads, T, D)")
+    check_shape("flash_attention", "q", q, "B", "H", "T", "D")
     B, H, T, D = q.shape
+    check_shape("flash_attention", "k", k, B, "K", T, D)
+    check_shape("flash_attention", "v", v, *k.shape)
     K = k.shape[1]
-    check_shape("flash_attention", "k", k, (B, K, T, D))
-    check_shape("flash_attention", "v", v, (B, K, T, D))
     if D not in HEAD_SIZES:
         raise ValueError(f"flash_attention: head size {D} is not one of {HEAD_SIZES}")
     if H % K:
         raise ValueError(f"flash_attention: {H} query heads do not share {K} key/value heads")
     dtype = autocast_dtype(q)
-    if dtype not in DTYPES or (dtype == q.dtype and not q.dtype == k.dtype == v.dtype):
-        raise TypeError(f"flash_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: cast them")
+    if dtype == q.dtype:  # else all three are cast
+        check_dtypes("flash_attention", q=q, k=k, v=v)
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError("flash_attention: the last dimension of q, k and v must be contiguous")
     if any(T * x.stride(2) > MAX_OFFSET for x in (q, k, v)):

@@ -4,7 +4,7 @@ Shapes in the comments:
     N tokens   C width of the hidden states   V vocabulary   R tokens of a chunk
 """
 
-from triton_launch import autocast_dtype, check, check_shape, tuned
+from triton_launch import autocast_dtype, check, check_indices, check_shape, tuned
 
 import torch
 import torch.nn.functional as F
@@ -182,18 +182,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """
     check("linear_cross_entropy", hidden=hidden, weight=weight)
     C = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != C:
-        raise ValueError(
-            f"linear_cross_entropy: weight is {tuple(weight.shape)}, expected (V, {C})"
-        )
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"linear_cross_entropy: targets are a {type(targets).__name__}")
-    check_shape("linear_cross_entropy", "targets", targets, tuple(hidden.shape[:-1]))
-    if targets.dtype != torch.int64 or targets.device != hidden.device:
-        raise TypeError(
-            f"linear_cross_entropy: targets are {targets.dtype} on {targets.device}, expected "
-            f"int64 on {hidden.device}"
-        )
+    check_shape("linear_cross_entropy", "weight", weight, "V", C)
+    check_indices("linear_cross_entropy", "targets", targets, hidden.device)
+    check_shape("linear_cross_entropy", "targets", targets, *hidden.shape[:-1])
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, _, _ = linear_cross_entropy_forward(
         hidden.reshape(-1, C), weight, targets.reshape(-1).contiguous(), autocast_dtype(hidden),

@@ -4,7 +4,7 @@ Shapes in the comments:
     N tokens   V vocabulary   C width
 """
 
-from triton_launch import check
+from triton_launch import check, check_indices
 
 import torch
 import triton
@@ -31,9 +31,9 @@ def embedding_forward(tokens: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.embedding(tokens, weight)
 
 
-@embedding_forward.register_fake
-def _(tokens: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty(*tokens.shape, weight.shape[1])
+embedding_forward.register_fake(
+    lambda tokens, weight: weight.new_empty(*tokens.shape, weight.shape[1])
+)
 
 
 @torch.library.custom_op("tiny_llama::embedding_backward", mutates_args=())
@@ -50,9 +50,9 @@ def embedding_backward(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
     return dweight
 
 
-@embedding_backward.register_fake
-def _(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
-    return dy.new_empty(rows, dy.shape[-1], dtype=torch.float32)
+embedding_backward.register_fake(
+    lambda dy, tokens, rows: dy.new_empty(rows, dy.shape[-1], dtype=torch.float32)
+)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -86,11 +86,7 @@ def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
         IndexError: a token outside of 0..V-1; on a GPU the device's own assertion.
     """
     check("embedding", weight=weight)
-    if tokens.dtype != torch.int64 or tokens.device != weight.device:
-        raise TypeError(
-            f"embedding: tokens are {tokens.dtype} on {tokens.device}, expected int64 on "
-            f"{weight.device}"
-        )
+    check_indices("embedding", "tokens", tokens, weight.device)
     return embedding_forward(tokens, weight)
 
 

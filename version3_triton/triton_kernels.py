@@ -15,6 +15,7 @@ A kernel file reads top to bottom: the kernels, their tiles by device, the opera
 them (registered with PyTorch, so that torch.compile, CUDA graphs and the flop counter see them),
 then the functions to call, whose docstrings say what they compute and which bytes they move.
 """
+# ruff: noqa: F401
 
 from triton_launch import INTERPRETED
 
@@ -34,31 +35,3 @@ from triton_swiglu import (
     swiglu_linear_reference,
     swiglu_reference,
 )
-
-__all__ = [
-    "HEAD_SIZES",
-    "INTERPRETED",
-    "AdamW",
-    "add_rms_norm",
-    "add_rms_norm_reference",
-    "apply_rope",
-    "apply_rope_reference",
-    "embedding",
-    "embedding_reference",
-    "flash_attention",
-    "flash_attention_reference",
-    "linear",
-    "linear_cross_entropy",
-    "linear_cross_entropy_reference",
-    "linear_reference",
-    "qkv_attention",
-    "qkv_attention_reference",
-    "rms_norm",
-    "rms_norm_reference",
-    "swiglu",
-    "swiglu_fused",
-    "swiglu_fused_reference",
-    "swiglu_linear",
-    "swiglu_linear_reference",
-    "swiglu_reference",
-]

@@ -156,7 +156,27 @@ def check(op: str, **tensors: Tensor) -> None:
         )
 
 
-def check_shape(op: str, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    """Raises ValueError unless the tensor has the expected shape."""
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"{op}: {name} is {tuple(tensor.shape)}, expected {expected}")
+def check_shape(op: str, name: str, tensor: Tensor, *expected: int | str) -> None:
+    """Raises ValueError unless the tensor has the expected shape, where a word allows any size."""
+    found = tuple(tensor.shape)
+    known = [i for i, size in enumerate(expected) if not isinstance(size, str)]
+    if len(found) != len(expected) or any(found[i] != expected[i] for i in known):
+        words = str(expected).replace("'", "")
+        raise ValueError(f"{op}: {name} is {found}, expected {words}")
+
+
+def check_dtypes(op: str, **tensors: Tensor) -> None:
+    """Raises TypeError unless all tensors have one dtype."""
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise TypeError(f"{op}: {found}: cast them to one dtype")
+
+
+def check_indices(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raises TypeError unless the tensor is one of int64 on the device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} are a {type(tensor).__name__}")
+    if tensor.dtype != torch.int64 or tensor.device != device:
+        raise TypeError(
+            f"{op}: {name} are {tensor.dtype} on {tensor.device}, expected int64 on {device}"
+        )

@@ -8,7 +8,7 @@ Shapes in the comments:
     N tokens   I width of the input   O width of the output
 """
 
-from triton_launch import autocast_dtype, check
+from triton_launch import autocast_dtype, check, check_shape
 
 import torch
 from torch import Tensor
@@ -98,13 +98,6 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, None
 
 
-def check_linear(op: str, x: Tensor, weight: Tensor) -> None:
-    """Raises TypeError or ValueError for a product that can't be."""
-    check(op, x=x, weight=weight)
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"{op}: weight is {tuple(weight.shape)}, expected (O, {x.shape[-1]})")
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """y = x weight', as `F.linear`; the weight's gradient leaves the product in the weight's dtype.
 
@@ -121,7 +114,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit.
     """
-    check_linear("linear", x, weight)
+    check("linear", x=x, weight=weight)
+    check_shape("linear", "weight", weight, "O", x.shape[-1])
     return _Linear.apply(x, weight, autocast_dtype(x))
 
 

@@ -9,7 +9,7 @@ Shapes in the comments:
     B batch   T tokens   C width   H query heads   K key/value heads   D head size
 """
 
-from triton_launch import autocast_dtype, check
+from triton_launch import autocast_dtype, check, check_shape
 
 import torch
 from torch import Tensor
@@ -74,11 +74,7 @@ def qkv_attention_backward(
     return dqkv
 
 
-@qkv_attention_backward.register_fake
-def _(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
-) -> Tensor:
-    return qkv.new_empty(qkv.shape)
+qkv_attention_backward.register_fake(lambda dout, qkv, *_: qkv.new_empty(qkv.shape))
 
 
 def _q_shape(qkv_shape: tuple[int, ...], H: int, K: int) -> tuple[int, ...]:
@@ -139,20 +135,18 @@ def qkv_attention(
     """
     op = "qkv_attention"
     check(op, x=x, weight=weight, cos=cos, sin=sin)
-    if x.dim() != 3:
-        raise ValueError(f"{op}: x is {tuple(x.shape)}, expected (B, T, C)")
+    check_shape(op, "x", x, "B", "T", "C")
     if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
         raise ValueError(
             f"{op}: {num_heads} query heads do not share {num_kv_heads} key/value heads"
         )
     heads = num_heads + 2 * num_kv_heads
-    if weight.dim() != 2 or weight.shape[0] % heads or weight.shape[1] != x.shape[-1]:
+    check_shape(op, "weight", weight, f"{heads} D", x.shape[-1])
+    D, rest = divmod(weight.shape[0], heads)
+    if rest or D not in HEAD_SIZES:
         raise ValueError(
-            f"{op}: weight is {tuple(weight.shape)}, expected ({heads} D, {x.shape[-1]})"
+            f"{op}: weight has {weight.shape[0]} rows, expected {heads} D, D one of {HEAD_SIZES}"
         )
-    D = weight.shape[0] // heads
-    if D not in HEAD_SIZES:
-        raise ValueError(f"{op}: head size {D} is not one of {HEAD_SIZES}")
     check_tables(op, cos, sin, x.shape[1], D)
     if x.shape[1] * weight.shape[0] > MAX_OFFSET:
         raise ValueError(f"{op}: {x.shape[1]} tokens lie more than {MAX_OFFSET} numbers apart")

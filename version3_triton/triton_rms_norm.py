@@ -157,6 +157,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def _new_rstd(x: Tensor) -> Tensor:
+    return x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+
+
 @torch.library.custom_op("tiny_llama::rms_norm", mutates_args=())
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
@@ -165,8 +169,7 @@ def rms_norm_forward(
     rows = _rows(x)
     R, C = rows.shape
     weight = weight.contiguous()
-    y = x.new_empty(x.shape, dtype=dtype)
-    rstd = x.new_empty(R, dtype=torch.float32)
+    y, rstd = x.new_empty(x.shape, dtype=dtype), _new_rstd(x)
     programs, constants = _launch(FORWARD_BLOCKS, R, C, x.device)
     _rms_norm_forward_kernel[(programs,)](
         rows, rows, weight, y, y, rstd, rows.stride(0), 0, R, C, eps, ADD=False, **constants
@@ -174,10 +177,9 @@ def rms_norm_forward(
     return y, rstd
 
 
-@rms_norm_forward.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+rms_norm_forward.register_fake(
+    lambda x, weight, eps, dtype: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x))
+)
 
 
 @torch.library.custom_op("tiny_llama::add_rms_norm", mutates_args=())
@@ -188,9 +190,8 @@ def add_rms_norm_forward(
     rows, branch_rows = _rows(stream), _rows(branch)
     R, C = rows.shape
     weight = weight.contiguous()
-    y = stream.new_empty(stream.shape, dtype=dtype)
+    y, rstd = stream.new_empty(stream.shape, dtype=dtype), _new_rstd(stream)
     total = stream.new_empty(stream.shape)
-    rstd = stream.new_empty(R, dtype=torch.float32)
     programs, constants = _launch(FORWARD_BLOCKS, R, C, stream.device)
     _rms_norm_forward_kernel[(programs,)](
         rows, branch_rows, weight, y, total, rstd, rows.stride(0), branch_rows.stride(0), R, C, eps,
@@ -203,8 +204,8 @@ def add_rms_norm_forward(
 def _(
     branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = stream.new_empty(stream.numel() // stream.shape[-1], dtype=torch.float32)
-    return stream.new_empty(stream.shape, dtype=dtype), stream.new_empty(stream.shape), rstd
+    y = stream.new_empty(stream.shape, dtype=dtype)
+    return y, stream.new_empty(stream.shape), _new_rstd(stream)
 
 
 def _sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,7 +285,7 @@ add_rms_norm_forward.register_autograd(_add_backward, setup_context=_setup_add_c
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
-    check_shape(op, "weight", weight, (x.shape[-1],))
+    check_shape(op, "weight", weight, x.shape[-1])
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(f"{op}: rows of {x.shape[-1]} are wider than the kernel's {MAX_WIDTH}")
 
@@ -337,7 +338,7 @@ def add_rms_norm(
         TypeError, ValueError: as for `rms_norm`.
     """
     check("add_rms_norm", branch=branch, stream=stream, weight=weight)
-    check_shape("add_rms_norm", "branch", branch, tuple(stream.shape))
+    check_shape("add_rms_norm", "branch", branch, *stream.shape)
     _check_norm("add_rms_norm", stream, weight)
     dtype = autocast_dtype(stream)
     normed, total, _ = add_rms_norm_forward(branch, stream, weight, float(eps), dtype)

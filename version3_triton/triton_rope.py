@@ -4,7 +4,7 @@ Shapes in the comments:
     B batch   H query heads   K key/value heads   T tokens   D head size
 """
 
-from triton_launch import check, check_shape, new_heads, tuned
+from triton_launch import check, check_dtypes, check_shape, new_heads, tuned
 
 import torch
 import triton
@@ -132,9 +132,7 @@ def apply_rope_forward(
     return q_out, k_out
 
 
-@apply_rope_forward.register_fake
-def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-    return new_heads(q), new_heads(k)
+apply_rope_forward.register_fake(lambda q, k, *_: (new_heads(q), new_heads(k)))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -152,8 +150,8 @@ apply_rope_forward.register_autograd(_backward, setup_context=_setup_context)
 
 def check_tables(op: str, cos: Tensor, sin: Tensor, T: int, D: int) -> None:
     """Raises ValueError for tables of another shape than (T, D), or an odd D."""
-    check_shape(op, "cos", cos, (T, D))
-    check_shape(op, "sin", sin, (T, D))
+    check_shape(op, "cos", cos, T, D)
+    check_shape(op, "sin", sin, T, D)
     if D % 2:
         raise ValueError(f"{op}: head size {D} is odd: RoPE rotates pairs")
 
@@ -177,12 +175,10 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; an odd D.
     """
     check("apply_rope", q=q, k=k, cos=cos, sin=sin)
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError("apply_rope: q and k must be (B, heads, T, D)")
+    check_shape("apply_rope", "q", q, "B", "H", "T", "D")
     B, _, T, D = q.shape
-    check_shape("apply_rope", "k", k, (B, k.shape[1], T, D))
-    if q.dtype != k.dtype:
-        raise TypeError(f"apply_rope: q is {q.dtype}, k {k.dtype}: cast one of them")
+    check_shape("apply_rope", "k", k, B, "K", T, D)
+    check_dtypes("apply_rope", q=q, k=k)
     check_tables("apply_rope", cos, sin, T, D)
     return apply_rope_forward(q, k, cos, sin, False)
 

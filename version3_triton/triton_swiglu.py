@@ -5,7 +5,7 @@ Shapes in the comments:
     R rows (tokens)   F width of a row   C width of the product's output
 """
 
-from triton_launch import autocast_dtype, check, check_shape, tuned
+from triton_launch import autocast_dtype, check, check_dtypes, check_shape, tuned
 
 import torch
 import triton
@@ -111,9 +111,7 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@swiglu_forward.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
+swiglu_forward.register_fake(lambda gate, up: gate.new_empty(gate.shape))
 
 
 @torch.library.custom_op("tiny_llama::swiglu_backward", mutates_args=())
@@ -123,9 +121,9 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return dgate, dup
 
 
-@swiglu_backward.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+swiglu_backward.register_fake(
+    lambda dy, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
+)
 
 
 @torch.library.custom_op("tiny_llama::swiglu_fused", mutates_args=())
@@ -136,9 +134,9 @@ def swiglu_fused_forward(gate_up: Tensor) -> Tensor:
     return y
 
 
-@swiglu_fused_forward.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+swiglu_fused_forward.register_fake(
+    lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+)
 
 
 @torch.library.custom_op("tiny_llama::swiglu_fused_backward", mutates_args=())
@@ -148,9 +146,7 @@ def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     return dgate_up
 
 
-@swiglu_fused_backward.register_fake
-def _(dy: Tensor, gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
+swiglu_fused_backward.register_fake(lambda dy, gate_up: gate_up.new_empty(gate_up.shape))
 
 
 @torch.library.custom_op("tiny_llama::swiglu_fused_backward_again", mutates_args=())
@@ -162,9 +158,9 @@ def swiglu_fused_backward_again(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Te
     return dgate_up, y
 
 
-@swiglu_fused_backward_again.register_fake
-def _(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
+swiglu_fused_backward_again.register_fake(
+    lambda dy, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape))
+)
 
 
 def _save_inputs(ctx, inputs, output) -> None:
@@ -196,6 +192,12 @@ class _SwigluLinear(torch.autograd.Function):
         return dgate_up.to(gate_up_dtype), weight_gradient(dout, y, weight_dtype), None
 
 
+def _check_halves(op: str, gate_up: Tensor) -> None:
+    width = gate_up.shape[-1]
+    if width % 2:
+        raise ValueError(f"{op}: a row of {width} has no two halves: expected (..., 2F)")
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """y = silu(gate) * up = gate sigmoid(gate) up, computed in fp32.
 
@@ -212,9 +214,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         TypeError, ValueError: see `triton_launch.check`; gate and up of different shape or dtype.
     """
     check("swiglu", gate=gate, up=up)
-    check_shape("swiglu", "up", up, tuple(gate.shape))
-    if gate.dtype != up.dtype:
-        raise TypeError(f"swiglu: gate is {gate.dtype}, up {up.dtype}: cast one of them")
+    check_shape("swiglu", "up", up, *gate.shape)
+    check_dtypes("swiglu", gate=gate, up=up)
     return swiglu_forward(gate, up)
 
 
@@ -237,10 +238,7 @@ def swiglu_fused(gate_up: Tensor) -> Tensor:
         TypeError, ValueError: see `triton_launch.check`; a row of odd width.
     """
     check("swiglu_fused", gate_up=gate_up)
-    if gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"swiglu_fused: a row of {gate_up.shape[-1]} has no two halves: expected (..., 2F)"
-        )
+    _check_halves("swiglu_fused", gate_up)
     return swiglu_fused_forward(gate_up)
 
 
@@ -268,13 +266,8 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
         TypeError, ValueError: see `swiglu_fused`; shapes that do not fit.
     """
     check("swiglu_linear", gate_up=gate_up, weight=weight)
-    if gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"swiglu_linear: a row of {gate_up.shape[-1]} has no two halves: expected (..., 2F)"
-        )
-    half = gate_up.shape[-1] // 2
-    if weight.dim() != 2 or weight.shape[1] != half:
-        raise ValueError(f"swiglu_linear: weight is {tuple(weight.shape)}, expected (C, {half})")
+    _check_halves("swiglu_linear", gate_up)
+    check_shape("swiglu_linear", "weight", weight, "C", gate_up.shape[-1] // 2)
     return _SwigluLinear.apply(gate_up, weight, autocast_dtype(gate_up))
 
 

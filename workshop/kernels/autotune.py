@@ -7,6 +7,7 @@ entries into the tables (each file has its own), then run the tests and workshop
 """
 
 import argparse
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -41,9 +42,9 @@ class Job:
     module: ModuleType
     table_name: str
     candidates: list[Any]
-    entry: Callable[[Any], Any]
-    """The table's entry with a candidate in it."""
     call: Callable[[], Any]
+    entry: Callable[[Any], Any] = tuple
+    """The table's entry with a candidate in it."""
 
     @property
     def name(self) -> str:
@@ -63,7 +64,6 @@ class Outcome:
     present_ms: float
     best: Any
     best_ms: float
-    tried: int
     dropped: int
 
 
@@ -103,44 +103,38 @@ def _autotune(arguments: argparse.Namespace) -> int:
         raise WorkshopError(f"--op {arguments.op}: no table has this in its name")
     print(f"{arguments.config}, {precision.name}, {hardware.device_name(device)}")
     for job in chosen:
-        print(describe(tune(job, triton.testing.do_bench_cudagraph), _launch().architecture()))
+        print(describe(tune(job, triton.testing.do_bench_cudagraph)))
     return errors.DONE
-
-
-def _launch() -> Any:
-    return sys.modules["triton_launch"]
 
 
 # --- tuning --------------------------------------------------------------------------------------
 
 
+def architecture() -> str:
+    """The key of this device's entries."""
+    return str(sys.modules["triton_launch"].architecture())
+
+
 def tune(job: Job, clock: Callable[[Callable[[], Any]], float]) -> Outcome:
     """Tries the candidates of a table, which is left as it was."""
-    name = _launch().architecture()
     expected = _tensors(job.call())
     present_ms = clock(job.call)
     timed: list[tuple[float, Any]] = []
-    dropped = 0
     before = dict(job.table)
     try:
         for candidate in job.candidates:
-            job.table[name] = job.entry(candidate)
-            try:
-                same = _agree(_tensors(job.call()), expected)
-                milliseconds = clock(job.call) if same else None
-            except Exception:  # too large for the chip; each part of Triton has its own error
-                milliseconds = None
-            if milliseconds is None:
-                dropped += 1
-            else:
-                timed.append((milliseconds, candidate))
+            job.table[architecture()] = job.entry(candidate)
+            # Too large for the chip: each part of Triton has its own error.
+            with contextlib.suppress(Exception):
+                if _agree(_tensors(job.call()), expected):
+                    timed.append((clock(job.call), candidate))
     finally:
         job.table.clear()
         job.table.update(before)
     best_ms, best = min(timed, key=lambda pair: pair[0], default=(present_ms, None))
     if best_ms > (1 - WORTH_IT) * present_ms:
         best = None
-    return Outcome(job, present_ms, best, best_ms, len(job.candidates), dropped)
+    return Outcome(job, present_ms, best, best_ms, len(job.candidates) - len(timed))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -149,25 +143,23 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _agree(found: list[Tensor], expected: list[Tensor]) -> bool:
-    pairs = zip(found, expected, strict=True)
     return all(
         float((a.double() - b.double()).norm()) <= TOLERANCE * float(b.double().norm())
-        for a, b in pairs
+        for a, b in zip(found, expected, strict=True)
     )
 
 
-def describe(outcome: Outcome, architecture: str) -> str:
+def describe(outcome: Outcome) -> str:
     """One line, and the entry to paste where there is a better one."""
     job = outcome.job
     left = f", {outcome.dropped} dropped" if outcome.dropped else ""
-    line = f"{job.name:42} now {outcome.present_ms:8.4f} ms; {outcome.tried} tried{left}: "
+    tried = f"{len(job.candidates)} tried{left}"
+    line = f"{job.name:42} now {outcome.present_ms:8.4f} ms; {tried}: "
     if outcome.best is None:
         return line + "nothing better"
     gain = outcome.present_ms / outcome.best_ms - 1
-    return (
-        f"{line}{outcome.best_ms:.4f} ms, {gain:.0%} faster\n"
-        f'    "{architecture}": {job.entry(outcome.best)!r},'
-    )
+    entry = f'    "{architecture()}": {job.entry(outcome.best)!r},'
+    return f"{line}{outcome.best_ms:.4f} ms, {gain:.0%} faster\n{entry}"
 
 
 # --- the tables ----------------------------------------------------------------------------------
@@ -176,10 +168,8 @@ def describe(outcome: Outcome, architecture: str) -> str:
 def jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
     """Every table, with the call that a training step of the preset makes of it."""
     versions.load("v3")
-    yield from _norm_jobs(preset, dtype, device)
-    yield from _swiglu_jobs(preset, dtype, device)
-    yield from _heads_jobs(preset, dtype, device)
-    yield from _cross_entropy_jobs(preset, dtype, device)
+    for tables in (_norm_jobs, _swiglu_jobs, _heads_jobs, _cross_entropy_jobs):
+        yield from tables(preset, dtype, device)
 
 
 def _row_blocks(*sizes: int) -> list[Any]:
@@ -207,9 +197,9 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
         ("BACKWARD_BLOCKS", backward, (1, 2, 4, 8)),
     ):
         blocks = [norm.Block(*shape, programs) for shape in shapes for programs in counts]
-        yield Job(norm, name, blocks, lambda block: ((norm.MAX_WIDTH, block),), call)
+        yield Job(norm, name, blocks, call, lambda block: ((norm.MAX_WIDTH, block),))
     sums = list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8)))
-    yield Job(norm, "SUM_BLOCKS", sums, tuple, backward)
+    yield Job(norm, "SUM_BLOCKS", sums, backward)
 
 
 def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
@@ -221,7 +211,7 @@ def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.devic
         ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up)),
         ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up)),
     ):
-        yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), tuple, call)
+        yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 
 
 def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device) -> Iterator[Job]:
@@ -238,7 +228,7 @@ def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device
     cos, sin = torch.randn(2, T, D, device=device)
     blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4)))
     turn = lambda: rope.apply_rope_forward(both[:, :H], both[:, H:], cos, sin, False)  # noqa: E731
-    yield Job(rope, "BLOCKS", blocks, tuple, turn)
+    yield Job(rope, "BLOCKS", blocks, turn)
 
     scale = D**-0.5
     q, dout, k, v = heads(H), heads(H), heads(K), heads(K)
@@ -251,21 +241,19 @@ def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device
     ]
 
     def entry_of(name: str) -> Callable[[Any], Any]:
-        present = dict(_launch().tuned(getattr(attention, name)))
-        return lambda tile: present | {(q.element_size(), D): ((attention.ANY, tile),)}
-
-    def backward() -> Any:
-        return attention.flash_attention_backward(dout, q, k, v, out, lse, True, scale)
+        present = sys.modules["triton_launch"].tuned(getattr(attention, name))
+        size = q.element_size()
+        return lambda tile: present | {size: present.get(size, {}) | {D: [tile]}}
 
     def forward() -> Any:
         return attention.flash_attention_forward(q, k, v, True, scale)[0]
 
-    for name, call in (
-        ("FORWARD_TILES", forward),
-        ("DQ_TILES", backward),
-        ("DK_DV_TILES", backward),
-    ):
-        yield Job(attention, name, tiles, entry_of(name), call)
+    def backward() -> Any:
+        return attention.flash_attention_backward(dout, q, k, v, out, lse, True, scale)
+
+    calls = {"FORWARD_TILES": forward, "DQ_TILES": backward, "DK_DV_TILES": backward}
+    for name, call in calls.items():
+        yield Job(attention, name, tiles, call, entry_of(name))
 
 
 def _cross_entropy_jobs(
@@ -277,7 +265,7 @@ def _cross_entropy_jobs(
     weight = 0.02 * torch.randn(V, C, device=device)
     targets = torch.randint(V, (N,), device=device)
     call = lambda: loss.linear_cross_entropy_forward(hidden, weight, targets, dtype, True)  # noqa: E731
-    yield Job(loss, "BLOCKS", _row_blocks(512, 1024, 2048, 4096, 8192), tuple, call)
+    yield Job(loss, "BLOCKS", _row_blocks(512, 1024, 2048, 4096, 8192), call)
 
 
 if __name__ == "__main__":
