@@ -13,7 +13,6 @@ Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothi
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 import math
@@ -33,18 +32,7 @@ import torch
 from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
-from workshop.kernels.cases import (
-    BOTH,
-    COMPILED,
-    GBS,
-    LIGER,
-    OPS,
-    OURS,
-    PLAIN,
-    TFLOPS,
-    kernels,
-    make_cases,
-)
+from workshop.kernels.cases import BOTH, GBS, OPS, TFLOPS, kernels, make_cases
 from workshop.kernels.measure import (
     ABSENT,
     FAILED,
@@ -56,7 +44,7 @@ from workshop.kernels.measure import (
     time_contenders,
 )
 from workshop.run import chips, hardware, interpreter, timing
-from workshop.run.precision import Precision, get_precision
+from workshop.run.precision import get_precision
 
 SCHEMA_VERSION = 1
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "kernels"
@@ -128,8 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-dir",
         type=Path,
         default=DEFAULT_FOLDER,
-        help="kernels.json (with all samples) and a picture of each operation go there "
-        "(default: results/kernels of this checkout)",
+        help="for kernels.json, with all samples (default: results/kernels of this checkout)",
     )
     return parser
 
@@ -158,9 +145,10 @@ def _benchmark(arguments: argparse.Namespace) -> int:
             interrupted = True
             if not rows:
                 raise
-    written = write_outputs(rows, run, arguments.output_dir)
+    path = arguments.output_dir / "kernels.json"
+    results.write_json(path, as_json(rows, run))
     show(rows, run)
-    print(f"Written: {', '.join(written)}")
+    print(f"Written: {path}")
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -169,7 +157,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
 
 def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
     """Raises WorkshopError for a device, precision, seed or count that can't be."""
-    rounds = arguments.rounds if arguments.rounds is not None else (5 if arguments.quick else 20)
+    rounds = (5 if arguments.quick else 20) if arguments.rounds is None else arguments.rounds
     if not 1 <= rounds <= 10000:
         raise WorkshopError(f"--rounds {rounds}: it must lie between 1 and 10000")
     if not 0 <= arguments.seed < 2**63:
@@ -192,21 +180,15 @@ def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
 def _on_its_stream(setting: Setting) -> Iterator[None]:
     """Everything runs on the stream on which graphs are captured: autograd's nodes stay with the
     stream of their forward pass, and a capture may not wait for another."""
-    if setting.stream is None:
-        yield
-        return
     import torch._functorch.config
 
     # torch.compile's backward would free what it was given; we call it again and again.
-    with (
-        torch.cuda.stream(setting.stream),
-        torch._functorch.config.patch(donated_buffer=False),
-    ):
+    with torch.cuda.stream(setting.stream), torch._functorch.config.patch(donated_buffer=False):
         yield
 
 
 def describe_run(arguments: argparse.Namespace, setting: Setting, interpreted: bool) -> Run:
-    ceilings = {} if interpreted else measure_ceilings(setting.device, setting.precision)
+    ceilings = {} if interpreted else measure_ceilings(setting)
     rates: dict[str, float | None] = {}
     if peaks := chips.find_peaks(hardware.device_name(setting.device)):
         rates = {GBS: peaks.bandwidth_gbs, TFLOPS: peaks.tflops.get(setting.precision.name)}
@@ -229,10 +211,10 @@ def describe_run(arguments: argparse.Namespace, setting: Setting, interpreted: b
     )
 
 
-def measure_ceilings(device: torch.device, precision: Precision) -> dict[str, float]:
+def measure_ceilings(setting: Setting) -> dict[str, float]:
     return {
-        GBS: hardware.measure_copy_gbs(device),
-        TFLOPS: hardware.measure_matmul_tflops(device, precision.autocast_dtype),
+        GBS: hardware.measure_copy_gbs(setting.device),
+        TFLOPS: hardware.measure_matmul_tflops(setting.device, setting.precision.autocast_dtype),
     }
 
 
@@ -241,32 +223,22 @@ def measure(
 ) -> Iterator[list[Row]]:
     """The rows of one case after the other, with progress on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
     cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
     console = Console(stderr=True)
-    count = TextColumn("{task.completed}/{task.total}")
-    what = TextColumn("{task.description}", markup=False)
-    columns = (BarColumn(20), count, TimeElapsedColumn(), what)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases))
-        for case in cases:
-
-            def report(text: str, label: str = f"{case.op} {case.size}") -> None:
-                progress.update(task, description=f"{label}: {text}")
-
-            yield measure_case(case, setting, None if interpreted else time_contenders, report)
-            progress.advance(task)
+        for case in progress.track(cases, task_id=task):
+            progress.update(task, description=f"{case.op} {case.size}")
+            yield measure_case(case, setting, None if interpreted else time_contenders)
 
 
 # --- showing -------------------------------------------------------------------------------------
 
 
 def by_op(rows: list[Row]) -> list[list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.op, []).append(row)
-    return list(found.values())
+    return [[row for row in rows if row.op == op] for op in dict.fromkeys(r.op for r in rows)]
 
 
 def header(rows: list[Row], run: Run) -> list[str]:
@@ -362,20 +334,7 @@ def show(rows: list[Row], run: Run) -> None:
     console.print(summary(run))
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
-def write_outputs(rows: list[Row], run: Run, folder: Path) -> list[str]:
-    """kernels.json and OPERATION.png of each that was timed, in the place of an earlier run's."""
-    results.prepare_folder(folder)
-    contents: dict[Path, results.Content] = {
-        folder / "kernels.json": results.json_text(as_json(rows, run))
-    }
-    for group in by_op(rows):
-        if any(row.samples for row in group):
-            contents[folder / f"{group[0].op}.png"] = functools.partial(plot, group, run)
-    results.write_together(contents, gone=[folder / f"{op}.png" for op in OPS])
-    return list(map(str, contents))
+# --- the file ------------------------------------------------------------------------------------
 
 
 def as_json(rows: list[Row], run: Run) -> dict[str, Any]:
@@ -409,67 +368,6 @@ def load(path: Path) -> tuple[list[Row], Run]:
         row.errors |= dict.fromkeys(infinite, math.nan)
         rows.append(row)
     return rows, results.decode(Run, content, path, "")
-
-
-COLOURS = {OURS: "#d1495b", PLAIN: "#b8b8b8", COMPILED: "#5aa469", LIGER: "#e0a339"}
-PYTORCH_COLOURS = ("#3b7dd8", "#27496d", "#7fb2f0", "#8d6cab")  # of rivals without their own
-
-
-def plot(group: list[Row], run: Run, target: Path) -> None:
-    """One operation, for a projector: forward and backward, or rate and memory."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    unit, phases = group[0].unit, list(group[0].amounts)
-    ceiling = run.ceilings.get(unit, 0.0)
-    reached = "a large copy" if unit == GBS else "a large matrix product"
-    style: Any = {"font.size": 17, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(19.2, 7.6), layout="constrained")
-        axes = figure.subplots(1, 2)
-        top = max(ceiling, *(row.rate(phase) or 0.0 for row in group for phase in phases))
-        for axis, phase in zip(axes, phases, strict=False):
-            _bars(axis, group, [row.rate(phase) for row in group], top, f"{phase}, {unit}")
-            axis.axhline(ceiling, color="black", linestyle="--", linewidth=1)
-            axis.annotate(
-                f"{reached}: {ceiling:,.0f}", (1, ceiling), xycoords=("axes fraction", "data"),
-                xytext=(0, 4), textcoords="offset points", ha="right", fontsize=14,
-            )  # fmt: skip
-        if len(phases) == 1:
-            peaks = [row.peak_mb for row in group]
-            highest = max(peak or 0.0 for peak in peaks)
-            _bars(axes[1], group, peaks, highest, "peak memory beyond the arguments, MB")
-        figure.suptitle(title(group, run), fontweight="bold", fontsize=20)
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
-        )
-        figure.savefig(target, dpi=100)
-
-
-def _bars(
-    axis: Any, group: list[Row], heights: list[float | None], top: float, heading: str
-) -> None:
-    """Bars side by side for each size, one a contender; one without a time has its status."""
-    sizes = list(dict.fromkeys(row.size for row in group))
-    names = list(dict.fromkeys(row.contender for row in group))
-    others = iter(PYTORCH_COLOURS * len(names))
-    width = 0.88 / len(names)
-    for number, name in enumerate(names):
-        own = [pair for pair in zip(group, heights, strict=True) if pair[0].contender == name]
-        shift = (number - (len(names) - 1) / 2) * width
-        bars = axis.bar(
-            [sizes.index(row.size) + shift for row, _ in own],
-            [height or 0.0 for _, height in own],
-            width * 0.94,
-            color=COLOURS.get(name) or next(others),
-            label=name,
-        )
-        labels = [f"{height:,.0f}" if height else row.status for row, height in own]
-        axis.bar_label(bars, labels, padding=4, fontsize=13, rotation=90)
-    axis.set_xticks(range(len(sizes)), [size.replace(", ", "\n") for size in sizes])
-    axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.set_ylim(0, 1.22 * top or None)
-    axis.set_title(heading, fontsize=17)
 
 
 if __name__ == "__main__":

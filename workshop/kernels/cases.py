@@ -87,9 +87,8 @@ class Case:
     upstream_scale: float = 1.0
     parts: int = 1
     """The truth is computed in so many parts, where all at once would not fit into memory."""
-    axes: tuple[int | None, ...] = ()
-    """Along which each argument is cut into them; None is needed whole by every part."""
-    result_axis: int | None = None
+    cut: dict[str, int] = field(default_factory=dict)
+    """The axis along which an argument or result is cut into them; others are needed whole."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -177,8 +176,7 @@ def row_case(
         unit=GBS,
         amounts=amounts,
         parts=min(rows, 8),
-        axes=(*[0] * len(names), None) if weight else (0,) * len(names),
-        result_axis=0,
+        cut=dict.fromkeys((*names, *results), 0),
     )
 
 
@@ -259,7 +257,6 @@ def apply_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int
         rivals={LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])},
         unit=GBS,
         amounts=amounts,
-        axes=(None, None, None, None),
     )
 
 
@@ -308,8 +305,7 @@ def flash_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim
         unit=TFLOPS,
         amounts=lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward},
         parts=kv_heads,
-        axes=(1, 1, 1),
-        result_axis=1,
+        cut=dict.fromkeys(("q", "k", "v", "out"), 1),
     )
 
 
@@ -348,7 +344,6 @@ def qkv_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: 
             FORWARD: product + attention,
             BACKWARD: 2 * product + 2.5 * attention,
         },
-        axes=(None, None, None, None),
     )
 
 
@@ -381,7 +376,6 @@ def linear_cross_entropy(rows: int, width: int, vocab: int) -> Case:
         unit=TFLOPS,
         amounts=lambda _: {BOTH: 6.0 * rows * width * vocab},
         upstream_scale=float(rows),  # as a loss scale does: gradients / rows underflow in fp16
-        axes=(None, None, None),
     )
 
 

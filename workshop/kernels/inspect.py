@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import logging
 import math
 import multiprocessing
@@ -27,7 +28,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
@@ -61,25 +63,30 @@ class Chip:
 
     name: str
     products: str
-    warp_size: int
     waves_per_simd: int
     shared_kib: int
     """LDS of a CU, shared memory of an SM."""
-    shared_per_program_kib: int
     shared_granule: int
     """Shared memory is given out in multiples of so many bytes."""
-    shared_reserved: int = 0
-    """Bytes that the system takes for itself for each program."""
-    programs: int | None = None
-    """The most that a unit holds; None where waves_per_simd alone limits them."""
+    programs: float = math.inf
+    """The most that a unit holds; on AMD waves_per_simd alone limits them."""
 
     @property
     def is_amd(self) -> bool:
         return self.name.startswith("gfx")
 
     @property
+    def warp_size(self) -> int:
+        return 64 if self.is_amd else 32
+
+    @property
     def shared_name(self) -> str:
         return "LDS" if self.is_amd else "shared"
+
+    @property
+    def shared_reserved(self) -> int:
+        """Bytes that the system takes for each program; one may have all others of its unit."""
+        return 0 if self.is_amd else KIB
 
 
 SIMDS = 4
@@ -98,29 +105,19 @@ SOURCES = {
 }
 
 
-def _amd(name: str, products: str, lds_kib: int, granule: int) -> Chip:
-    return Chip(name, products, 64, 8, lds_kib, lds_kib, granule)
-
-
-def _nvidia(name: str, products: str, warps: int, shared_kib: int, blocks: int) -> Chip:
-    # One block may have all of an SM's shared memory but the KiB that is reserved.
-    limits = (warps // SIMDS, shared_kib, shared_kib - 1, 128, KIB, blocks)
-    return Chip(name, products, 32, *limits)
-
-
 CHIPS = {
     chip.name: chip
     for chip in (
-        _amd("gfx90a", "MI210, MI250, MI250X", 64, 512),
-        _amd("gfx942", "MI300A, MI300X, MI325X", 64, 512),
-        _amd("gfx950", "MI350X, MI355X", 160, 2048),
-        _nvidia("sm_80", "A100", 64, 164, 32),
-        _nvidia("sm_86", "A40, RTX 30", 48, 100, 16),
-        _nvidia("sm_89", "L4, L40, RTX 40", 48, 100, 24),
-        _nvidia("sm_90", "H100, H200, GH200", 64, 228, 32),
-        _nvidia("sm_100", "B200, GB200", 64, 228, 32),
-        _nvidia("sm_103", "B300, GB300", 64, 228, 32),
-        _nvidia("sm_120", "RTX 50, RTX PRO", 48, 100, 24),
+        Chip("gfx90a", "MI210, MI250, MI250X", 8, 64, 512),
+        Chip("gfx942", "MI300A, MI300X, MI325X", 8, 64, 512),
+        Chip("gfx950", "MI350X, MI355X", 8, 160, 2048),
+        Chip("sm_80", "A100", 16, 164, 128, 32),
+        Chip("sm_86", "A40, RTX 30", 12, 100, 128, 16),
+        Chip("sm_89", "L4, L40, RTX 40", 12, 100, 128, 24),
+        Chip("sm_90", "H100, H200, GH200", 16, 228, 128, 32),
+        Chip("sm_100", "B200, GB200", 16, 228, 128, 32),
+        Chip("sm_103", "B300, GB300", 16, 228, 128, 32),
+        Chip("sm_120", "RTX 50, RTX PRO", 12, 100, 128, 24),
     )
 }
 DEFAULT_TARGETS = ("gfx90a", "gfx942", "gfx950", "sm_90")
@@ -168,24 +165,18 @@ def specimens(size: Preset, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 # --- compiling instead of launching --------------------------------------------------------------
 
 
-class OfflineDriver:
+def offline_driver(chip: Chip) -> Any:
     """A Triton driver whose current device is a chip of which only the name is known."""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, chip: Chip) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        backend = "hip" if chip.is_amd else "cuda"
-        arch = chip.name if chip.is_amd else int(chip.name.removeprefix("sm_"))
-        self.target = GPUTarget(backend, arch, chip.warp_size)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    backend = "hip" if chip.is_amd else "cuda"
+    arch = chip.name if chip.is_amd else int(chip.name.removeprefix("sm_"))
+    target = GPUTarget(backend, arch, chip.warp_size)
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
 
 
 @dataclass
@@ -232,7 +223,7 @@ def compiling(chip: Chip, wanted: str) -> Iterator[list[Launch]]:
 
         return launch
 
-    triton.runtime.driver.set_active(OfflineDriver(chip))
+    triton.runtime.driver.set_active(offline_driver(chip))
     with (
         mock.patch.object(KernelInterface, "__getitem__", get_item),
         mock.patch.object(FakeTensor, "data_ptr", _address, create=True),
@@ -323,12 +314,9 @@ def read_kernel(chip: Chip, launch: Launch, used_by: str) -> Kernel:
         kernel.registers, kernel.spills = read_ptxas(assemble(texts["ptx"]))
         instructions = NVIDIA_MATRIX.findall(texts["ptx"])
     kernel.matrix_instructions = dict(Counter(instructions).most_common())
+    columns = getattr(metadata, "tmem_size", None) or 0
     kernel.waves_by = occupancy(
-        chip,
-        kernel.num_warps,
-        kernel.registers,
-        kernel.shared_bytes,
-        getattr(metadata, "tmem_size", None) or 0,
+        chip, kernel.num_warps, kernel.registers, kernel.shared_bytes, columns
     )
     kernel.faults += list(find_faults(chip, kernel))
     return kernel
@@ -360,12 +348,23 @@ def assemble(ptx: str) -> str:
     """What NVIDIA's assembler says of a kernel; it is what Triton runs, too."""
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target is not None
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(ptx)
-        source.flush()
-        command = [nvidia_tool("ptxas", target[1]), "-v", f"--gpu-name={target[1]}"]
-        command += [source.name, "--output-file", os.devnull]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    command = [nvidia_tool("ptxas", target[1]), "-v", f"--gpu-name={target[1]}"]
+    return _run_on_file([*command, "--output-file", os.devnull], ptx.encode()).stderr
+
+
+def disassemble(cubin: bytes) -> str:
+    """The machine code of a kernel for NVIDIA, readable; empty where there is no disassembler."""
+    try:
+        return _run_on_file([nvidia_tool("nvdisasm"), "--print-code"], cubin).stdout
+    except NotOnThisMachine:
+        return ""
+
+
+def _run_on_file(command: list[str], content: bytes) -> subprocess.CompletedProcess[str]:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
 
 
 def nvidia_tool(name: str, target: str = "") -> str:
@@ -377,14 +376,13 @@ def nvidia_tool(name: str, target: str = "") -> str:
     triton = importlib.util.find_spec("triton")
     assert triton is not None and triton.origin is not None
     folder = Path(triton.origin).parent / "backends/nvidia/bin"
-    blackwell = folder / f"{name}-blackwell"
-    if re.match(r"sm_\d{3}", target) and blackwell.is_file():
-        return str(blackwell)
-    own = folder / name
-    path = str(own) if own.is_file() else shutil.which(name)
-    if path is None:
+    names = [f"{name}-blackwell", name] if re.match(r"sm_\d{3}", target) else [name]
+    own = [str(folder / each) for each in names if (folder / each).is_file()]
+    if not own and (path := shutil.which(name)):
+        own = [path]
+    if not own:
         raise NotOnThisMachine(f"{name} is missing: install the CUDA toolkit, or drop sm_ targets")
-    return path
+    return own[0]
 
 
 def read_ptxas(log: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -417,7 +415,7 @@ def occupancy(
     if tensor_columns:
         waves_by["tensor memory"] = TENSOR_MEMORY_COLUMNS // tensor_columns * warps / SIMDS
     slots = whole_programs(chip.waves_per_simd)
-    waves_by["slots"] = min(slots, (chip.programs or math.inf) * warps / SIMDS)
+    waves_by["slots"] = min(slots, chip.programs * warps / SIMDS)
     return waves_by
 
 
@@ -431,7 +429,7 @@ def find_faults(chip: Chip, kernel: Kernel) -> Iterator[str]:
     if kernel.spills["bytes"] or kernel.spills.get("VGPR"):
         spilt = ", ".join(f"{count} {what}" for what, count in kernel.spills.items() if count)
         yield f"spills {spilt} a lane: smaller tiles or more warps may help"
-    limit = chip.shared_per_program_kib * KIB
+    limit = chip.shared_kib * KIB - chip.shared_reserved
     if kernel.shared_bytes > limit:
         yield (
             f"needs {kernel.shared_bytes:,} bytes of {chip.shared_name} memory, a program may have "
@@ -444,20 +442,7 @@ def find_faults(chip: Chip, kernel: Kernel) -> Iterator[str]:
 # --- a target, in a process of its own -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to compile for one target."""
-
-    target: str
-    configs: tuple[str, ...]
-    precisions: tuple[str, ...]
-    wanted: str
-    """Part of the kernels' names; empty for all."""
-    asm_folder: Path | None
-
-
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """The compiled kernels, the names of all that V3 launches, wanted or not, and the compiler."""
 
     kernels: list[Kernel]
@@ -465,27 +450,26 @@ class Answer:
     triton: str
 
 
-def inspect_target(request: Request) -> Answer:
+def inspect_target(target: str, arguments: argparse.Namespace) -> Answer:
     """Compiles V3's kernels for one target. Triton reads its environment when it is imported and
     keeps what it compiled for the current device: call it once in a process."""
     os.environ["TRITON_INTERPRET"] = "0"
     # It logs what goes wrong within an operator; so do we, in a line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    chip = get_chip(request.target)
+    chip = get_chip(target)
     prepare_operators()
     found: dict[str, Kernel] = {}
     names: set[str] = set()
-    for arithmetic in (PRECISIONS[name] for name in request.precisions):
-        for config in request.configs:
-            used_by = f"{arithmetic.name} {config}"
-            for launch in run_specimens(chip, arithmetic, config, request.wanted):
-                names.add(launch.kernel)
-                if launch.key and launch.key not in found:
-                    kernel = found[launch.key] = read_kernel(chip, launch, used_by)
-                    if request.asm_folder is not None and launch.compiled is not None:
-                        kernel.assembly = write_assembly(chip, launch, kernel, request.asm_folder)
-                elif launch.key and used_by not in found[launch.key].used_by:
-                    found[launch.key].used_by.append(used_by)
+    for precision, config in itertools.product(arguments.precision, arguments.config):
+        used_by = f"{precision} {config}"
+        for launch in run_specimens(chip, PRECISIONS[precision], config, arguments.kernel):
+            names.add(launch.kernel)
+            if launch.key and launch.key not in found:
+                kernel = found[launch.key] = read_kernel(chip, launch, used_by)
+                if arguments.asm is not None and launch.compiled is not None:
+                    kernel.assembly = write_assembly(chip, launch, kernel, arguments.asm)
+            elif launch.key and used_by not in found[launch.key].used_by:
+                found[launch.key].used_by.append(used_by)
     return Answer(list(found.values()), names, str(importlib.import_module("triton").__version__))
 
 
@@ -522,26 +506,13 @@ def write_assembly(chip: Chip, launch: Launch, kernel: Kernel, folder: Path) -> 
     return [f"{stem}.{suffix}" for suffix, text in forms.items() if text]
 
 
-def disassemble(cubin: bytes) -> str:
-    """The machine code of a kernel for NVIDIA, readable; empty where there is no disassembler."""
-    try:
-        tool = nvidia_tool("nvdisasm")
-    except NotOnThisMachine:
-        return ""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(cubin)
-        binary.flush()
-        command = [tool, "--print-code", binary.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 class CompilerCrashed(WorkshopError):
     """The compiler ended its process, so there are no numbers."""
 
     exit_code = errors.ANSWER_IS_NO
 
 
-def inspect_all(requests: list[Request]) -> list[Answer]:
+def inspect_all(arguments: argparse.Namespace) -> list[Answer]:
     """Every target in a process of its own, as many at a time as there are cores.
 
     Raises:
@@ -553,16 +524,16 @@ def inspect_all(requests: list[Request]) -> list[Answer]:
     console = Console(stderr=True)
     threads = ThreadPoolExecutor(os.cpu_count())
     try:
-        found = threads.map(_in_process, requests)
+        found = threads.map(lambda target: _in_process(target, arguments), arguments.target)
         return list(
-            track(found, "compiling", len(requests), console=console,
+            track(found, "compiling", len(arguments.target), console=console,
                   disable=not console.is_terminal)
         )  # fmt: skip
     finally:
         threads.shutdown(cancel_futures=True)
 
 
-def _in_process(request: Request) -> Answer:
+def _in_process(target: str, arguments: argparse.Namespace) -> Answer:
     workers = ProcessPoolExecutor(
         1,
         mp_context=multiprocessing.get_context("spawn"),
@@ -572,11 +543,10 @@ def _in_process(request: Request) -> Answer:
     )
     try:
         with workers as process:
-            return process.submit(inspect_target, request).result()
+            return process.submit(inspect_target, target, arguments).result()
     except BrokenProcessPool:
         raise CompilerCrashed(
-            f"target {request.target}: Triton's compiler crashed; --kernel NAME finds out on which "
-            "kernel"
+            f"target {target}: Triton's compiler crashed; --kernel NAME finds out on which kernel"
         ) from None
 
 
@@ -733,43 +703,32 @@ def build_parser() -> argparse.ArgumentParser:
         "does not, 2 wrong usage, 77 Triton is missing, 130 interrupted.",
     )
     add = parser.add_argument
-    add(
-        "--target",
-        nargs="+",
-        default=list(DEFAULT_TARGETS),
-        metavar="CHIP",
-        help=f"of {', '.join(CHIPS)} (default: {' '.join(DEFAULT_TARGETS)})",
-    )
-    add(
-        "--config",
-        nargs="+",
-        default=list(presets.PRESETS),
-        metavar="PRESET",
-        help=f"of {', '.join(presets.PRESETS)} (default: all)",
-    )
-    add(
-        "--precision",
-        nargs="+",
-        default=["bf16", "fp32"],
-        metavar="P",
-        help=f"of {', '.join(PRECISIONS)} (default: bf16 fp32)",
-    )
+    for flag, known, default, metavar in (
+        ("--target", CHIPS, list(DEFAULT_TARGETS), "CHIP"),
+        ("--config", presets.PRESETS, list(presets.PRESETS), "PRESET"),
+        ("--precision", PRECISIONS, ["bf16", "fp32"], "P"),
+    ):
+        words = "all" if default == list(known) else " ".join(default)
+        text = f"of {', '.join(known)} (default: {words})"
+        add(flag, nargs="+", default=default, metavar=metavar, help=text)
     add("--kernel", default="", metavar="NAME", help="only kernels with NAME in their name")
     add("--asm", type=Path, metavar="DIR", help="write each kernel's assembly to a file in DIR")
     add("--json", type=Path, metavar="FILE", help="write all numbers to FILE, for programs")
     return parser
 
 
-def make_requests(arguments: argparse.Namespace) -> list[Request]:
-    """Raises WorkshopError for a target, preset or precision that there is not."""
+def check_names(arguments: argparse.Namespace) -> None:
+    """Drops what is named twice. Raises WorkshopError for a target, preset or precision that does
+    not exist."""
+    for name in ("target", "config", "precision"):
+        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
     for config in arguments.config:
         presets.get_preset(config)
     for name in arguments.precision:
         if name not in PRECISIONS:
             raise WorkshopError(f"unknown precision {name!r}: choose from {', '.join(PRECISIONS)}")
-    targets = [get_chip(name).name for name in dict.fromkeys(arguments.target)]
-    steps = (tuple(dict.fromkeys(arguments.config)), tuple(dict.fromkeys(arguments.precision)))
-    return [Request(target, *steps, arguments.kernel, arguments.asm) for target in targets]
+    for target in arguments.target:
+        get_chip(target)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -781,13 +740,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    requests = make_requests(arguments)
+    check_names(arguments)
     errors.require("triton", "rich")
     if arguments.asm is not None:
         results.prepare_folder(arguments.asm, "--asm")
     if arguments.json is not None:
         results.prepare_file(arguments.json, "--json")
-    answers = inspect_all(requests)
+    answers = inspect_all(arguments)
     names = sorted({name for answer in answers for name in answer.names})
     kernels = [kernel for answer in answers for kernel in answer.kernels]
     if not kernels:
@@ -796,8 +755,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
         )
     if arguments.json is not None:
         results.write_json(arguments.json, as_json(kernels))
-    for request, answer in zip(requests, answers, strict=True):
-        show(get_chip(request.target), answer.kernels)
+    for target, answer in zip(arguments.target, answers, strict=True):
+        show(get_chip(target), answer.kernels)
     faulty = sum(bool(kernel.faults) for kernel in kernels)
     verdict = (
         f"{faulty} of {len(kernels)} kernels have faults"

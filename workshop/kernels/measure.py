@@ -52,6 +52,8 @@ MAX_CALLS = 64
 BUDGET_MS = 300.0  # for one contender's samples of one phase, of which slow ones take fewer
 MIN_SAMPLES = 5
 
+GRADIENT = "gradient of "  # and the argument's name
+
 Outcome = dict[str, Tensor | None]
 """Results and gradients by name; None for what is missing or of another shape."""
 Call = Callable[[int], object]
@@ -162,15 +164,10 @@ def draw_data(case: Case, setting: Setting) -> Data:
         tensor.requires_grad_(wanted)
         for tensor, wanted in zip(case.draw(draw), case.differentiable, strict=True)
     )
-    shapes = as_tuple(case.plain(*(tensor.detach().to("meta") for tensor in arguments)))
-    upstream = []
-    for like in shapes:
-        if like.dim() == 4:
-            upstream.append(draw.heads(*like.shape))
-        elif like.dim() == 0:
-            upstream.append(draw.weight() * case.upstream_scale)
-        else:
-            upstream.append(draw.normal(*like.shape))
+    results = as_tuple(case.plain(*(tensor.detach().to("meta") for tensor in arguments)))
+    scalar = lambda: draw.weight() * case.upstream_scale  # noqa: E731
+    draws: dict[int, Callable[..., Tensor]] = {4: draw.heads, 0: scalar}
+    upstream = (draws.get(like.dim(), draw.normal)(*like.shape) for like in results)
     return Data(arguments, tuple(upstream))
 
 
@@ -196,21 +193,13 @@ def gradients(results: Tensors, data: Data, *, retain_graph: bool) -> tuple[Tens
 
 def outcome(case: Case, function: Function, data: Data) -> Outcome:
     """Results and gradients of one call."""
+    wanted = (GRADIENT + name for name in case.arguments if name not in case.constants)
+    names = (*case.results, *wanted)
     results = as_tuple(function(*data.arguments))
-    fits = len(results) == len(data.upstream) and all(
-        result.shape == upstream.shape
-        for result, upstream in zip(results, data.upstream, strict=True)
-    )
-    if not fits:
-        return dict.fromkeys((*case.results, *_gradient_names(case)))
+    if [result.shape for result in results] != [upstream.shape for upstream in data.upstream]:
+        return dict.fromkeys(names)
     found = gradients(results, data, retain_graph=False)
-    names = (*case.results, *_gradient_names(case))
     return dict(zip(names, (*(result.detach() for result in results), *found), strict=True))
-
-
-def _gradient_names(case: Case) -> list[str]:
-    named = zip(case.arguments, case.differentiable, strict=True)
-    return [f"gradient of {name}" for name, wanted in named if wanted]
 
 
 # --- the check -------------------------------------------------------------------------------
@@ -232,38 +221,30 @@ def truth_and_allowance(
 def in_parts(case: Case, data: Data, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The plain version's outcome in a floating-point type (None: the arguments' own), one part
     after the other: what is cut into parts is put together again, other gradients are summed."""
-    axes = (*case.axes, *(case.result_axis,) * len(data.upstream))
     cut = [
-        tensor.tensor_split(case.parts, axis) if axis is not None else [tensor] * case.parts
-        for tensor, axis in zip(data.tensors, axes, strict=True)
+        tensor.tensor_split(case.parts, case.cut[name]) if name in case.cut else [tensor]
+        for name, tensor in zip((*case.arguments, *case.results), data.tensors, strict=True)
     ]
-    pieces: list[Outcome] = []
-    for tensors in zip(*cut, strict=True):
-        own = [
-            tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-            for tensor in tensors
-        ]
+    pieces: list[dict[str, Any]] = []
+    for index in range(case.parts):
+        own = [tensors[index % len(tensors)] for tensors in cut]
+        own = [x.to(dtype) if dtype and x.is_floating_point() else x for x in own]
         arguments = [
             tensor.detach().requires_grad_(wanted)
             for tensor, wanted in zip(own, case.differentiable, strict=False)
         ]
         part = Data(tuple(arguments), tuple(own[len(arguments) :]))
         pieces.append(outcome(case, case.plain, part))
-    of_gradients = [axis for axis, d in zip(case.axes, case.differentiable, strict=True) if d]
-    joined = (*(case.result_axis,) * len(case.results), *of_gradients)
     return {
-        name: _join([piece[name] for piece in pieces], axis)
-        for name, axis in zip(pieces[0], joined, strict=True)
+        name: _join([piece[name] for piece in pieces], case.cut.get(name.removeprefix(GRADIENT)))
+        for name in pieces[0]
     }
 
 
-def _join(parts: list[Tensor | None], axis: int | None) -> Tensor:
-    tensors = [part for part in parts if part is not None]
-    if len(tensors) < len(parts):
-        raise AssertionError("the plain version has no such gradient")
+def _join(parts: list[Tensor], axis: int | None) -> Tensor:
     if axis is None:
-        return torch.stack([tensor.double() for tensor in tensors]).sum(0)
-    return torch.cat(tensors, axis)
+        return torch.stack([part.double() for part in parts]).sum(0)
+    return torch.cat(parts, axis)
 
 
 def _peak_mb(case: Case, function: Function, data: Data) -> float | None:
@@ -353,34 +334,26 @@ def _compiled(function: Function, device: torch.device) -> Function:
 Timer = Callable[[Case, list[tuple[Row, Function]], Data, Setting], None]
 
 
-def measure_case(
-    case: Case,
-    setting: Setting,
-    timer: Timer | None,
-    report: Callable[[str], None] = lambda _: None,
-) -> list[Row]:
+def measure_case(case: Case, setting: Setting, timer: Timer | None) -> list[Row]:
     """A row for each contender; `timer` gets those that are right. None: nothing is timed."""
-    rows = {
-        name: (Row(case.op, case.size, name, case.unit, case.amounts(setting.dtype.itemsize)), run)
-        for name, run in contenders(case, setting).items()
-    }
+    functions = contenders(case, setting)
+    amounts = case.amounts(setting.dtype.itemsize)
+    rows = [Row(case.op, case.size, name, case.unit, dict(amounts)) for name in functions]
     try:
         data = draw_data(case, setting)
         truth, allowed = truth_and_allowance(case, data, setting)
     except torch.OutOfMemoryError:
-        for row, _ in rows.values():
+        for row in rows:
             row.status, row.note = ABSENT, "this device has no memory for the check"
-        return [row for row, _ in rows.values()]
-    for row, function in rows.values():
-        report(f"checking {row.contender}")
+        return rows
+    for row in rows:
         row.allowed = dict(allowed)
-        check(row, case, function, data, truth)
+        check(row, case, functions[row.contender], data, truth)
     del truth
-    right = [(row, function) for row, function in rows.values() if row.status == OK]
+    right = [(row, functions[row.contender]) for row in rows if row.status == OK]
     if timer and right:
-        report("timing")
         timer(case, right, data, setting)
-    return [row for row, _ in rows.values()]
+    return rows
 
 
 # --- the clock -------------------------------------------------------------------------------
@@ -412,7 +385,7 @@ def time_contenders(
 ) -> None:
     """Times each phase of all contenders side by side and fills their rows."""
     for phase in case.phases:
-        _time_phase(phase, right, data, setting)
+        _time_phase(phase, right, data, setting)  # whose graphs and copies are then freed
 
 
 def _time_phase(
