@@ -23,6 +23,9 @@ from workshop.run.precision import get_precision
 pytestmark = pytest.mark.gpu
 
 
+GPU = torch.device("cuda", 0)
+
+
 def make(key: str, preset: str, *, compiled: bool = False):
     module = versions.load(key)
     config = module.TinyLlamaConfig(**presets.get_preset(preset).model())
@@ -51,33 +54,33 @@ def _wide(width: int) -> dict[str, int]:
     return sizes | {"num_heads": width // 64, "num_kv_heads": width // 128}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "precision", "seq_len"),
-    [
-        (_wide(2048), "bf16", 128),
-        (_wide(4096), "bf16", 128),
-        (presets.get_preset("medium").model(), "tf32", 512),
-        (presets.get_preset("large").model(), "tf32", 512),
-    ],
-    ids=["2048-bf16", "4096-bf16", "medium-tf32", "large-tf32"],
-)
-@pytest.mark.parametrize("key", versions.available())
-def test_the_gate_raises_no_false_alarm_across_wide_models(
-    key: str, sizes: dict[str, int], precision: str, seq_len: int
-) -> None:
-    """Where training amplified roundings, if the learning rate did not fall with the width."""
+WIDE = {
+    "2048-bf16": (_wide(2048), 128),
+    "4096-bf16": (_wide(4096), 128),
+    "medium-tf32": (presets.get_preset("medium").model(), 512),
+    "large-tf32": (presets.get_preset("large").model(), 512),
+}
+
+
+def check(key: str, sizes: dict[str, int], precision: str, seed: int, build=None, **more):
     module = versions.load(key)
+    return parity.check(
+        *(build or module.TinyLlama, module.TinyLlamaConfig(**sizes)),
+        precision=precision,
+        device="cuda",
+        seed=seed,
+        configure_optimizer=module.configure_optimizer,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("key", versions.available())
+def test_the_gate_raises_no_false_alarm_across_wide_models(key: str, name: str) -> None:
+    """Where training amplified roundings, if the learning rate did not fall with the width."""
+    sizes, seq_len = WIDE[name]
     for seed in range(3):
-        report = parity.check(
-            module.TinyLlama,
-            module.TinyLlamaConfig(**sizes),
-            precision=precision,
-            device="cuda",
-            seed=seed,
-            batch_size=8,
-            seq_len=seq_len,
-            configure_optimizer=module.configure_optimizer,
-        )
+        report = check(key, sizes, name.split("-")[1], seed, batch_size=8, seq_len=seq_len)
         assert report.passed, (seed, report.failures)
         curve = report.measures["loss curve"]
         assert curve.error < 0.75 * curve.allowed, (seed, curve)
@@ -88,18 +91,10 @@ def test_the_gate_raises_no_false_alarm_across_wide_models(
 )
 @pytest.mark.parametrize("key", versions.available())
 def test_the_gate_raises_no_false_alarm(key: str, precision: str, seeds: int) -> None:
-    module = versions.load(key)
-    config = module.TinyLlamaConfig(**presets.get_preset("tiny").model() | {"num_layers": 2})
+    sizes = presets.get_preset("tiny").model() | {"num_layers": 2}
     alarms, closest = [], 0.0
     for seed in range(seeds):
-        report = parity.check(
-            module.TinyLlama,
-            config,
-            precision=precision,
-            device="cuda",
-            seed=seed,
-            configure_optimizer=module.configure_optimizer,
-        )
+        report = check(key, sizes, precision, seed)
         alarms += report.failures
         worst = report.worst[1]
         closest = max(closest, worst.error / worst.allowed)
@@ -109,24 +104,14 @@ def test_the_gate_raises_no_false_alarm(key: str, precision: str, seeds: int) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_gate_passes_v4_as_it_is_timed_compiled_and_captured(precision: str) -> None:
-    module = versions.load("v4")
-    config = module.TinyLlamaConfig(**presets.get_preset("tiny").model())
-
     def build(config: object) -> torch.nn.Module:
-        model = module.TinyLlama(config)
+        model = versions.load("v4").TinyLlama(config)
         model.compile(dynamic=False)
         return model
 
     for seed in range(3):
-        report = parity.check(
-            build,
-            config,
-            precision=precision,
-            device="cuda",
-            seed=seed,
-            configure_optimizer=module.configure_optimizer,
-            cuda_graph=True,
-        )
+        sizes = presets.get_preset("tiny").model()
+        report = check("v4", sizes, precision, seed, build=build, cuda_graph=True)
         print(f"v4 compiled, captured, {precision}: {report.summary()}")
         assert report.passed, report.failures
 
@@ -138,7 +123,7 @@ def test_a_captured_step_trains_as_the_eager_one(key: str) -> None:
         module, model = make(key, "tiny")
         optimizer = module.configure_optimizer(model, 3e-4)
         batches = text("tiny", 200)
-        precision = get_precision("fp32", torch.device("cuda", 0))
+        precision = get_precision("fp32", GPU)
         precision.set_matmul_mode()
         curves.append(
             trainer.train_losses(model, optimizer, batches, precision, cuda_graph=cuda_graph)
@@ -171,7 +156,7 @@ def test_the_learning_rate_lives_inside_the_graph() -> None:
     """A rate set to zero on the device stops training without a new capture."""
     module, model = make("v4", "tiny")
     optimizer = module.configure_optimizer(model, 3e-4)
-    precision = get_precision("bf16", torch.device("cuda", 0))
+    precision = get_precision("bf16", GPU)
     runner = trainer.Runner(model, optimizer, text("tiny", 20), precision, cuda_graph=True)
     runner.warm_up(10)
     optimizer.param_groups[0]["lr"].zero_()
@@ -184,7 +169,7 @@ def test_a_graphs_memory_is_counted() -> None:
     peaks = {}
     for cuda_graph in (False, True):
         module, model = make("v2", "small")
-        precision = get_precision("bf16", torch.device("cuda", 0))
+        precision = get_precision("bf16", GPU)
         optimizer = module.configure_optimizer(model, 3e-4)
         runner = trainer.Runner(
             model, optimizer, text("small", 20), precision, cuda_graph=cuda_graph
@@ -199,12 +184,11 @@ def test_a_graphs_memory_is_counted() -> None:
 
 
 def test_measured_ceilings_stay_below_the_data_sheets() -> None:
-    device = torch.device("cuda", 0)
-    peaks = chips.find_peaks(hardware.device_name(device))
+    peaks = chips.find_peaks(hardware.device_name(GPU))
     if peaks is None:
         pytest.skip("chip not listed")
-    tflops = hardware.measure_matmul_tflops(device, torch.bfloat16)
-    bandwidth = hardware.measure_copy_gbs(device)
+    tflops = hardware.measure_matmul_tflops(GPU, torch.bfloat16)
+    bandwidth = hardware.measure_copy_gbs(GPU)
     print(f"measured {tflops:.0f} TFLOP/s bf16, {bandwidth:.0f} GB/s")
     assert 0.5 * peaks.tflops["bf16"] < tflops < peaks.tflops["bf16"]
     assert 0.5 * peaks.bandwidth_gbs < bandwidth < peaks.bandwidth_gbs
@@ -257,7 +241,7 @@ def captured(step: Callable[[], None], optimizer) -> torch.cuda.CUDAGraph:
 
 def harness_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callable[[int], float]:
     """The same through the harness, every mark and every loss included."""
-    precision = get_precision("bf16", torch.device("cuda", 0))
+    precision = get_precision("bf16", GPU)
     optimizer = module.configure_optimizer(model, 3e-4)
     runner = trainer.Runner(model, optimizer, batches, precision, cuda_graph=graph)
     runner.warm_up(5)
@@ -274,7 +258,7 @@ def harness_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callab
 
 @pytest.mark.parametrize(("key", "compiled"), [("v1", False), ("v2", False), ("v4", True)])
 def test_the_harness_costs_under_1_percent_of_a_medium_step(
-    key: str, compiled: bool, tmp_path, request: pytest.FixtureRequest
+    key: str, compiled: bool, tmp_path, request
 ) -> None:
     batches = text("medium", 20)
     times: dict[str, list[float]] = {"bare": [], "harness": []}
@@ -289,15 +273,9 @@ def test_the_harness_costs_under_1_percent_of_a_medium_step(
     print(f"{key} medium bf16: bare loop {bare:.3f} ms, harness {harness:.3f} ms")
     folder = request.config.getoption("--keep-figures")
     if folder:
-        record = {
-            "version": key,
-            "config": "medium",
-            "precision": "bf16",
-            "bare_ms": times["bare"],
-            "harness_ms": times["harness"],
-            "device": hardware.describe(torch.device("cuda", 0)),
-            "software": results.describe_software(),
-        }
+        record = {"version": key, "config": "medium", "precision": "bf16"}
+        record |= {f"{name}_ms": samples for name, samples in times.items()}
+        record |= {"device": hardware.describe(GPU), "software": results.describe_software()}
         results.write_json(results.prepare_folder(folder) / f"harness_{key}.json", record)
     assert harness < 1.01 * bare
 
@@ -387,7 +365,7 @@ def test_compute_sanitizer_finds_nothing(tool: str, type_command) -> None:
     )  # fmt: skip
     print(run.stdout[-600:])
     assert "launched" in run.stdout, run.stdout[-3000:] + run.stderr[-500:]
-    # Of cuBLAS's own kernels (nvjet) racecheck complains, whoever calls them.
+    # racecheck complains of cuBLAS's own kernels (nvjet).
     accused = set(re.findall(r"access at (\w+)\+0x|    at (\w+)\+0x", run.stdout))
     assert not {name for pair in accused for name in pair if name and "nvjet" not in name}
     assert "SUMMARY: 0 errors" in run.stdout or accused or " 0 hazards" in run.stdout

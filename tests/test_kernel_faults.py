@@ -1,7 +1,6 @@
 """Mistakes that are easily made in a kernel, planted one by one: the comparison must see each."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,7 +124,7 @@ def parameters() -> list[object]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, whose numbers overflow
 @pytest.mark.parametrize("fault", parameters())
-def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_seen(fault: str, tmp_path) -> None:
     label, old, new = FAULTS[fault]
     case = CASES[label]
     faulty = with_fault(case.module, old, new, tmp_path)
@@ -133,7 +132,7 @@ def test_a_planted_fault_is_seen(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", sorted({label for label, _, _ in FAULTS.values()}))
-def test_the_same_cases_are_green_without_a_fault(label: str, tmp_path: Path) -> None:
+def test_the_same_cases_are_green_without_a_fault(label: str, tmp_path) -> None:
     case = CASES[label]
     same = with_fault(case.module, '"""', '"""', tmp_path)
     assert worst_excess(case, torch.float32, same) <= 1.0

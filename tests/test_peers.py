@@ -52,7 +52,7 @@ def test_it_is_measured_like_a_version(tmp_path, type_command) -> None:
 
 
 @pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
-def test_a_peer_that_is_not_installed_is_told() -> None:
+def test_a_peer_that_is_not_installed_is_named() -> None:
     command = [sys.executable, "peers/hugging_face_liger.py"]
     finished = subprocess.run(command, cwd=versions.ROOT, capture_output=True, text=True)
     assert finished.returncode == errors.NOT_ON_THIS_MACHINE

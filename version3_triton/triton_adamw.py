@@ -9,6 +9,7 @@ Shapes in the comments:
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -136,14 +137,15 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        self._tables: list[_Tables] = []
+        self._tables: dict[int, _Tables] = defaultdict(_Tables)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _check_settings(defaults)
         super().__init__(params, defaults | {"fused": True, "capturable": True})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_tables", [])  # of a copy; a captured step still reads its own
+        # A copy gets tables of its own; a captured step still reads those of its optimizer.
+        self.__dict__.setdefault("_tables", defaultdict(_Tables))
         for group in self.param_groups:
             group["fused"] = group["capturable"] = True
             for p in group["params"]:
@@ -154,7 +156,6 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
-        self._tables.append(_Tables())
         for p in self.param_groups[-1]["params"]:
             keep_rounded(p)
 
@@ -171,13 +172,9 @@ class AdamW(torch.optim.Optimizer):
         for group, parameters in zip(self.param_groups, of_groups, strict=True):
             _check_options(group)
             _check(parameters)
-        while len(self._tables) < len(of_groups):
-            self._tables.append(_Tables())
-        for group, parameters, tables in zip(
-            self.param_groups, of_groups, self._tables, strict=True
-        ):
+        for index, parameters in enumerate(of_groups):
             if parameters:
-                self._update(group, parameters, tables)
+                self._update(self.param_groups[index], parameters, self._tables[index])
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], tables: "_Tables") -> None:

@@ -12,6 +12,7 @@ Shapes in the comments:
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from triton_launch import (
     autocast_dtype,
@@ -451,22 +452,34 @@ def _grid(T: int, block: int, heads: int, tokens_at_once: int) -> tuple[int, int
 # --- launches -----------------------------------------------------------------------------------
 
 
+def _prepare(
+    table: Tiles, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> tuple[Tile, list[Any], list[int], dict[str, Any]]:
+    """The table's tile; the tensors, of which the others go by queries as q does, as the kernels
+    take them; their strides; and what the kernels are compiled for."""
+    tile = _tile(table, q)
+    of_queries = ((x, tile.block_m) for x in others)
+    tma, inputs = describe_tiles(
+        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), *of_queries
+    )
+    strides = [stride for x in (q, k, v, *others) for stride in x.stride()[:3]]
+    constants = {
+        "D": q.shape[-1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "PRECISION": dot_precision(q.dtype), "STAGES": tile.num_stages, "TMA": tma,
+        "num_warps": tile.num_warps,
+    }  # fmt: skip
+    return tile, inputs, strides, constants
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
-    B, H, T, D = q.shape
+    B, H, T, _ = q.shape
     out = new_heads(q)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    tile = _tile(FORWARD_TILES, q)
-    tma, (q_in, k_in, v_in) = describe_tiles(
-        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n)
-    )
+    tile, inputs, strides, constants = _prepare(FORWARD_TILES, q, k, v)
     _attention_forward_kernel[_grid(T, tile.block_m, B * H, FORWARD_TOKENS_AT_ONCE)](
-        q_in, k_in, v_in, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        T, H, H // k.shape[1], scale * LOG2_E,
-        CAUSAL=causal, D=D, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
-        num_warps=tile.num_warps,
+        *inputs, out, lse, *strides, *out.stride()[:3], T, H, H // k.shape[1], scale * LOG2_E,
+        CAUSAL=causal, **constants,
     )  # fmt: skip
     return out, lse
 
@@ -478,51 +491,32 @@ def attend_backward(
 ) -> None:  # fmt: skip
     """Writes the gradients into dq, and into dk and dv, which have the same strides. With RoPE's
     tables, cos and sin (T, D): of q and k as they were before they were turned."""
-    B, H, T, D = q.shape
+    B, H, T, _ = q.shape
     K = k.shape[1]
     delta = torch.empty_like(lse)
     cos, sin = tables or (delta[0], delta[0])  # not read
-    constants = {"CAUSAL": causal, "ROTATED": tables is not None, "D": D}
     numbers = cos.stride(0), sin.stride(0), T, H, H // K, scale, scale * LOG2_E
+    switches = {"CAUSAL": causal, "ROTATED": tables is not None}
 
-    tile = _tile(DQ_TILES, q)
-    tma, (q_in, k_in, v_in, out_in, dout_in) = describe_tiles(
-        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
-        (out, tile.block_m), (dout, tile.block_m),
-    )  # fmt: skip
+    tile, inputs, strides, constants = _prepare(DQ_TILES, q, k, v, out, dout)
     _attention_backward_dq_kernel[_grid(T, tile.block_m, B * H, BACKWARD_TOKENS_AT_ONCE)](
-        q_in, k_in, v_in, out_in, dout_in, lse, delta, dq, cos, sin,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *dout.stride()[:3],
-        *dq.stride()[:3], *numbers, **constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
-        num_warps=tile.num_warps,
+        *inputs, lse, delta, dq, cos, sin, *strides, *dq.stride()[:3], *numbers,
+        **switches, **constants,
     )  # fmt: skip
 
-    tile = _tile(DK_DV_TILES, q)
-    tma, (q_in, k_in, v_in, dout_in) = describe_tiles(
-        tile.num_stages, (q, tile.block_m), (k, tile.block_n), (v, tile.block_n),
-        (dout, tile.block_m),
-    )  # fmt: skip
+    tile, inputs, strides, constants = _prepare(DK_DV_TILES, q, k, v, dout)
     _attention_backward_dk_dv_kernel[_grid(T, tile.block_n, B * K, BACKWARD_TOKENS_AT_ONCE)](
-        q_in, k_in, v_in, dout_in, lse, delta, dk, dv, cos, sin,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3], *dk.stride()[:3],
-        *numbers, **constants, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=dot_precision(q.dtype), STAGES=tile.num_stages, TMA=tma,
-        num_warps=tile.num_warps,
+        *inputs, lse, delta, dk, dv, cos, sin, *strides, *dk.stride()[:3], *numbers,
+        **switches, **constants,
     )  # fmt: skip
 
 
 # --- operators ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tiny_llama::flash_attention", mutates_args=())
-def flash_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
-    return attend(q, k, v, causal, scale)
-
-
+flash_attention_forward = torch.library.custom_op(
+    "tiny_llama::flash_attention", attend, mutates_args=()
+)
 flash_attention_forward.register_fake(
     lambda q, *_: (new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32))
 )

@@ -4,7 +4,7 @@ Shapes in the comments:
     N tokens   V vocabulary   C width
 """
 
-from triton_launch import check, check_indices
+from triton_launch import as_rows, check, check_indices
 
 import torch
 import triton
@@ -40,8 +40,7 @@ embedding_forward.register_fake(
 def embedding_backward(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
     """The gradient of the weight, (rows, C), fp32."""
     C = dy.shape[-1]
-    dy, tokens = dy.reshape(-1, C), tokens.reshape(-1).contiguous()
-    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    dy, tokens = as_rows(dy), tokens.reshape(-1).contiguous()
     dweight = dy.new_zeros(rows, C, dtype=torch.float32)
     block = min(BLOCK_C, triton.next_power_of_2(C))
     _embedding_backward_kernel[(len(tokens), triton.cdiv(C, block))](

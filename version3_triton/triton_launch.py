@@ -107,6 +107,12 @@ def new_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return like.new_empty(B, T, heads, D, dtype=dtype).transpose(1, 2)
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """x as (R, C) with contiguous rows: a view where its strides allow one."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def multiprocessors(device: torch.device) -> int:
     """How many programs can run side by side, at least: compute units on AMD."""
     if INTERPRETED or device.type != "cuda":

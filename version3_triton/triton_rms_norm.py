@@ -6,7 +6,7 @@ Shapes in the comments:
 
 from dataclasses import dataclass
 
-from triton_launch import autocast_dtype, check, check_shape, multiprocessors, tuned
+from triton_launch import as_rows, autocast_dtype, check, check_shape, multiprocessors, tuned
 
 import torch
 import triton
@@ -151,12 +151,6 @@ def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int
 # --- operators ----------------------------------------------------------------------------------
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x as (R, C) with contiguous rows: a view where its strides allow one."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _new_rstd(x: Tensor) -> Tensor:
     return x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
@@ -166,7 +160,7 @@ def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The normed rows, and 1 / sqrt(mean(x^2) + eps) of each, (R,)."""
-    rows = _rows(x)
+    rows = as_rows(x)
     R, C = rows.shape
     weight = weight.contiguous()
     y, rstd = x.new_empty(x.shape, dtype=dtype), _new_rstd(x)
@@ -187,7 +181,7 @@ def add_rms_norm_forward(
     branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The normed rows of the sum, the sum in the stream's dtype, and its 1 / rms, (R,)."""
-    rows, branch_rows = _rows(stream), _rows(branch)
+    rows, branch_rows = as_rows(stream), as_rows(branch)
     R, C = rows.shape
     weight = weight.contiguous()
     y, rstd = stream.new_empty(stream.shape, dtype=dtype), _new_rstd(stream)
@@ -226,8 +220,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x (the sum), of the branch in dy's dtype (empty without one), and of the
     weight."""
-    rows, dy_rows = _rows(x), _rows(dy)
-    dstream_rows = rows if dstream is None else _rows(dstream)
+    rows, dy_rows = as_rows(x), as_rows(dy)
+    dstream_rows = rows if dstream is None else as_rows(dstream)
     R, C = rows.shape
     weight = weight.contiguous()
     dx = x.new_empty(x.shape)

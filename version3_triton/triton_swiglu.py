@@ -5,7 +5,7 @@ Shapes in the comments:
     R rows (tokens)   F width of a row   C width of the product's output
 """
 
-from triton_launch import autocast_dtype, check, check_dtypes, check_shape, tuned
+from triton_launch import as_rows, autocast_dtype, check, check_dtypes, check_shape, tuned
 
 import torch
 import triton
@@ -65,13 +65,12 @@ FORWARD_BLOCKS = {"sm": (1, 2048, 8), "gfx": (1, 1024, 4), "interpreter": (256, 
 BACKWARD_BLOCKS = {"sm": (1, 1024, 8), "gfx": (1, 1024, 4), "interpreter": (256, 4096, 1)}
 
 
-def _as_rows(*tensors: Tensor) -> list[Tensor]:
+def _all_as_rows(*tensors: Tensor) -> list[Tensor]:
     """Each as (R, F) with contiguous rows; as one long row if all of them are contiguous, since
     the kernels do not care where a row ends."""
     if all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
-    rows = [x.reshape(-1, x.shape[-1]) for x in tensors]
-    return [x if x.stride(1) == 1 else x.contiguous() for x in rows]
+    return [as_rows(x) for x in tensors]
 
 
 def _launch(blocks: tuple[int, int, int], R: int, F: int) -> tuple[int, dict[str, int]]:
@@ -83,7 +82,7 @@ def _launch(blocks: tuple[int, int, int], R: int, F: int) -> tuple[int, dict[str
 
 
 def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
-    gate, up, y = _as_rows(gate, up, y)
+    gate, up, y = _all_as_rows(gate, up, y)
     programs, constants = _launch(tuned(FORWARD_BLOCKS), *y.shape)
     _swiglu_forward_kernel[(programs,)](
         gate, up, y, gate.stride(0), up.stride(0), *y.shape, **constants
@@ -93,7 +92,7 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
 def _backward(
     dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
 ) -> None:
-    tensors = _as_rows(dy, gate, up, dgate, dup)
+    tensors = _all_as_rows(dy, gate, up, dgate, dup)
     programs, constants = _launch(tuned(BACKWARD_BLOCKS), *tensors[0].shape)
     _swiglu_backward_kernel[(programs,)](
         *tensors, dy if y is None else y, *(x.stride(0) for x in tensors), *tensors[0].shape,

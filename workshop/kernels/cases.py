@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -144,39 +144,36 @@ def row_case(
     op: str,
     size: tuple[int, int],
     passes: tuple[int, int],
-    arguments: str,
+    arguments: tuple[str, ...],
     *constants: Any,
-    weight: bool = False,
     results: tuple[str, ...] = ("y",),
     halves: int = 1,
     rivals: dict[str, Function],
 ) -> Case:
     """An operator on tensors (rows, width), all of `halves` times that width, and on the weights of
-    a row if there are some. Forward and backward read and write so many tensors (rows, width) in
-    all."""
+    a row if there is a "weight". Forward and backward read and write so many tensors (rows, width)
+    in all."""
     rows, width = size
-    names = tuple(arguments.split())
+    tensors = tuple(name for name in arguments if name != "weight")
 
     def draw(draw: Draw) -> Tensors:
-        wide = tuple(draw.normal(rows, halves * width) for _ in names)
-        return (*wide, draw.weight(width)) if weight else wide
+        wide = tuple(draw.normal(rows, halves * width) for _ in tensors)
+        return (*wide, *(draw.weight(width) for _ in arguments[len(tensors) :]))
 
     def amounts(itemsize: int) -> dict[str, float]:
         each = float(rows * width * itemsize)
         return {FORWARD: passes[0] * each, BACKWARD: passes[1] * each}
 
     return make_case(
-        op,
-        f"{rows} x {width}",
-        *constants,
-        arguments=(*names, "weight") if weight else names,
+        *(op, f"{rows} x {width}", *constants),
+        arguments=arguments,
         results=results,
         draw=draw,
         rivals=rivals,
         unit=GBS,
         amounts=amounts,
         parts=min(rows, 8),
-        cut=dict.fromkeys((*names, *results), 0),
+        cut=dict.fromkeys((*tensors, *results), 0),
     )
 
 
@@ -186,7 +183,7 @@ def rms_norm(rows: int, width: int) -> Case:
         "F.rms_norm": lambda x, weight: F.rms_norm(x, (width,), weight, EPS),
         LIGER: liger("LigerRMSNormFunction", EPS),
     }
-    return row_case("rms_norm", (rows, width), (2, 3), "x", EPS, weight=True, rivals=rivals)
+    return row_case("rms_norm", (rows, width), (2, 3), ("x", "weight"), EPS, rivals=rivals)
 
 
 def add_rms_norm(rows: int, width: int) -> Case:
@@ -201,57 +198,60 @@ def add_rms_norm(rows: int, width: int) -> Case:
         return F.rms_norm(stream, (width,), weight, EPS), stream
 
     return row_case(
-        *("add_rms_norm", (rows, width), (4, 4), "branch stream", EPS),
-        weight=True,
+        *("add_rms_norm", (rows, width), (4, 4), ("branch", "stream", "weight"), EPS),
         results=("normed", "new stream"),
         rivals={"add, F.rms_norm": pytorch, LIGER: liger("LigerFusedAddRMSNormFunction", EPS)},
     )
 
 
+def pytorch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 def swiglu(rows: int, width: int) -> Case:
     """silu(gate) x up, all (rows, width). Forward 3 passes, backward 5 (gate, up, dy, dgate,
     dup)."""
-    rivals: dict[str, Function] = {
-        "F.silu, product": lambda gate, up: F.silu(gate) * up,
-        LIGER: liger("LigerSiLUMulFunction"),
-    }
-    return row_case("swiglu", (rows, width), (3, 5), "gate up", rivals=rivals)
+    rivals = {"F.silu, product": pytorch_swiglu, LIGER: liger("LigerSiLUMulFunction")}
+    return row_case("swiglu", (rows, width), (3, 5), ("gate", "up"), rivals=rivals)
 
 
 def swiglu_fused(rows: int, width: int) -> Case:
     """The same, gate and up being the halves of one (rows, 2 width)."""
-
-    def pytorch(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    rivals = {"F.silu, product": pytorch, LIGER: liger("LigerFusedGateUpSiLUMulFunction")}
-    return row_case("swiglu_fused", (rows, width), (3, 5), "gate_up", halves=2, rivals=rivals)
+    rivals: dict[str, Function] = {
+        "F.silu, product": lambda gate_up: pytorch_swiglu(*gate_up.chunk(2, dim=-1)),
+        LIGER: liger("LigerFusedGateUpSiLUMulFunction"),
+    }
+    return row_case("swiglu_fused", (rows, width), (3, 5), ("gate_up",), halves=2, rivals=rivals)
 
 
 # --- rotary embedding and attention --------------------------------------------------------------
+# Sizes: B batch, T tokens, H query heads, K key/value heads, D head size.
 
 
-def apply_rope(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+def heads_case(
+    op: str, sizes: tuple[int, ...], arguments: tuple[str, ...], *constants: Any, **fields: Any
+) -> Case:
+    B, T, H, K, D = sizes
+    tables = tuple(name for name in arguments if name in ("cos", "sin"))
+    size = f"{B} x {T}, H{H} K{K} D{D}"
+    return make_case(op, size, *constants, arguments=arguments, constants=tables, **fields)
+
+
+def apply_rope(B: int, T: int, H: int, K: int, D: int) -> Case:
     """q (B, H, T, D) and k (B, K, T, D) rotated: both read and written, either way, and the two
     fp32 tables (T, D) read."""
-    elements = batch * tokens * (heads + kv_heads) * head_dim
-    tables = 2 * 4 * tokens * head_dim
 
     def amounts(itemsize: int) -> dict[str, float]:
-        return dict.fromkeys((FORWARD, BACKWARD), float(2 * elements * itemsize + tables))
+        read_and_written = 2 * itemsize * B * T * (H + K) * D
+        return dict.fromkeys((FORWARD, BACKWARD), float(read_and_written + 2 * 4 * T * D))
 
     rotate = liger("LigerRopeFunction")
-    return make_case(
-        "apply_rope",
-        f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
-        arguments=("q", "k", "cos", "sin"),
-        constants=("cos", "sin"),
+    return heads_case(
+        *("apply_rope", (B, T, H, K, D), ("q", "k", "cos", "sin")),
         results=("q", "k"),
         draw=lambda draw: (
-            draw.heads(batch, heads, tokens, head_dim),
-            draw.heads(batch, kv_heads, tokens, head_dim),
-            *draw.rope_tables(tokens, head_dim),
+            *(draw.heads(B, heads, T, D) for heads in (H, K)),
+            *draw.rope_tables(T, D),
         ),
         plain=_rotate,
         rivals={LIGER: lambda q, k, cos, sin: rotate(q, k, cos[None], sin[None])},
@@ -266,10 +266,6 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensors:
     return tuple(result.to(q.dtype) for result in rotated)
 
 
-def _heads(heads: int, kv_heads: int, head_dim: int) -> str:
-    return f"H{heads} K{kv_heads} D{head_dim}"
-
-
 SDPA = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -278,65 +274,59 @@ SDPA = {
 }
 
 
-def flash_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def flash_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     """Causal attention of q (B, H, T, D) over k, v (B, K, T, D).
 
     Forward 2 B H T^2 D FLOPs: two products of 2 B H T^2 D each, of which the causal half is
     needed. Backward 2.5 times that (five products for two), as the FlashAttention papers count.
     """
-    forward = 2.0 * batch * heads * tokens**2 * head_dim
+    forward = 2.0 * B * H * T**2 * D
 
     def sdpa(backend: SDPBackend) -> Function:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                return pytorch_attention(q, k, v)
 
         return attend
 
-    return make_case(
-        "flash_attention",
-        f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
-        arguments=("q", "k", "v"),
+    return heads_case(
+        *("flash_attention", (B, T, H, K, D), ("q", "k", "v")),
         results=("out",),
-        draw=lambda draw: tuple(
-            draw.heads(batch, count, tokens, head_dim) for count in (heads, kv_heads, kv_heads)
-        ),
+        draw=lambda draw: tuple(draw.heads(B, heads, T, D) for heads in (H, K, K)),
         rivals={name: sdpa(backend) for name, backend in SDPA.items()},
         unit=TFLOPS,
         amounts=lambda _: {FORWARD: forward, BACKWARD: 2.5 * forward},
-        parts=kv_heads,
+        parts=K,
         cut=dict.fromkeys(("q", "k", "v", "out"), 1),
     )
 
 
-def qkv_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Case:
+def qkv_attention(B: int, T: int, H: int, K: int, D: int) -> Case:
     """The heads of x weight' for x (B, T, C = H D), rotated, and their causal attention.
 
     Forward 2 B T C (H + 2 K) D FLOPs for the product and attention's; backward twice and 2.5 times
     as many.
     """
-    width, rows = heads * head_dim, (heads + 2 * kv_heads) * head_dim
-    product = 2.0 * batch * tokens * width * rows
-    attention = 2.0 * batch * heads * tokens**2 * head_dim
+    C, rows = H * D, (H + 2 * K) * D
+    product, attention = 2.0 * B * T * C * rows, 2.0 * B * H * T**2 * D
 
     def by_pytorch(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        parts = F.linear(x, weight).view(batch, tokens, -1, head_dim).transpose(1, 2)
-        q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+        parts = F.linear(x, weight).view(B, T, -1, D).transpose(1, 2)
+        q, k, v = parts.split((H, K, K), dim=1)
         q, k = _rotate(q, k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2)
+        return pytorch_attention(q, k, v).transpose(1, 2).flatten(2)
 
-    return make_case(
-        "qkv_attention",
-        f"{batch} x {tokens}, {_heads(heads, kv_heads, head_dim)}",
-        *(heads, kv_heads),
-        arguments=("x", "weight", "cos", "sin"),
-        constants=("cos", "sin"),
+    return heads_case(
+        *("qkv_attention", (B, T, H, K, D), ("x", "weight", "cos", "sin"), H, K),
         results=("out",),
         draw=lambda draw: (
-            draw.normal(batch, tokens, width),
-            draw.normal(rows, width, std=width**-0.5),
-            *draw.rope_tables(tokens, head_dim),
+            draw.normal(B, T, C),
+            draw.normal(rows, C, std=C**-0.5),
+            *draw.rope_tables(T, D),
         ),
         rivals={"F.linear, rotation, SDPA": by_pytorch},
         unit=TFLOPS,
@@ -350,22 +340,21 @@ def qkv_attention(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: 
 # --- linear and cross-entropy --------------------------------------------------------------------
 
 
-def linear_cross_entropy(rows: int, width: int, vocab: int) -> Case:
+def linear_cross_entropy(N: int, C: int, V: int) -> Case:
     """Mean loss of hidden (N, C), weight (V, C), targets (N): 6 N C V FLOPs forward and backward.
 
     Both are timed as one, because a fused kernel may compute gradients in its forward pass.
     """
     by_liger = liger("LigerFusedLinearCrossEntropyFunction")
     return make_case(
-        "linear_cross_entropy",
-        f"{rows} x {width} x {vocab}",
+        *("linear_cross_entropy", f"{N} x {C} x {V}"),
         arguments=("hidden", "weight", "targets"),
         constants=("targets",),
         results=("loss",),
         draw=lambda draw: (
-            draw.normal(rows, width),
-            draw.normal(vocab, width, std=width**-0.5),  # logits of size 1
-            draw.targets(rows, vocab),
+            draw.normal(N, C),
+            draw.normal(V, C, std=C**-0.5),  # logits of size 1
+            draw.targets(N, V),
         ),
         rivals={
             "F.linear, F.cross_entropy": lambda hidden, weight, targets: F.cross_entropy(
@@ -374,16 +363,15 @@ def linear_cross_entropy(rows: int, width: int, vocab: int) -> Case:
             LIGER: lambda *tensors: by_liger(*tensors)[0],
         },
         unit=TFLOPS,
-        amounts=lambda _: {BOTH: 6.0 * rows * width * vocab},
-        upstream_scale=float(rows),  # as a loss scale does: gradients / rows underflow in fp16
+        amounts=lambda _: {BOTH: 6.0 * N * C * V},
+        upstream_scale=float(N),  # as a loss scale does: gradients / N underflow in fp16
     )
 
 
 # --- which sizes ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """An operation's sizes: those timed on a GPU, and those checked in the interpreter, which are
     small and fit no tile."""
 
@@ -394,30 +382,21 @@ class Sizes:
 
 _NORMS = ((8192, 1024), (16384, 4096), (65536, 2048))
 _SWIGLU = ((8192, 4096), (16384, 11008))
-_ROPE = ((16, 512, 16, 8, 64),)
-_ATTENTION = (
-    (16, 512, 16, 8, 64),
-    (8, 2048, 16, 8, 64),
-    (2, 8192, 16, 8, 64),
-    (1, 16384, 16, 8, 64),
-    (4, 2048, 32, 16, 128),
-)
+_MEDIUM = (16, 512, 16, 8, 64)
+_LONG = ((8, 2048, 16, 8, 64), (2, 8192, 16, 8, 64), (1, 16384, 16, 8, 64), (4, 2048, 32, 16, 128))
+_HEAD = ((8192, 1024, 32000), (8192, 1024, 1000))
 _ODD_ROWS = ((13, 72), (5, 257))
 _ODD_HEADS = ((2, 37, 6, 2, 32), (1, 150, 3, 1, 64))
 
 OPS = {
     "rms_norm": Sizes(rms_norm, _NORMS, _ODD_ROWS),
     "add_rms_norm": Sizes(add_rms_norm, _NORMS, _ODD_ROWS),
-    "apply_rope": Sizes(apply_rope, _ROPE, _ODD_HEADS),
+    "apply_rope": Sizes(apply_rope, (_MEDIUM,), _ODD_HEADS),
     "swiglu": Sizes(swiglu, _SWIGLU, _ODD_ROWS),
     "swiglu_fused": Sizes(swiglu_fused, _SWIGLU, _ODD_ROWS),
-    "flash_attention": Sizes(flash_attention, _ATTENTION, _ODD_HEADS),
-    "qkv_attention": Sizes(qkv_attention, _ATTENTION[:2], _ODD_HEADS),
-    "linear_cross_entropy": Sizes(
-        linear_cross_entropy,
-        ((8192, 1024, 32000), (8192, 1024, 1000)),
-        ((37, 72, 311), (65, 24, 1000)),
-    ),
+    "flash_attention": Sizes(flash_attention, (_MEDIUM, *_LONG), _ODD_HEADS),
+    "qkv_attention": Sizes(qkv_attention, (_MEDIUM, _LONG[0]), _ODD_HEADS),
+    "linear_cross_entropy": Sizes(linear_cross_entropy, _HEAD, ((37, 72, 311), (65, 24, 1000))),
 }
 
 

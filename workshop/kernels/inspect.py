@@ -84,9 +84,9 @@ class Chip:
         return "LDS" if self.is_amd else "shared"
 
     @property
-    def shared_reserved(self) -> int:
-        """Bytes that the system takes for each program; one may have all others of its unit."""
-        return 0 if self.is_amd else KIB
+    def shared_per_program_kib(self) -> int:
+        """All of the unit's, but for the KiB that NVIDIA's system takes for itself a program."""
+        return self.shared_kib if self.is_amd else self.shared_kib - 1
 
 
 SIMDS = 4
@@ -410,7 +410,8 @@ def occupancy(
     if chip.is_amd:  # 800 SGPRs for the waves of a SIMD
         waves_by["SGPR"] = whole_programs(8 if registers["SGPR"] <= 100 else 7)
     if shared_bytes:
-        each = _round_up(shared_bytes + chip.shared_reserved, chip.shared_granule)
+        reserved = KIB * (chip.shared_kib - chip.shared_per_program_kib)
+        each = _round_up(shared_bytes + reserved, chip.shared_granule)
         waves_by[chip.shared_name] = chip.shared_kib * KIB // each * warps / SIMDS
     if tensor_columns:
         waves_by["tensor memory"] = TENSOR_MEMORY_COLUMNS // tensor_columns * warps / SIMDS
@@ -429,7 +430,7 @@ def find_faults(chip: Chip, kernel: Kernel) -> Iterator[str]:
     if kernel.spills["bytes"] or kernel.spills.get("VGPR"):
         spilt = ", ".join(f"{count} {what}" for what, count in kernel.spills.items() if count)
         yield f"spills {spilt} a lane: smaller tiles or more warps may help"
-    limit = chip.shared_kib * KIB - chip.shared_reserved
+    limit = chip.shared_per_program_kib * KIB
     if kernel.shared_bytes > limit:
         yield (
             f"needs {kernel.shared_bytes:,} bytes of {chip.shared_name} memory, a program may have "
