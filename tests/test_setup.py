@@ -598,7 +598,7 @@ def test_wrong_arithmetic_is_a_finding_and_a_missing_triton_is_none(tmp_path: Pa
         "find_spec = PathFinder.find_spec\n"
         "PathFinder.find_spec = lambda name, *where: (\n"
         "    None if name.split('.')[0] == 'triton' else find_spec(name, *where))\n"
-        "if '--probe' in sys.argv and 'torch' in sys.argv:\n"
+        "if sys.argv[1:] == ['--probe', 'probe_torch']:\n"
         "    import torch\n"
         "    right = torch.Tensor.__matmul__\n"
         "    torch.Tensor.__matmul__ = lambda a, b: right(a, b) + a.is_floating_point()\n"
@@ -669,7 +669,7 @@ def test_profiling_script_distinguishes_none_some_and_broken(
     module = load_script("test_profiling_tools", monkeypatch)
     show = load_script("report_table", monkeypatch).show
     assert module.probe_torch_profiler()["version"].startswith("torch ")
-    monkeypatch.setattr(module, "probed_row", lambda script, name, row, _: row)  # saves a process
+    monkeypatch.setattr(module, "probed_row", lambda row, *_: row.judged(True))  # saves a process
     monkeypatch.setattr(module, "ROCM_BIN", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert show(module.make(None), False) == 77

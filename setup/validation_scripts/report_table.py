@@ -1,4 +1,4 @@
-"""What the three validation scripts share: rows, the table, the JSON form and the exit status.
+"""Rows, table, JSON form and exit status of the three validation scripts.
 
 Standard library only, and readable by Python 3.6, still the `python3` of some clusters: the scripts
 run before anything is installed and must be able to report that the Python is too old.
@@ -25,14 +25,17 @@ Facts = Dict[str, Any]
 
 
 class Row(NamedTuple):
-    """One thing that was looked for. `remedy` is shown when it was not found in order."""
+    """One thing that is looked for. `remedy` is shown when it is not found in order."""
 
     what: str
-    found: str
-    version: str
     purpose: str
-    remedy: str
+    remedy: str = ""
     needed: bool = False
+    found: str = MISSING
+    version: str = ""
+
+    def judged(self, good: object, version: str = "", otherwise: str = BROKEN) -> "Row":
+        return self._replace(found=OK if good else otherwise, version=version)
 
 
 class Outcome(NamedTuple):
@@ -74,21 +77,15 @@ def find_program(name: str, also_in: str = "") -> str:
     return shutil.which(name) or shutil.which(name, path=also_in) or ""
 
 
-def tool_row(
-    name: str,
-    purpose: str,
-    remedy: str,
-    arguments: Sequence[str] = ("--version",),
-    also_in: str = "",
-) -> Row:
-    """A program and its version. `also_in` is a folder to look in after PATH."""
-    path = find_program(name, also_in)
+def tool_row(row: Row, also_in: str = "", argument: str = "--version") -> Row:
+    """The row of a program with its version. `also_in` is a folder to look in after PATH."""
+    path = find_program(row.what, also_in)
     if not path:
-        return Row(name, MISSING, "", purpose, remedy)
-    outcome = run([path, *arguments])
+        return row
+    outcome = run([path, argument])
     if outcome.problem:
-        return Row(name, BROKEN, outcome.problem, purpose, f"run {path} {' '.join(arguments)}")
-    return Row(name, OK, version_in(outcome.output), purpose, remedy)
+        return row.judged(False, outcome.problem)._replace(remedy=f"run {path} {argument}")
+    return row.judged(True, version_in(outcome.output))
 
 
 def version_in(output: str) -> str:
@@ -104,9 +101,10 @@ def version_in(output: str) -> str:
 # --- Probes: each runs in a process of its own, which a broken PyTorch may end --------------------
 
 
-def probe(script: str, name: str, timeout: float = 300) -> Facts:
-    """Runs one of a script's probes in a new Python; `problem` says why it gave no facts."""
-    outcome = run([sys.executable, script, "--probe", name], timeout)
+def probe(function: Callable[..., Facts], *arguments: str) -> Facts:
+    """Runs a probe of the script in a new Python; `problem` says why it gave no facts."""
+    script = function.__code__.co_filename
+    outcome = run([sys.executable, script, "--probe", function.__name__, *arguments], 300)
     try:
         facts = json.loads(last_line(outcome.output))
     except ValueError:
@@ -114,19 +112,19 @@ def probe(script: str, name: str, timeout: float = 300) -> Facts:
     return facts if isinstance(facts, dict) else {"problem": outcome.problem or "gave no answer"}
 
 
-def probed_row(script: str, name: str, row: Row, module: str) -> Row:
-    """The row filled in with what a probe says under `version`, or as its `problem`; MISSING where
-    the module that the probe imports is not installed."""
+def probed_row(row: Row, module: str, function: Callable[..., Facts], *arguments: str) -> Row:
+    """The row filled in with what a probe returns under `version`, or as its `problem`; MISSING
+    where the module that the probe imports is not installed."""
     if importlib.util.find_spec(module) is None:
-        return row._replace(found=MISSING)
-    facts = probe(script, name)
+        return row
+    facts = probe(function, *arguments)
     problem = facts.get("problem", "")
-    return row._replace(found=BROKEN if problem else OK, version=problem or facts["version"])
+    return row.judged(not problem, problem or facts["version"])
 
 
-def run_probe(function: Callable[[], Facts]) -> int:
+def run_probe(name: str, *arguments: str) -> int:
     try:
-        facts = function()
+        facts = getattr(sys.modules["__main__"], name)(*arguments)
     except Exception as error:  # Any error of a broken installation is the finding.
         facts = {"problem": f"{type(error).__name__}: {last_line(str(error))}"}
     print(json.dumps(facts))
@@ -145,14 +143,13 @@ class Report(NamedTuple):
 
 def start(
     description: str,
-    probes: Mapping[str, Callable[[], Facts]],
     make: Callable[[argparse.Namespace], Report],
     flags: Mapping[str, str] = {},
 ) -> None:
     """Runs a script and ends the process with its exit status.
 
     Args:
-        make: looks for everything.
+        make: checks everything.
         flags: the script's own switches, with their help.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head -1` is no error
@@ -162,13 +159,13 @@ def start(
         "line says what), 2 wrong usage, 77 not on this machine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--probe", choices=sorted(probes), help=argparse.SUPPRESS)
+    parser.add_argument("--probe", nargs="+", help=argparse.SUPPRESS)
     for flag, text in flags.items():
         parser.add_argument(flag, action="store_true", help=text)
     try:
         arguments = parser.parse_args()
         if arguments.probe:
-            sys.exit(run_probe(probes[arguments.probe]))
+            sys.exit(run_probe(*arguments.probe))
         sys.exit(show(make(arguments), arguments.json))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

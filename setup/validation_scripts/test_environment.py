@@ -13,23 +13,10 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import List
 
-from report_table import (
-    BROKEN,
-    MISSING,
-    OK,
-    UNTRIED,
-    Facts,
-    Report,
-    Row,
-    probe,
-    probed_row,
-    start,
-    tool_row,
-)
+from report_table import MISSING, UNTRIED, Facts, Report, Row, probe, probed_row, start, tool_row
 
 SETUP = "setup/environment_setup.sh"
 PYTHON_MINIMUM = (3, 10)
@@ -102,15 +89,6 @@ def probe_workshop() -> Facts:
     return {"version": f"{len(importlib.import_module('workshop.versions').VERSIONS)} versions"}
 
 
-PROBES: Dict[str, Callable[[], Facts]] = {
-    "torch": probe_torch,
-    "triton": probe_triton,
-    "compile": probe_compile,
-    "workshop": probe_workshop,
-    **{name: partial(probe_package, name) for name in PACKAGES},
-}
-
-
 # --- Rows -----------------------------------------------------------------------------------------
 
 
@@ -119,23 +97,13 @@ def python_rows() -> List[Row]:
     enough = sys.version_info[:2] >= PYTHON_MINIMUM
     in_venv = sys.prefix != sys.base_prefix
     able = in_venv or all(importlib.util.find_spec(name) for name in ("venv", "ensurepip"))
+    newer = "install Python 3.10 or newer, or load its module"
+    package = "Debian, Ubuntu: the package python3-venv"
+    python = Row("Python", "runs everything", newer, needed=True)
+    venv = Row("venv", "keeps the workshop's packages apart", package, needed=True)
     return [
-        Row(
-            "Python",
-            OK if enough else BROKEN,
-            version if enough else f"{version} is older than 3.10",
-            "runs everything",
-            "install Python 3.10 or newer, or load its module",
-            needed=True,
-        ),
-        Row(
-            "venv",
-            OK if able else MISSING,
-            "this Python is in one" if in_venv else "",
-            "keeps the workshop's packages apart",
-            "Debian, Ubuntu: the package python3-venv",
-            needed=True,
-        ),
+        python.judged(enough, version if enough else f"{version} is older than 3.10"),
+        venv.judged(able, "this Python is in one" if in_venv else "", otherwise=MISSING),
     ]
 
 
@@ -145,90 +113,81 @@ def compiler_rows() -> List[Row]:
     cxx = os.environ.get("CXX") or ("clang++" if mac else "g++")
     cc = os.environ.get("CC") or next((c for c in ("gcc", "clang") if shutil.which(c)), "gcc")
     system = "xcode-select --install" if mac else "your system's package of that name, or a module"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    rows = [tool_row("make", "short commands", system)]
+    rows = [tool_row(Row("make", "short commands", system))]
     for what, program, purpose, variable in (
         ("C++ compiler", cxx, "torch.compile on the CPU", "CXX"),
         ("C compiler", cc, "Triton's launchers, on a GPU", "CC"),
     ):
-        row = tool_row(program, purpose, f"{system}; or set {variable}")
+        row = tool_row(Row(program, purpose, f"{system}; or set {variable}"))
         rows.append(row._replace(what=what, version=f"{program} {row.version}".strip()))
-    return [
-        *rows,
-        Row(
-            "Python headers",
-            OK if header.exists() else MISSING,
-            "",
-            "torch.compile and Triton build small extensions",
-            "Debian, Ubuntu: python3-dev; Red Hat: python3-devel",
-        ),
-    ]
+    purpose = "torch.compile and Triton build small extensions"
+    packages = "Debian, Ubuntu: python3-dev; Red Hat: python3-devel"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    headers = Row("Python headers", purpose, packages)
+    return [*rows, headers.judged(header.exists(), otherwise=MISSING)]
 
 
 def torch_rows() -> List[Row]:
-    row = Row("torch", MISSING, "", "the framework", SETUP, needed=True)
+    row = Row("torch", "the framework", SETUP, needed=True)
     if importlib.util.find_spec("torch") is None:
         return [row]
-    facts = probe(__file__, "torch")
+    facts = probe(probe_torch)
     if "problem" in facts:
-        return [row._replace(found=BROKEN, version=facts["problem"])]
+        return [row.judged(False, facts["problem"])]
     version = f"{facts['version']}, {facts['build']}"
     enough = tuple(int(part) for part in facts["version"].split(".")[:2]) >= TORCH_MINIMUM
-    if not enough:
-        version += ": older than 2.6"
+    right, remedy = facts["matmul_right"], "update the driver; try another device or build"
+    product = Row("matrix product", "the device computes correctly", remedy, needed=True)
     return [
-        row._replace(found=OK if enough else BROKEN, version=version),
+        row.judged(enough, version if enough else f"{version}: older than 2.6"),
         device_row(facts),
-        Row(
-            "matrix product",
-            OK if facts["matmul_right"] else BROKEN,
-            "equals the exact one" if facts["matmul_right"] else "differs from the exact one",
-            "the device computes correctly",
-            "update the driver; try another device or build",
-            needed=True,
-        ),
+        product.judged(right, f"{'equals' if right else 'differs from'} the exact one"),
     ]
 
 
 def device_row(facts: Facts) -> Row:
     """A GPU that is there (by the driver's device files) and not seen is a fault; no GPU is not."""
-    row = Row("device", OK, "", "what the model trains on", "")
+    row = Row("device", "what the model trains on")
     devices = facts["devices"]
     if devices:
-        return row._replace(version=f"{len(devices)} x {devices[0]}")
+        return row.judged(True, f"{len(devices)} x {devices[0]}")
     drivers = {"/dev/kfd": ("AMD", "rocm"), "/dev/nvidiactl": ("NVIDIA", "cuda")}
     found = next((drivers[path] for path in drivers if Path(path).exists()), None)
     if not found:
         where = "the CPU" if facts["build"] == "CPU" else "the CPU (no GPU on this node)"
-        return row._replace(version=where)
+        return row.judged(True, where)
     gpu, build = found
     remedy = f"{SETUP} --build {build}"
     if facts["build"].lower().startswith(build):
         remedy = "driver older than the build, no permission, or *_VISIBLE_DEVICES set to nothing"
-    return row._replace(
-        found=BROKEN, version=f"the {gpu} GPU is not seen", remedy=remedy, needed=True
-    )
+    row = row._replace(remedy=remedy, needed=True)
+    return row.judged(False, f"the {gpu} GPU is not seen")
 
 
 def probed_rows(compile_too: bool) -> List[Row]:
-    rows = [
-        probed_row(__file__, name, Row(name, OK, "", purpose, SETUP, needed=True), name)
+    packages = [
+        probed_row(Row(name, purpose, SETUP, needed=True), name, probe_package, name)
         for name, purpose in PACKAGES.items()
     ]
     remedy = "exists for Linux alone"
     if sys.platform.startswith("linux"):
         remedy = "requirements-triton.txt in setup/ says which one belongs where"
     # Not needed: without it V3 is skipped, and nothing else.
-    triton = Row("triton", OK, "", "V3's kernels; torch.compile on a GPU", remedy)
-    rows.append(probed_row(__file__, "triton", triton, "triton"))
-    remedy = "see the compilers and headers above"
-    compiler = Row("torch.compile", UNTRIED, "", "V4, and --compile everywhere", remedy)
+    triton = Row("triton", "V3's kernels; torch.compile on a GPU", remedy)
+    compiler = Row("torch.compile", "V4, and --compile everywhere")
     if compile_too:
-        rows.append(probed_row(__file__, "compile", compiler, "torch"))
+        compiler = compiler._replace(remedy="see the compilers and headers above")
+        compiler = probed_row(compiler, "torch", probe_compile)
     else:
-        rows.append(compiler._replace(remedy="add --compile (takes up to a minute)"))
-    workshop = Row("workshop", OK, "", "the plumbing that the versions share", SETUP, needed=True)
-    return [*rows, probed_row(__file__, "workshop", workshop, "workshop")]
+        remedy = "add --compile (takes up to a minute)"
+        compiler = compiler._replace(remedy=remedy, found=UNTRIED)
+    workshop = Row("workshop", "the plumbing that the versions share", SETUP, needed=True)
+    return [
+        *packages,
+        probed_row(triton, "triton", probe_triton),
+        compiler,
+        probed_row(workshop, "workshop", probe_workshop),
+    ]
 
 
 def cache_row(what: str, variable: str, default: Path) -> Row:
@@ -236,12 +195,11 @@ def cache_row(what: str, variable: str, default: Path) -> Row:
     folder = Path(os.environ.get(variable) or default)
     while not folder.exists():
         folder = folder.parent
-    row = Row(what, OK, "", "compiled kernels", f"set {variable} to a folder with room")
+    row = Row(what, "compiled kernels", f"set {variable} to a folder with room")
     if not os.access(str(folder), os.W_OK):
-        return row._replace(found=BROKEN, version=f"{folder} is not writable")
+        return row.judged(False, f"{folder} is not writable")
     free = shutil.disk_usage(str(folder)).free
-    found = OK if free >= CACHE_BYTES else BROKEN
-    return row._replace(found=found, version=f"{free / 1024**3:.1f} GiB free in {folder}")
+    return row.judged(free >= CACHE_BYTES, f"{free / 1024**3:.1f} GiB free in {folder}")
 
 
 def make(arguments: argparse.Namespace) -> Report:
@@ -259,7 +217,6 @@ def make(arguments: argparse.Namespace) -> Report:
 if __name__ == "__main__":
     start(
         "Checks that this machine and this Python can run the workshop.",
-        PROBES,
         make,
         {"--compile": "also compile a tiny function with torch.compile (up to a minute)"},
     )

@@ -13,7 +13,6 @@ from typing import List
 from report_table import MISSING, OK, Facts, Report, Row, probed_row, start, tool_row
 
 SETUP = "setup/environment_setup.sh"
-OPTIONAL = "requirements-profiling.txt in setup/ says how"
 ROCM_BIN = str(Path(os.environ.get("ROCM_PATH") or "/opt/rocm") / "bin")
 NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 # A name each, as they are since ROCm 6.3; there is no program `rocprof-sys`.
@@ -84,20 +83,13 @@ def probe_deepspeed() -> Facts:
     return {"version": version}
 
 
-PROBES = {
-    "torch_profiler": probe_torch_profiler,
-    "proton": probe_proton,
-    "deepspeed": probe_deepspeed,
-}
-
-
 def visible_devices_rows() -> List[Row]:
     """On AMD, proton refuses to start under two variables that job scripts like to set."""
     names = [n for n in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if n in os.environ]
     if not names or not Path("/dev/kfd").exists():
         return []
     remedy = "for proton: unset it, and choose GPUs with ROCR_VISIBLE_DEVICES"
-    return [Row(name, MISSING, "is set", "proton does not start", remedy) for name in names]
+    return [Row(name, "proton does not start", remedy, version="is set") for name in names]
 
 
 def counter_permission_rows(parameters: Path = NVIDIA_PARAMETERS) -> List[Row]:
@@ -106,34 +98,25 @@ def counter_permission_rows(parameters: Path = NVIDIA_PARAMETERS) -> List[Row]:
         return []
     restricted = "RmProfilingAdminOnly: 1" in parameters.read_text(encoding="utf-8")
     allowed = not restricted or os.geteuid() == 0
-    return [
-        Row(
-            "GPU counters",
-            OK if allowed else MISSING,
-            "" if allowed else "for root alone",
-            "what ncu measures",
-            "the administrator: NVreg_RestrictProfilingToAdminUsers=0",
-        )
-    ]
+    remedy = "the administrator: NVreg_RestrictProfilingToAdminUsers=0"
+    row = Row("GPU counters", "what ncu measures", remedy)
+    return [row.judged(allowed, "" if allowed else "for root alone", otherwise=MISSING)]
 
 
 def make(_: argparse.Namespace) -> Report:
     remedy = "is another profiler attached? else " + SETUP
-    profiler = Row("torch.profiler", OK, "", "time by operator and kernel", remedy, needed=True)
+    profiler = Row("torch.profiler", "time by operator and kernel", remedy, needed=True)
     remedy = "comes with triton, in PyTorch's GPU builds"
-    proton = Row("proton", OK, "", "Triton's own: time and FLOPs by scope", remedy)
-    deepspeed = Row("deepspeed", OK, "", "FLOPs by module", OPTIONAL)
-    tools = [
-        tool_row(name, purpose, remedy, also_in=ROCM_BIN)
-        for name, (purpose, remedy) in GPU_PROFILERS.items()
-    ]
+    proton = Row("proton", "Triton's own: time and FLOPs by scope", remedy)
+    deepspeed = Row("deepspeed", "FLOPs by module", "requirements-profiling.txt in setup/ says how")
+    tools = [tool_row(Row(name, *texts), ROCM_BIN) for name, texts in GPU_PROFILERS.items()]
     rows = [
-        probed_row(__file__, "torch_profiler", profiler, "torch"),
+        probed_row(profiler, "torch", probe_torch_profiler),
         *tools,
         *counter_permission_rows(),
-        probed_row(__file__, "proton", proton, "triton"),
+        probed_row(proton, "triton", probe_proton),
         *visible_devices_rows(),
-        probed_row(__file__, "deepspeed", deepspeed, "deepspeed"),
+        probed_row(deepspeed, "deepspeed", probe_deepspeed),
     ]
     here = [row.what for row in tools if row.found == OK]
     none = "No GPU profiler on this machine: torch.profiler works, and the runners of the rest skip"
@@ -142,4 +125,4 @@ def make(_: argparse.Namespace) -> Report:
 
 
 if __name__ == "__main__":
-    start("Checks the profilers that the workshop uses.", PROBES, make)
+    start("Checks the profilers that the workshop uses.", make)
