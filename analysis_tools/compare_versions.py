@@ -32,10 +32,11 @@ from workshop.compare.markdown import escape, escape_block  # noqa: E402
 from workshop.compare.rows import Row  # noqa: E402
 from workshop.compare.sessions import Plan, run_plans  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
+from workshop.request import USUAL  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import interpreter, presets  # noqa: E402
 
-STEPS, WARMUP_STEPS, REPEATS = 20, 5, 3
+STEPS, WARMUP_STEPS, REPEATS = USUAL.timed, USUAL.warmup, 3
 
 
 def build_parser() -> argparse.ArgumentParser:

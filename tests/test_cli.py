@@ -21,7 +21,7 @@ from test_results import files
 
 from workshop import cli, results, versions
 from workshop.errors import WorkshopError
-from workshop.request import Request, build_parser, check_arguments
+from workshop.request import USUAL, Request, build_parser, check_arguments
 from workshop.results import RunResult
 from workshop.run import hardware, precision, startup, trainer
 
@@ -663,7 +663,7 @@ def test_compiled_kernels_are_measured_like_any_others(monkeypatch: pytest.Monke
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     request = triton_request(monkeypatch, "cuda")
     assert not request.interpreted and request.cuda_graph
-    assert request.schedule == trainer.Schedule(warmup=10, timed=50, phases=10)
+    assert request.schedule == USUAL
     with pytest.raises(WorkshopError, match="--device cpu: the kernels of version v3 are compiled"):
         triton_request(monkeypatch, "cpu")
 

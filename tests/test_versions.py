@@ -88,7 +88,8 @@ def test_weights_of_a_hugging_face_llama_give_its_logits_and_loss(key: str, odd_
         for parameter in theirs.parameters():  # large enough for attention to look somewhere
             parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.15)
     ours = versions.load(key).TinyLlama(odd_config)
-    parity.load_canonical(ours, canonical.from_hugging_face(theirs.state_dict()))
+    state = theirs.state_dict()
+    canonical.load_canonical(ours, {name.removeprefix("model."): state[name] for name in state})
 
     tokens = torch.randint(odd_config.vocab_size, (3, 63))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -26,8 +26,14 @@ from workshop.request import (
     within_memory,
 )
 from workshop.results import RunResult
-from workshop.run import chips, flops, hardware, interpreter, startup, timing, trainer
+from workshop.run import flops, hardware, interpreter, startup, timing, trainer
 
+_EXIT_STATUS = {
+    "complete": errors.DONE,
+    "gate failed": errors.ANSWER_IS_NO,
+    "audit failed": errors.ANSWER_IS_NO,
+    "interrupted": errors.INTERRUPTED,
+}
 _PROGRESS_LINES = 10
 _SECONDS_OF_SILENCE = 10.0
 
@@ -77,7 +83,7 @@ def _gate_train_save(request: Request) -> int:
         result.parity = report.record()
         if not report.passed:
             result.status = "gate failed"
-            return _finish(request, result, errors.ANSWER_IS_NO)
+            return _finish(request, result)
     if arguments.validate_setup:
         print("This machine is ready. Nothing was timed.")
         return errors.DONE
@@ -87,17 +93,15 @@ def _gate_train_save(request: Request) -> int:
         result.status = "interrupted"
         if not training.step_ms:
             raise KeyboardInterrupt
-        return _finish(request, result, errors.INTERRUPTED)
+        return _finish(request, result)
     del model  # its memory goes to the truth that V1's process trains
     try:
         result.audit = _audit(request, data_record, batches, course)
+        if result.audit.status == "fail":
+            result.status = "audit failed"
     except KeyboardInterrupt:  # the timed steps are complete
         result.status = "interrupted"
-        return _finish(request, result, errors.INTERRUPTED)
-    if result.audit.status == "fail":
-        result.status = "audit failed"
-        return _finish(request, result, errors.ANSWER_IS_NO)
-    return _finish(request, result, errors.DONE)
+    return _finish(request, result)
 
 
 def _setting(request: Request) -> parity.Setting:
@@ -113,12 +117,12 @@ def _setting(request: Request) -> parity.Setting:
 
 
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
-    shape = of_the_run = (request.batch_size, request.seq_len)
     setting = _setting(request)
+    of_the_run = (request.batch_size, request.seq_len)
     if request.arguments.gate_shape is not None:
         shape = tuple(request.arguments.gate_shape)
     elif request.interpreted:
-        shape = interpreter.gate_shape(*shape)
+        shape = interpreter.gate_shape(*of_the_run)
     else:
         shape = gate_size.of_setting(setting)
     smaller = f", at {shape[0]} x {shape[1]} tokens only" if shape != of_the_run else ""
@@ -137,9 +141,7 @@ def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
             build=lambda c: dataclasses.replace(request, config=c).build_on(request.device),
             notify=_now_and_then(),
         )
-    print(f"gate: {report.summary()}")
-    for failure in report.failures:
-        print(f"  {failure}")
+    print("\n  ".join([f"gate: {report.summary()}", *report.failures]))
     return report
 
 
@@ -162,7 +164,7 @@ def _train(
     """Trains the run's steps; with what the audit needs of the timed ones, if there will be one."""
     arguments = request.arguments
     courses: list[audit.Course] = []
-    parity.load_canonical(model, parity.canonical_state(request.config, arguments.seed))
+    canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
     print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
     training = trainer.train(
@@ -208,9 +210,7 @@ def _audit(
     found = audit.of_run(
         course, _setting(request), batches, arguments.learning_rate, path, may_lead=may_lead
     )
-    print(f"audit: {audit.summary(found)}")
-    for failure in found.failures:
-        print(f"  {failure}")
+    print("\n  ".join([f"audit: {audit.summary(found)}", *found.failures]))
     return found
 
 
@@ -261,14 +261,12 @@ def _record_training(
 
 
 def _claim(request: Request, result: RunResult) -> plausibility.Claim:
-    peaks = None
-    if request.device.type == "cuda":
-        peaks = chips.find_peaks(hardware.device_name(request.device))
+    peaks = hardware.peaks(request.device)
     # An interpreted run claims no time.
     step_ms = [] if request.interpreted else result.step_ms
     return plausibility.Claim(
         name=f"{request.version.key} {request.config_name} {request.precision.name}",
-        model=request.config,
+        model=results.model_sizes(result.config),
         batch_size=request.batch_size,
         seq_len=request.seq_len,
         step_ms=_median(step_ms),
@@ -289,7 +287,7 @@ def _median(samples: list[float]) -> float | None:
     return timing.median(samples) if samples else None
 
 
-def _finish(request: Request, result: RunResult, status: int) -> int:
+def _finish(request: Request, result: RunResult) -> int:
     target = request.arguments.result_file
     if target is None:
         path = results.save(result, request.output_dir)
@@ -298,24 +296,19 @@ def _finish(request: Request, result: RunResult, status: int) -> int:
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")
-    return status
+    return _EXIT_STATUS[result.status]
 
 
 # --- printing ------------------------------------------------------------------------------------
 
 
 def _print_summary(request: Request, result: RunResult) -> None:
-    speed = [("speed", interpreter.NOT_COMPARABLE)]
-    rate = []
-    if not request.interpreted:
-        speed = _speed_lines(request, result)
-        rate = [("rate", _rate_line(request, result))]
     rows = [
-        *speed,
+        *_speed_lines(request, result),
         *_startup_lines(result),
         ("loss", f"{_loss(result.losses[0])} first, {_loss(result.losses[-1])} final"),
         ("memory", _memory_line(result)),
-        *rate,
+        *([] if request.interpreted else [("rate", _rate_line(request, result))]),
         ("gradients", _gradients_line(result)),
         ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
         ("audit", audit.summary(result.audit)),
@@ -329,6 +322,8 @@ def _print_summary(request: Request, result: RunResult) -> None:
 
 
 def _speed_lines(request: Request, result: RunResult) -> list[tuple[str, str]]:
+    if request.interpreted:
+        return [("speed", interpreter.NOT_COMPARABLE)]
     step_ms = timing.median(result.step_ms)
     samples = request.batch_size / step_ms * 1e3
     phases = (

@@ -17,9 +17,6 @@ WRONG_USAGE = 2
 NOT_ON_THIS_MACHINE = 77
 INTERRUPTED = 130
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says of a full disk, a full quota and a limit on the size of files."""
-
 
 class WorkshopError(Exception):
     """Something the user can fix; its text is one line: what, where, what to do.
@@ -37,7 +34,7 @@ class NotOnThisMachine(WorkshopError):
 
 
 class OutOfMemory(WorkshopError):
-    """The device has not the memory that a run of this size asks for."""
+    """The device has less memory than a run of this size needs."""
 
     exit_code = ANSWER_IS_NO
 
@@ -59,19 +56,6 @@ def _leave(*_: object) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """In the block Ctrl-C raises KeyboardInterrupt, also after `begin`."""
-    begun = signal.getsignal(signal.SIGINT) is _leave
-    if begun:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if begun:
-            signal.signal(signal.SIGINT, _leave)
 
 
 def _flush_at_exit() -> None:
@@ -104,7 +88,7 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        with _interruptible(), _terminated_like_ctrl_c():
+        with _signals_raise():
             status = work()
             _flush()
         return status
@@ -129,9 +113,10 @@ def exit_status(work: Callable[[], int], *, interrupted: str) -> int:
 
 
 @contextlib.contextmanager
-def _terminated_like_ctrl_c() -> Iterator[None]:
-    """In the block SIGTERM, with which a batch system ends a job, raises KeyboardInterrupt. What
-    comes after it is ignored: the system may send it twice, and the first one's answer is to save.
+def _signals_raise() -> Iterator[None]:
+    """In the block Ctrl-C (after `begin` too) and SIGTERM, with which a batch system ends a job,
+    raise KeyboardInterrupt. What comes after a SIGTERM is ignored: the system may send it twice,
+    and the first one's answer is to save.
     """
     if threading.current_thread() is not threading.main_thread():  # which may not set handlers
         yield
@@ -143,6 +128,8 @@ def _terminated_like_ctrl_c() -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if before[signal.SIGINT] is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, end)
     try:
         yield
@@ -160,7 +147,7 @@ def _out_of_room(error: BaseException) -> str | None:
         if isinstance(behind, OSError):
             # Without a file it is tempfile's, which has tried all its folders.
             nowhere = behind.errno == errno.ENOENT and behind.filename is None
-            if behind.errno in NO_ROOM or nowhere:
+            if behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or nowhere:
                 what = f"{behind.filename} can't be written: " if behind.filename else ""
                 return f"{what}{behind.strerror}: {remedy}"
         if os.strerror(errno.ENOSPC) in str(behind):

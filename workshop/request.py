@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,25 +16,18 @@ from torch import Tensor, nn
 from workshop import results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.results import RunResult
-from workshop.run import chips, data, flops, hardware, interpreter, trainer
+from workshop.run import data, flops, hardware, interpreter, trainer
 from workshop.run.precision import Precision, get_precision
 from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
 from workshop.versions import Version
 
-_SIZES = (
-    "vocab_size",
-    "hidden_dim",
-    "intermediate_dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "max_seq_len",
-)
-_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS = 10, 50, 10
+_SIZES = (*results.MODEL_SIZES, "max_seq_len")
+USUAL = trainer.Schedule(warmup=5, timed=20, phases=10)
+"""What a run, and each process of a comparison, trains by default."""
+_INTERPRETED = trainer.Schedule(warmup=1, timed=3, phases=0)
+"""The same in Triton's interpreter: enough to see the loss fall. A phase's time says nothing."""
 _WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
 """None that replays a captured step: Proton would count its kernels with those of the profiled."""
-_INTERPRETED_STEPS = trainer.Schedule(warmup=1, timed=3, phases=0)
-"""What Triton's interpreter trains by default: enough to see the loss fall."""
 PROFILES = results.DEFAULT_FOLDER / "profiles"
 
 
@@ -71,9 +65,7 @@ class Request:
         Raises:
             WorkshopError: the version has no code for these sizes.
         """
-        options = {}
-        if self.switches:
-            options["fusions"] = self.module.Fusions(**self.switches)
+        options = {"fusions": self.module.Fusions(**self.switches)} if self.switches else {}
         try:
             with torch.device(device):
                 model: nn.Module = self.module.TinyLlama(self.config, **options)
@@ -96,13 +88,19 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
     )
     _add_model_flags(parser.add_argument_group("model"))
     _add_training_flags(parser.add_argument_group("training"), version)
-    fields = dataclasses.fields(module.Fusions) if hasattr(module, "Fusions") else ()
-    if fields:
+    switches = _switches(module)
+    if switches:
         group = parser.add_argument_group("ablation: run plain PyTorch for one part")
-        for field in fields:
-            flag = f"--no-{field.name.replace('_', '-')}"
-            group.add_argument(flag, dest=field.name, action="store_false")
+        for name in switches:
+            flag = f"--no-{name.replace('_', '-')}"
+            group.add_argument(flag, dest=name, action="store_false")
     return parser
+
+
+def _switches(module: ModuleType) -> list[str]:
+    """Names of a version's fusions."""
+    fusions = getattr(module, "Fusions", None)
+    return [field.name for field in dataclasses.fields(fusions)] if fusions else []
 
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
@@ -119,21 +117,14 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> None:
-    add = group.add_argument
-    add("--batch-size", type=int, metavar="N", help="sequences a step (default: the preset's)")
-    add("--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the preset's)")
-    few = _INTERPRETED_STEPS
-    warmup, timed = (
-        f"{usual}; {least} in Triton's interpreter" if version.triton else str(usual)
-        for usual, least in ((_WARMUP_STEPS, few.warmup), (_NUM_STEPS, few.timed))
-    )
-    add("--num-steps", type=int, metavar="N", help=f"timed steps (default {timed})")
-    add(
-        "--warmup-steps",
-        type=int,
-        metavar="N",
-        help=f"steps trained before the clock starts (default {warmup})",
-    )
+    add, number = group.add_argument, partial(group.add_argument, type=int, metavar="N")
+    number("--batch-size", help="sequences a step (default: the preset's)")
+    number("--seq-len", help="tokens of a sequence (default: the preset's)")
+    few = "; {} in Triton's interpreter" if version.triton else ""
+    timed = f"{USUAL.timed}{few.format(_INTERPRETED.timed)}"
+    warmup = f"{USUAL.warmup}{few.format(_INTERPRETED.warmup)}"
+    number("--num-steps", help=f"timed steps (default {timed})")
+    number("--warmup-steps", help=f"steps trained before the clock starts (default {warmup})")
     add("--learning-rate", type=float, default=3e-4, help="AdamW's (default %(default)s)")
     add("--seed", type=int, default=42, help="of weights and batches (default %(default)s)")
     add(
@@ -167,18 +158,15 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         type=Path,
         help="the result goes to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
     )
-    add(
+    number(
         "--profile-steps",
-        type=int,
-        metavar="N",
         help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
         "marker ranges, between the calls that start and stop NVIDIA's profilers; no gate, no "
         "clock; what was profiled goes to OUTPUT_DIR/run.json (default there: "
         f"results/profiles/{version.key}/steps)",
     )
-    add(
+    number(
         "--gate-shape",
-        type=int,
         nargs=2,
         metavar=("BATCH", "SEQ"),
         help="what the gate runs on (default: the run's own batch size and sequence length, or as "
@@ -225,9 +213,16 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
     precision = get_precision(arguments.precision, device)
-    preset = get_preset(arguments.config or default_preset(device.type))
-    config, config_name = _model_config(module, arguments, device)
+    config_name = arguments.config or default_preset(device.type)
+    preset = get_preset(config_name)
+    batch_size = arguments.batch_size or preset.batch_size
     seq_len = arguments.seq_len or preset.seq_len
+    as_named = module.TinyLlamaConfig(**preset.model())
+    given = {name: n for name in _SIZES if (n := getattr(arguments, name)) is not None}
+    config = dataclasses.replace(as_named, **given)
+    check_sizes(config)
+    if (config, batch_size, seq_len) != (as_named, preset.batch_size, preset.seq_len):
+        config_name = "custom"
     if seq_len > config.max_seq_len:
         raise WorkshopError(
             f"--seq-len {seq_len} is longer than the model's max_seq_len {config.max_seq_len}: "
@@ -237,18 +232,22 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         raise WorkshopError(
             "--seq-len 1: attention over one token gives q and k no gradient; use at least 2"
         )
-    _check_gate_shape(arguments.gate_shape, config.max_seq_len)
+    if arguments.gate_shape is not None:
+        batch, length = arguments.gate_shape
+        if batch < 1 or not 2 <= length <= config.max_seq_len:
+            raise WorkshopError(
+                f"--gate-shape {batch} {length}: use at least 1 sequence, of 2 to "
+                f"{config.max_seq_len} tokens"
+            )
     compile_mode, cuda_graph = _execution(version, arguments, device, interpreted)
-    switches = {}
-    if hasattr(module, "Fusions"):
-        names = [field.name for field in dataclasses.fields(module.Fusions)]
-        switches = {name: getattr(arguments, name) for name in names}
-    request = Request(
+    folder = PROFILES / version.key / "steps" if arguments.profile_steps else results.DEFAULT_FOLDER
+    trainer.check_options(device, precision, compile_mode, cuda_graph)
+    return Request(
         module=module,
         version=version,
         config_name=config_name,
         config=config,
-        batch_size=arguments.batch_size or preset.batch_size,
+        batch_size=batch_size,
         seq_len=seq_len,
         precision=precision,
         device=device,
@@ -256,59 +255,20 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
         cuda_graph=cuda_graph,
         interpreted=interpreted,
         schedule=_schedule(arguments, interpreted),
-        switches=switches,
-        output_dir=arguments.output_dir or _default_folder(version, arguments),
+        switches={name: getattr(arguments, name) for name in _switches(module)},
+        output_dir=arguments.output_dir or folder,
         arguments=arguments,
     )
-    trainer.check_options(device, precision, compile_mode, cuda_graph)
-    return request
-
-
-def _check_gate_shape(shape: list[int] | None, max_seq_len: int) -> None:
-    if shape is not None and not (shape[0] >= 1 and 2 <= shape[1] <= max_seq_len):
-        raise WorkshopError(
-            f"--gate-shape {shape[0]} {shape[1]}: use at least 1 sequence, of 2 to {max_seq_len} "
-            "tokens"
-        )
-
-
-def _default_folder(version: Version, arguments: argparse.Namespace) -> Path:
-    return PROFILES / version.key / "steps" if arguments.profile_steps else results.DEFAULT_FOLDER
-
-
-def _model_config(
-    module: ModuleType, arguments: argparse.Namespace, device: torch.device
-) -> tuple[Any, str]:
-    """The model's sizes and their name: a preset's, or `custom` once a flag differs from it."""
-    name = arguments.config or default_preset(device.type)
-    preset = get_preset(name)
-    sizes = preset.model()
-    given = {size: getattr(arguments, size) for size in _SIZES}
-    overrides = {size: value for size, value in given.items() if value is not None}
-    config = module.TinyLlamaConfig(**(sizes | overrides))
-    check_sizes(config)
-    batch_size = arguments.batch_size or preset.batch_size
-    seq_len = arguments.seq_len or preset.seq_len
-    as_named = config == module.TinyLlamaConfig(**sizes) and (batch_size, seq_len) == (
-        preset.batch_size,
-        preset.seq_len,
-    )
-    return config, name if as_named else "custom"
 
 
 def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Schedule:
-    """The steps that were asked for, else those that a user has the patience for; the phases of
-    an interpreted step say nothing."""
-    usual = trainer.Schedule(_WARMUP_STEPS, _NUM_STEPS, _MAX_PHASE_STEPS)
-    if arguments.profile_steps:
-        usual = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)
-    default = _INTERPRETED_STEPS if interpreted else usual
+    """The steps that were asked for, else those of a default."""
+    default = _INTERPRETED if interpreted else USUAL
+    if arguments.profile_steps and not interpreted:
+        default = trainer.Schedule(_WARMUP_OF_PROFILE, arguments.profile_steps, phases=0)
     timed = arguments.profile_steps or arguments.num_steps or default.timed
-    return trainer.Schedule(
-        warmup=arguments.warmup_steps or default.warmup,
-        timed=timed,
-        phases=min(default.phases, timed),
-    )
+    warmup = arguments.warmup_steps or default.warmup
+    return trainer.Schedule(warmup, timed, phases=min(default.phases, timed))
 
 
 def _execution(
@@ -378,17 +338,12 @@ def within_memory(request: Request, work: Callable[[], int]) -> int:
     """
     _check_memory(request)
     request.build_on(torch.device("meta"))  # says at once, and for nothing, if the sizes won't do
-    try:
+    with trainer.memory_failure_as(partial(_out_of_memory, request)):
         return work()
-    except (RuntimeError, MemoryError) as error:
-        asked = trainer.memory_asked_for(error)
-        if asked is None:
-            raise
-        raise OutOfMemory(_out_of_memory(request, f"a further {asked} was asked for")) from None
 
 
 def _check_memory(request: Request) -> None:
-    """Refuses at once what can't fit: a CPU that runs out of memory is killed without a word.
+    """Raises OutOfMemory, at once, for what can't fit.
 
     The bound is a low one: the training state, RoPE's tables, and of the activations the
     feed-forward layers' two products alone, which every version keeps for its backward pass; on
@@ -407,15 +362,15 @@ def _check_memory(request: Request) -> None:
     windows = 3 * 8 * tokens * steps  # in int64, beside the tokens and targets cut from them
     on_host = {"--num-steps, --warmup-steps or --batch-size": windows}
     for device, parts in ((request.device, on_device), (torch.device("cpu"), on_host)):
-        available, total = hardware.memory_bytes(device), sum(parts.values())
-        if available is not None and total > available:
-            needed = f"at least {total / 1e9:,.1f} GB of {available / 1e9:,.1f} needed"
-            raise OutOfMemory(_out_of_memory(request, needed, max(parts, key=lambda k: parts[k])))
+        explain = partial(_out_of_memory, request, lower=max(parts, key=lambda k: parts[k]))
+        trainer.check_memory(device, sum(parts.values()), explain)
 
 
-def _out_of_memory(request: Request, what: str, lower: str = "--batch-size or --seq-len") -> str:
+def _out_of_memory(
+    request: Request, what: str, lower: str = "--batch-size or --seq-len"
+) -> OutOfMemory:
     state = flops.parameter_count(request.config) * flops.ADAMW_STATE_BYTES_PER_PARAMETER
-    return (
+    return OutOfMemory(
         f"out of memory on {hardware.device_name(request.device)}: {what} at batch size "
         f"{request.batch_size}, sequence length {request.seq_len}, hidden dimension "
         f"{request.config.hidden_dim} (weights, gradients and AdamW alone take "
@@ -467,8 +422,7 @@ def _command() -> list[str]:
 def peak(request: Request) -> tuple[float | None, str | None]:
     """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches; and
     where the figure is from."""
-    name = hardware.device_name(request.device)
-    peaks = chips.find_peaks(name) if request.device.type == "cuda" else None
+    peaks = hardware.peaks(request.device)
     if peaks and request.precision.name in peaks.tflops:
         return peaks.tflops[request.precision.name], peaks.source
     request.precision.set_matmul_mode()

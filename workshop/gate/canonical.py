@@ -32,11 +32,6 @@ def _canonical_state(sizes: tuple[Any, ...], seed: int) -> Mapping[str, Tensor]:
         return MappingProxyType(v1.TinyLlama(v1.TinyLlamaConfig(*sizes)).state_dict())
 
 
-def from_hugging_face(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A Hugging Face Llama's state_dict under V1's names, which have no `model.` prefix."""
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
 def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads weights under V1's names into any version.
 

@@ -245,8 +245,6 @@ class _Outcome:
     curve: Tensor
     moved: dict[str, float]
     """Relative change of each weight over the training run."""
-    sizes: dict[str, int]
-    """Elements of each weight."""
 
 
 @dataclass
@@ -293,9 +291,20 @@ def check(
         batch_size=batch_size,
         seq_len=min(config.max_seq_len, 65) if seq_len is None else seq_len,
     )
+    return check_setting(build, setting, configure_optimizer, cuda_graph=cuda_graph)
+
+
+def check_setting(
+    build: Build,
+    setting: Setting,
+    configure_optimizer: ConfigureOptimizer | None = None,
+    *,
+    cuda_graph: bool = False,
+) -> ParityReport:
+    """`check` in one setting."""
     check_shape(setting)
-    with torch.device(torch_device):  # so that large models are initialised where it is quick
-        model = build(config).to(torch_device)
+    with torch.device(setting.device):  # so that large models are initialised where it is quick
+        model = build(setting.config).to(setting.device)
     return check_model(model, setting, configure_optimizer, cuda_graph=cuda_graph, build=build)
 
 
@@ -317,17 +326,18 @@ def check_model(
             compiled, it may take long.
     """
     baseline_optimizer = versions.load(versions.BASELINE).configure_optimizer
-    exact_dtype = truth_dtype(setting)
+    optimizer = configure_optimizer or baseline_optimizer
+    precision, exact_dtype = setting.precision, truth_dtype(setting)
     report = ParityReport(
-        precision=setting.precision.name,
+        precision=precision.name,
         device=str(setting.device),
         seed=setting.seed,
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
         reference=f"V1 in {str(exact_dtype).removeprefix('torch.')}",
     )
-    if build is not None and setting.precision.name != "fp32":
-        _check_in_fp32(report, build, setting, configure_optimizer, cuda_graph=cuda_graph)
+    if build is not None and precision.name != "fp32":
+        _check_in_fp32(report, build, setting, optimizer, cuda_graph=cuda_graph)
         if not report.passed:
             return report
     try:
@@ -337,19 +347,10 @@ def check_model(
         return report
 
     exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
-    precision = setting.precision
-    optimizer = configure_optimizer or baseline_optimizer
     with kept_matmul_mode():
         truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
         baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
-        candidate = _run(
-            model,
-            setting,
-            precision,
-            optimizer,
-            cuda_graph=cuda_graph,
-            notify=notify,
-        )
+        candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph, notify=notify)
     _compare(report, setting, _Runs(truth, baseline, candidate))
     return report
 
@@ -358,24 +359,22 @@ def _check_in_fp32(
     report: ParityReport,
     build: Build,
     setting: Setting,
-    configure_optimizer: ConfigureOptimizer | None,
+    configure_optimizer: ConfigureOptimizer,
     *,
     cuda_graph: bool,
 ) -> None:
     """The gate in fp32, on few tokens and a small model: what is small beside the roundings of a
     lower precision shows there. It adds its measures and failures to the report."""
     config = small_config(setting.config)
+    in_fp32 = dataclasses.replace(
+        setting,
+        config=config,
+        precision=get_precision("fp32", setting.device),
+        batch_size=min(setting.batch_size, 3),
+        seq_len=min(setting.seq_len, 65),
+    )
     with startup.not_counted(kernels=False):  # of fp32, which training never calls
-        small = check(
-            build,
-            config,
-            device=setting.device,
-            seed=setting.seed,
-            batch_size=min(setting.batch_size, 3),
-            seq_len=min(setting.seq_len, 65),
-            configure_optimizer=configure_optimizer,
-            cuda_graph=cuda_graph,
-        )
+        small = check_setting(build, in_fp32, configure_optimizer, cuda_graph=cuda_graph)
     where = f"fp32, hidden_dim {config.hidden_dim}, {small.batch_size} x {small.seq_len} tokens"
     report.measures |= {f"{name} in fp32": measure for name, measure in small.measures.items()}
     report.failures += [f"{failure} (in {where})" for failure in small.failures]
@@ -438,20 +437,14 @@ def _run(
     notify("training")
     try:
         curve = trainer.train_losses(
-            model,
-            optimizer,
-            batches[1:],
-            precision,
-            cuda_graph=cuda_graph,
-            notify=notify,
+            model, optimizer, batches[1:], precision, cuda_graph=cuda_graph, notify=notify
         )
     except trainer.NoGradient:
         curve = torch.full((CURVE_STEPS,), math.nan)
     after = canonical_weights(model)
     moved = {name: _relative_rms(after[name], before[name]) for name in before}
-    sizes = {name: weight.numel() for name, weight in before.items()}
     model.zero_grad(set_to_none=True)
-    return _Outcome(logits, loss, gradients, curve, moved, sizes)
+    return _Outcome(logits, loss, gradients, curve, moved)
 
 
 def _loss_and_gradients(
@@ -563,7 +556,11 @@ def _compare_movements(report: ParityReport, setting: Setting, runs: _Runs) -> N
     for name, far in runs.truth.moved.items():
         found, own = runs.candidate.moved.get(name, 0.0), max(own_errors[name], typical)
         # AdamW may move an element whose gradient is all roundings not at all: one is let pass.
-        floor = MOVEMENT_FLOOR_FP32 if in_fp32 else MOVEMENT_FLOOR + 1 / runs.truth.sizes[name]
+        floor = (
+            MOVEMENT_FLOOR_FP32
+            if in_fp32
+            else MOVEMENT_FLOOR + 1 / setting.random_weights[name].numel()
+        )
         measure = Measure(abs(found / far - 1), MULTIPLE * own + floor, own)
         report.measures[f"movement of {name}"] = measure
         if not measure.passed:

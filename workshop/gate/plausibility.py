@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from workshop import errors
 
@@ -24,7 +23,6 @@ from workshop import results
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.run import flops
-from workshop.run.flops import ModelSizes
 
 LEAST_BACKWARD_SHARE = 0.5
 """A backward pass multiplies twice as much as its forward. Where launches and not products take
@@ -47,7 +45,7 @@ class Claim:
     """
 
     name: str
-    model: ModelSizes
+    model: flops.Sizes
     batch_size: int
     seq_len: int
     step_ms: float | None = None
@@ -68,13 +66,13 @@ def check(claim: Claim) -> list[str]:
     if senseless:  # the other checks would divide by it
         return senseless
     checks = (_rates, _backward_share, _optimizer_traffic, _memory, _gradients, _first_loss)
-    return [sentence for check_one in checks for sentence in check_one(claim)]
+    return [f"{claim.name}: {sentence}" for check_one in checks for sentence in check_one(claim)]
 
 
 def _senseless(claim: Claim) -> Iterator[str]:
     """Values that no run has on any chip: times below zero, an empty batch."""
     counts = {"batch_size": claim.batch_size, "seq_len": claim.seq_len}
-    counts |= {f"model.{f.name}": getattr(claim.model, f.name) for f in fields(flops.Sizes)}
+    counts |= {f"model.{name}": getattr(claim.model, name) for name in results.MODEL_SIZES}
     names = "step_ms forward_ms backward_ms optimizer_ms memory_mb peak_tflops bandwidth_gbs"
     amounts = {name: getattr(claim, name) for name in names.split()}
     reached = {"params_with_grad": claim.params_with_grad}
@@ -87,107 +85,87 @@ def _senseless(claim: Claim) -> Iterator[str]:
                 )
 
 
-def _rates(claim: Claim) -> list[str]:
+def _rates(claim: Claim) -> Iterator[str]:
     """Operations over time may not exceed the chip's rate, in the step or in any part of it."""
     work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len)
-    parts = (
+    for part, operations, milliseconds in (
         ("step", work.total, claim.step_ms),
         ("forward pass", work.forward, claim.forward_ms),
         ("backward pass", work.backward, claim.backward_ms),
-    )
-    sentences = []
-    for part, operations, milliseconds in parts:
+    ):
         if claim.peak_tflops is None or milliseconds is None:
             continue
         rate = operations / (milliseconds / 1e3) / 1e12
         if rate > claim.peak_tflops:
-            sentences.append(
-                f"{claim.name}: a {part} of {milliseconds:.3g} ms means {rate:,.0f} TFLOP/s "
+            yield (
+                f"a {part} of {milliseconds:.3g} ms means {rate:,.0f} TFLOP/s "
                 f"({operations / 1e12:.3g} TFLOP), more than the chip's {claim.peak_tflops:,.0f}"
             )
-    return sentences
 
 
-def _backward_share(claim: Claim) -> list[str]:
-    if claim.forward_ms is None or claim.backward_ms is None:
-        return []
-    if claim.backward_ms >= LEAST_BACKWARD_SHARE * claim.forward_ms:
-        return []
-    return [
-        f"{claim.name}: the backward pass takes {claim.backward_ms:.3g} ms, "
-        f"{claim.backward_ms / claim.forward_ms:.2f} of the forward's {claim.forward_ms:.3g} ms, "
-        "yet has twice its operations to do"
-    ]
+def _backward_share(claim: Claim) -> Iterator[str]:
+    forward, backward = claim.forward_ms, claim.backward_ms
+    if forward is None or backward is None or backward >= LEAST_BACKWARD_SHARE * forward:
+        return
+    yield (
+        f"the backward pass takes {backward:.3g} ms, {backward / forward:.2f} of the forward's "
+        f"{forward:.3g} ms, yet has twice its operations to do"
+    )
 
 
-def _optimizer_traffic(claim: Claim) -> list[str]:
+def _optimizer_traffic(claim: Claim) -> Iterator[str]:
     """AdamW reads and writes 28 bytes a parameter, however it is written."""
     parameters = flops.parameter_count(claim.model)
     in_cache = parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER <= LAST_LEVEL_CACHE_BYTES
     if claim.optimizer_ms is None or claim.bandwidth_gbs is None or in_cache:
-        return []
+        return
     gigabytes = parameters * flops.ADAMW_BYTES_PER_PARAMETER / 1e9
     rate = gigabytes / (claim.optimizer_ms / 1e3)
-    if rate <= claim.bandwidth_gbs:
-        return []
-    return [
-        f"{claim.name}: an AdamW update in {claim.optimizer_ms:.3g} ms moves {gigabytes:.3g} GB at "
-        f"{rate:,.0f} GB/s, more than the memory's {claim.bandwidth_gbs:,.0f}: it can't have "
-        f"updated all {parameters / 1e6:,.1f} M parameters"
-    ]
+    if rate > claim.bandwidth_gbs:
+        yield (
+            f"an AdamW update in {claim.optimizer_ms:.3g} ms moves {gigabytes:.3g} GB at "
+            f"{rate:,.0f} GB/s, more than the memory's {claim.bandwidth_gbs:,.0f}: it can't have "
+            f"updated all {parameters / 1e6:,.1f} M parameters"
+        )
 
 
-def _memory(claim: Claim) -> list[str]:
+def _memory(claim: Claim) -> Iterator[str]:
     if claim.memory_mb is None:
-        return []
+        return
     needed = flops.ADAMW_STATE_BYTES_PER_PARAMETER
-    what = "weights, gradients and AdamW's two moments"
+    what, unit = "weights, gradients and AdamW's two moments", 1.0
     if not claim.memory_is_peak:
-        needed, what = needed - 4, "weights and AdamW's two moments"
+        # A table that does not say so may count in MiB, whose figures are 4.6% smaller.
+        needed, what, unit = needed - 4, "weights and AdamW's two moments", 2**20 / 1e6
     parameters = flops.parameter_count(claim.model)
     least_mb = parameters * needed / 1e6
-    # A table that does not say so may count in MiB, whose figures are 4.6% smaller.
-    if claim.memory_mb * (1 if claim.memory_is_peak else 2**20 / 1e6) >= least_mb:
-        return []
-    return [
-        f"{claim.name}: {claim.memory_mb:,.0f} MB can't hold the {what} of "
-        f"{parameters / 1e6:,.1f} M parameters, {least_mb:,.0f} MB in fp32"
-    ]
+    if claim.memory_mb * unit < least_mb:
+        yield (
+            f"{claim.memory_mb:,.0f} MB can't hold the {what} of {parameters / 1e6:,.1f} M "
+            f"parameters, {least_mb:,.0f} MB in fp32"
+        )
 
 
-def _gradients(claim: Claim) -> list[str]:
-    total = flops.parameter_count(claim.model)
-    found = claim.params_with_grad
-    if found is None or found == total:
-        return []
-    if found > total:
-        return [f"{claim.name}: {found:,} parameters received a gradient, of {total:,} there are"]
-    return [
-        f"{claim.name}: only {found:,} of {total:,} parameters ({found / total:.1%}) received a "
-        "gradient"
-    ]
+def _gradients(claim: Claim) -> Iterator[str]:
+    total, found = flops.parameter_count(claim.model), claim.params_with_grad
+    if found is not None and found > total:
+        yield f"{found:,} parameters received a gradient, of {total:,} there are"
+    elif found is not None and found < total:
+        share = found / total
+        yield f"only {found:,} of {total:,} parameters ({share:.1%}) received a gradient"
 
 
-def _first_loss(claim: Claim) -> list[str]:
-    if claim.loss_first is None:
-        return []
+def _first_loss(claim: Claim) -> Iterator[str]:
     expected = math.log(claim.model.vocab_size)
-    if abs(claim.loss_first - expected) <= FIRST_LOSS_MARGIN:
-        return []
-    return [
-        f"{claim.name}: the first loss is {claim.loss_first:.4g}, where a freshly initialised "
-        f"model gives about ln({claim.model.vocab_size}) = {expected:.2f}"
-    ]
+    if claim.loss_first is None or abs(claim.loss_first - expected) <= FIRST_LOSS_MARGIN:
+        return
+    yield (
+        f"the first loss is {claim.loss_first:.4g}, where a freshly initialised model gives about "
+        f"ln({claim.model.vocab_size}) = {expected:.2f}"
+    )
 
 
 # --- command line ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Written(Claim):
-    """A claim as a file has it."""
-
-    model: flops.Sizes
 
 
 def read_claims(path: Path) -> list[Claim]:
@@ -199,19 +177,14 @@ def read_claims(path: Path) -> list[Claim]:
     entries = results.parse_json(path)
     if not isinstance(entries, list) or not entries:
         raise WorkshopError(f"{path}: expected a list of claims, each an object")
-    return [_claim(entry, path, f"claim {i + 1}") for i, entry in enumerate(entries)]
-
-
-def _claim(entry: Any, path: Path, where: str) -> Claim:
-    if isinstance(entry, dict):
-        names = [f.name for f in fields(Claim)]
-        unknown = sorted(set(entry) - set(names))
-        if unknown:
-            raise WorkshopError(
-                f"{path}: {where}: unknown field {unknown[0]!r}; known are {', '.join(names)}"
-            )
-        entry = {f.name: f.default for f in fields(Claim) if f.default is not MISSING} | entry
-    return results.decode(_Written, entry, path, f"{where}.")
+    defaults = {
+        field.name: field.default for field in fields(Claim) if field.default is not MISSING
+    }
+    claims = []
+    for i, entry in enumerate(entries, start=1):
+        whole = defaults | entry if isinstance(entry, dict) else entry
+        claims.append(results.decode(Claim, whole, path, f"claim {i}."))
+    return claims
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 from workshop import errors, results, versions
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError
-from workshop.gate import canonical, parity
+from workshop.gate import canonical
 from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.request import (
     PROFILES,
@@ -34,7 +34,7 @@ from workshop.request import (
     print_configuration,
     within_memory,
 )
-from workshop.run import chips, hardware, markers, trainer
+from workshop.run import hardware, markers, trainer
 from workshop.versions import Version
 
 _OF_THE_RUNNER = {
@@ -112,13 +112,13 @@ def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRu
     print_configuration(request, data_record)
     record = new_result(request, data_record)
     record.status = "profiled"
-    peaks = chips.find_peaks(hardware.device_name(request.device))
-    if request.device.type == "cuda" and peaks:
+    peaks = hardware.peaks(request.device)
+    if peaks:
         record.peak_tflops = peaks.tflops.get(request.precision.name)
         record.peak_source = peaks.source
     model = request.build()
     arguments = request.arguments
-    parity.load_canonical(model, parity.canonical_state(request.config, arguments.seed))
+    canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
     optimizer = request.module.configure_optimizer(model, arguments.learning_rate)
     runner = trainer.Runner(

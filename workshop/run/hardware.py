@@ -64,7 +64,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 class _CgroupFiles(NamedTuple):
-    """Where a version of Linux's control groups keeps what it says of memory."""
+    """Where a version of Linux's control groups keeps its figures of memory."""
 
     controller: str
     """As /proc/self/cgroup names it."""
@@ -100,7 +100,7 @@ def _cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
         for files in _CGROUP_VERSIONS:
             if files.controller in controllers.split(","):
                 own = PurePosixPath(place.lstrip("/"))
-                # A container may be told its host's place, but see the tree from its own on.
+                # A container may read its host's path there, but see only the tree from its own on.
                 for folder in (own, *own.parents):
                     yield _CGROUPS / files.tree / folder, files
 
@@ -124,13 +124,18 @@ def _read(path: Path) -> str:
         return ""
 
 
+def peaks(device: torch.device) -> chips.Peaks | None:
+    """What the data sheet of a GPU promises, if it is listed."""
+    return chips.find_peaks(device_name(device)) if device.type == "cuda" else None
+
+
 def describe(device: torch.device) -> dict[str, str | int | float | None]:
-    """What a result file says of its device."""
-    peaks = chips.find_peaks(device_name(device)) if device.type == "cuda" else None
+    """What a result file records of its device."""
+    sheet = peaks(device)
     record: dict[str, str | int | float | None] = {
         "type": device.type,
         "name": device_name(device),
-        "peaks_source": peaks.source if peaks else None,
+        "peaks_source": sheet.source if sheet else None,
     }
     if device.type == "cpu":
         return record | {"threads": torch.get_num_threads()}

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from workshop import versions
-from workshop.errors import WorkshopError
-from workshop.run import markers, memory, startup, waiting
+from workshop.errors import OutOfMemory, WorkshopError
+from workshop.run import hardware, markers, memory, startup, waiting
 from workshop.run.precision import Precision
 from workshop.run.timing import StepClock
 
@@ -468,6 +468,29 @@ def memory_asked_for(error: BaseException) -> str | None:
         return "block"
     behind = error.__cause__ or error.__context__
     return None if behind is None else memory_asked_for(behind)
+
+
+@contextmanager
+def memory_failure_as(explain: Callable[[str], OutOfMemory]) -> Iterator[None]:
+    """Raises what `explain` makes of an allocation that failed in the block; it gets what was asked
+    for, in words."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        asked = memory_asked_for(error)
+        if asked is None:
+            raise
+        raise explain(f"a further {asked} was asked for") from None
+
+
+def check_memory(
+    device: torch.device, needed_bytes: float, explain: Callable[[str], OutOfMemory]
+) -> None:
+    """Raises what `explain` makes of a need that is larger than the device's memory: a CPU that
+    runs out of memory ends the process without a message."""
+    available = hardware.memory_bytes(device)
+    if available is not None and needed_bytes > available:
+        raise explain(f"at least {needed_bytes / 1e9:,.1f} GB of {available / 1e9:,.1f} needed")
 
 
 def _timed_steps(
