@@ -278,53 +278,54 @@ def test_what_is_typed_wrong_is_refused_in_a_line(
             status = "at work"
         except Exception as error:
             status = f"{type(error).__name__}: {error}"
-        said = [
+        lines = [
             text
             for text in capsys.readouterr().err.splitlines()
             if not text.startswith(("usage:", " ", "checking"))
         ]
-        problem = complaint(status, said, name, value)
+        problem = complaint(status, lines, name, value)
         if problem:
             problems.append(f"{line}: {problem}")
     assert not problems, "\n".join(problems)
 
 
-def complaint(status: object, said: list[str], name: str, value: str) -> str | None:
+def complaint(status: object, lines: list[str], name: str, value: str) -> str | None:
     """What is wrong with the end of a program that was typed wrong."""
     if status not in (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE):
         return f"ended with {status}"
-    if len(said) != 1 or "error: " not in said[0]:
-        return f"said {said}"
-    if status == errors.ANSWER_IS_NO and "out of memory" not in said[0]:
-        return f"status 1 for {said}"
-    plain = said[0].replace("_", "-").replace(" ", "-").lower()
+    if len(lines) != 1 or "error: " not in lines[0]:
+        return f"printed {lines}"
+    line = lines[0]
+    if status == errors.ANSWER_IS_NO and "out of memory" not in line:
+        return f"status 1 for {line}"
+    plain = line.replace("_", "-").replace(" ", "-").lower()
     if not value.strip():
-        return None if "it is empty" in said[0] else f"does not say that it is empty: {said[0]}"
+        return None if "it is empty" in line else f"does not say that it is empty: {line}"
     names = name.lstrip("-").replace("_", "-").lower() in plain
-    shows = len(value) > 4 and (errors.printable(value) in said[0] or repr(value)[1:-1] in said[0])
+    shows = len(value) > 4 and (errors.printable(value) in line or repr(value)[1:-1] in line)
     if status == errors.WRONG_USAGE and not (names or shows):
-        return f"names neither {name} nor {value!r}: {said[0]}"
-    if "\x1b" in said[0]:
+        return f"names neither {name} nor {value!r}: {line}"
+    if "\x1b" in line:
         return "what was typed steers the terminal"
     return None
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "said"),
+    ("flags", "status", "message"),
     [
         (["--seq-len", "1"], errors.WRONG_USAGE, "seq_len 1: it must lie between 2 and"),
         (["--seq-len", "5000"], errors.WRONG_USAGE, "seq_len 5000"),
         (["--batch-size", "10000000"], errors.ANSWER_IS_NO, "out of memory on"),
     ],
 )
-def test_the_gate_refuses_shapes_that_no_step_has(flags, status, said, capsys) -> None:
+def test_the_gate_refuses_shapes_that_no_step_has(flags, status, message, capsys) -> None:
     assert (
         gate_command.main(["--version", "v1", "--config", "tiny", "--device", "cpu", *flags])
         == status
     )
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -393,14 +394,14 @@ def test_help_that_is_not_read_is_no_error(
     if child == 0:
         _end_unread(program, stderr, monkeypatch)
     _, status = os.waitpid(child, 0)
-    said = stderr.read_text()
+    printed = stderr.read_text()
     missing = os.waitstatus_to_exitcode(status) == errors.NOT_ON_THIS_MACHINE
-    assert len(said.splitlines()) == missing, said
+    assert len(printed.splitlines()) == missing, printed
 
 
 def _end_unread(program: str, stderr: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shows a program's help in this process, with nobody at the pipe's other end, and ends it as
-    Python does."""
+    """Shows a program's help in this process, with no reader at the pipe's other end, and ends it
+    as Python does."""
     at_exit: list[Callable[[], object]] = []
     status: object = errors.ANSWER_IS_NO
     with stderr.open("w") as sys.stderr:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -12,33 +13,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workshop import versions
-from workshop.gate import parity
+from workshop.gate import canonical, parity
 from workshop.run import flops, interpreter, presets
 from workshop.run.precision import get_precision
 
 Patch = Callable[[ModuleType, pytest.MonkeyPatch], Callable[[object], nn.Module]]
 FAULTS: dict[str, tuple[Patch, str]] = {}
+LOGITS = "logits: relative error"
 
 
-def fault(names: str) -> Callable[[Patch], Patch]:
-    """Registers a planted fault and a pattern of the tensors one of which the gate must name."""
+def fault(pattern: str) -> Callable[[Patch], Patch]:
+    """Registers a planted fault and a pattern of what the gate must say of it. The function breaks
+    a copy of V1's module and returns what builds its model."""
 
     def register(patch: Patch) -> Patch:
-        FAULTS[patch.__name__] = (patch, names)
+        FAULTS[patch.__name__] = (patch, pattern)
         return patch
 
     return register
 
 
-def patched(module: ModuleType, edit: Callable[[nn.Module], None]) -> Callable[[object], nn.Module]:
-    """Builds the module's model and then edits it."""
+def in_the_model(pattern: str) -> Callable[[Callable], None]:
+    """Registers a fault that is planted in a model after it has been built."""
 
-    def build(config: object) -> nn.Module:
-        model = module.TinyLlama(config)
-        edit(model)
-        return model
+    def register(edit: Callable[[nn.Module], None]) -> None:
+        def patch(module: ModuleType, _: pytest.MonkeyPatch) -> Callable[[object], nn.Module]:
+            def build(config: object) -> nn.Module:
+                model = module.TinyLlama(config)
+                edit(model)
+                return model
 
-    return build
+            return build
+
+        FAULTS[edit.__name__] = (patch, pattern)
+
+    return register
+
+
+def replacing(place: str, pattern: str = LOGITS) -> Callable[[Callable], None]:
+    """Registers a function that replaces one of the module's, or a method of a class's."""
+    owner, _, name = place.rpartition(".")
+
+    def register(wrong: Callable) -> None:
+        def patch(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+            monkeypatch.setattr(getattr(module, owner) if owner else module, name, wrong)
+            return module.TinyLlama
+
+        FAULTS[wrong.__name__] = (patch, pattern)
+
+    return register
 
 
 def wrap_forward(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -50,60 +73,46 @@ def wrap_forward(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 # --- the backward pass ------------------------------------------------------------------------
 
 
-@fault(r"norm\.weight is missing")
-def severed_at_the_final_norm(module, monkeypatch):
-    """What the public workshop does: a raw kernel writes into an empty tensor."""
-    return patched(module, lambda model: wrap_forward(model.norm, Tensor.detach))
+@in_the_model(r"norm\.weight is missing")
+def severed_at_the_final_norm(model):
+    """As in the public workshop: a raw kernel writes into an empty tensor."""
+    wrap_forward(model.norm, Tensor.detach)
 
 
-@fault(r"layers\.1\.input_layernorm\.weight is missing")
-def severed_at_an_inner_norm(module, monkeypatch):
-    return patched(
-        module, lambda model: wrap_forward(model.layers[1].input_layernorm, Tensor.detach)
-    )
+@in_the_model(r"layers\.1\.input_layernorm\.weight is missing")
+def severed_at_an_inner_norm(model):
+    wrap_forward(model.layers[1].input_layernorm, Tensor.detach)
 
 
-@fault(r"layers\.0\.self_attn\.q_proj\.weight is missing")
-def severed_in_one_attention(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        attention = model.layers[0].self_attn
-        original = attention.attend
-        attention.attend = lambda q, k, v: original(q, k, v).detach()
-
-    return patched(module, edit)
+@in_the_model(r"layers\.0\.self_attn\.q_proj\.weight is missing")
+def severed_in_one_attention(model):
+    attention = model.layers[0].self_attn
+    original = attention.attend
+    attention.attend = lambda q, k, v: original(q, k, v).detach()
 
 
-@fault(r"layers\.1\.self_attn\.v_proj\.weight is all zeros")
-def gradient_of_one_projection_zeroed(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        model.layers[1].self_attn.v_proj.weight.register_hook(torch.zeros_like)
-
-    return patched(module, edit)
+@in_the_model(r"layers\.1\.self_attn\.v_proj\.weight is all zeros")
+def gradient_of_one_projection_zeroed(model):
+    model.layers[1].self_attn.v_proj.weight.register_hook(torch.zeros_like)
 
 
-@fault(r"layers\.0\.mlp\.up_proj\.weight is missing")
-def frozen_parameter(module, monkeypatch):
-    return patched(module, lambda model: model.layers[0].mlp.up_proj.weight.requires_grad_(False))
+@in_the_model(r"layers\.0\.mlp\.up_proj\.weight is missing")
+def frozen_parameter(model):
+    model.layers[0].mlp.up_proj.weight.requires_grad_(False)
 
 
-@fault(r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02")
-def gradient_scaled_by_1_05(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        model.layers[1].mlp.down_proj.weight.register_hook(lambda gradient: 1.05 * gradient)
-
-    return patched(module, edit)
+@in_the_model(r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02")
+def gradient_scaled_by_1_05(model):
+    model.layers[1].mlp.down_proj.weight.register_hook(lambda gradient: 1.05 * gradient)
 
 
-@fault(r"gradient of .*: relative error")
-def gradient_of_half_the_batch(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        def drop(x: Tensor) -> Tensor:
-            half = x.shape[0] // 2
-            return torch.cat((x[:half].detach(), x[half:]))
+@in_the_model(r"gradient of .*: relative error")
+def gradient_of_half_the_batch(model):
+    def drop(x: Tensor) -> Tensor:
+        half = x.shape[0] // 2
+        return torch.cat((x[:half].detach(), x[half:]))
 
-        wrap_forward(model.layers[0].mlp, drop)
-
-    return patched(module, edit)
+    wrap_forward(model.layers[0].mlp, drop)
 
 
 class Lengthened(torch.autograd.Function):
@@ -119,23 +128,19 @@ class Lengthened(torch.autograd.Function):
         return ctx.times * gradient, None
 
 
-def with_longer_gradients(module: ModuleType, times: Callable[[], float]) -> Patch:
-    def edit(model: nn.Module) -> None:
-        wrap_forward(model, lambda y: y if y.dim() else Lengthened.apply(y, times()))
-
-    return patched(module, edit)
+def lengthen_gradients(model: nn.Module, times: Callable[[], float]) -> None:
+    wrap_forward(model, lambda y: y if y.dim() else Lengthened.apply(y, times()))
 
 
-@fault(r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02")
-def all_gradients_scaled_by_1_05(module, monkeypatch):
-    return with_longer_gradients(module, lambda: 1.05)
+@in_the_model(r"layers\.1\.mlp\.down_proj\.weight: relative error 5\.\de-02")
+def all_gradients_scaled_by_1_05(model):
+    lengthen_gradients(model, lambda: 1.05)
 
 
-@fault(r"scale of all gradients: relative error [23]\.\de-02")
-def all_gradients_scaled_by_1_03_in_bf16_alone(module, monkeypatch):
+@in_the_model(r"scale of all gradients: relative error [23]\.\de-02")
+def all_gradients_scaled_by_1_03_in_bf16_alone(model):
     """Each error is within twice V1's own, but all are in one direction."""
-    bf16 = torch.is_autocast_enabled
-    return with_longer_gradients(module, lambda: 1.03 if bf16("cpu") else 1.0)
+    lengthen_gradients(model, lambda: 1.03 if torch.is_autocast_enabled("cpu") else 1.0)
 
 
 class Lookup(torch.autograd.Function):
@@ -156,38 +161,34 @@ class Lookup(torch.autograd.Function):
         return result.index_add_(0, tokens[kept], gradient.flatten(0, 1)[kept]), None
 
 
-@fault(r"gradient of embed_tokens\.weight: relative error")
-def embedding_gradient_loses_repeats_beyond_the_eighth(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        table = model.embed_tokens
-        table.forward = lambda tokens: Lookup.apply(table.weight, tokens)
-
-    return patched(module, edit)
+@in_the_model(r"gradient of embed_tokens\.weight: relative error")
+def embedding_gradient_loses_repeats_beyond_the_eighth(model):
+    table = model.embed_tokens
+    table.forward = lambda tokens: Lookup.apply(table.weight, tokens)
 
 
-@fault(r"scale of the gradient of embed_tokens\.weight: relative error")
-def embedding_gradient_loses_repeats_in_bf16_alone(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        table = model.embed_tokens
-        true = table.forward
-        table.forward = lambda tokens: (
-            Lookup.apply(table.weight, tokens) if torch.is_autocast_enabled("cpu") else true(tokens)
-        )
-
-    return patched(module, edit)
+@in_the_model(r"scale of the gradient of embed_tokens\.weight: relative error")
+def embedding_gradient_loses_repeats_in_bf16_alone(model):
+    table = model.embed_tokens
+    true = table.forward
+    table.forward = lambda tokens: (
+        Lookup.apply(table.weight, tokens) if torch.is_autocast_enabled("cpu") else true(tokens)
+    )
 
 
 # --- attention --------------------------------------------------------------------------------
 
 
-def attention_with(
+def plant_in_attention(
+    fault: str,
+    pattern: str = LOGITS,
     *,
     diagonal: int | None = 1,
     scale: float | None = None,
     tile: bool = False,
     leaked: bool = False,
-) -> Callable[..., Tensor]:
-    """V1's attention with one thing wrong."""
+) -> None:
+    """Registers V1's attention with one thing wrong."""
 
     def attend(self: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = self.num_heads // self.num_kv_heads
@@ -203,88 +204,46 @@ def attention_with(
             scores = scores.masked_fill(future, float("-inf"))
         return scores.softmax(dim=-1) @ v
 
-    return attend
+    attend.__name__ = fault
+    replacing("Attention.attend", pattern)(attend)
 
 
-def with_attention(module, monkeypatch, **wrong):
-    monkeypatch.setattr(module.Attention, "attend", attention_with(**wrong))
-    return module.TinyLlama
-
-
-@fault("logits: relative error")
-def causal_mask_off_by_one(module, monkeypatch):
-    return with_attention(module, monkeypatch, diagonal=2)
-
-
-@fault("logits: relative error")
-def causal_mask_missing(module, monkeypatch):
-    return with_attention(module, monkeypatch, diagonal=None)
-
-
-@fault("logits: relative error nan")
-def first_row_masked_altogether(module, monkeypatch):
-    return with_attention(module, monkeypatch, diagonal=0)
-
-
-@fault("logits: relative error")
-def heads_grouped_wrongly(module, monkeypatch):
-    return with_attention(module, monkeypatch, tile=True)
-
-
-@fault("logits: relative error")
-def score_scale_missing(module, monkeypatch):
-    return with_attention(module, monkeypatch, scale=1.0)
-
-
-@fault("logits: relative error")
-def score_scale_of_1_02(module, monkeypatch):
-    return with_attention(module, monkeypatch, scale=1.02 * 32**-0.5)
-
-
-@fault("logits: relative error")
-def one_future_score_leaked(module, monkeypatch):
-    return with_attention(module, monkeypatch, leaked=True)
+plant_in_attention("causal_mask_off_by_one", diagonal=2)
+plant_in_attention("causal_mask_missing", diagonal=None)
+plant_in_attention("first_row_masked_altogether", f"{LOGITS} nan", diagonal=0)
+plant_in_attention("heads_grouped_wrongly", tile=True)
+plant_in_attention("score_scale_missing", scale=1.0)
+plant_in_attention("score_scale_of_1_02", scale=1.02 * 32**-0.5)
+plant_in_attention("one_future_score_leaked", leaked=True)
 
 
 # --- position ---------------------------------------------------------------------------------
 
 
-@fault("logits: relative error")
-def rope_pairs_swapped(module, monkeypatch):
-    def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((second, -first), dim=-1) * sin
-
-    monkeypatch.setattr(module, "apply_rope", apply)
-    return module.TinyLlama
+@replacing("apply_rope")
+def rope_pairs_swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((second, -first), dim=-1) * sin
 
 
-@fault("logits: relative error")
-def rope_on_neighbouring_pairs(module, monkeypatch):
+@replacing("apply_rope")
+def rope_on_neighbouring_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The original Llama's layout, with Hugging Face's weights."""
-
-    def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        cos, sin = cos[:, :half].repeat_interleave(2, -1), sin[:, :half].repeat_interleave(2, -1)
-        rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-        return x * cos + rotated * sin
-
-    monkeypatch.setattr(module, "apply_rope", apply)
-    return module.TinyLlama
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, :half].repeat_interleave(2, -1), sin[:, :half].repeat_interleave(2, -1)
+    rotated = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + rotated * sin
 
 
-@fault("logits: relative error")
+@fault(LOGITS)
 def rope_base_10100(module, monkeypatch):
     original = module.rope_tables
-    monkeypatch.setattr(
-        module,
-        "rope_tables",
-        lambda config: original(dataclasses.replace(config, rope_theta=10100.0)),
-    )
+    changed = partial(dataclasses.replace, rope_theta=10100.0)
+    monkeypatch.setattr(module, "rope_tables", lambda config: original(changed(config)))
     return module.TinyLlama
 
 
-@fault("logits: relative error")
+@fault(LOGITS)
 def rope_positions_of_q_shifted(module, monkeypatch):
     """By one, and of q alone: a shift of both q and k is the same model, by RoPE's design."""
     original = module.Attention.project
@@ -301,99 +260,66 @@ def rope_positions_of_q_shifted(module, monkeypatch):
 # --- everything else --------------------------------------------------------------------------
 
 
-@fault("logits: relative error")
-def relu_for_silu(module, monkeypatch):
-    def forward(self, x):
-        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
-
-    monkeypatch.setattr(module.FeedForward, "forward", forward)
-    return module.TinyLlama
+@replacing("FeedForward.forward")
+def relu_for_silu(self, x):
+    return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
-@fault("logits: relative error")
-def gate_and_up_exchanged(module, monkeypatch):
-    def forward(self, x):
-        return self.down_proj(F.silu(self.up_proj(x)) * self.gate_proj(x))
-
-    monkeypatch.setattr(module.FeedForward, "forward", forward)
-    return module.TinyLlama
+@replacing("FeedForward.forward")
+def gate_and_up_exchanged(self, x):
+    return self.down_proj(F.silu(self.up_proj(x)) * self.gate_proj(x))
 
 
-def with_rounded_weights(module: ModuleType, rounded: Callable[[Tensor], Tensor]) -> Patch:
-    """The feed-forward layers compute with rounded weights and train the true ones."""
+def round_weights(model: nn.Module, most: float, rounded: Callable[[Tensor], Tensor]) -> None:
+    """The feed-forward layers compute with weights that are rounded at a scale where a row's
+    largest is `most`, and train the true ones."""
 
-    def edit(model: nn.Module) -> None:
-        for layer in model.layers:
-            for product in layer.mlp.children():
-                product.forward = lambda x, w=product.weight: F.linear(
-                    x, w + (rounded(w) - w).detach()
-                )
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        unit = weight.abs().amax(1, keepdim=True) / most
+        return F.linear(x, weight + (rounded(weight / unit) * unit - weight).detach())
 
-    return patched(module, edit)
-
-
-@fault("logits: relative error")
-def feed_forward_weights_in_int8(module, monkeypatch):
-    def rounded(weight: Tensor) -> Tensor:
-        unit = weight.abs().amax(1, keepdim=True) / 127
-        return (weight / unit).round() * unit
-
-    return with_rounded_weights(module, rounded)
+    for layer in model.layers:
+        for child in layer.mlp.children():
+            child.forward = partial(product, weight=child.weight)
 
 
-@fault("logits: relative error")
-def feed_forward_weights_in_fp8(module, monkeypatch):
-    def rounded(weight: Tensor) -> Tensor:
-        unit = weight.abs().amax(1, keepdim=True) / 448
-        return (weight / unit).to(torch.float8_e4m3fn).to(weight.dtype) * unit
-
-    return with_rounded_weights(module, rounded)
+@in_the_model(LOGITS)
+def feed_forward_weights_in_int8(model):
+    round_weights(model, 127, torch.round)
 
 
-@fault("logits: relative error")
-def logits_capped_at_30(module, monkeypatch):
-    return patched(
-        module, lambda model: wrap_forward(model.lm_head, lambda z: 30 * torch.tanh(z / 30))
-    )
+@in_the_model(LOGITS)
+def feed_forward_weights_in_fp8(model):
+    round_weights(model, 448, lambda weight: weight.to(torch.float8_e4m3fn).to(weight.dtype))
 
 
-@fault("logits: relative error")
-def norm_eps_of_1e_2(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        for layer in model.modules():
-            if isinstance(layer, module.RMSNorm):
-                layer.eps = 1e-2
-
-    return patched(module, edit)
+@in_the_model(LOGITS)
+def logits_capped_at_30(model):
+    wrap_forward(model.lm_head, lambda z: 30 * torch.tanh(z / 30))
 
 
-@fault("logits: relative error")
-def norm_weight_forgotten(module, monkeypatch):
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    monkeypatch.setattr(module.RMSNorm, "forward", forward)
-    return module.TinyLlama
+@in_the_model(LOGITS)
+def norm_eps_of_1e_2(model):
+    for layer in model.modules():
+        if type(layer).__name__ == "RMSNorm":
+            layer.eps = 1e-2
 
 
-@fault("logits: relative error")
-def stale_residual(module, monkeypatch):
+@replacing("RMSNorm.forward")
+def norm_weight_forgotten(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+@replacing("Block.forward")
+def stale_residual(self, x, cos, sin):
     """The second norm reads the layer's input instead of what attention added to it."""
-
-    def forward(self, x, cos, sin):
-        y = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return y + self.mlp(self.post_attention_layernorm(x))
-
-    monkeypatch.setattr(module.Block, "forward", forward)
-    return module.TinyLlama
+    y = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    return y + self.mlp(self.post_attention_layernorm(x))
 
 
-@fault(r"lm_head\.weight is a parameter of its own")
-def untied_head(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-
-    return patched(module, edit)
+@in_the_model(r"lm_head\.weight is a parameter of its own")
+def untied_head(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
 
 @fault("loss: relative error")
@@ -411,20 +337,14 @@ def targets_shifted_twice(module, monkeypatch):
     return module.TinyLlama
 
 
-@fault("logits: relative error")
-def secretly_in_bf16(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        wrap_forward(model.norm, lambda y: y.bfloat16().float())
-
-    return patched(module, edit)
+@in_the_model(LOGITS)
+def secretly_in_bf16(model):
+    wrap_forward(model.norm, lambda y: y.bfloat16().float())
 
 
-@fault("V1's weights can't be loaded: layers.0.mlp.extra.weight is missing")
-def a_layer_too_many(module, monkeypatch):
-    def edit(model: nn.Module) -> None:
-        model.layers[0].mlp.extra = nn.Linear(3, 3, bias=False)
-
-    return patched(module, edit)
+@in_the_model("V1's weights can't be loaded: layers.0.mlp.extra.weight is missing")
+def a_layer_too_many(model):
+    model.layers[0].mlp.extra = nn.Linear(3, 3, bias=False)
 
 
 IN_BF16_ALONE = [name for name in FAULTS if name.endswith("in_bf16_alone")]
@@ -639,14 +559,14 @@ def test_canonical_weights_go_in_and_gradients_come_out_of_a_fused_model(odd_con
     fused = versions.load("v2").TinyLlama(odd_config)
     plain = versions.load("v1").TinyLlama(odd_config)
     state = plain.state_dict()
-    parity.load_canonical(fused, state)
+    canonical.load_canonical(fused, state)
     expected = torch.cat([state[f"layers.1.self_attn.{p}_proj.weight"] for p in "qkv"])
     assert torch.equal(fused.layers[1].self_attn.qkv_proj.weight, expected)
 
     tokens = torch.randint(311, (2, 7))
     for model in (plain, fused):
         model(tokens, tokens).backward()
-    gradients = parity.canonical_gradients(fused)
+    gradients = canonical.canonical_gradients(fused)
     assert gradients.keys() == dict(plain.named_parameters()).keys()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
@@ -665,7 +585,7 @@ def test_weights_that_do_not_fit_are_named(change, message, odd_config) -> None:
     state = model.state_dict()
     change(state)
     with pytest.raises(ValueError, match=message):
-        parity.load_canonical(model, state)
+        canonical.load_canonical(model, state)
 
 
 def test_the_command_line(type_command) -> None:

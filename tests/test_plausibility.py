@@ -14,7 +14,7 @@ TABLES = Path(__file__).parent / "fixtures" / "published_tables.json"
 
 
 @pytest.mark.parametrize("claim", plausibility.read_claims(TABLES), ids=lambda claim: claim.name)
-def test_the_published_tables_are_told_apart(claim: Claim) -> None:
+def test_false_rows_of_the_published_tables_are_found(claim: Claim) -> None:
     """V3 and V4 train 0.5% of their parameters; V1 and V2 are what such a machine gives."""
     sentences = check(claim)
     if "V1" in claim.name or "V2" in claim.name:
@@ -109,7 +109,7 @@ WRITTEN = {"name": "x", "model": vars(SMALL), "batch_size": 8, "seq_len": 128}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("null", "expected a list of claims"),
         ("[]", "expected a list of claims"),
@@ -124,14 +124,14 @@ WRITTEN = {"name": "x", "model": vars(SMALL), "batch_size": 8, "seq_len": 128}
     ],
     ids=range(10),
 )
-def test_a_file_that_holds_no_claims_is_named_in_a_line(text, said, tmp_path, capsys) -> None:
+def test_a_file_that_holds_no_claims_is_named_in_a_line(text, message, tmp_path, capsys) -> None:
     path = tmp_path / "claims.json"
     path.write_text(text)
     assert plausibility.main([str(path)]) == 2
-    told = capsys.readouterr().err
-    assert f"error: {path}: " in told
-    assert said in told
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert f"error: {path}: " in stderr
+    assert message in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_a_name_from_a_file_steers_no_terminal(tmp_path, capsys) -> None:

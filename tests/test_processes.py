@@ -17,7 +17,7 @@ from test_profile_scripts import is_running, wait_for
 from workshop import errors
 from workshop.versions import ROOT
 
-# A process that a batch system's signals do not end, and that says who it is.
+# A process that a batch system's signals do not end, and that writes its id.
 CHILD = """
 import os, signal, time
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -70,8 +70,8 @@ here = Path(sys.argv[1])
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path) -> None:
-    told = tmp_path / "pid"
-    (tmp_path / "child.py").write_text(CHILD.format(path=str(told)))
+    pid_file = tmp_path / "pid"
+    (tmp_path / "child.py").write_text(CHILD.format(path=str(pid_file)))
     process = subprocess.Popen(
         [sys.executable, "-c", BEGINNING + program, str(tmp_path)],
         cwd=ROOT,
@@ -79,8 +79,8 @@ def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: told.exists() or process.poll() is not None)
-        child = int(told.read_text())
+        wait_for(lambda: pid_file.exists() or process.poll() is not None)
+        child = int(pid_file.read_text())
         assert is_running(child)
         process.kill()
         process.wait()
@@ -88,7 +88,7 @@ def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path
     finally:
         process.kill()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(int(told.read_text()), signal.SIGKILL)
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
 def test_sigterm_is_a_ctrl_c_and_what_follows_it_is_ignored(

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from workshop import results
 from workshop.compare import rows, tables
@@ -298,14 +296,6 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[st
 
 PLACES = list(places(json.loads(VALID)))
 NASTY = [0, -1, 0.5, "", "[/red]", "a|b\n", [], {}, 5e-324, 1e308, 2**63, 10**400, math.nan]
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
 
 
 def show_or_refuse(content: object, folder: Path) -> None:
@@ -326,20 +316,6 @@ def test_a_file_with_any_value_made_nasty_is_shown_or_refused(tmp_path: Path) ->
     for index, place in enumerate(PLACES):  # a third of the values each, and all in three places
         for value in NASTY[index % 3 :: 3]:
             show_or_refuse(changed(*place, to=value), tmp_path)
-
-
-@settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # each writes its file anew
-)
-@given(place=st.sampled_from(PLACES), value=VALUES)
-def test_a_file_with_any_value_replaced_is_shown_or_refused(
-    place: tuple[str | int, ...], value: object, tmp_path: Path
-) -> None:
-    show_or_refuse(changed(*place, to=value), tmp_path)
 
 
 def test_brackets_are_no_markup_in_a_terminal_either(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -754,12 +754,12 @@ def test_the_notebook_is_a_copy_that_this_machine_alone_can_open(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("lint", "tests", "expected"), [(0, 0, 0), (2, 0, 2), (0, 2, 2)])
-def test_ci_runs_both_and_its_status_tells(
+def test_ci_runs_both_and_fails_if_one_does(
     lint: int, tests: int, expected: int, tmp_path: Path
 ) -> None:
     body = f'for last; do :; done; echo "$last"; test "$last" = lint && exit {lint}; exit {tests}'
     make_program(tmp_path, "make", body)
-    # A browser that is missing and can't be had changes nothing, and is no word on the output.
+    # A browser that is missing and can't be had changes nothing, and prints nothing.
     make_program(tmp_path, "apt-get", 'echo "E: no network"; echo "E: no network" >&2; exit 100')
     make_program(tmp_path, "id", "echo 0")
     for name in ("bash", "dirname", "timeout"):

@@ -1,4 +1,4 @@
-"""The seconds before a first fast step: what compilers take is told apart."""
+"""The seconds before a first fast step: what compilers take is counted apart."""
 
 import itertools
 import sys

@@ -47,7 +47,7 @@ def test_waits_are_short_unless_the_user_says_otherwise(
         words = ["-c", "from workshop.needed import import_torch; import_torch()"]
     done = type_command("python", *words, OMP_DISPLAY_ENV="VERBOSE", **of_the_user)
     assert done.returncode == 0, done.stderr
-    # The runtime tells what it has read, each time it is loaded.
+    # The runtime prints what it has read, each time it is loaded.
     assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)[-1] == spin
     for path in tmp_path.rglob("*.json"):
         assert results.load(path).command == ["python", *map(str, VERSION), tmp_path.name]
@@ -59,19 +59,19 @@ def test_waits_are_short_unless_the_user_says_otherwise(
 def test_the_wait_is_that_of_the_thread_that_waited_longest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tell(**threads: str) -> dict[str, float] | None:
-        for name, told in threads.items():
+    def write(**threads: str) -> dict[str, float] | None:
+        for name, text in threads.items():
             (tmp_path / name).mkdir(exist_ok=True)
-            (tmp_path / name / "schedstat").write_text(told)
+            (tmp_path / name / "schedstat").write_text(text)
         return waiting.seconds_without_processor()
 
     monkeypatch.setattr(waiting, "_TASKS", tmp_path)
-    assert tell() is None and waiting.longest_share(None, 1.0) is None  # no Linux
-    assert tell(t1="0 0 0\n") is None  # a kernel that doesn't count
+    assert write() is None and waiting.longest_share(None, 1.0) is None  # no Linux
+    assert write(t1="0 0 0\n") is None  # a kernel that doesn't count
     (tmp_path / "t0").mkdir()  # a thread that has ended
-    before = tell(t1="5000000000 1000000000 9\n", t2="7000000000 2000000000 9\n")
+    before = write(t1="5000000000 1000000000 9\n", t2="7000000000 2000000000 9\n")
     assert before == {"t1": 1.0, "t2": 2.0}
-    tell(t1="6000000000 2500000000 9\n", t2="7000000000 2100000000 9\n", t3="1 3000000000 1\n")
+    write(t1="6000000000 2500000000 9\n", t2="7000000000 2100000000 9\n", t3="1 3000000000 1\n")
     assert waiting.longest_share(before, 4.0) == pytest.approx(0.75)  # of t3, which is new
     assert waiting.longest_share(before, 40.0) == pytest.approx(0.075)
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter: which runs it serves, and what may be said of them.
+"""Triton's interpreter: which runs it serves, and what their results may be used for.
 
 Where the kernels can't be compiled for a GPU, it runs them program by program on the CPU, in
 numpy. They compute the same, so the gate can judge them; they take hundreds of times longer, so
