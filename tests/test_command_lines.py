@@ -25,7 +25,7 @@ from workshop import parity as gate_command
 from workshop.arguments import count
 from workshop.compare import regression
 from workshop.exercises import copies
-from workshop.gate import parity
+from workshop.gate import canonical, parity
 from workshop.run import trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -333,7 +333,7 @@ def test_the_gate_refuses_shapes_that_no_step_has(flags, status, message, capsys
 )
 def test_the_gate_refuses_them_in_python_too(shape: dict[str, int], odd_config) -> None:
     with pytest.raises(errors.WorkshopError, match=f"{next(iter(shape))} "):
-        parity.check(parity.build_baseline, odd_config, **shape)
+        parity.check(canonical.build_baseline, odd_config, **shape)
 
 
 # --- Ctrl-C and `| head -1` ----------------------------------------------------------------------

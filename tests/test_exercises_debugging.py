@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from workshop.exercises import frame, sheet
 from workshop.exercises.frame import Item, Work
-from workshop.gate import parity, plausibility
+from workshop.gate import canonical, plausibility
 from workshop.versions import ROOT
 
 FOLDER = ROOT / "version3_triton" / "exercises" / "performance_debugging"
@@ -188,9 +188,9 @@ def test_a_repaired_stage_has_v3s_gradients(number: str) -> None:
     gradients = []
     for build in (repairs.REPAIRED[number][0], debug_harness.v3.TinyLlama):
         model = build(config).to(DEVICE)
-        parity.load_canonical(model, parity.canonical_state(config, 0))
+        canonical.load_canonical(model, canonical.canonical_state(config, 0))
         model(tokens, targets).backward()
-        gradients.append(parity.canonical_gradients(model))
+        gradients.append(canonical.canonical_gradients(model))
     for name, gradient in gradients[1].items():
         # Sums in another order, which a GPU's are each time: 1e-6 of the whole, not of each number.
         assert (gradients[0][name] - gradient).norm() < 1e-5 * gradient.norm(), name

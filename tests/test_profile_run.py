@@ -24,7 +24,7 @@ from test_compare import needs_triton
 
 from workshop import results, versions
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
-from workshop.gate import parity
+from workshop.gate import canonical
 from workshop.profilers import profile_run
 from workshop.request import Request, load_data
 from workshop.run import markers, trainer
@@ -91,7 +91,7 @@ def test_profiled_steps_train_what_timed_steps_train(key: str) -> None:
         run.step()
     request = run.request
     model = request.build_on(CPU)
-    parity.load_canonical(model, parity.canonical_state(request.config, 42))
+    canonical.load_canonical(model, canonical.canonical_state(request.config, 42))
     optimizer = request.module.configure_optimizer(model, 3e-4)
     batches, _ = load_data(request)
     trainer.train_losses(model, optimizer, batches[:7], get_precision("fp32", CPU))

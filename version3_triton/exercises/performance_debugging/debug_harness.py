@@ -269,10 +269,10 @@ def clocked_steps(runner: Runner, steps: int) -> list[float]:
 
 def _logits_error(model: nn.Module, tokens: Tensor) -> float:
     """How far a stage's logits are from V1's, from the same weights: relative RMS."""
-    state = parity.canonical_state(model.config, SEED)
-    baseline = parity.build_baseline(model.config).to(tokens.device)
+    state = canonical.canonical_state(model.config, SEED)
+    baseline = canonical.build_baseline(model.config).to(tokens.device)
     for one in (model, baseline):
-        parity.load_canonical(one, state)
+        canonical.load_canonical(one, state)
     with torch.no_grad():
         yours, true = (one(tokens).double() for one in (model, baseline))
     return float((yours - true).norm() / true.norm())
