@@ -463,7 +463,7 @@ def test_nothing_but_torch_is_needed(start: Call, tmp_path: Path) -> None:
 
 def test_the_loss_falls_on_text(type_command: TypeCommand, tmp_path: Path) -> None:
     words = "tiny_llama_v1.py --config tiny --num-steps 40 --device cpu --no-gate --output-dir"
-    finished = type_command("python", *words.split(), tmp_path, **script("v1"))
+    finished = type_command("python", *words.split(), tmp_path, **script("v1"), **ONE_CORE)
     match = re.fullmatch(r"([\d.]+) first, ([\d.]+) final", summary(finished)["loss"])
     assert match, finished.stdout
     assert 6.4 < float(match[1]) < 7.4
