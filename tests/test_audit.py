@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from workshop import results, versions
-from workshop.gate import audit, parity
+from workshop.gate import audit, canonical
 from workshop.gate.audit import Course, Reference
 from workshop.gate.parity import Setting
 from workshop.run import data, trainer
@@ -46,7 +46,7 @@ def course(key: str, of: Setting, fault: Fault | None = None) -> Course:
     """What a run of a version leaves, with a fault in its model or optimizer."""
     module = versions.load(key)
     model = module.TinyLlama(module.TinyLlamaConfig(**vars(CONFIG)))
-    parity.load_canonical(model, parity.canonical_state(CONFIG, of.seed))
+    canonical.load_canonical(model, canonical.canonical_state(CONFIG, of.seed))
     optimizer = module.configure_optimizer(model, RATE)
     if fault is not None:
         fault(model, optimizer)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from workshop import results, versions
-from workshop.gate import parity
+from workshop.gate import canonical, parity
 from workshop.gate.parity import MOVEMENT_FLOOR, MULTIPLE, ROUNDING_UNITS, Measure, Setting
 from workshop.results import GATE_ONLY
 from workshop.run import trainer
@@ -106,15 +106,15 @@ def record(model: nn.Module, setting: Setting, losses: Tensor) -> Course:
         losses: of all its steps, (steps,).
     """
     distance, moved = {}, {}
-    initial = parity.canonical_state(setting.config, setting.seed)
-    for name, weight in parity.canonical_weights(model).items():
+    initial = canonical.canonical_state(setting.config, setting.seed)
+    for name, weight in canonical.canonical_weights(model).items():
         if name in initial:
             movement = weight - initial[name].to(weight.device, weight.dtype)
             distance[name] = movement.double().norm().item()
             moved[name] = sketch(movement, name)
     gradients = {
         name: sketch(gradient, name)
-        for name, gradient in parity.canonical_gradients(model).items()
+        for name, gradient in canonical.canonical_gradients(model).items()
         if gradient is not None
     }
     if setting.precision.loss_scaling:  # by a factor that is no part of the model
@@ -131,8 +131,8 @@ def train_truth(setting: Setting, batches: Tensor, learning_rate: float) -> tupl
     with kept_matmul_mode():
         exact.set_matmul_mode()
         with torch.device(setting.device):
-            model = parity.build_baseline(setting.config).to(dtype)
-        parity.load_canonical(model, parity.canonical_state(setting.config, setting.seed))
+            model = canonical.build_baseline(setting.config).to(dtype)
+        canonical.load_canonical(model, canonical.canonical_state(setting.config, setting.seed))
         optimizer = configure_optimizer(model, learning_rate)
         losses = trainer.train_losses(model, optimizer, batches, exact)
         return record(model, setting, losses), str(dtype).removeprefix("torch.")
