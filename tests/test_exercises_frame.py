@@ -23,7 +23,7 @@ from workshop.exercises.__main__ import main
 from workshop.exercises.answers import Answers, Unanswered
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import finding, prediction
+from workshop.exercises.predict import Found, prediction
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -356,15 +356,32 @@ def test_rounding_is_no_difference() -> None:
     assert not first_difference(torch.tensor(3), torch.tensor(2), what="a count", limit=0).ok
 
 
-def test_a_prediction_is_never_red_and_a_wrong_finding_is() -> None:
+def test_a_prediction_is_never_red() -> None:
     assert prediction("t", 4, 4.5, "ms", why="W.").why.endswith("a good prediction")
     off = prediction("t", 1, 4, "ms", why="W.")
     assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
     assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
-    assert finding("t", 4.05, 4, "ms", how="H.").ok
-    wrong = finding("t", 8, 4, "ms", how="H.")
-    assert not wrong.ok and "2 times too high" in wrong.why and "H." in wrong.why
-    assert not finding("t", float("-1"), 4, "ms", how="H.").ok
+
+
+@pytest.mark.parametrize(
+    ("yours", "ok", "why"),
+    [
+        (4.05, True, "4 ms"),
+        (8, False, "yours, 8 ms, is 2 times too high\nH."),
+        (-1, False, "off by 5"),
+        (40.4, False, "yours, 40.4 ms: a factor of ten"),
+    ],
+)
+def test_a_finding_is_red_where_the_results_say_otherwise(
+    yours: float, ok: bool, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "my_answers.toml"
+    path.write_text(f"t = {yours}\n")
+    question = Found(
+        "t", "time", "ms", lambda m: m, "H.", slips=lambda m: [(10 * m, "a factor of ten")]
+    )
+    item = question.item(Answers(path), 4.0)
+    assert item.ok == ok and why in item.why
 
 
 # --- progress ------------------------------------------------------------------------------------
@@ -493,7 +510,7 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
         ("baseline_analysis", "step_ms", 1.0, "the time of a step: yours, 1 ms, is"),
         ("baseline_analysis", "backward_over_forward", 0.5, "times too low"),
         ("baseline_analysis", "least_ms", 1e4, "Not over the rate"),
-        ("baseline_analysis", "runs_differ_percent", 77, "the longer median over the shorter"),
+        ("baseline_analysis", "runs_differ_percent", 77, "The longer median over the shorter"),
         ("baseline_analysis", "larger_part", "fixed", "twice the tokens took"),
         ("memory_analysis", "state_mb", 17, "the state: yours, 17 MB, is 3.97 times too low"),
         ("memory_analysis", "square_mb", 33.6, "2 times too low"),
@@ -504,7 +521,7 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
         ("bottleneck_identification", "hottest", "aten::mul", "it is number 2"),
         ("bottleneck_identification", "hottest", "matmul_kernel", "no row of the hot list"),
         ("bottleneck_identification", "products_twice_as_fast", 2, "1 / (1 - p / 2)"),
-        ("bottleneck_identification", "bound", "launches", "what bounds the step: products"),
+        ("bottleneck_identification", "bound", "launches", "what bounds the step: not launches: products"),
         ("bottleneck_identification", "idle_percent", 40, "0 without a GPU"),
     ],
 )

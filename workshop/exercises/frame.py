@@ -191,6 +191,12 @@ def sizes(run: "RunResult") -> "Sizes":
     return Sizes(**{name: int(run.config[name]) for name in Sizes.__dataclass_fields__})
 
 
+def setting(run: "RunResult") -> tuple[object, ...]:
+    """What two runs must share to be compared, besides their batch and length."""
+    options = (run.options.get("compile"), run.options.get("cuda_graph"))
+    return run.config, run.precision, run.device.get("name"), options
+
+
 def _has(run: "RunResult", wanted: dict[str, object]) -> bool:
     return all(getattr(run, name) == value for name, value in wanted.items())
 
