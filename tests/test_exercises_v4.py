@@ -86,9 +86,9 @@ def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        ({"compiled_calls": 1692}, "you wrote 1,692, which is of all 2 steps"),
-        ({"eager_products": 84}, "you wrote 84, which is too high: a linear layer has one"),
-        ({"compiled_products": 62}, "you wrote 62, which is too low: aten::addmm is one"),
+        ({"compiled_calls": 1692}, "yours, 1,692: that is of all 2 steps"),
+        ({"eager_products": 84}, "yours, 84, is 1.33 times too high\na linear layer has one"),
+        ({"compiled_products": 62}, "times too low\naten::addmm is one"),
         ({"swiglu_kernel": "aten::silu"}, "no kernel is called 'aten::silu'; look among"),
         ({"swiglu_kernel": "silu"}, "no kernel is called 'silu'; look among"),
         (
@@ -97,9 +97,9 @@ def test_unanswered_questions_of_fusion_are_red_and_the_solution_passes(measured
         ),
         ({"addmm_adds": "residual"}, "added by the next norm's kernel"),
         ({"addmm_adds": "bias"}, "addmm_adds should be one of residual, gradient, mask"),
-        ({"graph_launches": 9}, "you wrote 9, which is of all 3 steps"),
-        ({"graph_kernels": 879}, "you wrote 879, which is too high: the end of `show`"),
-        ({"idle_ms_v2": 44.7}, "you wrote 44.7, which is of all 3 steps"),
+        ({"graph_launches": 9}, "yours, 9: that is of all 3 steps"),
+        ({"graph_kernels": 879}, "times too high\nthe end of `show`"),
+        ({"idle_ms_v2": 44.7}, "yours, 44.7 ms: that is of all 3 steps"),
         ({"graph_removes": "bytes"}, "the same kernels run on the same tensors"),
     ],
 )

@@ -209,8 +209,8 @@ QUESTIONS: tuple[Question[KernelTable], ...] = (
         lambda table: table.kernels[0].calls / _steps(),
         lambda table: f"`show` has {table.kernels[0].calls} calls, in {_steps()} steps", within=0,
         slips=lambda table: [
-            (_calls_of_the_whole_run(table.kernels[0]) / steps, "kernel_stats.csv has those "
-            "of the whole run: rocprofv3 watches the warm-up too. `show` leaves out what is outside "
+            (_calls_of_the_whole_run(table.kernels[0]) / steps, "kernel_stats.csv has those of "
+            "the whole run: rocprofv3 watches the warm-up too. `show` leaves out what is outside "
             "of the marked steps") for steps in (1, _steps())
         ],
     ),
