@@ -202,7 +202,7 @@ def test_wrong_tiles_say_why(compiler: None, tmp_path: Path) -> None:
     assert "needs 147,456 bytes of LDS memory, a program may have 65,536" in chips["gfx942"].why
     assert "its accumulators alone need 1024 registers a lane" in chips["gfx950"].why
     assert re.search(r"spills \d+ bytes a lane: smaller tiles or more warps", chips["sm_90"].why)
-    assert "you wrote 'registers'; the table above says 'shared memory'" in red(items)
+    assert "not registers: the table above says shared memory" in red(items)
     assert "predicted 128, measured 512" in shown(items)
 
 
