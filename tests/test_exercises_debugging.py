@@ -268,7 +268,7 @@ WRONG = [
     ("false_claim.impossible_rows", ["V3"], "should be a list of small V1, small V3"),
     ("false_claim.step_tflops", 61.4, "that is the forward pass alone"),
     ("false_claim.step_tflops", 92, "a multiplication and an addition are two operations"),
-    ("false_claim.step_tflops", 500, "500 is not what the row says"),
+    ("false_claim.step_tflops", 500, "times too high\nthe operations of a step over its time"),
     ("false_claim.backward_over_forward", 85.5, "the forward pass over the backward pass"),
     ("false_claim.adamw_gbs", 7592, "three are written back"),
     ("false_claim.adamw_gbs", 13.29, "is it in GB/s?"),
