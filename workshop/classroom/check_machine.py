@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import typing
@@ -48,7 +47,7 @@ _SECONDS = 400
 PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
 _WIDEST = 10_000
 """Columns of a table that is written to a file: no row is folded."""
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NAME = re.compile(r"\w[\w.-]{,63}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,9 @@ def machine_name(wanted: str | None) -> str:
         WorkshopError: the wanted one can't.
     """
     if wanted is None:
-        return (
-            re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII).strip(".-")[:64] or "machine"
-        )
-    if not _NAME.fullmatch(wanted) or wanted[0] in ".-":
+        node = re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII)
+        return node.strip(".-")[:64] or "machine"
+    if not _NAME.fullmatch(wanted):
         raise WorkshopError(
             f"--machine {printable(wanted)!r}: letters, digits, dots, dashes and underscores, at "
             "most 64, and a letter, digit or underscore first"
@@ -196,7 +194,7 @@ def examine(name: str) -> Machine:
     found = {row["what"]: row for row in rows[ENVIRONMENT]}
     torch = found.get("torch", {"found": "no", "version": ""})
     for row in (row for its in rows.values() for row in its):
-        if _is_fault(row):
+        if row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"]):
             attention.append(_sentence(row))
         elif _is_absent(row, torch["version"]):
             absent.append(_sentence(row))
@@ -237,17 +235,11 @@ def _script_rows(script: str, flags: Iterable[str]) -> tuple[Rows, str]:
     return ([] if not_here else rows), ""
 
 
-def _is_fault(row: dict[str, typing.Any]) -> bool:
-    return row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"])
-
-
 def _is_absent(row: dict[str, typing.Any], torch: str) -> bool:
-    """Whether it is not there, need not be, and could be: no profiler of another maker's GPU."""
-    if row["found"] != "no" or row["needed"]:
-        return False
+    """Whether it is missing and could be there: no profiler of another maker's GPU."""
     builds = {"AMD": "ROCm", "NVIDIA": "CUDA"}
     maker = row["purpose"].partition(":")[0]
-    return maker not in builds or builds[maker] in torch
+    return row["found"] == "no" and (maker not in builds or builds[maker] in torch)
 
 
 def _sentence(row: dict[str, typing.Any]) -> str:
@@ -274,14 +266,10 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
     try:
         with processes.ended_with_us(process):
             output, complaints = process.communicate(timeout=_SECONDS)
-    except BaseException as ended:
-        # With those that it has started: a compiler at work would slow the next check.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if isinstance(ended, subprocess.TimeoutExpired):
-            return None, "", f"no answer within {_SECONDS} s"
-        raise
+    except subprocess.TimeoutExpired:
+        return None, "", f"no answer within {_SECONDS} s"
+    finally:  # with those that it has started: a compiler at work would slow the next check
+        processes.kill_group(process)
     last = next((line for line in reversed(complaints.splitlines()) if line.strip()), "")
     if process.returncode < 0:
         last = f"ended by signal {-process.returncode}"
@@ -376,7 +364,14 @@ def _show(machines: list[Machine], problems: list[str]) -> None:
     for name in HEADER:
         table.add_column(name, overflow="fold")
     for machine in machines:
-        table.add_row(*cells(machine), style=None if machine.ready else "bold red")
+        state = "ready" if machine.ready else "ATTENTION"
+        cells = (
+            *(machine.name, state, machine.device, machine.torch, _gates(machine)),
+            ", ".join(map(str, machine.profilers)) or "none",
+            machine.checked[:16].replace("T", " "),
+        )
+        style = None if machine.ready else "bold red"
+        table.add_row(*map(printable, cells), style=style)
     with console.capture() as drawn:
         console.print(table)
     print(drawn.get().strip(), end="\n\n")  # rich puts an empty line above and below
@@ -385,13 +380,6 @@ def _show(machines: list[Machine], problems: list[str]) -> None:
 
 
 HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
-
-
-def cells(machine: Machine) -> list[str]:
-    """A machine's row, of texts without control characters."""
-    texts = [machine.name, "ready" if machine.ready else "ATTENTION", machine.device, machine.torch]
-    texts += [_gates(machine), ", ".join(map(str, machine.profilers)) or "none"]
-    return [printable(text) for text in [*texts, machine.checked[:16].replace("T", " ")]]
 
 
 def _gates(machine: Machine) -> str:
