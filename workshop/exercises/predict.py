@@ -145,7 +145,7 @@ def ask(
         def answered(work: Work) -> Iterator[Item]:
             m = once(work)
             try:
-                yield question.item(work.answers(), m)
+                yield question.item(work.answers, m)
             except NotCompared as reason:
                 yield Item(True, question.what, str(reason))
 

@@ -96,7 +96,7 @@ def _memory_more_mb(work: Work, fusion: str) -> float:
 
 
 def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
-    predicted = work.answers().number(f"predict.{fusion}")
+    predicted = work.answers.number(f"predict.{fusion}")
     ratio = _ratio(_runs(work, fusion), _runs(work))
     what = f"--{_variant(fusion)}: a longer step"
     measured = 100 * (ratio.value - 1)

@@ -100,12 +100,12 @@ def _diagnosis(work: Work, *, key: str) -> Iterator[Item]:
 
 def _cause(work: Work, sight: Sight, key: str) -> Item:
     """Whether the stage's metrics show the cause that was named."""
-    cause = CAUSES[work.answers().choice(f"{key}.cause", tuple(CAUSES))]
+    cause = CAUSES[work.answers.choice(f"{key}.cause", tuple(CAUSES))]
     return judged(cause.holds(sight), f"{key}: {cause.clause}", f"no: {cause.answer(sight)}")
 
 
 def _evidence(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
-    metric = work.answers().choice(f"{key}.metric", tuple(METRICS))
+    metric = work.answers.choice(f"{key}.metric", tuple(METRICS))
     here, there = sight.text(metric), sight.healthy_text(metric)
     actual = sight.stage.metrics()[metric]
     if actual is None:
@@ -118,7 +118,7 @@ def _evidence(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
             "something else: which metric is the cause itself, counted?"
         )
     else:
-        yield _value(key, metric, work.answers().number(f"{key}.value"), actual)
+        yield _value(key, metric, work.answers.number(f"{key}.value"), actual)
         return
     yield Item(False, f"{key}: {metric}", why)
 
@@ -132,7 +132,7 @@ def _value(key: str, metric: str, noted: float, actual: float) -> Item:
 
 
 def _fix(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
-    name = work.answers().choice(f"{key}.fix", tuple(FIXES))
+    name = work.answers.choice(f"{key}.fix", tuple(FIXES))
     fix, right = FIXES[name], FIXES[name].repairs == found_in(sight)
     why = fix.why_not or f"that is for another fault: {CAUSES[fix.repairs or NONE].clause}"
     yield judged(right, f"{key}: {name.replace('_', ' ')}", f"no: {why}")
@@ -160,7 +160,7 @@ def _healthy(work: Work) -> Iterator[Item]:
 
 def _names(work: Work, key: str) -> list[str]:
     """Names of metrics; WorkshopError for anything else."""
-    names = work.answers()[key]
+    names = work.answers[key]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise WorkshopError(f'{key} should be a list of metrics, such as ["peak_mb"]')
     unknown = next((name for name in names if name not in METRICS), None)

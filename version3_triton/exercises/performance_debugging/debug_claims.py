@@ -23,7 +23,7 @@ def _claims() -> dict[str, Claim]:
 
 
 def _rows(work: Work) -> Iterator[Item]:
-    claims, named = _claims(), work.answers()["false_claim.impossible_rows"]
+    claims, named = _claims(), work.answers["false_claim.impossible_rows"]
     unknown = [name for name in named if name not in claims] if isinstance(named, list) else named
     if unknown or not isinstance(named, list):
         raise WorkshopError(

@@ -75,19 +75,14 @@ GPU_SIZE = Size(
 INTERPRETED_SIZE = Size(
     "custom",
     {
-        "vocab_size": 1000,
-        "hidden_dim": 192,
-        "intermediate_dim": 768,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 3,
-        "max_seq_len": 64,
+        "vocab_size": 1000, "hidden_dim": 192, "intermediate_dim": 768, "num_layers": 2,
+        "num_heads": 6, "num_kv_heads": 3, "max_seq_len": 64,
     },
     batch_size=2,
     seq_len=6,
     schedule=Schedule(warmup=1, timed=2, phases=0),
     text=ROOT / "LICENSE",
-)
+)  # fmt: skip
 
 
 def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> int:
@@ -163,12 +158,7 @@ def _gate(build: Build, size: Size, device: torch.device) -> int:
 
 
 def measure(
-    stage: str,
-    build: Build,
-    size: Size,
-    device: torch.device,
-    *,
-    timed_steps: TimedSteps,
+    stage: str, build: Build, size: Size, device: torch.device, *, timed_steps: TimedSteps
 ) -> StageResult:
     """Trains a stage, from the weights that it draws itself, and says what was seen."""
     precision = get_precision("fp32", device)  # two right versions agree to six digits

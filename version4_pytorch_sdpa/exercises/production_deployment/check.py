@@ -44,9 +44,8 @@ STATUSES = {
 
 
 def check(work: Work) -> Iterator[Item]:
-    work.module()
     code = (_weights, _export, _latency, _verdict)
-    yield from ask(work, _table, (*code, *PREDICTIONS, _service, _throughput, _statuses))
+    return ask(work, _table, (*code, *PREDICTIONS, _service, _throughput, _statuses))
 
 
 # --- the weights ---------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ def _tokens(batch: int, length: int) -> Tensor:
 def _weights(work: Work) -> Iterator[Item]:
     with torch.enable_grad():
         model = _trained(versions.load("v4").TinyLlama)
-    mine = work.module()
+    mine = work.module
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "weights.pt")
         mine.save_weights(model, path)
@@ -156,7 +155,7 @@ def _with_dropout() -> type[nn.Module]:
 
 
 def _export(work: Work) -> Iterator[Item]:
-    model, mine = _trained(_with_dropout()), work.module()
+    model, mine = _trained(_with_dropout()), work.module
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt2")
         mine.export_model(model, path)
@@ -211,7 +210,7 @@ class Device:
 
 def _latency(work: Work) -> Iterator[Item]:
     device, repeats = Device(), 24
-    found = work.module().measure(device, _tokens(1, 2), device.wait, repeats=repeats)
+    found = work.module.measure(device, _tokens(1, 2), device.wait, repeats=repeats)
     p50, p95, most = (float(found[f"{name}_ms"]) for name in ("p50", "p95", "max"))
     times = f"p50 {p50:.1f}, p95 {p95:.1f}, max {most:.1f} ms"
     usual, slow, first = Device.USUAL, Device.SLOW, Device.FIRST
@@ -242,7 +241,7 @@ def _verdict(work: Work) -> Iterator[Item]:
     wrong = [
         f"exit status {status}: {yours!r}, expected {expected!r}"
         for status, expected in STATUSES.items()
-        if (yours := work.module().release_verdict(status)) != expected
+        if (yours := work.module.release_verdict(status)) != expected
     ]
     yield Item(not wrong, "release_verdict: pass, fail and unknown", "\n".join(wrong))
 
@@ -253,7 +252,7 @@ def _statuses(work: Work) -> Iterator[Item]:
         ("status_slower", "V4 5% slower", errors.ANSWER_IS_NO),
         ("status_other_device", "another device", errors.NOT_ON_THIS_MACHINE),
     ):
-        yours = work.answers().number(f"findings.{key}")
+        yours = work.answers.number(f"findings.{key}")
         why = f"you wrote {yours:g}: run it again, and echo $? directly after it"
         yield judged(yours == expected, f"regression_tester.py on {what}: its exit status", why)
 
@@ -295,7 +294,7 @@ def _service(work: Work) -> Iterator[Item]:
     rows = _table(work)["exported"]
     limit = deployment.SERVICE_LIMIT * rows[min(rows)]["p50_ms"]
     largest = max((batch for batch, row in rows.items() if row["p95_ms"] <= limit), default=0)
-    yours = work.answers().number("findings.largest_batch")
+    yours = work.answers.number("findings.largest_batch")
     why = f"you wrote {yours:g}; look at each p95 of 'exported'"
     if not largest:
         why = "no p95 is within it: write 0, and look what else uses the machine"
@@ -304,7 +303,7 @@ def _service(work: Work) -> Iterator[Item]:
 
 def _throughput(work: Work) -> Iterator[Item]:
     speeds = {batch: row["tokens_per_s"] for batch, row in _table(work)["exported"].items()}
-    yours = work.answers().number("findings.best_batch")
+    yours = work.answers.number("findings.best_batch")
     if yours not in speeds:
         raise WorkshopError(f"findings.best_batch: {yours:g} is no batch size of your table")
     speed, most = speeds[int(yours)], max(speeds.values())

@@ -50,7 +50,7 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def _numbers(work: Work) -> Iterator[Item]:
-    mine, tiles = work.module(), _tiles(work)
+    mine, tiles = work.module, _tiles(work)
     here = _chip_here()
     shown = list(dict.fromkeys(tiles.values()))
     if here:  # it may have no room for another chip's tile
@@ -90,7 +90,7 @@ def _tiles(work: Work) -> dict[str, Any]:
     """
     tiles = {}
     for target in INTENSITY:
-        tile = work.module().TILES.get(target)
+        tile = work.module.TILES.get(target)
         if tile is None:
             raise WorkshopError(f"TILES has none for {target}")
         for name, least, most in (
