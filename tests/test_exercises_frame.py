@@ -1,7 +1,6 @@
 """The exercises' frame: commands, checks of broken files, answers, progress; the sheets and their
 index; V1's three measuring exercises."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -18,7 +17,7 @@ from conftest import HANGS_S
 from exercise_cases import checked, red, solution, unanswered, with_answers
 
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import frame, index, runner, sheet, terminal
+from workshop.exercises import frame, runner, sheet, terminal
 from workshop.exercises.__main__ import main
 from workshop.exercises.answers import Answers, Unanswered
 from workshop.exercises.compare import first_difference
@@ -472,17 +471,6 @@ def test_the_sessions_minutes_are_those_of_their_sheets() -> None:
     assert [one.name for one in sheets] == sheet.ORDER
     for session, minutes in sheet.SESSION_MINUTES.items():
         assert sum(one.minutes for one in sheets if one.session == session) == minutes
-
-
-def test_the_index_adds_the_minutes_up(demo: Path) -> None:
-    one = sheet.read(demo)
-    take_home = dataclasses.replace(one, session=sheet.TAKE_HOME, minutes=20)
-    text = index.tables([one, one, take_home], demo.parents[2] / "exercises")
-    assert "### Session 1: 30 minutes\n" in text and "### To take home: 20 minutes\n" in text
-    link = "[demo](../version1_demo/exercises/demo/)"
-    assert f"| {link} | A demo | 15 | no GPU needed | coding and measuring |" in text
-    text = index.of_version([take_home], demo.parents[1])
-    assert text.splitlines()[-1] == "| [demo](exercises/demo/) | A demo | take home | 20 |"
 
 
 @pytest.mark.parametrize("folder", sheet.folders(), ids=lambda folder: folder.name)

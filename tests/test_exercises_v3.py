@@ -139,9 +139,9 @@ SEEN = {
 @pytest.mark.parametrize("mistake", SEEN)
 def test_a_mistake_in_a_first_kernel_is_shown(mistake: str, tmp_path: Path) -> None:
     old, new, message = SEEN[mistake]
-    told = red(checked("triton_basics", mine=changed("triton_basics", tmp_path, {old: new})))
-    assert re.search(message, told), told
-    assert told.count("first at") <= 1, "one red case a kernel is enough"
+    wrong = red(checked("triton_basics", mine=changed("triton_basics", tmp_path, {old: new})))
+    assert re.search(message, wrong), wrong
+    assert wrong.count("first at") <= 1, "one red case a kernel is enough"
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -220,8 +220,8 @@ WRONG = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_backward_pass_is_shown(mistake: str, tmp_path: Path) -> None:
     old, new, message = WRONG[mistake]
-    told = red(checked("custom_kernels", mine=changed("custom_kernels", tmp_path, {old: new})))
-    assert re.search(message, told), told
+    wrong = red(checked("custom_kernels", mine=changed("custom_kernels", tmp_path, {old: new})))
+    assert re.search(message, wrong), wrong
 
 
 # --- performance_tuning --------------------------------------------------------------------------
@@ -306,14 +306,14 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
     assert not red(tuned(inspected))
     content["interpreted"], content["ceilings"]["GB/s"] = False, 2000.0
     own.write_text(json.dumps(content), encoding="utf-8")
-    told = red(tuned(inspected))
-    assert "forward, small: of the copy rate: yours, 76%, is 2.12 times too low" in told
+    wrong = red(tuned(inspected))
+    assert "forward, small: of the copy rate: yours, 76%, is 2.12 times too low" in wrong
     content["rows"] = [row for row in content["rows"] if row["size"] != "65536 x 2048"]
     own.write_text(json.dumps(content), encoding="utf-8")
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))
 
 
-def test_an_inspection_that_is_missing_or_of_other_kernels_is_told(inspected: Path) -> None:
+def test_an_inspection_that_is_missing_or_of_other_kernels_is_named(inspected: Path) -> None:
     path = inspected / "kernels/inspect.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({"kernels": content["kernels"][:2]}), encoding="utf-8")
