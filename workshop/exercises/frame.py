@@ -110,7 +110,7 @@ class Work:
         what a part raises becomes one red Item.
 
         Raises:
-            NotOnThisMachine: a part said so, or needs Triton where there is none.
+            NotOnThisMachine: raised by a part, or it needs Triton and there is none.
         """
         from workshop.exercises import faults
 
