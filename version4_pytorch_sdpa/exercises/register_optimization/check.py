@@ -254,42 +254,44 @@ def _column(chip: Chip, kernel: Kernel | None, tile: Any) -> dict[str, str]:
 
 # --- what was written down -----------------------------------------------------------------------
 
-ACCUMULATORS = (
-    "START's two accumulators lie in the registers of all lanes of its waves: a lane has its share "
-    "of block_m x block_n numbers, twice."
-)
-
 
 def _questions(cases: dict[str, Case]) -> list[Question[None]]:
-    def shared_kib(_: None) -> float:
-        kernel = cases["sm_90"].start().kernel
-        if kernel is None:
-            raise NotCompared("not compiled")
-        return kernel.shared_bytes / KIB
-
     return [
-        *(
-            Predicted(
-                f"predict.accumulators_{name}", f"START's accumulators on {name}, registers a lane",
-                "", lambda _, case=cases[name]: _accumulators_of(case.chip, case.start_tile),
-                ACCUMULATORS, within=0,
-            )
-            for name in ("gfx942", "sm_90")
-        ),
+        *(_accumulators(cases[target]) for target in ("gfx942", "sm_90")),
         Predicted(
-            "predict.shared_kib_sm_90", "START's shared memory on sm_90", "KiB", shared_kib,
+            "predict.shared_kib_sm_90", "START's shared memory on sm_90", "KiB",
+            lambda _: _shared_kib(cases["sm_90"].start().kernel),
             "A stage holds a block of x and two of weights, block_k wide, 2 bytes a number; all "
             "num_stages of them are there at a time.", within=0.01,
         ),
-        *(
-            Chosen(
-                f"findings.limit_{name}", f"what limits the waves of your tile on {name}", LIMITS,
-                lambda _, case=case: _limit_of(case.mine()),
-                lambda _, case=case: f"the table above says {_limit_of(case.mine())}",
-            )
-            for name, case in cases.items()
-        ),
+        *map(_limit, cases.values()),
     ]  # fmt: skip
+
+
+def _accumulators(case: Case) -> Predicted[None]:
+    name, start = case.chip.name, case.start_tile
+    return Predicted(
+        f"predict.accumulators_{name}", f"START's accumulators on {name}, registers a lane", "",
+        lambda _: _accumulators_of(case.chip, start),
+        f"2 accumulators of {start.block_m} x {start.block_n} numbers lie in the registers of "
+        f"{start.num_warps} waves of {case.chip.warp_size} lanes: a lane has its share of all.",
+        within=0,
+    )  # fmt: skip
+
+
+def _shared_kib(kernel: Kernel | None) -> float:
+    if kernel is None:
+        raise NotCompared("not compiled")
+    return kernel.shared_bytes / KIB
+
+
+def _limit(case: Case) -> Chosen[None]:
+    name = case.chip.name
+    return Chosen(
+        f"findings.limit_{name}", f"what limits the waves of your tile on {name}", LIMITS,
+        lambda _: _limit_of(case.mine()),
+        lambda _: f"the table above says {_limit_of(case.mine())}",
+    )  # fmt: skip
 
 
 def _limit_of(tile: Compiled) -> str:

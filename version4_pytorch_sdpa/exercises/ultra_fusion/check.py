@@ -146,7 +146,7 @@ def _read(
         steps = getattr(m, table).steps
         return [(steps * value(getattr(m, table)), f"that is of all {steps} steps")]
 
-    rounding = {"within": 0, "margin": 0.5, "unit": ""} | more
+    rounding: dict[str, Any] = {"within": 0, "margin": 0.5, "unit": ""} | more
     return Found(
         key, what, value=lambda m: value(getattr(m, table)), how=how, slips=of_all_steps, **rounding
     )
