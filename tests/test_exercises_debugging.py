@@ -404,20 +404,6 @@ def with_times(found: dict[str, StageResult], tmp_path: Path) -> Path:
     return results
 
 
-def test_where_there_are_times_the_tables_have_them(
-    with_times: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    folder = with_times / debug_results.FOLDER.name
-    assert run_all_stages.main(["--show", "--output-dir", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [line.split() for line in lines if line.startswith("stage")]
-    assert all("\u2026" not in word for row in rows for word in row)
-    assert rows[-4][3:] == [f"{SAMPLES_PER_S:,}", "0.03", "0.01", "0.01", "0.10"]
-    assert rows[-3][1] == "4,212,345"
-
-
 def test_where_there_are_times_they_are_evidence(
     with_times: Path, diagnose: Callable[..., list[Item]]
 ) -> None:
