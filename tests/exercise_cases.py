@@ -66,6 +66,13 @@ def red(items: list[Item]) -> str:
     return shown([item for item in items if not item.ok])
 
 
+def only_fault(name: str, folder: Path, changes: Mapping[str, Any], **where: Path) -> str:
+    """What the one red Item says where the solution's answers are changed."""
+    answers = with_answers(name, folder, **changes)
+    (item,) = [item for item in checked(name, answers=answers, **where) if not item.ok]
+    return shown([item])
+
+
 def unanswered(name: str, **where: Path) -> list[Item]:
     """The Items of the untouched questions; each is named as not answered."""
     questions = FOLDERS[name] / frame.QUESTIONS

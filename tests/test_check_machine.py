@@ -210,7 +210,7 @@ def test_a_row_and_the_notes_are_markdown(
     _, text = collect(capsys, tmp_path)
     head, rule, row, empty, ready, *_ = text.splitlines()
     assert [cell.strip() for cell in head.strip("|").split("|")] == list(check_machine.HEADER)
-    assert set(rule) == {"|", "-"} and empty == ""
+    assert set(rule) == {"|", "-", " "} and empty == ""
     assert [cell.strip() for cell in row.strip("|").split("|")] == [
         *("a", "ready", "1 x Test GPU", "2.13.0, CUDA 13.0", "pass v1 v2 v4; skipped v3"),
         *("torch.profiler, nsys", "2026-01-01 08:00"),

@@ -96,8 +96,8 @@ def diagnose(
         for key, result in found.items():
             metric = re.search(rf'\[{key}\][^\[]*?metric = "(\w+)"', text)
             if metric:
-                told = debug_results.shown(metric[1], result.metrics()[metric[1]])
-                text = replace(text, f"{key}.value", told.replace(",", ""))
+                value = debug_results.shown(metric[1], result.metrics()[metric[1]])
+                text = replace(text, f"{key}.value", value.replace(",", ""))
         for key, value in changes.items():
             text = replace(text, key.replace("__", "."), value)
         path = tmp_path / "my_diagnosis.toml"
@@ -153,7 +153,7 @@ def test_the_symptoms(found: dict[str, StageResult]) -> None:
     assert metrics["stage5"]["tensors_with_grad"] == 1
     assert healthy["tensors_with_grad"] == 2 + 9 * SIZE.model["num_layers"]
     assert metrics["stage5"]["loss_first"] == pytest.approx(healthy["loss_first"], rel=5e-5)
-    assert metrics["stage5"]["loss_last"] < 7.5  # nothing that anybody would look at twice
+    assert metrics["stage5"]["loss_last"] < 7.5  # nothing suspicious
     assert metrics["stage5"]["peak_mb"] < 0.85 * healthy["peak_mb"]
     for name in ("step_ms", "samples_per_s"):
         assert (healthy[name] is None) == found["stage6"].run.interpreted
@@ -207,11 +207,10 @@ def test_a_lost_step_is_not_a_result() -> None:
 def test_the_template_fails(measured: Path) -> None:
     items = check(FOLDER / "diagnosis.toml", measured)
     assert [item.what for item in items if item.ok] == ["your results of the six stages"]
-    told = [item.what for item in items if not item.ok]
-    assert all(what.startswith("not answered yet: ") for what in told)
-    assert {what.split(": ")[1].split(".")[0] for what in told} == {
-        "predict", "false_claim", *CAUSES,
-    }  # fmt: skip
+    wrong = [item.what for item in items if not item.ok]
+    assert all(what.startswith("not answered yet: ") for what in wrong)
+    tables = {what.split(": ")[1].split(".")[0] for what in wrong}
+    assert tables == {"predict", "false_claim", *CAUSES}
 
 
 def test_without_results_it_says_what_to_type(tmp_path: Path) -> None:
@@ -228,6 +227,7 @@ def test_the_solution_passes(diagnose: Callable[..., list[Item]]) -> None:
 
 
 WRONG = [
+    # A cause that is not the stage's, for each answer that a cause has.
     ("stage1.cause", "learning_rate_too_high", "is taken before any update"),
     ("stage1.cause", "severed_gradient", "the backward pass reached"),
     ("stage1.cause", "none", "are not those of stage 6: loss_first"),
@@ -236,17 +236,12 @@ WRONG = [
     ("stage2.cause", "magic", "stage2.cause should be one of default_initialisation"),
     ("stage3.cause", "compilation_timed", "would make steps longer"),
     ("stage3.cause", "program_per_element", "a product cut that small"),
-    ("stage4.cause", "slow_memory_layout", "programs where stage 6's starts"),
     ("stage4.cause", "too_many_launches", "kernels of Triton's, stage 6's"),
     ("stage5.cause", "activations_not_stored", "no activation is part of it"),
     ("stage5.cause", "clock_does_not_wait", "of the time that the whole loop took"),
-    ("stage6.cause", "severed_gradient", "the backward pass reached"),
     ("stage6.cause", "strides_ignored", "these are V1's up to"),
     ("stage1.metric", "logits_error", "is not evidence"),
-    ("stage2.metric", "tensors_with_grad", "is not evidence"),
     ("stage3.metric", "loss_first", "is not evidence"),
-    ("stage4.metric", "timed_share", "is not evidence"),
-    ("stage5.metric", "loss_first", "is not evidence"),
     ("stage5.metric", "peak_mb", "which metric is the cause itself"),
     ("stage5.metric", "programs", "which metric is the cause itself"),
     ("stage1.value", 6.9, "you noted 6.9, your result has"),
@@ -254,9 +249,6 @@ WRONG = [
     ("stage5.value", "1", "should be a number, without quotes"),
     ("stage1.fix", "lower_the_learning_rate", "the first loss comes before any update"),
     ("stage2.fix", "larger_blocks", "the same ones are read"),
-    ("stage3.fix", "more_warm_up_steps", "as quickly handed over"),
-    ("stage4.fix", "tune_the_warps", "computes one element still"),
-    ("stage5.fix", "requires_grad", "makes the result a leaf"),
     ("stage5.fix", "nothing", "that is for another fault: nothing is wrong"),
     ("stage4.fix", "wait_for_the_work", "the clock is read before the work is done"),
     ("false_claim.impossible_rows", ["medium V3", "medium V4"], "that can't be true: 1"),
@@ -267,11 +259,9 @@ WRONG = [
     ),
     ("false_claim.impossible_rows", ["V3"], "should be a list of small V1, small V3"),
     ("false_claim.step_tflops", 61.4, "that is the forward pass alone"),
-    ("false_claim.step_tflops", 92, "a multiplication and an addition are two operations"),
-    ("false_claim.step_tflops", 500, "500 is not what the row says"),
+    ("false_claim.step_tflops", 500, "times too high\nthe operations of a step over its time"),
     ("false_claim.backward_over_forward", 85.5, "the forward pass over the backward pass"),
     ("false_claim.adamw_gbs", 7592, "three are written back"),
-    ("false_claim.adamw_gbs", 13.29, "is it in GB/s?"),
 ]
 
 
@@ -289,13 +279,13 @@ def test_a_time_is_no_evidence_where_it_was_interpreted(
 ) -> None:
     if not found["stage5"].run.interpreted:
         pytest.skip("times are compared here")
-    told = red(diagnose(stage5__metric='"backward_ms"'))
-    assert told == ["stage5: backward_ms: this machine gives no such metric: take another"]
+    wrong = red(diagnose(stage5__metric='"backward_ms"'))
+    assert wrong == ["stage5: backward_ms: this machine gives no such metric: take another"]
 
 
 def test_stage6_is_cleared_by_enough_metrics_alone(diagnose: Callable[..., list[Item]]) -> None:
-    told = red(diagnose(stage6__cleared_by='["loss_first", "peak_mb", "logits_error"]'))
-    assert [line.split(": ")[1] for line in told] == [
+    wrong = red(diagnose(stage6__cleared_by='["loss_first", "peak_mb", "logits_error"]'))
+    assert [line.split(": ")[1] for line in wrong] == [
         f"nothing in your list excludes the fault of {key}"
         for key in ("stage3", "stage4", "stage5")
     ]
@@ -324,9 +314,9 @@ def test_a_stage_that_was_changed_or_ran_elsewhere_is_refused(
     (folder / "stage2_own_swiglu.json").write_text(
         json.dumps(content | {"stage": "stage2_own_swiglu"})
     )
-    told = red(diagnose(results=tmp_path / "results"))
-    assert any("has stage1_scaled_residuals.py been changed?" in line for line in told)
-    assert any(line.startswith("stage2 ran elsewhere, or with other sizes") for line in told)
+    wrong = red(diagnose(results=tmp_path / "results"))
+    assert any("has stage1_scaled_residuals.py been changed?" in line for line in wrong)
+    assert any(line.startswith("stage2 ran elsewhere, or with other sizes") for line in wrong)
     (folder / "stage3_launch_thread.json").write_text("{")
     assert any("no valid JSON" in line for line in red(diagnose(results=tmp_path / "results")))
 
@@ -349,10 +339,10 @@ def test_the_sheet_shows_the_published_tables() -> None:
     claims = plausibility.read_claims(ROOT / "tests" / "fixtures" / "published_tables.json")
     for claim, (name, cells) in zip(claims, rows, strict=True):
         times = (claim.step_ms, claim.forward_ms, claim.backward_ms, claim.optimizer_ms)
-        told = ["-" if value is None else f"{value:,}" for value in (*times, claim.memory_mb)]
+        shown = ["-" if value is None else f"{value:,}" for value in (*times, claim.memory_mb)]
         size = f"{claim.batch_size} x {claim.seq_len}"
         model = f"{claim.model.hidden_dim}, {claim.model.num_layers}"
-        assert (name, cells.split(" | ")) == (claim.name, [size, model, *told])
+        assert (name, cells.split(" | ")) == (claim.name, [size, model, *shown])
 
 
 def test_sheet_and_template_name_all_that_may_be_answered() -> None:
@@ -367,20 +357,14 @@ def test_sheet_and_template_name_all_that_may_be_answered() -> None:
 
 
 def test_the_table_has_metrics_and_no_conclusions(
-    measured: Path, tmp_path: Path, type_command: Callable[..., subprocess.CompletedProcess[str]]
+    measured: Path, type_command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    device = "Processor(R) " * 20
-    folder = shutil.copytree(measured / debug_results.FOLDER.name, tmp_path / "copy")
-    for path in folder.glob("*.json"):
-        content = json.loads(path.read_text())
-        content["run"]["device"]["name"] = device
-        path.write_text(json.dumps(content))
+    folder = measured / debug_results.FOLDER.name
     done = type_command(
         FOLDER / "run_all_stages.sh", "--show", "--output-dir", folder, PYTHON=sys.executable
     )
     assert done.returncode == 0, done.stderr
-    heading, *lines = filter(None, done.stdout.splitlines())
-    assert device in heading
+    _, *lines = filter(None, done.stdout.splitlines())
     assert max(map(len, lines)) <= 80
     rows = [line for line in lines if line.startswith("stage")]
     assert sum(" 1/" in row for row in rows) == 1
@@ -420,20 +404,6 @@ def with_times(found: dict[str, StageResult], tmp_path: Path) -> Path:
     return results
 
 
-def test_where_there_are_times_the_tables_have_them(
-    with_times: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    folder = with_times / debug_results.FOLDER.name
-    assert run_all_stages.main(["--show", "--output-dir", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = [line.split() for line in lines if line.startswith("stage")]
-    assert all("\u2026" not in word for row in rows for word in row)
-    assert rows[-4][3:] == [f"{SAMPLES_PER_S:,}", "0.03", "0.01", "0.01", "0.10"]
-    assert rows[-3][1] == "4,212,345"
-
-
 def test_where_there_are_times_they_are_evidence(
     with_times: Path, diagnose: Callable[..., list[Item]]
 ) -> None:
@@ -445,8 +415,8 @@ def test_where_there_are_times_they_are_evidence(
         "stage5__value": "0.1",
     }
     assert red(diagnose(results=with_times, **changes)) == []
-    told = red(diagnose(results=with_times, **changes | {"stage4__metric": '"step_ms"'}))
-    assert len(told) == 1 and "which metric is the cause itself" in told[0]
+    wrong = red(diagnose(results=with_times, **changes | {"stage4__metric": '"step_ms"'}))
+    assert len(wrong) == 1 and "which metric is the cause itself" in wrong[0]
 
 
 def test_a_stage_that_fails_is_reported_and_the_others_go_on(

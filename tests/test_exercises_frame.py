@@ -1,7 +1,6 @@
 """The exercises' frame: commands, checks of broken files, answers, progress; the sheets and their
 index; V1's three measuring exercises."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -15,15 +14,15 @@ import pytest
 import stored_runs
 import torch
 from conftest import HANGS_S
-from exercise_cases import checked, red, solution, unanswered, with_answers
+from exercise_cases import checked, only_fault, red, solution, unanswered, with_answers
 
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import frame, index, runner, sheet, terminal
+from workshop.exercises import frame, runner, sheet, terminal
 from workshop.exercises.__main__ import main
 from workshop.exercises.answers import Answers, Unanswered
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import finding, prediction
+from workshop.exercises.predict import Found, prediction
 from workshop.exercises.progress import FILE, Progress
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,13 +59,13 @@ def check(work):
 
 def code(work):
     x = torch.arange(6.0).reshape(2, 3)
-    yield first_difference(work.module().double(x), 2 * x, what="double(x)", limit=1e-6)
+    yield first_difference(work.module.double(x), 2 * x, what="double(x)", limit=1e-6)
 
 def time(work):
-    yield prediction("time", work.answers().number("time_ms"), 4.0, "ms", why="Because.")
+    yield prediction("time", work.answers.number("time_ms"), 4.0, "ms", why="Because.")
 
 def cause(work):
-    yield Item(work.answers().choice("cause.first", ("one", "two")) == "one", "the cause")
+    yield Item(work.answers.choice("cause.first", ("one", "two")) == "one", "the cause")
 """
 RIGHT = "def double(x):\n    return 2 * x\n"
 ANSWERED = 'time_ms = 8\n[cause]\nfirst = "One"\n'
@@ -116,32 +115,31 @@ def write(folder: Path, mine: str = RIGHT, answers: str = ANSWERED) -> None:
 
 
 def test_from_the_first_check_to_the_last(typed: Callable[..., Any], demo: Path) -> None:
-    status, told = typed("check", "demo")
-    assert status == 1 and "made" in told and "mine.py" in told and "my_answers.toml" in told
+    status, text = typed("check", "demo")
+    assert status == 1 and "made" in text and "mine.py" in text and "my_answers.toml" in text
     assert (demo / "mine.py").read_text() == STARTER
-    status, told = typed("check", "demo")
-    assert status == 1 and "0 of 3 green" in told
-    assert "not written yet: mine.py, line 2, in double" in told
-    assert "not answered yet: time_ms" in told and "not answered yet: cause.first" in told
+    status, text = typed("check", "demo")
+    assert status == 1 and "0 of 3 green" in text
+    assert "not written yet: mine.py, line 2, in double" in text
+    assert "not answered yet: time_ms" in text and "not answered yet: cause.first" in text
     assert "0 of 3" in typed("list")[1]
     write(demo)
-    status, told = typed("check", "demo")
-    assert status == 0 and "Passed: 3 of 3 green" in told
-    assert "predicted 8 ms, measured 4 ms: 2 times too high Because." in told
+    status, text = typed("check", "demo")
+    assert status == 0 and "Passed: 3 of 3 green" in text
+    assert "predicted 8 ms, measured 4 ms: 2 times too high Because." in text
     assert "1 of 1 passed" in typed("progress")[1] and "passed" in typed("list")[1]
-    status, told = typed("reset", "demo")
-    assert status == 0 and "mine.py.old" in told
-    assert (demo / "mine.py.old").read_text() == RIGHT and (demo / "mine.py").read_text() == STARTER
-    typed("reset", "demo")
-    assert (demo / "mine.py.old").read_text() == RIGHT  # nothing was written since
+    for _ in range(2):  # the second time nothing was written since
+        status, text = typed("reset", "demo")
+        assert status == 0 and (demo / "mine.py").read_text() == STARTER
+        assert (demo / "mine.py.old").read_text() == RIGHT
     assert "0 of 1 passed" in typed("progress")[1]
 
 
 def test_hints_come_one_by_one(typed: Callable[..., Any]) -> None:
     assert "Multiply by 2. (1 more" in typed("hint", "demo")[1]
     for _ in range(2):
-        told = typed("hint", "demo")[1]
-        assert "Add it to itself." in told and "exercises/solutions/demo/" in told
+        text = typed("hint", "demo")[1]
+        assert "Add it to itself." in text and "exercises/solutions/demo/" in text
 
 
 @pytest.mark.parametrize("typed", ["python -m workshop", "some/folder/run_all_stages.sh"])
@@ -150,40 +148,44 @@ def test_a_command_to_copy_is_a_line_of_its_own(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     command = f"{typed} {' '.join(map(str, range(30)))}"
-    told = Item(False, "not measured yet", f"{command}\n{'words ' * 30}")
-    terminal.show(terminal.verdict(sheet.read(demo), runner.Outcome([told])))
+    item = Item(False, "not measured yet", f"{command}\n{'words ' * 30}")
+    terminal.show(terminal.verdict(sheet.read(demo), runner.Outcome([item])))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert command in lines
     assert sum(line.startswith("words") for line in lines) > 1
 
 
-def test_wrong_usage_is_told(typed: Callable[..., Any]) -> None:
-    assert typed("check", "dmeo") == (
-        2,
-        "error: no exercise is called 'dmeo': did you mean demo?",
-    )
-    assert typed("check", "demo", "--limit", "soon")[0] == 2
-    assert typed("solve", "demo")[0] == 2
+NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\n\ndef time('
 
 
-def test_what_the_machine_lacks_is_no_failure(typed: Callable[..., Any], demo: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words", "status", "message"),
+    [
+        ({}, ("check", "dmeo"), 2, "no exercise is called 'dmeo': did you mean demo?"),
+        ({}, ("check", "demo", "--limit", "soon"), 2, "'soon' is no whole number"),
+        ({}, ("solve", "demo"), 2, "solve"),
+        ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
+        ({"README.md": ("15 minutes", "15 min")}, ("list",), 0, "it should begin with `# Title`"),
+        ({"README.md": ("15 minutes", "15 min")}, ("check", "demo"), 2, "README.md"),
+        ({"check.py": None}, ("check", "demo"), 2, "no exercise is called 'demo'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message(
+    changes: dict[str, tuple[str, str] | None],
+    words: tuple[str, ...],
+    status: int,
+    message: str,
+    typed: Callable[..., Any],
+    demo: Path,
+) -> None:
     write(demo)
-    lacking = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\n\ndef time('
-    (demo / "check.py").write_text(CHECK.replace("def time(", lacking, 1), encoding="utf-8")
-    status, told = typed("check", "demo")
-    assert status == 77 and "Not on this machine: no GPU" in told
-
-
-def test_a_sheet_that_tools_cannot_read_is_named(typed: Callable[..., Any], demo: Path) -> None:
-    (demo / "README.md").write_text(SHEET.replace("15 minutes", "15 min"), encoding="utf-8")
-    status, told = typed("list")
-    assert status == 0 and "README.md: it should begin with `# Title` and" in told
-    assert typed("check", "demo")[0] == 2
-
-
-def test_a_folder_without_a_check_is_no_exercise(typed: Callable[..., Any], demo: Path) -> None:
-    (demo / "check.py").unlink()
-    assert "no exercise is called 'demo'" in typed("check", "demo")[1]
+    for name, change in changes.items():
+        text = (demo / name).read_text(encoding="utf-8")
+        (demo / name).unlink()
+        if change:
+            (demo / name).write_text(text.replace(*change, 1), encoding="utf-8")
+    found, text = typed(*words)
+    assert found == status and message in text
 
 
 # --- broken files of a participant's -------------------------------------------------------------
@@ -205,15 +207,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_code_is_told_with_its_line(
+def test_broken_code_is_named_with_its_line(
     name: str, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, told = BROKEN[name]
+    code, message = BROKEN[name]
     write(demo)
     (demo / "mine.py").write_bytes(code.encode("utf-8", errors="surrogateescape"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     items = list(runner.check_here(Work(demo)))
-    assert told in red(items)
+    assert message in red(items)
     assert [item.ok for item in items] == [False, True, True]
 
 
@@ -244,17 +246,10 @@ ENDED = {
 
 
 FLOODS = {
-    "prints": (
-        "    print('x' * 10**6)\n",
-        "mine.py, line [34], in double: printed more than 16 MB",
-    ),
-    "one file": (
-        "    file.write(b'x' * 10**6)\n",
-        "mine.py, line [34], in double: wrote more than",
-    ),
-    "many files": (
+    "prints": ("    print('x' * 10**6)\n", "mine.py, line [34], in double: wrote more than 50 MB"),
+    "files": (
         "    with open(place, 'wb') as new:\n        new.write(b'x' * 10**6)\n",
-        r"mine.py, line \d, in double: wrote more than",
+        r"mine.py, line \d, in double: wrote more than 50 MB",
     ),
     "a long file": ("    file.truncate(1 << 40)\n", "line 4, in double: OSError: .*too large"),
 }
@@ -265,33 +260,33 @@ def test_what_a_loop_may_write_is_limited(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "wrote" in FLOODS[name][1] and not Path("/proc/self/io").is_file():
-        pytest.skip("only Linux tells what a process has written")
+        pytest.skip("only Linux counts what a process has written")
     monkeypatch.setattr(runner, "_MOST_WRITTEN", 50 * 10**6)
-    body, told = FLOODS[name]
+    body, message = FLOODS[name]
     place = tmp_path / "flood"
     code = f"place = {str(place)!r}; file = open(place, 'wb')\ndef double(x):\n  while True:\n"
     write(demo, mine=code + body)
     outcome = runner.run(demo, results=demo, limit_s=300)
-    assert re.search(told, red(outcome.items)), red(outcome.items)
+    assert re.search(message, red(outcome.items)), red(outcome.items)
     assert place.stat().st_size < 2 * 10**9
     assert sum(map(len, outcome.printed)) <= 1 << 16
 
 
 @pytest.mark.parametrize("name", ENDED)
 def test_code_that_ends_python_or_never_ends(name: str, demo: Path) -> None:
-    code, told = ENDED[name]
+    code, message = ENDED[name]
     write(demo, mine=code)
     for limit_s in (4, 40, 400) if name == "a loop" else (HANGS_S,):
         outcome = runner.run(demo, results=demo, limit_s=limit_s)
         if "line" in red(outcome.items):  # in 4 s a busy machine has not come to the loop
             break
-    assert outcome.passed == (not told)
-    assert re.search(told, red(outcome.items))
+    assert outcome.passed == (not message)
+    assert re.search(message, red(outcome.items))
     assert outcome.printed == (["so far"] if name == "os._exit" else [])
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("time_ms = soon\n", "my_answers.toml: Invalid value (at line 1, column 11)"),
         ('time_ms = "4"\n[cause]\nfirst = "one"\n', "line 1: time_ms should be a number, without"),
@@ -303,22 +298,22 @@ def test_code_that_ends_python_or_never_ends(name: str, demo: Path) -> None:
         ("\udcff", "it is not in UTF-8"),
     ],
 )
-def test_broken_answers_are_told_with_their_line(text: str, told: str, demo: Path) -> None:
+def test_broken_answers_are_named_with_their_line(text: str, message: str, demo: Path) -> None:
     write(demo)
     (demo / "my_answers.toml").write_bytes(text.encode("utf-8", errors="surrogateescape"))
     check = frame.import_file(demo / "check.py")
     items = list(Work(demo).each(check.time, check.cause))
-    assert told in red(items)
-    assert len({item.what for item in items}) == len(items)  # each is told once
+    assert message in red(items)
+    assert len({item.what for item in items}) == len(items)  # each is named once
 
 
 def test_answers_are_read(tmp_path: Path) -> None:
     path = tmp_path / "my_answers.toml"
     path.write_text('a = 3\nb = " two "\nc = [1]\nd = nan\ne = "  "\nf = []\n')
     answers = Answers(path)
-    assert answers.number("a") == 3.0 and isinstance(answers.number("a"), float)
-    assert answers.text("b") == "two" and answers.choice("b", ("One", "Two")) == "Two"
-    assert answers["c"] == [1]
+    assert isinstance(answers.number("a"), float)
+    assert (answers.number("a"), answers.text("b"), answers["c"]) == (3.0, "two", [1])
+    assert answers.choice("b", ("One", "Two")) == "Two"
     for key in "def":
         with pytest.raises(Unanswered, match=key):
             answers[key]
@@ -342,29 +337,56 @@ def test_the_first_wrong_element_is_shown_beside_the_right_one() -> None:
     assert yours == pytest.approx(expected + 1, abs=1e-3)
 
 
-def test_rounding_is_no_difference() -> None:
-    torch.manual_seed(0)
-    right = torch.randn(63, 5)
-    right[0] = 0
-    assert first_difference(right + 1e-6, right, what="out", limit=1e-5).ok
-    assert not first_difference(right + 1e-4, right, what="out", limit=1e-5).ok
-    assert not first_difference(right * 1.001, right, what="out", limit=1e-5).ok
-    infinite = right.where(right != 0, float("-inf"))
-    assert first_difference(infinite.clone(), infinite, what="out", limit=1e-5).ok
-    assert not first_difference(right, infinite, what="out", limit=1e-5).ok
-    assert first_difference(torch.tensor(2), torch.tensor(2), what="a count", limit=0).ok
-    assert not first_difference(torch.tensor(3), torch.tensor(2), what="a count", limit=0).ok
+ZERO_IN = torch.cat(
+    [torch.zeros(1, 5), torch.randn(62, 5, generator=torch.Generator().manual_seed(0))]
+)
+INFINITE = ZERO_IN.where(ZERO_IN != 0, float("-inf"))
 
 
-def test_a_prediction_is_never_red_and_a_wrong_finding_is() -> None:
+@pytest.mark.parametrize(
+    ("yours", "right", "limit", "ok"),
+    [
+        (ZERO_IN + 1e-6, ZERO_IN, 1e-5, True),
+        (ZERO_IN + 1e-4, ZERO_IN, 1e-5, False),
+        (ZERO_IN * 1.001, ZERO_IN, 1e-5, False),
+        (INFINITE.clone(), INFINITE, 1e-5, True),
+        (ZERO_IN, INFINITE, 1e-5, False),
+        (torch.tensor(2), torch.tensor(2), 0, True),
+        (torch.tensor(3), torch.tensor(2), 0, False),
+    ],
+)
+def test_rounding_is_no_difference(
+    yours: torch.Tensor, right: torch.Tensor, limit: float, ok: bool
+) -> None:
+    assert first_difference(yours, right, what="out", limit=limit).ok == ok
+
+
+def test_a_prediction_is_never_red() -> None:
     assert prediction("t", 4, 4.5, "ms", why="W.").why.endswith("a good prediction")
     off = prediction("t", 1, 4, "ms", why="W.")
     assert off.ok and off.why == "predicted 1 ms, measured 4 ms: 4 times too low\nW."
     assert "off by 4" in prediction("t", 0, 4, "%", why="W.").why
-    assert finding("t", 4.05, 4, "ms", how="H.").ok
-    wrong = finding("t", 8, 4, "ms", how="H.")
-    assert not wrong.ok and "2 times too high" in wrong.why and "H." in wrong.why
-    assert not finding("t", float("-1"), 4, "ms", how="H.").ok
+
+
+@pytest.mark.parametrize(
+    ("yours", "ok", "why"),
+    [
+        (4.05, True, "4 ms"),
+        (8, False, "yours, 8 ms, is 2 times too high\nH."),
+        (-1, False, "off by 5"),
+        (40.4, False, "yours, 40.4 ms: a factor of ten"),
+    ],
+)
+def test_a_finding_is_red_where_the_results_say_otherwise(
+    yours: float, ok: bool, why: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "my_answers.toml"
+    path.write_text(f"t = {yours}\n")
+    question = Found(
+        "t", "time", "ms", lambda m: m, "H.", slips=lambda m: [(10 * m, "a factor of ten")]
+    )
+    item = question.item(Answers(path), 4.0)
+    assert item.ok == ok and why in item.why
 
 
 # --- progress ------------------------------------------------------------------------------------
@@ -412,18 +434,18 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "lack", [NotOnThisMachine("no GPU"), ModuleNotFoundError("gone", name="triton")]
+    "missing", [NotOnThisMachine("no GPU"), ModuleNotFoundError("gone", name="triton")]
 )
-def test_a_lack_ends_a_check(lack: Exception, tmp_path: Path) -> None:
+def test_what_the_machine_does_not_have_ends_a_check(missing: Exception, tmp_path: Path) -> None:
     def part(work: Work) -> Iterator[Item]:
         yield Item(True, "so far")
-        raise lack
+        raise missing
 
     with pytest.raises(NotOnThisMachine):
         list(Work(tmp_path).each(part))
 
 
-def test_a_check_that_cannot_be_imported_is_told(demo: Path) -> None:
+def test_a_check_that_cannot_be_imported_is_named(demo: Path) -> None:
     write(demo)
     (demo / "check.py").write_text("import nowhere\n", encoding="utf-8")
     outcome = runner.run(demo, results=demo, limit_s=HANGS_S)
@@ -449,17 +471,6 @@ def test_the_sessions_minutes_are_those_of_their_sheets() -> None:
     assert [one.name for one in sheets] == sheet.ORDER
     for session, minutes in sheet.SESSION_MINUTES.items():
         assert sum(one.minutes for one in sheets if one.session == session) == minutes
-
-
-def test_the_index_adds_the_minutes_up(demo: Path) -> None:
-    one = sheet.read(demo)
-    take_home = dataclasses.replace(one, session=sheet.TAKE_HOME, minutes=20)
-    text = index.tables([one, one, take_home], demo.parents[2] / "exercises")
-    assert "### Session 1: 30 minutes\n" in text and "### To take home: 20 minutes\n" in text
-    link = "[demo](../version1_demo/exercises/demo/)"
-    assert f"| {link} | A demo | 15 | no GPU needed | coding and measuring |" in text
-    text = index.of_version([take_home], demo.parents[1])
-    assert text.splitlines()[-1] == "| [demo](exercises/demo/) | A demo | take home | 20 |"
 
 
 @pytest.mark.parametrize("folder", sheet.folders(), ids=lambda folder: folder.name)
@@ -488,12 +499,12 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value", "told"),
+    ("name", "key", "value", "message"),
     [
         ("baseline_analysis", "step_ms", 1.0, "the time of a step: yours, 1 ms, is"),
         ("baseline_analysis", "backward_over_forward", 0.5, "times too low"),
         ("baseline_analysis", "least_ms", 1e4, "Not over the rate"),
-        ("baseline_analysis", "runs_differ_percent", 77, "the longer median over the shorter"),
+        ("baseline_analysis", "runs_differ_percent", 77, "The longer median over the shorter"),
         ("baseline_analysis", "larger_part", "fixed", "twice the tokens took"),
         ("memory_analysis", "state_mb", 17, "the state: yours, 17 MB, is 3.97 times too low"),
         ("memory_analysis", "square_mb", 33.6, "2 times too low"),
@@ -504,17 +515,15 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
         ("bottleneck_identification", "hottest", "aten::mul", "it is number 2"),
         ("bottleneck_identification", "hottest", "matmul_kernel", "no row of the hot list"),
         ("bottleneck_identification", "products_twice_as_fast", 2, "1 / (1 - p / 2)"),
-        ("bottleneck_identification", "bound", "launches", "what bounds the step: products"),
+        ("bottleneck_identification", "bound", "launches", "the step: not launches: products"),
         ("bottleneck_identification", "idle_percent", 40, "0 without a GPU"),
     ],
 )
 def test_a_wrong_answer_of_v1s_fails(
-    name: str, key: str, value: Any, told: str, tmp_path: Path
+    name: str, key: str, value: Any, message: str, tmp_path: Path
 ) -> None:
-    answers = with_answers(name, tmp_path, **{key: value})
-    items = checked(name, answers=answers, results=solution(name)["results"])
-    assert sum(not item.ok for item in items) == 1
-    assert told in red(items)
+    results = solution(name)["results"]
+    assert message in only_fault(name, tmp_path, {key: value}, results=results)
 
 
 def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
@@ -550,7 +559,7 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
     assert "differ by a factor of 1.100" in red(
         checked("baseline_analysis", answers=answers, results=tmp_path)
     )
-    # Of a machine that was busier in one of two runs no lesson is drawn, and either answer stands.
+    # A machine that was busier in one of two runs shows nothing, and either answer is right.
     slow = {"config_name": "custom", "batch_size": 16, "peak_tflops": 0.7 * run["peak_tflops"]}
     stored_runs.write(tmp_path, run, "d", session="zz", created="zz", **slow)
     for answer in ("fixed", "tokens"):

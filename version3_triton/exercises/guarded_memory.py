@@ -7,15 +7,17 @@ a wrong element with a name.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from triton_launch import INTERPRETED
 
 import torch
 from torch import Tensor
 
 from workshop.exercises.compare import first_difference
-from workshop.exercises.frame import Item
+from workshop.exercises.frame import Item, Work
 
 GUARD = 4096
 """Elements before and behind a tensor: more than a block of an exercise's kernels overshoots."""
@@ -126,8 +128,24 @@ def nan_explained(item: Item, yours: object) -> Item:
     return item if item.ok or not has_nan else Item(False, item.what, f"{item.why}\n{_NAN_MEANS}")
 
 
+# --- what the checks of kernels begin with -------------------------------------------------------
+
+
+def imported(work: Work) -> Item:
+    """An Item about mine.py, if it can be imported."""
+    torch.manual_seed(0)
+    where = "run in Triton's interpreter" if INTERPRETED else "are compiled for this GPU"
+    return Item(bool(work.module), f"mine.py can be imported; its kernels {where}")
+
+
 def device() -> torch.device:
     """Where the kernels run: the GPU, or Triton's interpreter."""
-    from triton_launch import INTERPRETED
-
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+def to_the_first_red(items: Iterable[Item]) -> Iterator[Item]:
+    """Of the cases of a kernel: those after it would show the same mistake again."""
+    for item in items:
+        yield item
+        if not item.ok:
+            return

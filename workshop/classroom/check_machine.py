@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import typing
@@ -46,9 +45,7 @@ _GATE = ("--config", "tiny", "--batch-size", "1", "--seq-len", "33")
 _SECONDS = 400
 """That a check may take: a kernel's first compilation, on a busy node."""
 PASS, FAIL, SKIPPED, UNTRIED = "pass", "FAIL", "skipped", "untried"
-_WIDEST = 10_000
-"""Columns of a table that is written to a file: no row is folded."""
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NAME = re.compile(r"\w[\w.-]{,63}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -80,14 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m workshop.classroom.check_machine",
         description="Checks that this machine is ready for the workshop: the three validation "
         "scripts, torch.compile, and the gate of every version on a small model. Takes a minute "
-        "or two. Or shows the table of all machines; in Markdown, where it is written to a file.",
+        "or two. Or shows the table of all machines, in Markdown.",
         epilog="Exit status: 0 ready (with --collect: all machines are), 1 something needs "
-        "attention, 2 wrong usage, 77 rich is missing.",
+        "attention, 2 wrong usage.",
     )
     add = parser.add_argument
-    add(
-        "--machine", metavar="NAME", help="the machine's name in the table (default: its host name)"
-    )
+    add("--machine", metavar="NAME", help="its name in the table (default: its host name)")
     add(
         "--output-dir",
         type=Path,
@@ -97,12 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         "see there is nothing to collect",
     )
     add("--collect", type=Path, metavar="DIR", help="check nothing, show the machines in DIR")
-    add(
-        "--expect",
-        type=count,
-        metavar="N",
-        help="with --collect: how many machines there should be",
-    )
+    add("--expect", type=count, metavar="N", help="with --collect: how many there should be")
     return parser
 
 
@@ -134,10 +124,9 @@ def machine_name(wanted: str | None) -> str:
         WorkshopError: the wanted one can't.
     """
     if wanted is None:
-        return (
-            re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII).strip(".-")[:64] or "machine"
-        )
-    if not _NAME.fullmatch(wanted) or wanted[0] in ".-":
+        node = re.sub(r"[^\w.-]", "-", platform.node(), flags=re.ASCII)
+        return node.strip(".-")[:64] or "machine"
+    if not _NAME.fullmatch(wanted):
         raise WorkshopError(
             f"--machine {printable(wanted)!r}: letters, digits, dots, dashes and underscores, at "
             "most 64, and a letter, digit or underscore first"
@@ -196,7 +185,7 @@ def examine(name: str) -> Machine:
     found = {row["what"]: row for row in rows[ENVIRONMENT]}
     torch = found.get("torch", {"found": "no", "version": ""})
     for row in (row for its in rows.values() for row in its):
-        if _is_fault(row):
+        if row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"]):
             attention.append(_sentence(row))
         elif _is_absent(row, torch["version"]):
             absent.append(_sentence(row))
@@ -237,17 +226,11 @@ def _script_rows(script: str, flags: Iterable[str]) -> tuple[Rows, str]:
     return ([] if not_here else rows), ""
 
 
-def _is_fault(row: dict[str, typing.Any]) -> bool:
-    return row["found"] == "BROKEN" or (row["found"] == "no" and row["needed"])
-
-
 def _is_absent(row: dict[str, typing.Any], torch: str) -> bool:
-    """Whether it is not there, need not be, and could be: no profiler of another maker's GPU."""
-    if row["found"] != "no" or row["needed"]:
-        return False
+    """Whether it is missing and could be there: no profiler of another maker's GPU."""
     builds = {"AMD": "ROCm", "NVIDIA": "CUDA"}
     maker = row["purpose"].partition(":")[0]
-    return maker not in builds or builds[maker] in torch
+    return row["found"] == "no" and (maker not in builds or builds[maker] in torch)
 
 
 def _sentence(row: dict[str, typing.Any]) -> str:
@@ -256,8 +239,8 @@ def _sentence(row: dict[str, typing.Any]) -> str:
 
 
 def _run(command: list[str]) -> tuple[int | None, str, str]:
-    """A command's exit status, its output, and in a line why there is none or the last it said on
-    stderr."""
+    """A command's exit status, its output, and in a line why there is none or the last that it
+    wrote on stderr."""
     try:
         process = subprocess.Popen(
             command,
@@ -274,18 +257,14 @@ def _run(command: list[str]) -> tuple[int | None, str, str]:
     try:
         with processes.ended_with_us(process):
             output, complaints = process.communicate(timeout=_SECONDS)
-    except BaseException as ended:
-        # With those that it has started: a compiler at work would slow the next check.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if isinstance(ended, subprocess.TimeoutExpired):
-            return None, "", f"no answer within {_SECONDS} s"
-        raise
-    last = next((line for line in reversed(complaints.splitlines()) if line.strip()), "")
+    except subprocess.TimeoutExpired:
+        return None, "", f"no answer within {_SECONDS} s"
+    finally:  # with those that it has started: a compiler at work would slow the next check
+        processes.kill_group(process)
     if process.returncode < 0:
-        last = f"ended by signal {-process.returncode}"
-    return process.returncode, output, printable(last) if last else ""
+        return process.returncode, output, f"ended by signal {-process.returncode}"
+    lines = [line for line in complaints.splitlines() if line.strip()]
+    return process.returncode, output, printable(lines[-1]) if lines else ""
 
 
 def gate(key: str) -> tuple[str, str]:
@@ -295,9 +274,9 @@ def gate(key: str) -> tuple[str, str]:
     )
     if status == errors.DONE:
         return PASS, ""
-    said = output.strip().splitlines() or [problem.removeprefix("error: ")]
+    *_, last = output.strip().splitlines() or [problem.removeprefix("error: ")]
     skipped = status == errors.NOT_ON_THIS_MACHINE
-    return SKIPPED if skipped else FAIL, said[-1].strip() or f"ended with status {status}"
+    return SKIPPED if skipped else FAIL, last.strip() or f"ended with status {status}"
 
 
 def _commit() -> str:
@@ -363,35 +342,25 @@ def _read(path: Path) -> Machine:
     return Machine(**{name: content[name] for name in hints})
 
 
-def _show(machines: list[Machine], problems: list[str]) -> None:
-    """Prints the table and the notes, in Markdown; a terminal folds the rows, a file does not."""
-    errors.require("rich")
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    width = None if sys.stdout.isatty() else _WIDEST
-    console = Console(width=width, highlight=False, markup=False)
-    table = Table(box=box.MARKDOWN)
-    for name in HEADER:
-        table.add_column(name, overflow="fold")
-    for machine in machines:
-        table.add_row(*cells(machine), style=None if machine.ready else "bold red")
-    with console.capture() as drawn:
-        console.print(table)
-    print(drawn.get().strip(), end="\n\n")  # rich puts an empty line above and below
-    for note in notes(machines, problems):
-        console.print(f"- {note}", soft_wrap=True)
-
-
 HEADER = ("machine", "", "device", "PyTorch", "gate", "profilers", "checked (UTC)")
 
 
-def cells(machine: Machine) -> list[str]:
-    """A machine's row, of texts without control characters."""
-    texts = [machine.name, "ready" if machine.ready else "ATTENTION", machine.device, machine.torch]
-    texts += [_gates(machine), ", ".join(map(str, machine.profilers)) or "none"]
-    return [printable(text) for text in [*texts, machine.checked[:16].replace("T", " ")]]
+def _show(machines: list[Machine], problems: list[str]) -> None:
+    """Prints the table and the notes, in Markdown."""
+    rows = [HEADER, ("---",) * len(HEADER)]
+    rows += [
+        (
+            *(machine.name, "ready" if machine.ready else "ATTENTION", machine.device),
+            *(machine.torch, _gates(machine), ", ".join(map(str, machine.profilers)) or "none"),
+            machine.checked[:16].replace("T", " "),
+        )
+        for machine in machines
+    ]
+    for row in rows:
+        print(f"| {' | '.join(map(printable, row))} |")
+    print()
+    for note in notes(machines, problems):
+        print(f"- {note}")
 
 
 def _gates(machine: Machine) -> str:
@@ -406,11 +375,10 @@ def notes(machines: list[Machine], problems: list[str]) -> list[str]:
     ready = sum(machine.ready for machine in machines)
     lines = [f"{ready} of {len(machines)} machines ready", *problems]
     lines += [f"{machine.name}: fix {what}" for machine in machines for what in machine.attention]
-    for what, values in (
-        ("the checkout", [(machine.name, machine.commit) for machine in machines]),
-        ("PyTorch", [(machine.name, machine.torch) for machine in machines]),
+    for what, groups in (
+        ("the checkout", _by_value((machine.name, machine.commit) for machine in machines)),
+        ("PyTorch", _by_value((machine.name, machine.torch) for machine in machines)),
     ):
-        groups = _by_value(values)
         if len(groups) > 1:
             where = "; ".join(f"{value} on {_named(names)}" for value, names in groups.items())
             lines.append(f"not the same everywhere, {what}: {where}")

@@ -58,40 +58,27 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
         root: the folder of the versions' folders.
     """
     arguments = parse(build_parser(), argv)
-    commands = {
-        "list": _list,
-        "check": _check,
-        "hint": _hint,
-        "progress": _progress,
-        "reset": _reset,
-    }
 
     def work() -> int:
         errors.require("rich")
-        return commands[arguments.command](arguments, root)
+        from workshop.exercises import terminal
+
+        progress = Progress(arguments.results_dir)
+        if arguments.command == "list":
+            terminal.show(terminal.table(_sheets(root), progress))
+        elif arguments.command == "progress":
+            terminal.show(terminal.summary(_sheets(root), progress))
+        else:
+            command = {"check": _check, "hint": _hint, "reset": _reset}[arguments.command]
+            return command(_find(arguments.name, root), progress, arguments, root)
+        return errors.DONE
 
     return errors.exit_status(work, interrupted="interrupted")
 
 
-def _list(arguments: argparse.Namespace, root: Path) -> int:
+def _check(one: Sheet, progress: Progress, arguments: argparse.Namespace, root: Path) -> int:
     from workshop.exercises import terminal
 
-    terminal.show(terminal.table(_sheets(root), Progress(arguments.results_dir)))
-    return errors.DONE
-
-
-def _progress(arguments: argparse.Namespace, root: Path) -> int:
-    from workshop.exercises import terminal
-
-    terminal.show(terminal.summary(_sheets(root), Progress(arguments.results_dir)))
-    return errors.DONE
-
-
-def _check(arguments: argparse.Namespace, root: Path) -> int:
-    from workshop.exercises import terminal
-
-    one = _find(arguments.name, root)
-    progress = Progress(arguments.results_dir)
     made = copies.make(one.folder)
     if made:
         terminal.show(terminal.begun(one, made))
@@ -109,11 +96,9 @@ def _check(arguments: argparse.Namespace, root: Path) -> int:
     return errors.DONE if outcome.passed else errors.ANSWER_IS_NO
 
 
-def _hint(arguments: argparse.Namespace, root: Path) -> int:
+def _hint(one: Sheet, progress: Progress, _: argparse.Namespace, root: Path) -> int:
     from workshop.exercises import terminal
 
-    one = _find(arguments.name, root)
-    progress = Progress(arguments.results_dir)
     if not one.hints:
         raise WorkshopError(f"{one.name} has no hints: its sheet is all there is")
     number = min(progress[one.name].hints, len(one.hints) - 1)
@@ -122,11 +107,9 @@ def _hint(arguments: argparse.Namespace, root: Path) -> int:
     return errors.DONE
 
 
-def _reset(arguments: argparse.Namespace, root: Path) -> int:
+def _reset(one: Sheet, progress: Progress, _: argparse.Namespace, root: Path) -> int:
     from workshop.exercises import terminal
 
-    one = _find(arguments.name, root)
-    progress = Progress(arguments.results_dir)
     kept = copies.set_aside(one.folder)
     progress.forget(one.name)
     terminal.show(terminal.begun(one, copies.make(one.folder), kept))

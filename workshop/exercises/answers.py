@@ -21,7 +21,11 @@ class Unanswered(Exception):
 
 
 class Answers:
-    """The answers of one file. A key in a table is written with a dot, "stage_1.cause"."""
+    """The answers of one file. A key in a table is written with a dot, "stage_1.cause".
+
+    To read an answer raises Unanswered where it is empty ("", nan, an empty list), and
+    WorkshopError where it is missing or something else.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises WorkshopError: the file can't be read, or is no TOML."""
@@ -40,12 +44,7 @@ class Answers:
             raise WorkshopError(f"{path.name}: brackets are nested too deeply") from None
 
     def __getitem__(self, key: str) -> Any:
-        """The value as TOML has it.
-
-        Raises:
-            Unanswered: it is "", nan, or an empty list.
-            WorkshopError: there is no such key.
-        """
+        """The value as TOML has it."""
         value: Any = self._values
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -60,12 +59,7 @@ class Answers:
         return value
 
     def number(self, key: str) -> float:
-        """A finite number.
-
-        Raises:
-            Unanswered: it is empty.
-            WorkshopError: it is missing, or something else.
-        """
+        """A finite number."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             hint = ", without quotes" if isinstance(value, str) else ""
@@ -75,29 +69,19 @@ class Answers:
         return float(value)
 
     def text(self, key: str) -> str:
-        """A text, without space around it.
-
-        Raises:
-            Unanswered: it is empty.
-            WorkshopError: it is missing, or something else.
-        """
+        """A text, without space around it."""
         value = self[key]
         if not isinstance(value, str):
             raise self._wrong(key, "should be a text in quotes", value)
         return value.strip()
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
-        """One of `choices`, upper or lower case.
-
-        Raises:
-            Unanswered: it is empty.
-            WorkshopError: it is missing, or none of them.
-        """
+        """One of `choices`, upper or lower case."""
         value = self.text(key)
-        for one in choices:
-            if value.casefold() == one.casefold():
-                return one
-        raise self._wrong(key, f"should be one of {', '.join(choices)}", value)
+        by_letters = {choice.casefold(): choice for choice in choices}
+        if value.casefold() not in by_letters:
+            raise self._wrong(key, f"should be one of {', '.join(choices)}", value)
+        return by_letters[value.casefold()]
 
     def _wrong(self, key: str, should: str, value: object) -> WorkshopError:
         line = self._line(key)
@@ -119,6 +103,4 @@ class Answers:
 def _is_empty(value: object) -> bool:
     if isinstance(value, str):
         return not value.strip()
-    if isinstance(value, float):
-        return math.isnan(value)
-    return value == []
+    return value == [] or (isinstance(value, float) and math.isnan(value))

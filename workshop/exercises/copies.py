@@ -10,11 +10,7 @@ OLD = ".old"
 
 
 def make(folder: Path) -> list[Path]:
-    """Makes the copies that are missing in an exercise's folder; their paths.
-
-    Raises:
-        WorkshopError: the folder can't be written.
-    """
+    """Makes the copies that are missing in an exercise's folder; their paths."""
     made = []
     for given, mine in COPIES.items():
         if (folder / given).is_file() and not (folder / mine).exists():
@@ -31,11 +27,7 @@ def make(folder: Path) -> list[Path]:
 
 def set_aside(folder: Path) -> list[Path]:
     """Renames the copies, unless nothing was written into them; the new paths. One that was set
-    aside earlier is replaced.
-
-    Raises:
-        WorkshopError: the folder can't be written.
-    """
+    aside earlier is replaced."""
     kept = []
     for given, mine in COPIES.items():
         path = folder / mine

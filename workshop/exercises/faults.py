@@ -43,14 +43,13 @@ def missing(error: BaseException) -> NotOnThisMachine | None:
 
 def _of_running(error: BaseException, work: Work) -> Item:
     """Of code that ran: the innermost line of the participant's file has the blame, if any."""
-    cause, where = error, ""
-    for link in _chain(error):
-        found = _innermost(link, work.mine_path)
-        if found:
-            cause, where = link, found
-    if not where:
+    blamed = [
+        (link, found) for link in _chain(error) if (found := _innermost(link, work.mine_path))
+    ]
+    if not blamed:
         place = _innermost(error, work.folder / "check.py")
         return Item(False, "the check could not go on", f"{_text(error)} ({place or 'check.py'})")
+    cause, where = blamed[-1]
     if isinstance(cause, NotImplementedError):
         return Item(False, f"not written yet: {where}", printable(str(cause)[:_MOST]))
     if isinstance(cause, SystemExit):

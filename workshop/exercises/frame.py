@@ -40,15 +40,13 @@ _NOT_OWN = ("reference", "exercises")
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that a check looked at.
-
-    `what` is a short phrase; `why` says what was found, where it helps, and may have several
-    lines.
-    """
+    """One thing that a check looked at."""
 
     ok: bool
     what: str
+    """A short phrase."""
     why: str = ""
+    """What was found, where it helps; may have several lines."""
 
 
 def judged(right: bool, what: str, otherwise: str) -> Item:
@@ -92,25 +90,19 @@ class Work:
         self.results = results
         self._shown: set[Item] = set()
 
-    def module(self) -> ModuleType:
-        """mine.py, imported once. What it raises is left to the caller: the frame shows it, with
-        its line, as a red Item."""
-        return self._module
-
     @cached_property
-    def _module(self) -> ModuleType:
+    def module(self) -> ModuleType:
+        """mine.py. What importing it raises is left to the caller: the frame shows it, with its
+        line, as a red Item."""
         return import_file(self.mine_path)
 
+    @cached_property
     def answers(self) -> Answers:
-        """my_answers.toml (in performance_debugging my_diagnosis.toml), read once.
+        """my_answers.toml (in performance_debugging my_diagnosis.toml).
 
         Raises:
             WorkshopError: it is missing, or no TOML.
         """
-        return self._answers
-
-    @cached_property
-    def _answers(self) -> Answers:
         return Answers(self.answers_path)
 
     def each(self, *parts: Part) -> Iterator[Item]:
@@ -118,7 +110,7 @@ class Work:
         what a part raises becomes one red Item.
 
         Raises:
-            NotOnThisMachine: a part said so, or needs Triton where there is none.
+            NotOnThisMachine: raised by a part, or it needs Triton and there is none.
         """
         from workshop.exercises import faults
 
@@ -143,7 +135,11 @@ class Work:
                 config_name="tiny". Without `status`, complete runs only.
         """
         wanted = {"version": version, "status": "complete"} | filters
-        found = [s for s in self._all_runs if _has(s.run, wanted)]
+        found = [
+            stored
+            for stored in self._all_runs
+            if all(getattr(stored.run, name) == value for name, value in wanted.items())
+        ]
         return sorted(found, key=lambda s: (s.run.created, s.run.session), reverse=True)
 
     def runs(self, version: str = "v1", **filters: object) -> list["RunResult"]:
@@ -156,12 +152,8 @@ class Work:
 
         if not self.results.is_dir():
             return []
-        below = [
-            path
-            for path in sorted(self.results.iterdir())
-            if path.is_dir() and path.name not in _NOT_OWN
-        ]
-        collection = Collection(below)
+        below = (path for path in sorted(self.results.iterdir()) if path.is_dir())
+        collection = Collection([path for path in below if path.name not in _NOT_OWN])
         collection.refresh()
         return collection.runs
 
@@ -191,8 +183,10 @@ def sizes(run: "RunResult") -> "Sizes":
     return Sizes(**{name: int(run.config[name]) for name in Sizes.__dataclass_fields__})
 
 
-def _has(run: "RunResult", wanted: dict[str, object]) -> bool:
-    return all(getattr(run, name) == value for name, value in wanted.items())
+def setting(run: "RunResult") -> tuple[object, ...]:
+    """What two runs must share to be compared, besides their batch and length."""
+    options = (run.options.get("compile"), run.options.get("cuda_graph"))
+    return run.config, run.precision, run.device.get("name"), options
 
 
 class _FreshLoader(SourceFileLoader):

@@ -5,13 +5,13 @@ A finding was read or computed from results: where these say otherwise it is red
 off it is without giving the right number away.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from workshop.exercises.answers import Answers
-from workshop.exercises.frame import Item, Work
+from workshop.exercises.frame import Item, Part, Work
 
 M = TypeVar("M")
 """What a check has gathered from the participant's results."""
@@ -34,21 +34,9 @@ def prediction(
     return Item(True, what, f"{numbers}: {_how_far(predicted, measured)}\n{why}")
 
 
-def finding(
-    what: str, found: float, measured: float, unit: str, *, within: float = 0.03, how: str
-) -> Item:
-    """An Item that is red where the results say something else.
-
-    Args:
-        what: the quantity.
-        found, measured: in `unit`, which may be "".
-        within: the share of the measured value by which rounding may change it.
-        how: where to find the number or how to compute it; shown where it is wrong. A sentence.
-    """
-    if abs(found - measured) <= within * abs(measured):
-        return Item(True, what, _number(measured, unit))
-    distance = _how_far(found, measured)
-    return Item(False, what, f"yours, {_number(found, unit)}, is {distance}\n{how}")
+class NotCompared(Exception):
+    """Raised by a question's `value` where the results have no answer: the text says why, and any
+    answer is green."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +48,30 @@ class Found(Generic[M]):
     unit: str
     value: Callable[[M], float]
     """The right answer, of what was measured."""
-    how: str
+    how: str | Callable[[M], str]
+    """Where to find the number or how to compute it: for a wrong answer."""
     within: float = 0.03
+    """The share of the right number by which rounding may change it."""
+    margin: float = 0.0
+    """Or by how much, in `unit`."""
+    slips: Callable[[M], Iterable[tuple[float, str]]] = lambda _: ()
+    """The numbers that well-known mistakes give, each with what to say then."""
+    note: Callable[[M], str] | None = None
+    """Shown for a right answer instead of the number."""
 
-    def item(self, answers: Answers, measured: M) -> Item:
-        yours, right = answers.number(self.key), self.value(measured)
-        return finding(self.what, yours, right, self.unit, within=self.within, how=self.how)
+    def item(self, answers: Answers, m: M) -> Item:
+        yours, right = answers.number(self.key), self.value(m)
+        if self._near(yours, right):
+            return Item(True, self.what, self.note(m) if self.note else _number(right, self.unit))
+        shown = f"yours, {_number(yours, self.unit)}"
+        for wrong, why in self.slips(m):
+            if self._near(yours, wrong):
+                return Item(False, self.what, f"{shown}: {why}")
+        why = self.how if isinstance(self.how, str) else self.how(m)
+        return Item(False, self.what, f"{shown}, is {_how_far(yours, right)}\n{why}")
+
+    def _near(self, yours: float, number: float) -> bool:
+        return abs(yours - number) <= max(self.margin, self.within * abs(number))
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,10 @@ class Predicted(Found[M]):
 
     within: float = 0.25
 
-    def item(self, answers: Answers, measured: M) -> Item:
-        yours, right = answers.number(self.key), self.value(measured)
-        return prediction(self.what, yours, right, self.unit, within=self.within, why=self.how)
+    def item(self, answers: Answers, m: M) -> Item:
+        yours, right = answers.number(self.key), self.value(m)
+        why = self.how if isinstance(self.how, str) else self.how(m)
+        return prediction(self.what, yours, right, self.unit, within=self.within, why=why)
 
 
 @dataclass(frozen=True)
@@ -86,32 +93,67 @@ class Chosen(Generic[M]):
 
     key: str
     what: str
-    choices: tuple[str, ...]
-    value: Callable[[M], str]
-    """The right answer, of what was measured."""
-    how: str | Callable[[str], str]
-    """Shown for a wrong answer; may depend on it."""
+    choices: Collection[str]
+    """A mapping has a sentence for each, which is shown with that answer, right or wrong."""
+    value: Callable[[M], str | Collection[str]]
+    """The right answer, of what was measured, or several."""
+    how: str | Callable[[M], str] = ""
+    """Shown for a wrong answer."""
+    note: Callable[[M], str] | None = None
+    """Shown for a right one."""
 
-    def item(self, answers: Answers, measured: M) -> Item:
-        yours, right = answers.choice(self.key, self.choices), self.value(measured)
-        how = self.how if isinstance(self.how, str) else self.how(yours)
-        return Item(yours == right, self.what, right if yours == right else f"not {yours}: {how}")
+    def item(self, answers: Answers, m: M) -> Item:
+        yours, right = answers.choice(self.key, tuple(self.choices)), self.value(m)
+        ok = yours in ((right,) if isinstance(right, str) else right)
+        if isinstance(self.choices, Mapping):
+            why = self.choices[yours]
+        elif ok:
+            why = self.note(m) if self.note else yours
+        else:
+            why = f"not {yours}: {self.how if isinstance(self.how, str) else self.how(m)}"
+        return Item(ok, self.what, why)
+
+
+@dataclass(frozen=True)
+class Written(Generic[M]):
+    """A text of `my_answers.toml`."""
+
+    key: str
+    what: str
+    fault: Callable[[M, str], str]
+    """What is wrong with a text; "" of a right one."""
+
+    def item(self, answers: Answers, m: M) -> Item:
+        why = self.fault(m, answers.text(self.key))
+        return Item(not why, self.what, why)
+
+
+Question = Found[M] | Chosen[M] | Written[M]
 
 
 def ask(
-    work: Work, measured: Callable[[Work], M], questions: Sequence[Found[M] | Chosen[M]]
+    work: Work, measured: Callable[[Work], M], questions: Iterable[Question[M] | Part]
 ) -> Iterator[Item]:
-    """An Item per question, also where another has no answer yet.
+    """An Item per question, also where another has no answer yet, and those of further parts.
 
     Args:
-        measured: gathers what the questions are about from the participant's results.
+        measured: gathers what the questions are about from the participant's results, once.
     """
-    yield from work.each(*(partial(_ask, measured=measured, question=q) for q in questions))
+    once = functools.cache(measured)
 
+    def part(question: Question[M]) -> Part:
+        def answered(work: Work) -> Iterator[Item]:
+            m = once(work)
+            try:
+                yield question.item(work.answers, m)
+            except NotCompared as reason:
+                yield Item(True, question.what, str(reason))
 
-def _ask(work: Work, *, measured: Callable[[Work], M], question: Any) -> Iterator[Item]:
-    results = measured(work)
-    yield question.item(work.answers(), results)
+        return answered
+
+    yield from work.each(
+        *(part(q) if isinstance(q, (Found, Chosen, Written)) else q for q in questions)
+    )
 
 
 def _how_far(yours: float, measured: float) -> str:

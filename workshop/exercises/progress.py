@@ -34,16 +34,10 @@ class _Stored:
 class Progress:
     """The states of all exercises, kept in a file that is written anew at each change."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises WorkshopError: the file is broken.
-
-        Args:
-            folder: of the results.
-        """
-        self.path = folder / FILE
-        self._states: dict[str, State] = {}
-        if self.path.is_file():
-            self._states = _read(self.path)
+    def __init__(self, results: Path) -> None:
+        """Raises WorkshopError: the file is broken."""
+        self.path = results / FILE
+        self._states = _read(self.path) if self.path.is_file() else {}
 
     def __getitem__(self, name: str) -> State:
         return self._states.setdefault(name, State())
@@ -74,8 +68,6 @@ class Progress:
 
 def _read(path: Path) -> dict[str, State]:
     try:
-        content = results.read_json(path)
-        stored = results.decode(_Stored, content, path, "")
+        return results.decode(_Stored, results.read_json(path), path, "").exercises
     except WorkshopError as error:
         raise WorkshopError(f"{error}; delete the file to begin anew") from None
-    return stored.exercises

@@ -36,11 +36,8 @@ _DONE, _MISSING = "done", "missing"
 _MOST_PRINTED = 20
 """Lines of what the participant's code printed that are shown."""
 _MOST_READ = 1 << 16
-_MB = 10**6
-_MOST_OUTPUT = 16 * _MB
-"""Bytes that the process may print."""
-_MOST_WRITTEN = 1000 * _MB
-"""Bytes that it may write in all, and into one file: torch.compile's header alone takes 150 MB."""
+_MOST_WRITTEN = 10**9
+"""Bytes that the process may print and write in all: torch.compile's header alone takes 150 MB."""
 _LOOK_S = 0.1
 """How often its writes are counted."""
 
@@ -81,19 +78,17 @@ def run(
     """
     work = Work(folder, mine=mine, answers=answers, results=results)
     with tempfile.TemporaryDirectory() as place:
-        status, beyond = _run_process(work, Path(place), limit_s)
-        return _outcome(work, Path(place), status, beyond, limit_s)
+        return _run_process(work, Path(place), limit_s)
 
 
-def _run_process(work: Work, place: Path, limit_s: float) -> tuple[int | None, str]:
-    """The exit status of the process, None if it has to be killed; and what it wrote too much."""
+def _run_process(work: Work, place: Path, limit_s: float) -> Outcome:
     paths = (work.folder, work.mine_path, work.answers_path, work.results, place)
     # -u: what it printed is there however it ends.
     command = [sys.executable, "-u", "-m", __spec__.name]
     command += [str(path.resolve()) for path in paths]
     with (place / _PRINTED).open("wb") as printed:
         process = subprocess.Popen(
-            [*command, str(limit_s)],
+            command,
             cwd=ROOT,
             env=os.environ | waiting.short_spin(),
             stdin=subprocess.DEVNULL,
@@ -103,31 +98,42 @@ def _run_process(work: Work, place: Path, limit_s: float) -> tuple[int | None, s
         )
         try:
             with processes.ended_with_us(process):
-                beyond = _wait(process, place / _PRINTED, limit_s)
-            return process.poll(), beyond
+                problem, why = _wait(process, limit_s)
         finally:
-            _end_group(process)
+            processes.kill_group(process)
+    items, done, missing = [], False, None
+    lines = (place / _ITEMS).read_text(encoding="utf-8") if (place / _ITEMS).is_file() else ""
+    for line in lines.splitlines():
+        record = json.loads(line)
+        if _MISSING in record:
+            missing = record[_MISSING]
+        elif _DONE in record:
+            done = True
+        else:
+            items.append(Item(**record))
+    if not done:
+        items.append(_broken_off(work, place, problem, why, process.returncode))
+    return Outcome(items, missing, _last_printed(place))
 
 
-def _wait(process: "subprocess.Popen[bytes]", printed: Path, limit_s: float) -> str:
-    """Waits until the process ends or its time is over; what it wrote too much, if it did."""
-    deadline = time.monotonic() + limit_s + _GRACE_S
-    while True:
+def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> tuple[str, str]:
+    """Waits until the process ends, has written too much, or its time is over; in that case what is
+    wrong, and why it may be."""
+    deadline, why = time.monotonic() + limit_s, "Does a loop never end?"
+    problem = ""
+    while not problem:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_LOOK_S)
-            return ""
-        if time.monotonic() > deadline:
-            return ""
-        if printed.stat().st_size > _MOST_OUTPUT:
-            beyond = f"printed more than {_MOST_OUTPUT // _MB:,} MB"
-        elif _written(process.pid) > _MOST_WRITTEN:
-            beyond = f"wrote more than {_MOST_WRITTEN // _MB:,} MB"
-        else:
-            continue
-        process.send_signal(signal.SIGABRT)  # faulthandler notes the line that it was at
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_GRACE_S)
-        return beyond
+            return "", ""
+        if _written(process.pid) > _MOST_WRITTEN:
+            problem = f"wrote more than {_MOST_WRITTEN // 10**6:,} MB"
+        elif time.monotonic() > deadline:
+            problem = f"still running after {limit_s:.0f} s"
+            why += " For a slow machine: --limit 600"
+    process.send_signal(signal.SIGABRT)  # faulthandler notes the line that it was at
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_GRACE_S)
+    return problem, why
 
 
 def _written(process: int) -> int:
@@ -140,52 +146,23 @@ def _written(process: int) -> int:
     return int(found[1]) if found else 0
 
 
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Ends what is left of the process, and of those that it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _outcome(work: Work, place: Path, status: int | None, beyond: str, limit_s: float) -> Outcome:
-    items, done, missing = [], False, None
-    lines = (place / _ITEMS).read_text(encoding="utf-8") if (place / _ITEMS).is_file() else ""
-    for line in lines.splitlines():
-        record = json.loads(line)
-        if _MISSING in record:
-            missing = record[_MISSING]
-        elif _DONE in record:
-            done = True
-        else:
-            items.append(Item(**record))
-    if not done:
-        items.append(_broken_off(work, place, status, beyond, limit_s))
-    return Outcome(items, missing, _last_printed(place))
-
-
-def _broken_off(work: Work, place: Path, status: int | None, beyond: str, limit_s: float) -> Item:
+def _broken_off(work: Work, place: Path, problem: str, why: str, status: int) -> Item:
     """The red Item of a process that did not come to its end."""
     written = (place / _STACK).is_file()
     stack = (place / _STACK).read_text(encoding="utf-8", errors="replace") if written else ""
     # Python writes a stack in ASCII.
     path = str(work.mine_path.resolve()).encode("ascii", "backslashreplace").decode()
-    name = re.escape(path)
-    at = re.search(rf'File "{name}", line (\d+) in (\S+)', stack)
-    where = ""
+    at = re.search(rf'File "{re.escape(path)}", line (\d+) in (\S+)', stack)
+    where = "the check"
     if at:
         function = "" if at[2] == "<module>" else f", in {at[2]}"
         where = f"{work.mine_path.name}, line {at[1]}{function}"
-    if beyond:
-        return Item(False, f"{where or 'the check'}: {beyond}", "Does a loop never end?")
-    if status is None or stack.startswith("Timeout"):
-        problem = f"still running after {limit_s:.0f} s"
-        why = "Does a loop never end? For a slow machine: --limit 600"
-        return Item(False, f"{where or 'the check'}: {problem}", why)
-    if status < 0:
-        name = signal.Signals(-status).name
+    if not problem and status < 0:
+        problem = f"Python was ended by {signal.Signals(-status).name}"
         why = "out of memory?" if -status == signal.SIGKILL else ""
-        return Item(False, f"{where or 'the check'}: Python was ended by {name}", why)
-    return Item(False, f"{where or work.mine_path.name}: Python ended with status {status}")
+    elif not problem:  # os._exit, which leaves no stack
+        where, problem = work.mine_path.name, f"Python ended with status {status}"
+    return Item(False, f"{where}: {problem}", why)
 
 
 def _last_printed(place: Path) -> list[str]:
@@ -199,16 +176,14 @@ def _last_printed(place: Path) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Inside the process: writes an Item a line, and ends it without waiting for threads."""
+    """Writes an Item a line, and ends the process without waiting for threads."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}")
     for name in ("folder", "mine", "answers", "results", "place"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("limit_s", type=float)
     a = parser.parse_args(argv)
     _limit_files()
     with (a.place / _STACK).open("w") as stack, (a.place / _ITEMS).open("w") as file:
         faulthandler.enable(stack)
-        faulthandler.dump_traceback_later(a.limit_s, exit=True, file=stack)
         work = Work(a.folder, mine=a.mine, answers=a.answers, results=a.results)
 
         def write(record: dict[str, object]) -> None:

@@ -1,6 +1,8 @@
 """Processes that end when the program that started them does, however that ends."""
 
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -40,3 +42,14 @@ def stop(process: "subprocess.Popen[Any]", patience_s: float) -> None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.kill()
         process.wait()
+
+
+def kill_group(process: "subprocess.Popen[Any]") -> None:
+    """Ends at once what is left of a process, and of all that it has started.
+
+    Args:
+        process: started with `start_new_session`.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

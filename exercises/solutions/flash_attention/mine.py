@@ -1,4 +1,5 @@
-"""Flash attention in plain PyTorch: block by block over the keys, the (T, T) scores never whole.
+"""Flash attention in plain PyTorch: block by block over the keys, the (T, T) scores never whole. A
+solution, which serves grouped heads too; what each function gives is written in the starter.
 
 Shapes in the comments:
     B batch   H query heads   T tokens   D head size   N keys of a block (the last may have fewer)
@@ -13,15 +14,6 @@ from torch import Tensor
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The specification: what V1 computes, and the logarithm of each row's softmax denominator.
-
-    Args:
-        q, k, v: (B, H, T, D).
-
-    Returns:
-        out (B, H, T, D) = softmax(q k' / sqrt(D), no future) v, and
-        lse (B, H, T) = log(sum(exp(scores))), the "log-sum-exp" of each row of scores.
-    """
     T, D = q.shape[-2:]
     scores = q @ k.transpose(-2, -1) / math.sqrt(D)  # (B, H, T, T): what flash attention avoids
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(diagonal=1)
@@ -30,19 +22,6 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """What `attention_reference` gives, with the scores of `block` keys at a time.
-
-    Of each query three things are carried from block to block: the highest score so far, the sum
-    of exp(score - highest), and the sum of exp(score - highest) v, which becomes `out`.
-
-    Args:
-        q: (B, H, T, D).
-        k, v: (B, K, T, D). None of them is always contiguous, and none is to be changed.
-        block: N, at least 1; T need not be a multiple of it.
-
-    Returns:
-        out (B, H, T, D) and lse (B, H, T).
-    """
     q, k, v = _by_group(q, k, v)
     T = q.shape[-2]
     out = torch.zeros_like(q)  # (B, K, G, T, D)
@@ -66,16 +45,6 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: int) -> tuple[Tensor, 
 def flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, with the softmax computed again, block by block, from lse.
-
-    Args:
-        grad_out: (B, H, T, D), the gradient of `out`.
-        q, k, v, block: as given to `flash_forward`.
-        out, lse: as it returned them.
-
-    Returns:
-        dq (B, H, T, D), dk and dv (B, K, T, D).
-    """
     D = q.shape[-1]
     delta = _heads_by_group((grad_out * out).sum(dim=-1), k)  # (B, K, G, T)
     grad_out, lse = _heads_by_group(grad_out, k), _heads_by_group(lse, k)

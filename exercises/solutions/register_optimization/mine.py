@@ -1,8 +1,4 @@
-"""SwiGLU's two matrix products and what follows them, in one kernel: silu(x gate') * (x up').
-
-torch.compile leaves this as two products of the library's, which write (M, N) numbers each, and a
-kernel that reads them again. Here both products stay in registers until y is ready. That is the
-difficulty: two accumulators, and operands for both on their way through shared memory.
+"""SwiGLU's two matrix products and what follows them in one kernel, the starter's: tiles that fit.
 
 Shapes in the comments:
     M tokens   K hidden_dim   N intermediate_dim   (block_m, block_n, block_k) the tile
@@ -11,7 +7,6 @@ Shapes in the comments:
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,17 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut: what one program computes, and by whom."""
-
     block_m: int
-    """Rows of y that a program computes, and columns: powers of two, at least 16."""
     block_n: int
     block_k: int
-    """How much of K each turn of the loop takes: a power of two, at least 16."""
     num_warps: int
-    """Waves (NVIDIA: warps) that share a program's tile: a power of two, up to 16."""
     num_stages: int
-    """Turns whose operands are on their way at a time, each with a place in shared memory."""
 
 
 START = Tile(block_m=256, block_n=128, block_k=64, num_warps=4, num_stages=3)
@@ -44,25 +33,11 @@ TILES = {
 }
 
 
-def swiglu_product_reference(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """The specification: y (M, N) of x (M, K), gate and up (N, K)."""
-    return F.silu(x @ gate.T) * (x @ up.T)
-
-
 @triton.jit
 def _swiglu_product_kernel(  # type: ignore[no-untyped-def]
-    x,
-    gate,
-    up,
-    y,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, gate, up, y, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     gates = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -81,17 +56,14 @@ def _swiglu_product_kernel(  # type: ignore[no-untyped-def]
 
 
 def swiglu_product(x: Tensor, gate: Tensor, up: Tensor, tile: Tile) -> Tensor:
-    """What `swiglu_product_reference` gives; x, gate and up contiguous."""
+    """y (M, N) = silu(x gate') * (x up') of x (M, K), gate and up (N, K), all contiguous."""
     M, K = x.shape
     N = gate.shape[0]
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n))
     _swiglu_product_kernel[grid](
         *(x, gate, up, y, M, N, K),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages,
+        *(tile.block_m, tile.block_n, tile.block_k, tile.num_stages),
         num_warps=tile.num_warps,
     )
     return y

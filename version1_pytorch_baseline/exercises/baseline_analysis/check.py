@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.compare.collection import StoredRun
-from workshop.exercises.frame import Item, Missing, Work, sizes
-from workshop.exercises.predict import Found, Predicted, ask
+from workshop.exercises.frame import Item, Missing, Work, setting, sizes
+from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
 from workshop.results import RunResult
 from workshop.run import flops, presets, timing
 
@@ -59,9 +59,7 @@ class Measured:
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(_runs)
-    yield from ask(work, measured, QUESTIONS)
-    yield from work.each(_differ, _believe, _larger_part)
+    return ask(work, measured, (_runs, *QUESTIONS))
 
 
 def step_ms(run: RunResult) -> float:
@@ -77,96 +75,91 @@ def backward_over_forward(run: RunResult) -> float:
     return timing.median(run.backward_ms) / timing.median(run.forward_ms)
 
 
-QUESTIONS: tuple[Found[Measured], ...] = (
+def larger_part(m: Measured) -> set[str]:
+    if m.busy is not None:
+        raise NotCompared(f"{m.growth:.2f} times as long says nothing: {m.busy}")
+    least, most = UNDECIDED
+    return {"tokens"} if m.growth > most else {"fixed"} if m.growth < least else {"tokens", "fixed"}
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
-        "predict.million_weights",
-        "predicted: weights, in millions",
-        "",
+        "predict.million_weights", "predicted: weights, in millions", "",
         lambda m: flops.parameter_count(sizes(m.later)) / 1e6,
         "A layer has about 3 C^2 weights in its attention and 12 C^2 in its feed-forward part: "
-        "most of the model is where few people look.",
-        within=0.1,
+        "most of the model is where few people look.", within=0.1,
     ),
     Predicted(
-        "predict.gflop_a_step",
-        "predicted: operations of a step",
-        "GFLOP",
+        "predict.gflop_a_step", "predicted: operations of a step", "GFLOP",
         lambda m: m.work.total / 1e9,
         "6 x weights x tokens: a factor of 3 is the backward pass, a factor of 2 the addition that "
-        "comes with every multiplication, a factor of 8 the batch.",
-        within=0.1,
+        "comes with every multiplication, a factor of 8 the batch.", within=0.1,
     ),
     Predicted(
-        "predict.first_loss",
-        "predicted: the first loss",
-        "",
+        "predict.first_loss", "predicted: the first loss", "",
         lambda m: m.later.losses[0] or float("inf"),
         "A model that knows nothing gives each of V tokens 1/V: the loss is ln(V). A first loss "
-        "far from that is a fault before any training.",
-        within=0.05,
+        "far from that is a fault before any training.", within=0.05,
     ),
     Predicted(
-        "predict.step_ms",
-        "predicted: the time of a step",
-        "ms",
-        lambda m: step_ms(m.later),
+        "predict.step_ms", "predicted: the time of a step", "ms", lambda m: step_ms(m.later),
         "A guess without a count behind it is seldom within a factor of three, which is why one "
         "measures. From the operations alone comes the least that it can be: see least_ms.",
     ),
     Predicted(
-        "predict.backward_over_forward",
-        "predicted: backward over forward",
-        "",
+        "predict.backward_over_forward", "predicted: backward over forward", "",
         lambda m: backward_over_forward(m.later),
         "The backward pass has twice the products. A ratio far from 2 says that something else "
         "takes the time; one far below 1, that a part of the backward pass did not run.",
     ),
     Predicted(
-        "predict.twice_the_batch",
-        "predicted: twice the batch",
-        "times",
-        lambda m: m.growth,
+        "predict.twice_the_batch", "predicted: twice the batch", "times", lambda m: m.growth,
         "2 says that the step's time is work; 1, that it is overhead, which more work would fill.",
         within=0.15,
     ),
     Found(
-        "found.step_ms",
-        "the time of a step",
-        "ms",
-        lambda m: step_ms(m.later),
+        "found.step_ms", "the time of a step", "ms", lambda m: step_ms(m.later),
         "The line `batch` of the summary: the median, of the later of the two runs.",
     ),
     Found(
-        "found.tokens_per_s",
-        "tokens a second",
-        "tokens/s",
+        "found.tokens_per_s", "tokens a second", "tokens/s",
         lambda m: m.later.batch_size * m.later.seq_len / step_ms(m.later) * 1e3,
         "The line `speed` of the summary; batch x tokens over the time of a step.",
     ),
     Found(
-        "found.backward_over_forward",
-        "backward over forward",
-        "",
+        "found.backward_over_forward", "backward over forward", "",
         lambda m: backward_over_forward(m.later),
         "The line `backward` over the line `forward`, of the later of the two runs.",
     ),
     Found(
-        "found.least_ms",
-        "the least time of a step",
-        "ms",
-        least_ms,
+        "found.least_ms", "the least time of a step", "ms", least_ms,
         "The operations of a step, in GFLOP, over the peak in the line `rate`, in TFLOP/s. Not "
-        "over the rate, which is what the step reached.",
-        within=0.06,
+        "over the rate, which is what the step reached.", within=0.06,
     ),
     Found(
-        "found.twice_the_batch",
-        "twice the batch",
-        "times",
-        lambda m: m.growth,
+        "found.twice_the_batch", "twice the batch", "times", lambda m: m.growth,
         "The median of the run with twice the batch over that of the later of the other two.",
     ),
-)
+    Found(
+        "found.runs_differ_percent", "how far apart two runs are", "%",
+        lambda m: 100 * (m.runs_differ - 1),
+        "The longer median over the shorter one, less 1, in percent.", within=0.1, margin=0.3,
+    ),
+    Chosen(
+        "found.one_version_shows_1_05", f"whether one version can show {CLAIM}x against itself",
+        ("yes", "no"), lambda m: "yes" if m.runs_differ >= CLAIM else "no",
+        lambda m: f"they differ by a factor of {m.runs_differ:.3f}",
+        lambda m: "One run each proves nothing here: compare_versions.py alternates and repeats."
+        if m.runs_differ >= CLAIM
+        else "This time not. But two runs are few: compare_versions.py gives an interval.",
+    ),
+    Chosen(
+        "found.larger_part", "the larger part of a step's time", ("tokens", "fixed"), larger_part,
+        lambda m: f"twice the tokens took {m.growth:.2f} times as long",
+        # t = fixed + tokens, growth x t = fixed + 2 tokens
+        lambda m: f"about {min(max(m.growth - 1, 0.0), 1.0):.0%} grows with the tokens",
+    ),
+)  # fmt: skip
 
 
 def _runs(work: Work) -> Iterator[Item]:
@@ -180,7 +173,8 @@ def _runs(work: Work) -> Iterator[Item]:
     if least_ms(m) > step_ms(run):
         note += "\nFaster than its peak: other programs ran while the peak was measured."
     note += "".join(f"\n{path.relative_to(work.results)}" for path in m.files)
-    yield Item(True, f"your three runs: {run.config_name}, {run.precision}, {_device(run)}", note)
+    what = f"{run.config_name}, {run.precision}, {run.device.get('name')}"
+    yield Item(True, f"your three runs: {what}", note)
     three = (m.later, m.earlier, m.doubled)
     gate = all(one.parity.status == "pass" for one in three)
     doubts = [sentence for one in three for sentence in one.plausibility]
@@ -188,47 +182,6 @@ def _runs(work: Work) -> Iterator[Item]:
         gate and not doubts,
         "they passed the gate, and no number is impossible",
         "\n".join(doubts) if doubts else "" if gate else "The gate is red: see its result file.",
-    )
-
-
-def _differ(work: Work) -> Iterator[Item]:
-    percent = 100 * (measured(work).runs_differ - 1)
-    answer = work.answers().number("found.runs_differ_percent")
-    close = abs(answer - percent) <= max(0.3, 0.1 * percent)
-    how = "the longer median over the shorter one, less 1, in percent"
-    note = f"{percent:.1f}%" if close else f"yours, {answer:.3g}%, is not what they say: {how}"
-    yield Item(close, "how far apart two runs are", note)
-
-
-def _believe(work: Work) -> Iterator[Item]:
-    ratio = measured(work).runs_differ
-    answer = work.answers().choice("found.one_version_shows_1_05", ("yes", "no"))
-    right = "yes" if ratio >= CLAIM else "no"
-    lesson = {
-        "yes": "One run each proves nothing here: compare_versions.py alternates and repeats.",
-        "no": "This time not. But two runs are few: compare_versions.py gives an interval.",
-    }
-    note = lesson[right] if answer == right else f"they differ by a factor of {ratio:.3f}"
-    yield Item(answer == right, f"whether one version can show {CLAIM}x against itself", note)
-
-
-def _larger_part(work: Work) -> Iterator[Item]:
-    growth, busy = measured(work).growth, measured(work).busy
-    answer = work.answers().choice("found.larger_part", ("tokens", "fixed"))
-    least, most = UNDECIDED
-    right = {"tokens"} if growth > most else {"fixed"} if growth < least else {"tokens", "fixed"}
-    what = "the larger part of a step's time"
-    if busy is not None:
-        yield Item(True, what, f"{growth:.2f} times as long says nothing: {busy}")
-        return
-    # t = fixed + tokens, growth x t = fixed + 2 tokens
-    of_tokens = min(max(growth - 1, 0.0), 1.0)
-    yield Item(
-        answer in right,
-        what,
-        f"about {of_tokens:.0%} grows with the tokens"
-        if answer in right
-        else f"twice the tokens took {growth:.2f} times as long",
     )
 
 
@@ -264,20 +217,6 @@ def _is_base(run: RunResult) -> bool:
 
 def _first(runs: list[StoredRun], like: RunResult, *, batch: int) -> StoredRun | None:
     """The newest run that differs from another in its batch size alone."""
-    return next(
-        (
-            stored
-            for stored in runs
-            if stored.run.batch_size == batch and _setting(stored.run) == _setting(like)
-        ),
-        None,
-    )
-
-
-def _setting(run: RunResult) -> tuple[object, ...]:
-    options = (run.options.get("compile"), run.options.get("cuda_graph"))
-    return run.config, run.seq_len, run.precision, _device(run), options
-
-
-def _device(run: RunResult) -> object:
-    return run.device.get("name")
+    wanted = (setting(like), like.seq_len, batch)
+    found = (s for s in runs if (setting(s.run), s.run.seq_len, s.run.batch_size) == wanted)
+    return next(found, None)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import Found, Predicted, ask
+from workshop.exercises.frame import Item, Missing, Work, setting
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, Written, ask
 from workshop.profilers import advisor
 from workshop.profilers.names import ELLIPSIS, display_name
 from workshop.profilers.table import KernelTable
@@ -21,7 +21,6 @@ BOUNDS = {
     "launches": ("launch-bound", "latency-bound", "host-bound"),
     "mixed": (advisor.MIXED,),
 }
-KNOWN = {finding for findings in BOUNDS.values() for finding in findings}
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,10 @@ class Measured:
         line = self.table.timeline
         return line.busy_ns / line.span_ns if line else 1.0
 
+    @property
+    def advice(self) -> advisor.Advice | None:
+        return advisor.headline(advisor.advise(self.table, self.run))
+
     def twice_as_fast(self, categories: tuple[str, ...]) -> float:
         """What a step gains at most if these took half of their time."""
         part = self.percent(categories) / 100 * self.busy
@@ -50,9 +53,7 @@ class Measured:
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(_profiles)
-    yield from ask(work, measured, QUESTIONS)
-    yield from work.each(_hottest, _idle, _bound)
+    return ask(work, measured, (_profiles, *QUESTIONS))
 
 
 def calls(table: KernelTable) -> float:
@@ -64,86 +65,95 @@ def call_ns(table: KernelTable) -> float:
     return table.total_ns / table.launches
 
 
-QUESTIONS: tuple[Found[Measured], ...] = (
+def bounds(m: Measured) -> list[str]:
+    """The answers that the advisor's finding agrees with."""
+    finding = m.advice.finding if m.advice else ""
+    return [answer for answer, findings in BOUNDS.items() if finding in findings] or list(BOUNDS)
+
+
+def _not_the_hottest(m: Measured, answer: str) -> str:
+    kernels = enumerate(m.table.kernels, start=1)
+    rank = next((rank for rank, kernel in kernels if _names(answer, kernel.name)), None)
+    if rank is None:
+        return f"no row of the hot list is called {answer!r:.60}"
+    return "" if rank == 1 else f"it is number {rank} by its total time"
+
+
+def _names(answer: str, name: str) -> bool:
+    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
+    words = [word for word in answer.split(ELLIPSIS) if word]
+    shortened = ELLIPSIS in answer and all(word in name for word in words)
+    whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
+    return shortened or answer.casefold() in {one.casefold() for one in whole}
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
-        "predict.products_percent",
-        "predicted: the products' share",
-        "%",
+        "predict.products_percent", "predicted: the products' share", "%",
         lambda m: m.percent(PRODUCTS),
         "Products do nearly all of a step's arithmetic, yet passes over memory take time too, "
-        "which no count of operations shows.",
-        within=0.2,
+        "which no count of operations shows.", within=0.2,
     ),
     Predicted(
-        "predict.calls_a_step",
-        "predicted: calls of a step",
-        "calls",
-        lambda m: calls(m.table),
+        "predict.calls_a_step", "predicted: calls of a step", "calls", lambda m: calls(m.table),
         "Written-out formulas are many small operations, each with a backward pass, and AdamW has "
         "several for each tensor. On a CPU, operators that only describe memory count too.",
         within=0.5,
     ),
     Predicted(
-        "predict.batch_1_calls",
-        "predicted: calls with a single sequence",
-        "times",
+        "predict.batch_1_calls", "predicted: calls with a single sequence", "times",
         lambda m: calls(m.single) / calls(m.table),
         "A batch makes calls longer, not more: what a call costs at the least is the same for one "
-        "sequence as for many.",
-        within=0.1,
+        "sequence as for many.", within=0.1,
     ),
     Found(
-        "found.calls_a_step",
-        "calls of a step",
-        "calls",
-        lambda m: calls(m.table),
+        "found.calls_a_step", "calls of a step", "calls", lambda m: calls(m.table),
         "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
     ),
     Found(
-        "found.products_percent",
-        "the products' share",
-        "%",
-        lambda m: m.percent(PRODUCTS),
+        "found.products_percent", "the products' share", "%", lambda m: m.percent(PRODUCTS),
         "GEMM in the line `by category`, of the profile with the whole batch.",
     ),
     Found(
-        "found.passes_percent",
-        "the share of passes over memory",
-        "%",
+        "found.passes_percent", "the share of passes over memory", "%",
         lambda m: m.percent(PASSES),
         "elementwise and copy in the line `by category`, added up.",
     ),
     Found(
-        "found.products_twice_as_fast",
-        "if products were twice as fast",
-        "times",
+        "found.products_twice_as_fast", "if products were twice as fast", "times",
         lambda m: m.twice_as_fast(PRODUCTS),
         "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
         "whole time has idle time in it.",
     ),
     Found(
-        "found.passes_twice_as_fast",
-        "if passes over memory were twice as fast",
-        "times",
-        lambda m: m.twice_as_fast(PASSES),
-        "As for the products, with the other share.",
+        "found.passes_twice_as_fast", "if passes over memory were twice as fast", "times",
+        lambda m: m.twice_as_fast(PASSES), "As for the products, with the other share.",
     ),
     Found(
-        "found.batch_1_calls",
-        "calls with a single sequence, over those with the batch",
-        "times",
+        "found.batch_1_calls", "calls with a single sequence, over those with the batch", "times",
         lambda m: calls(m.single) / calls(m.table),
         "From the lines under the two hot lists: calls of one step.",
     ),
     Found(
         "found.batch_1_call_time",
-        "the time of a call with a single sequence, over that with the batch",
-        "times",
+        "the time of a call with a single sequence, over that with the batch", "times",
         lambda m: call_ns(m.single) / call_ns(m.table),
         "In each profile the ms of a step over its calls; then the one over the other.",
         within=0.06,
     ),
-)
+    Found(
+        "found.idle_percent", "how much of the time the GPU is idle", "%",
+        lambda m: 100 * (1 - m.busy),
+        "the line `GPU busy A of B ms (busy%), idle ...`; 0 without a GPU", within=0, margin=1,
+    ),
+    Chosen(
+        "found.bound", "what bounds the step", tuple(BOUNDS), bounds,
+        lambda m: f"products {m.percent(PRODUCTS):.0f}%, passes {m.percent(PASSES):.0f}%, idle "
+        f"{100 * (1 - m.busy):.0f}%",
+        lambda m: m.advice.sentence if m.advice else "",
+    ),
+    Written("found.hottest", "the hottest row", _not_the_hottest),
+)  # fmt: skip
 
 
 def _profiles(work: Work) -> Iterator[Item]:
@@ -156,49 +166,6 @@ def _profiles(work: Work) -> Iterator[Item]:
         "the time"
     )
     yield Item(True, f"your two profiles: {what}", note)
-
-
-def _hottest(work: Work) -> Iterator[Item]:
-    kernels = measured(work).table.kernels
-    answer = work.answers().text("found.hottest")
-    rank = next((i for i, kernel in enumerate(kernels) if _names(answer, kernel.name)), None)
-    if rank == 0:
-        share = measured(work).table.share(kernels[0])
-        note = f"{display_name(kernels[0].name, 60)}: {share:.1%}"
-    elif rank is None:
-        note = f"no row of the hot list is called {answer!r:.60}"
-    else:
-        note = f"it is number {rank + 1} by its total time"
-    yield Item(rank == 0, "the hottest row", note)
-
-
-def _names(answer: str, name: str) -> bool:
-    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
-    words = [word for word in answer.split(ELLIPSIS) if word]
-    shortened = ELLIPSIS in answer and all(word in name for word in words)
-    whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
-    return shortened or answer.casefold() in {one.casefold() for one in whole}
-
-
-def _idle(work: Work) -> Iterator[Item]:
-    percent = 100 * (1 - measured(work).busy)
-    answer = work.answers().number("found.idle_percent")
-    close = abs(answer - percent) <= 1
-    how = "the line `GPU busy A of B ms (busy%), idle ...`; 0 without a GPU"
-    yield Item(close, "how much of the time the GPU is idle", f"{percent:.1f}%" if close else how)
-
-
-def _bound(work: Work) -> Iterator[Item]:
-    m = measured(work)
-    answer = work.answers().choice("found.bound", tuple(BOUNDS))
-    advice = advisor.headline(advisor.advise(m.table, m.run))
-    if advice is None or advice.finding not in KNOWN:
-        yield Item(True, "what bounds the step", "none of the four alone: any answer will do")
-        return
-    right = advice.finding in BOUNDS[answer]
-    shares = f"products {m.percent(PRODUCTS):.0f}%, passes {m.percent(PASSES):.0f}%"
-    note = advice.sentence if right else f"{shares}, idle {100 * (1 - m.busy):.0f}%"
-    yield Item(right, "what bounds the step", note)
 
 
 # --- the participant's profiles ------------------------------------------------------------------
@@ -224,6 +191,4 @@ def _is_of_a_preset(run: RunResult) -> bool:
 
 
 def _is_single(run: RunResult, like: RunResult) -> bool:
-    names = ("config", "seq_len", "precision")
-    same = all(getattr(run, name) == getattr(like, name) for name in names)
-    return run.batch_size == 1 and same and run.device.get("name") == like.device.get("name")
+    return run.batch_size == 1 and (setting(run), run.seq_len) == (setting(like), like.seq_len)

@@ -6,8 +6,8 @@ from functools import partial
 
 from workshop.compare.rows import variant
 from workshop.errors import WorkshopError
-from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import Found, Predicted, ask, prediction
+from workshop.exercises.frame import Item, Work, setting
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask, prediction
 from workshop.profilers.reading import CsvTable, Problems
 from workshop.results import RunResult
 from workshop.run import timing
@@ -19,9 +19,9 @@ PROFILES = "fusion"
 WITHIN = 0.02
 """Of a finding: room for the digits that were printed, and no more."""
 NONE = "none"
-PASSES_OF_V1_NORM, PASSES_OF_ONE_KERNEL = 7, 2
-"""Over (B, T, C). Read x, write its square; read that for the mean; read x, write the normed; read
-that, write it times the weight. One kernel reads x and writes y."""
+FEWER_PASSES = 7 - 2
+"""Over (B, T, C). V1's norm: read x, write its square; read that for the mean; read x, write the
+normed; read that, write it times the weight. One kernel reads x and writes y."""
 
 WHY = {
     "fuse_qkv": "It saves two reads of x, two launches and one rotation a layer. The products' "
@@ -41,22 +41,16 @@ FUSIONS = tuple(WHY)
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(*(partial(_predicted_time, name) for name in FUSIONS), _predicted_memory)
-    yield from ask(work, lambda work: work, QUESTIONS)
-    yield from work.each(_dearest_switch, _memory_switch, _memory_more, _norm_is_one_kernel)
-
-
-def _flag(fusion: str) -> str:
-    return f"--no-{fusion.replace('_', '-')}"
+    times = (partial(_predicted_time, name) for name in FUSIONS)
+    return ask(work, lambda work: work, (*times, *QUESTIONS))
 
 
 def _variant(fusion: str | None) -> str:
-    """As variant has it: "" for V2 as it is."""
-    return _flag(fusion).removeprefix("--") if fusion else ""
+    """As `variant` has it: "" for V2 as it is."""
+    return f"no-{fusion.replace('_', '-')}" if fusion else ""
 
 
-FLAGS = {_flag(name): name for name in FUSIONS}
-VARIANTS = {_variant(name) for name in FUSIONS}
+FLAGS = {f"--{_variant(name)}": name for name in FUSIONS}
 
 
 # --- the participant's runs ----------------------------------------------------------------------
@@ -71,7 +65,7 @@ def _runs(work: Work, fusion: str | None = None) -> list[RunResult]:
     runs = work.runs("v2")
     if not runs:
         raise WorkshopError("no result of V2: run the sheet's loop")
-    newest = next((run for run in runs if variant(run) in VARIANTS), runs[0])
+    newest = next((run for run in runs if f"--{variant(run)}" in FLAGS), runs[0])
     wanted = _variant(fusion)
     alike = [r for r in runs if variant(r) == wanted and _size(r) == _size(newest)]
     if not alike:
@@ -83,8 +77,7 @@ def _runs(work: Work, fusion: str | None = None) -> list[RunResult]:
 
 def _size(run: RunResult) -> tuple[object, ...]:
     """Runs are comparable where these are the same."""
-    sizes = tuple(sorted(run.config.items()))
-    return run.config_name, run.precision, run.batch_size, run.seq_len, sizes, run.device["name"]
+    return run.config_name, run.batch_size, run.seq_len, setting(run)
 
 
 def _ratio(slower: Sequence[RunResult], faster: Sequence[RunResult]) -> timing.Ratio:
@@ -103,9 +96,9 @@ def _memory_more_mb(work: Work, fusion: str) -> float:
 
 
 def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
-    predicted = work.answers().number(f"predict.{fusion}")
+    predicted = work.answers.number(f"predict.{fusion}")
     ratio = _ratio(_runs(work, fusion), _runs(work))
-    what = f"{_flag(fusion)}: a longer step"
+    what = f"--{_variant(fusion)}: a longer step"
     measured = 100 * (ratio.value - 1)
     if ratio.interval is None:
         note = f"predicted {predicted:.3g}%, measured: {measured:+.1f}% in one process"
@@ -120,148 +113,131 @@ def _predicted_time(fusion: str, work: Work) -> Iterator[Item]:
     yield Item(True, what, note + off)
 
 
-def _predicted_memory(work: Work) -> Iterator[Item]:
-    predicted = work.answers().number("predict.attention_memory_mb")
-    scores = _scores_mb(_runs(work)[0])
-    measured = _memory_more_mb(work, "fuse_attention")
-    yield prediction(
-        "--no-fuse-attention: more peak memory",
-        predicted,
-        measured,
-        "MB",
-        why=f"That is {measured / scores:.1f} times the scores of one layer. Each layer keeps its "
-        "softmax for the backward pass, and no longer what the fused attention keeps: its output, "
-        "and a number a row.",
-    )
-
-
 # --- bytes, counted ------------------------------------------------------------------------------
 
 
-def _number_bytes(run: RunResult) -> int:
-    return 2 if run.precision in ("bf16", "fp16") else 4
+def _numbers_mb(run: RunResult, numbers: float) -> float:
+    return numbers * (2 if run.precision in ("bf16", "fp16") else 4) / 1e6
 
 
-def _scores_mb(run: RunResult) -> float:
-    heads = int(run.config["num_heads"])
-    return run.batch_size * heads * run.seq_len**2 * _number_bytes(run) / 1e6
+def _scores_mb(work: Work) -> float:
+    """Of a layer's (B, H, T, T)."""
+    run = _runs(work)[0]
+    return _numbers_mb(run, run.batch_size * int(run.config["num_heads"]) * run.seq_len**2)
 
 
-def _stream_mb(run: RunResult) -> float:
+def _stream_mb(work: Work) -> float:
     """Of a tensor (B, T, C)."""
-    width = int(run.config["hidden_dim"])
-    return run.batch_size * run.seq_len * width * _number_bytes(run) / 1e6
+    run = _runs(work)[0]
+    return _numbers_mb(run, run.batch_size * run.seq_len * int(run.config["hidden_dim"]))
 
 
-def _norms_mb(run: RunResult) -> float:
-    """What fused norms do not move: two a layer and one at the end."""
-    norms = 2 * int(run.config["num_layers"]) + 1
-    return (PASSES_OF_V1_NORM - PASSES_OF_ONE_KERNEL) * norms * _stream_mb(run)
-
-
-QUESTIONS: tuple[Found[Work], ...] = (
-    Predicted(
-        "predict.products_more",
-        "--no-fuse-qkv: more products a step",
-        "",
-        lambda work: _calls(work, "fuse_qkv", "aten::mm") - _calls(work, None, "aten::mm"),
-        "Two more in each layer's forward pass, and for each of them two in the backward pass: "
-        "one for the gradient of x, one for that of the weight.",
-        within=0,
-    ),
-    Found(
-        "bytes.scores_mb",
-        "the scores of a layer",
-        "MB",
-        lambda work: _scores_mb(_runs(work)[0]),
-        "B x H x T x T numbers; H are the query heads, also where k and v have fewer",
-        within=WITHIN,
-    ),
-    Found(
-        "bytes.norm_mb",
-        "what fused norms do not move",
-        "MB",
-        lambda work: _norms_mb(_runs(work)[0]),
-        f"{PASSES_OF_V1_NORM - PASSES_OF_ONE_KERNEL} passes over B x T x C numbers, in all norms: "
-        "two a layer and one at the end",
-        within=WITHIN,
-    ),
-    Found(
-        "bytes.qkv_mb",
-        "what one product for q, k, v does not read",
-        "MB",
-        lambda work: 2 * int(_runs(work)[0].config["num_layers"]) * _stream_mb(_runs(work)[0]),
-        "each layer reads x, B x T x C numbers, once in the place of three times",
-        within=WITHIN,
-    ),
-    Found(
-        "findings.products",
-        "products a step",
-        "",
-        lambda work: _calls(work, None, "aten::mm"),
-        "the calls of aten::mm in the profile of V2, of one step",
-        within=0,
-    ),
-    Found(
-        "findings.products_without_qkv",
-        "products a step, unfused",
-        "",
-        lambda work: _calls(work, "fuse_qkv", "aten::mm"),
-        "the calls of aten::mm in the profile with --no-fuse-qkv, of one step",
-        within=0,
-    ),
-)
+def _layers(work: Work) -> int:
+    return int(_runs(work)[0].config["num_layers"])
 
 
 # --- findings ------------------------------------------------------------------------------------
 
 
-def _dearest_switch(work: Work) -> Iterator[Item]:
-    """Right is every switch that the clock can't distinguish from the dearest."""
-    answer = work.answers().choice("findings.dearest_switch", (*FLAGS, NONE))
-    whole, what = _runs(work), "the switch that costs most time"
-    ratios = {flag: _ratio(_runs(work, fusion), whole) for flag, fusion in FLAGS.items()}
-    clear = {
-        flag: ratio.value for flag, ratio in ratios.items() if ratio.significant and ratio.value > 1
-    }
-    note = ", ".join(f"{flag} {round(100 * (r.value - 1)):+d}%" for flag, r in ratios.items())
-    if not clear or answer not in clear:
-        right = not clear and answer == NONE
-        why = f"clearly longer became: {', '.join(clear) or 'none'}"
-        yield Item(right, what, note if right else f"{note}; {why}")
-        return
-    dearest = max(clear, key=clear.__getitem__)
-    tied = not _ratio(_runs(work, FLAGS[dearest]), _runs(work, FLAGS[answer])).significant
-    right = answer == dearest or tied
-    yield Item(right, what, note if right else f"{note}: not {answer}")
+def _ratios(work: Work) -> dict[str, timing.Ratio]:
+    """Of a step without a fusion over one of V2 whole, by flag."""
+    return {flag: _ratio(_runs(work, fusion), _runs(work)) for flag, fusion in FLAGS.items()}
 
 
-def _memory_switch(work: Work) -> Iterator[Item]:
-    answer = work.answers().choice("findings.memory_switch", tuple(FLAGS))
-    more = {flag: _memory_more_mb(work, fusion) for flag, fusion in FLAGS.items()}
-    note = ", ".join(f"{flag} {mb:+.1f} MB" for flag, mb in more.items())
-    yield Item(more[answer] == max(more.values()), "the switch that costs most memory", note)
+def _clearly_slower(work: Work) -> dict[str, float]:
+    ratios = _ratios(work).items()
+    return {flag: ratio.value for flag, ratio in ratios if ratio.significant and ratio.value > 1}
 
 
-def _memory_more(work: Work) -> Iterator[Item]:
-    answer = work.answers().number("findings.memory_more_mb")
-    right = max(_memory_more_mb(work, fusion) for fusion in FUSIONS)
-    what = "how much more memory"
-    # Each of the two peaks was printed as a whole number of MB.
-    if abs(answer - right) <= max(1.0, WITHIN * right):
-        yield Item(True, what)
-    else:
-        why = f"yours is {answer:,.4g} MB; your results have {right:,.1f}: peak less peak of V2"
-        yield Item(False, what, why)
+def _costliest(work: Work) -> list[str]:
+    """Every switch that the clock can't distinguish from the one that costs most time."""
+    clear = _clearly_slower(work)
+    if not clear:
+        return [NONE]
+    most = max(clear, key=clear.__getitem__)
+    longest = _runs(work, FLAGS[most])
+    tied = (flag for flag in clear if not _ratio(longest, _runs(work, FLAGS[flag])).significant)
+    return [most, *tied]
 
 
-def _norm_is_one_kernel(work: Work) -> Iterator[Item]:
-    """It is, if the squares that V1's line takes are gone."""
-    answer = work.answers().choice("findings.norm_is_one_kernel", ("yes", "no"))
-    squares = [_calls(work, fusion, "aten::pow") for fusion in (None, "fuse_norm")]
-    right = "yes" if squares[0] < squares[1] else "no"
-    note = f"aten::pow: {squares[0]:g} calls a step in V2, {squares[1]:g} with --no-fuse-norm"
-    yield Item(answer == right, "is F.rms_norm one kernel?", note)
+def _percents(work: Work) -> str:
+    ratios = _ratios(work).items()
+    return ", ".join(f"{flag} {round(100 * (ratio.value - 1)):+d}%" for flag, ratio in ratios)
+
+
+def _more_mb(work: Work) -> dict[str, float]:
+    return {flag: _memory_more_mb(work, fusion) for flag, fusion in FLAGS.items()}
+
+
+def _squares(work: Work) -> list[float]:
+    """Of V2 whole and with V1's norm: where F.rms_norm is one kernel, the whole has fewer."""
+    return [_calls(work, fusion, "aten::pow") for fusion in (None, "fuse_norm")]
+
+
+def _squares_shown(work: Work) -> str:
+    return "aten::pow: {:g} calls a step in V2, {:g} with --no-fuse-norm".format(*_squares(work))
+
+
+QUESTIONS: tuple[Question[Work], ...] = (
+    Predicted(
+        "predict.attention_memory_mb", "--no-fuse-attention: more peak memory", "MB",
+        lambda work: _memory_more_mb(work, "fuse_attention"),
+        lambda work: f"That is {_memory_more_mb(work, 'fuse_attention') / _scores_mb(work):.1f} "
+        "times the scores of one layer. Each layer keeps its softmax for the backward pass, and no "
+        "longer what the fused attention keeps: its output, and a number a row.",
+    ),
+    Predicted(
+        "predict.products_more", "--no-fuse-qkv: more products a step", "",
+        lambda work: _calls(work, "fuse_qkv", "aten::mm") - _calls(work, None, "aten::mm"),
+        "Two more in each layer's forward pass, and for each of them two in the backward pass: "
+        "one for the gradient of x, one for that of the weight.", within=0,
+    ),
+    Found(
+        "bytes.scores_mb", "the scores of a layer", "MB", _scores_mb,
+        "B x H x T x T numbers; H are the query heads, also where k and v have fewer",
+        within=WITHIN,
+    ),
+    Found(
+        "bytes.norm_mb", "what fused norms do not move", "MB",
+        lambda work: FEWER_PASSES * (2 * _layers(work) + 1) * _stream_mb(work),
+        f"{FEWER_PASSES} passes over B x T x C numbers, in all norms: two a layer and one at the "
+        "end", within=WITHIN,
+    ),
+    Found(
+        "bytes.qkv_mb", "what one product for q, k, v does not read", "MB",
+        lambda work: 2 * _layers(work) * _stream_mb(work),
+        "each layer reads x, B x T x C numbers, once in the place of three times", within=WITHIN,
+    ),
+    Found(
+        "findings.products", "products a step", "", lambda work: _calls(work, None, "aten::mm"),
+        "the calls of aten::mm in the profile of V2, of one step", within=0,
+    ),
+    Found(
+        "findings.products_without_qkv", "products a step, unfused", "",
+        lambda work: _calls(work, "fuse_qkv", "aten::mm"),
+        "the calls of aten::mm in the profile with --no-fuse-qkv, of one step", within=0,
+    ),
+    Chosen(
+        "findings.dearest_switch", "the switch that costs most time", (*FLAGS, NONE), _costliest,
+        lambda work: f"clearly longer became: {', '.join(_clearly_slower(work)) or NONE}; "
+        f"{_percents(work)}", _percents,
+    ),
+    Chosen(
+        "findings.memory_switch", "the switch that costs most memory", tuple(FLAGS),
+        lambda work: max(_more_mb(work), key=_more_mb(work).__getitem__),
+        lambda work: ", ".join(f"{flag} {mb:+.1f} MB" for flag, mb in _more_mb(work).items()),
+    ),
+    Found(
+        "findings.memory_more_mb", "how much more memory", "MB",
+        lambda work: max(_more_mb(work).values()), "the peak of that run less the peak of V2",
+        within=WITHIN, margin=1.0,  # each of the two peaks was printed as a whole number of MB
+    ),
+    Chosen(
+        "findings.norm_is_one_kernel", "is F.rms_norm one kernel?", ("yes", "no"),
+        lambda work: "yes" if _squares(work)[0] < _squares(work)[1] else "no",
+        _squares_shown, _squares_shown,
+    ),
+)  # fmt: skip
 
 
 # --- the participant's profiles ------------------------------------------------------------------

@@ -3,13 +3,13 @@ against the tables in made_up_run/, read by workshop.profilers."""
 
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from workshop.errors import WorkshopError
-from workshop.exercises.frame import Item, Work, judged
-from workshop.exercises.predict import Chosen, Found, Predicted, ask, prediction
+from workshop.exercises.frame import Item, Work
+from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, Written, ask
 from workshop.profilers import rocprofv3
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.reading import CsvTable, Problems
@@ -22,20 +22,12 @@ TABLES = FOLDER / "made_up_run"
 SCRIPT = VERSIONS["v2"].path.parent / "run_rocprofv3.sh"
 SCRIPTS = ("run_rocprofv3.sh", "run_rocprof_sys.sh", "run_rocprof_compute.sh")
 FOR_THE_HOST = "run_rocprof_sys.sh"
-NOT_COMPARED = "the script has chosen no counters for this machine's GPU: not compared"
 CSV_FLAGS = ("--output-format csv", "--output-format=csv", "-f csv")
 TRACES = ("--kernel-trace", "--hip-trace", "--runtime-trace", "--sys-trace", "-r", "-s")
-WITHIN = 0.02
-"""Of a rate or a share: room for the digits that `show` prints."""
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(
-        *(_predict_counter_runs, _csv_flag, _separator, _counter_runs, _read_counter, _command),
-        *(_hottest_kernel, _hottest_calls, _idle),
-    )
-    yield from ask(work, lambda _: _table(), QUESTIONS)
-    yield from work.each(_fastest_mover, _fastest_gbs, _spilling_kernel)
+    return ask(work, lambda _: _table(), QUESTIONS)
 
 
 # --- the commands --------------------------------------------------------------------------------
@@ -67,6 +59,12 @@ def _counters() -> list[list[str]]:
     return [_values(words, "--pmc") for words in _printed_commands() if "--pmc" in words]
 
 
+def _chosen() -> list[list[str]]:
+    if not _counters():
+        raise NotCompared("the script has chosen no counters for this machine's GPU: not compared")
+    return _counters()
+
+
 def _values(words: list[str], *options: str) -> list[str]:
     """The words after an option, up to the next one; none without it."""
     start = next((index for index, word in enumerate(words) if word in options), None)
@@ -77,59 +75,14 @@ def _values(words: list[str], *options: str) -> list[str]:
     return rest[:end]
 
 
-def _predict_counter_runs(work: Work) -> Iterator[Item]:
-    predicted, what = work.answers().number("predict_counter_runs"), "predicted: runs for counters"
-    if not _counters():
-        yield Item(True, what, NOT_COMPARED)
-        return
-    yield prediction(
-        what,
-        predicted,
-        len(_counters()),
-        "",
-        why="The chip has few counters at a time, 8 of the shaders and 4 of the L2 cache: each "
-        "group costs a whole run, start-up and warm-up included. So profile few steps.",
-    )
-
-
-def _csv_flag(work: Work) -> Iterator[Item]:
-    answer = " ".join(work.answers().text("csv_flag").split())
-    why = "the option and the word after it; all commands in commands.txt but one ask for formats"
-    yield judged(answer in CSV_FLAGS, "the option for CSV files", f"{answer!r}: {why}")
-
-
-def _separator(work: Work) -> Iterator[Item]:
-    answer = work.answers().text("separator")
-    why = f"{answer!r} is not what comes before `python` in every command"
-    yield judged(answer == "--", "what separates the tool from the program", why)
-
-
-def _counter_runs(work: Work) -> Iterator[Item]:
-    counted = work.answers().number("counter_runs")
-    why = f"you counted {counted:g}: each command of the dry run that has --pmc is one"
-    yield judged(counted == len(_counters()), "runs under counters", why)
-
-
-def _read_counter(work: Work) -> Iterator[Item]:
-    answer = work.answers().text("read_counter")
-    what = "the counter of the bytes read"
-    if not _counters():
-        yield Item(True, what, NOT_COMPARED)
-        return
-    why = f"{answer!r} is not in the first --pmc command, whose folder is counters/read"
-    yield judged(answer.upper() in _counters()[0], what, why)
-
-
-def _command(work: Work) -> Iterator[Item]:
+def _commands() -> dict[str, str]:
+    """The letters in commands.txt, each with why its command leaves no kernel_stats.csv."""
     lines = (FOLDER / "commands.txt").read_text(encoding="utf-8").splitlines()
-    commands = {letter: words for letter, *words in map(shlex.split, lines)}
-    letter = work.answers().choice("command", tuple(commands))
-    fault = _fault(commands[letter])
-    yield judged(fault is None, f"command {letter}", f"{fault}")
+    return {letter: _fault(words) for letter, *words in map(shlex.split, lines)}
 
 
-def _fault(words: list[str]) -> str | None:
-    """Why a command leaves no kernel_stats.csv with ROCm 7; None if it does leave one."""
+def _fault(words: list[str]) -> str:
+    """Why a command leaves no kernel_stats.csv with ROCm 7; "" if it does leave one."""
     if "--" not in words:
         return "nothing separates rocprofv3's options from the program: it stops at `python`"
     options = words[: words.index("--")]
@@ -143,7 +96,7 @@ def _fault(words: list[str]) -> str | None:
             "it runs, and leaves a database: that is the default since ROCm 7.0, and --stats has "
             "no effect on it"
         )
-    return None
+    return ""
 
 
 # --- the tables ----------------------------------------------------------------------------------
@@ -160,118 +113,135 @@ def _steps() -> int:
     return steps
 
 
-def _hottest_kernel(work: Work) -> Iterator[Item]:
-    yield _names(work, "hottest_kernel", "the hottest kernel", _table().kernels[0])
-
-
-def _hottest_calls(work: Work) -> Iterator[Item]:
-    answer, kernel = work.answers().number("hottest_calls_a_step"), _table().kernels[0]
-    why = f"yours is {answer:g}; `show` has {kernel.calls} calls, in {_steps()} steps"
-    sums = next(TABLES.rglob("*_kernel_stats.csv"))
-    table = CsvTable(sums, Problems(sums))
+def _calls_of_the_whole_run(kernel: Kernel) -> int:
+    """As rocprofv3 sums them up, the warm-up included."""
+    path = next(TABLES.rglob("*_kernel_stats.csv"))
+    table = CsvTable(path, Problems(path))
     name, calls = table.index("Name"), table.index("Calls")
-    whole_run = next(int(row[calls]) for _, row in table.rows() if row[name] == kernel.name)
-    if answer in (whole_run, whole_run / _steps()):
-        why = (
-            f"{sums.name} has {whole_run} calls, of the whole run: rocprofv3 watches the "
-            "warm-up too. `show` leaves out what is outside of the marked steps"
-        )
-    right = answer == kernel.calls / _steps()
-    yield judged(right, "its calls a step", why)
+    return next(int(row[calls]) for _, row in table.rows() if row[name] == kernel.name)
 
 
-def _idle(work: Work) -> Iterator[Item]:
-    answer, line = work.answers().number("idle_percent"), _table().timeline
-    assert line
-    idle = 100 * line.idle_ns / line.span_ns
-    why = f"yours is {answer:g}: `show` has the ms in which the GPU was busy, and of how many"
-    yield judged(abs(answer - idle) <= 100 * WITHIN / 2, "the GPU's idle share", why)
+def _idle_percent(table: KernelTable) -> float:
+    assert table.timeline
+    return 100 * table.timeline.idle_ns / table.timeline.span_ns
 
 
-def _fastest() -> Kernel:
-    return max(_table().kernels, key=_gbs)
+def _fastest(table: KernelTable) -> Kernel:
+    return max(table.kernels, key=_gbs)
 
 
 def _gbs(kernel: Kernel) -> float:
     return (kernel.bytes or 0.0) / kernel.total_ns
 
 
-QUESTIONS: tuple[Found[KernelTable] | Chosen[KernelTable], ...] = (
-    Chosen(
-        "script_for_the_host",
-        "the script for the host's threads",
-        SCRIPTS,
-        lambda _: FOR_THE_HOST,
-        lambda yours: f"{yours} looks at kernels; docs/profilers.md has a line for each question",
+def _fastest_gbs_under_counters(table: KernelTable) -> float:
+    counted = {kernel.name: kernel for kernel in rocprofv3.read(TABLES / "counters").kernels}
+    return _gbs(counted[_fastest(table).name])
+
+
+def _of_the_data_sheet(table: KernelTable) -> str:
+    gbs, peaks = _gbs(_fastest(table)), chips.find_peaks("MI300X")
+    assert peaks
+    share, most = gbs / peaks.bandwidth_gbs, peaks.bandwidth_gbs
+    return f"{gbs:,.0f} GB/s, {share:.0%} of the {most:,.0f} of the data sheet, if they were real"
+
+
+def _spilling(table: KernelTable) -> Kernel:
+    path = next(TABLES.rglob("*_kernel_trace.csv"))
+    trace = CsvTable(path, Problems(path))
+    name, scratch = trace.index("Kernel_Name"), trace.index("Scratch_Size")
+    spilling = {row[name] for _, row in trace.rows() if float(row[scratch]) > 0}
+    return next(kernel for kernel in table.kernels if kernel.name in spilling)
+
+
+def _named(key: str, what: str, right: Callable[[KernelTable], Kernel]) -> Written[KernelTable]:
+    """Of a kernel, by a part of its name that no other kernel has."""
+
+    def fault(table: KernelTable, text: str) -> str:
+        found = [k.name for k in table.kernels if text.casefold() in k.name.casefold()]
+        if len(found) != 1:
+            how_many = f"{len(found)} kernels have" if found else "no kernel has"
+            return f"{how_many} {text!r} in the name: write more of it"
+        return "" if found[0] == right(table).name else f"{found[0]} is not it"
+
+    return Written(key, what, fault)
+
+
+# --- the questions -------------------------------------------------------------------------------
+
+QUESTIONS: tuple[Question[KernelTable], ...] = (
+    Predicted(
+        "predict_counter_runs", "predicted: runs for counters", "", lambda _: len(_chosen()),
+        "The chip has few counters at a time, 8 of the shaders and 4 of the L2 cache: each group "
+        "costs a whole run, start-up and warm-up included. So profile few steps.",
+    ),
+    Written(
+        "csv_flag", "the option for CSV files",
+        lambda _, text: "" if " ".join(text.split()) in CSV_FLAGS else "the option and the word "
+        "after it; all commands in commands.txt but one ask for formats",
+    ),
+    Written(
+        "separator", "what separates the tool from the program",
+        lambda _, text: "" if text == "--" else f"{text!r} is not what comes before `python` in "
+        "every command",
     ),
     Found(
-        "kernels_a_step",
-        "kernels a step",
-        "",
-        lambda table: table.launches / _steps(),
-        "The line below the table of `show` has them, for each step.",
-        within=0,
+        "counter_runs", "runs under counters", "", lambda _: len(_counters()),
+        "each command of the dry run that has --pmc is one", within=0,
+    ),
+    Written(
+        "read_counter", "the counter of the bytes read",
+        lambda _, text: "" if text.upper() in _chosen()[0] else f"{text!r} is not in the first "
+        "--pmc command, whose folder is counters/read",
     ),
     Chosen(
-        "category",
-        "what takes most of the time",
-        tuple(CATEGORIES),
+        "command", "the command that leaves kernel_stats.csv", _commands(),
+        lambda _: [letter for letter, fault in _commands().items() if not fault],
+    ),
+    Chosen(
+        "script_for_the_host", "the script for the host's threads", SCRIPTS,
+        lambda _: FOR_THE_HOST,
+        "it looks at kernels; docs/profilers.md has a line for each question",
+    ),
+    _named("hottest_kernel", "the hottest kernel", lambda table: table.kernels[0]),
+    Found(
+        "hottest_calls_a_step", "its calls a step", "",
+        lambda table: table.kernels[0].calls / _steps(),
+        lambda table: f"`show` has {table.kernels[0].calls} calls, in {_steps()} steps", within=0,
+        slips=lambda table: [
+            (_calls_of_the_whole_run(table.kernels[0]) / steps, "kernel_stats.csv has those of "
+            "the whole run: rocprofv3 watches the warm-up too. `show` leaves out what is outside "
+            "of the marked steps") for steps in (1, _steps())
+        ],
+    ),
+    Found(
+        "kernels_a_step", "kernels a step", "", lambda table: table.launches / _steps(),
+        "The line below the table of `show` has them, for each step.", within=0,
+    ),
+    Found(
+        "idle_percent", "the GPU's idle share", "%", _idle_percent,
+        "`show` has the ms in which the GPU was busy, and of how many", within=0, margin=1,
+    ),
+    Chosen(
+        "category", "what takes most of the time", tuple(CATEGORIES),
         lambda table: next(iter(table.category_ns())),
         "it is not the first in the line 'by category' of `show`",
     ),
     Predicted(
-        "predict_gbs",
-        "predicted: GB/s of an element-wise kernel",
-        "GB/s",
-        lambda _: _gbs(_fastest()),
+        "predict_gbs", "predicted: GB/s of an element-wise kernel", "GB/s",
+        lambda table: _gbs(_fastest(table)),
         "No kernel reaches the data sheet's number: on an H200 a plain copy moved 4,195 GB/s of "
         "4,800 (results/reference/nvidia_h200/ceilings). So this one is near the end, and only "
-        "fewer bytes make it faster: that is what fusing does.",
-        within=0.1,
+        "fewer bytes make it faster: that is what fusing does.", within=0.1,
     ),
-)
-
-
-def _fastest_mover(work: Work) -> Iterator[Item]:
-    yield _names(work, "fastest_mover", "the kernel that moves most a second", _fastest())
-
-
-def _fastest_gbs(work: Work) -> Iterator[Item]:
-    answer, right = work.answers().number("fastest_gbs"), _gbs(_fastest())
-    why = f"yours is {answer:,.0f}: bytes read and written over the time, GB/s are bytes a ns"
-    counted = {kernel.name: kernel for kernel in rocprofv3.read(TABLES / "counters").kernels}
-    if _is_near(answer, _gbs(counted[_fastest().name])):
-        why = (
-            "these are the times of the run under counters, where every kernel takes longer: "
-            "bytes come from there, times from hotspots/"
-        )
-    peaks = chips.find_peaks("MI300X")
-    assert peaks
-    share = f"{right / peaks.bandwidth_gbs:.0%} of the {peaks.bandwidth_gbs:,.0f} of the data sheet"
-    if _is_near(answer, right):
-        yield Item(True, f"its rate: {right:,.0f} GB/s", f"{share}, if the numbers were real")
-    else:
-        yield Item(False, "its rate", why)
-
-
-def _is_near(answer: float, right: float) -> bool:
-    return abs(answer - right) <= WITHIN * right
-
-
-def _spilling_kernel(work: Work) -> Iterator[Item]:
-    path = next(TABLES.rglob("*_kernel_trace.csv"))
-    table = CsvTable(path, Problems(path))
-    name, scratch = table.index("Kernel_Name"), table.index("Scratch_Size")
-    spilling = {row[name] for _, row in table.rows() if float(row[scratch]) > 0}
-    right = next(kernel for kernel in _table().kernels if kernel.name in spilling)
-    yield _names(work, "spilling_kernel", "the kernel that spills", right)
-
-
-def _names(work: Work, key: str, what: str, right: Kernel) -> Item:
-    """Whether an answer names a kernel, by a part of the name that no other kernel has."""
-    answer = work.answers().text(key)
-    found = [k.name for k in _table().kernels if answer.casefold() in k.name.casefold()]
-    if len(found) != 1:
-        how_many = f"{len(found)} kernels have" if found else "no kernel has"
-        return Item(False, what, f"{how_many} {answer!r} in the name: write more of it")
-    return judged(found[0] == right.name, what, f"{found[0]} is not it")
+    _named("fastest_mover", "the kernel that moves most a second", _fastest),
+    Found(
+        "fastest_gbs", "its rate", "GB/s", lambda table: _gbs(_fastest(table)),
+        "bytes read and written over the time, GB/s are bytes a ns", within=0.02,
+        slips=lambda table: [(
+            _fastest_gbs_under_counters(table), "these are the times of the run under counters, "
+            "where every kernel takes longer: bytes come from there, times from hotspots/",
+        )], note=_of_the_data_sheet,
+    ),
+    _named("spilling_kernel", "the kernel that spills", _spilling),
+)  # fmt: skip

@@ -10,6 +10,7 @@ at `medium` in bf16 could have them. They are for learning to read such tables, 
 import argparse
 import csv
 import io
+import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -86,22 +87,20 @@ _STEP: tuple[tuple[str, tuple[_Kind, ...]], ...] = (
 )
 
 _NAMES = sorted({kind.name for _, kinds in _STEP for kind in kinds})
-_Row = dict[str, object]
 _SIZES = "Workgroup_Size_X Workgroup_Size_Y Workgroup_Size_Z Grid_Size_X Grid_Size_Y Grid_Size_Z"
+_MEMORY = "LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count SGPR_Count"
+_TIMES = "Start_Timestamp End_Timestamp"
+_API = f"Domain Function Process_Id Thread_Id Correlation_Id {_TIMES}"
 _COLUMNS = {
     "agent_info": "Node_Id Logical_Node_Id Agent_Type Cu_Count Name Vendor_Name Product_Name "
     "Model_Name",
     "kernel_trace": "Kind Agent_Id Queue_Id Stream_Id Thread_Id Dispatch_Id Kernel_Id Kernel_Name "
-    "Correlation_Id Start_Timestamp End_Timestamp LDS_Block_Size Scratch_Size VGPR_Count "
-    f"Accum_VGPR_Count SGPR_Count {_SIZES}",
+    f"Correlation_Id {_TIMES} {_MEMORY} {_SIZES}",
     "kernel_stats": "Name Calls TotalDurationNs AverageNs Percentage MinNs MaxNs StdDev",
-    "hip_api_trace": "Domain Function Process_Id Thread_Id Correlation_Id Start_Timestamp "
-    "End_Timestamp",
-    "marker_api_trace": "Domain Function Process_Id Thread_Id Correlation_Id Start_Timestamp "
-    "End_Timestamp",
+    "hip_api_trace": _API,
+    "marker_api_trace": _API,
     "counter_collection": "Correlation_Id Dispatch_Id Agent_Id Queue_Id Process_Id Thread_Id "
-    "Grid_Size Kernel_Id Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count "
-    "Accum_VGPR_Count SGPR_Count Counter_Name Counter_Value Start_Timestamp End_Timestamp",
+    f"Grid_Size Kernel_Id Kernel_Name Workgroup_Size {_MEMORY} Counter_Name Counter_Value {_TIMES}",
 }
 """Of the real tool's tables; agent_info has more."""
 
@@ -119,24 +118,27 @@ def tables() -> dict[str, str]:
     """The text of each file, by its path below FOLDER."""
     dispatches, ranges = _run(slowdown=1.0)
     counted, _ = _run(slowdown=_UNDER_COUNTERS)
-    rows = {
-        "hotspots/agent_info": [_agent()],
-        "hotspots/kernel_trace": [_traced(d) for d in dispatches],
-        "hotspots/kernel_stats": list(_sums(dispatches)),
-        "hotspots/hip_api_trace": [_launch(d) for d in dispatches],
-        "hotspots/marker_api_trace": [
+    contents: dict[str, Iterable[Iterable[object]]] = {
+        "hotspots/agent_info": [(4, 4, "GPU", 304, "gfx942", "AMD", DEVICE, "")],
+        "hotspots/kernel_trace": map(_traced, dispatches),
+        "hotspots/kernel_stats": _sums(dispatches),
+        "hotspots/hip_api_trace": (
+            _api("HIP_RUNTIME_API", "hipLaunchKernel", d.number, d.launched, d.launched + 5_000)
+            for d in dispatches
+        ),
+        "hotspots/marker_api_trace": (
             _api("MARKER_CORE_RANGE_API", name, 0, start, end) for name, start, end in ranges
-        ],
-        "counters/read/counter_collection": [
+        ),
+        "counters/read/counter_collection": (
             _count(d, "FETCH_SIZE", d.kind.read_mb) for d in counted
-        ],
-        "counters/written/counter_collection": [
+        ),
+        "counters/written/counter_collection": (
             _count(d, "WRITE_SIZE", d.kind.written_mb) for d in counted
-        ],
+        ),
     }
     return {
-        f"{Path(path).parent}/run_{PROCESS}_{Path(path).name}.csv": _text(Path(path).name, content)
-        for path, content in rows.items()
+        f"{path.parent}/run_{PROCESS}_{path.name}.csv": _text(path.name, rows)
+        for path, rows in ((Path(name), rows) for name, rows in contents.items())
     }
 
 
@@ -182,107 +184,50 @@ def _variation(number: int) -> float:
     return 0.97 + 0.06 * (number * 37 % 101) / 100
 
 
-def _agent() -> _Row:
-    return {
-        "Node_Id": 4,
-        "Logical_Node_Id": 4,
-        "Agent_Type": "GPU",
-        "Cu_Count": 304,
-        "Name": "gfx942",
-        "Vendor_Name": "AMD",
-        "Product_Name": DEVICE,
-        "Model_Name": "",
-    }
+def _traced(d: _Dispatch) -> tuple[object, ...]:
+    return (
+        *("KERNEL_DISPATCH", "Agent 4", 1, 1, PROCESS, d.number, *_named(d), d.number),
+        *(d.start, d.end, *_memory(d), 256, 1, 1, 262144, 1, 1),
+    )
 
 
-def _traced(d: _Dispatch) -> _Row:
-    return {
-        "Kind": "KERNEL_DISPATCH",
-        "Stream_Id": 1,
-        "Start_Timestamp": d.start,
-        "End_Timestamp": d.end,
-        "Workgroup_Size_X": 256,
-        "Workgroup_Size_Y": 1,
-        "Workgroup_Size_Z": 1,
-        "Grid_Size_X": 262144,
-        "Grid_Size_Y": 1,
-        "Grid_Size_Z": 1,
-    } | _kernel(d)
+def _count(d: _Dispatch, counter: str, megabytes: float) -> tuple[object, ...]:
+    kib = round(megabytes * 1e6 / 1024, 3)  # the counter's unit
+    return (
+        *(d.number, d.number, "Agent 4", 1, PROCESS, PROCESS, 262144, *_named(d), 256),
+        *(*_memory(d), counter, kib, d.start, d.end),
+    )
 
 
-def _count(d: _Dispatch, counter: str, megabytes: float) -> _Row:
-    return {
-        "Process_Id": PROCESS,
-        "Grid_Size": 262144,
-        "Workgroup_Size": 256,
-        "Counter_Name": counter,
-        "Counter_Value": round(megabytes * 1e6 / 1024, 3),  # the counter's unit is KiB
-        "Start_Timestamp": d.start,
-        "End_Timestamp": d.end,
-    } | _kernel(d)
+def _named(d: _Dispatch) -> tuple[int, str]:
+    return 10 + _NAMES.index(d.kind.name), d.kind.name
 
 
-def _kernel(d: _Dispatch) -> _Row:
-    return {
-        "Agent_Id": "Agent 4",
-        "Queue_Id": 1,
-        "Thread_Id": PROCESS,
-        "Dispatch_Id": d.number,
-        "Kernel_Id": 10 + _NAMES.index(d.kind.name),
-        "Kernel_Name": d.kind.name,
-        "Correlation_Id": d.number,
-        "LDS_Block_Size": 0,
-        "Scratch_Size": d.kind.scratch,
-        "VGPR_Count": d.kind.registers,
-        "Accum_VGPR_Count": 0,
-        "SGPR_Count": 96,
-    }
+def _memory(d: _Dispatch) -> tuple[int, ...]:
+    return 0, d.kind.scratch, d.kind.registers, 0, 96
 
 
-def _launch(d: _Dispatch) -> _Row:
-    return _api("HIP_RUNTIME_API", "hipLaunchKernel", d.number, d.launched, d.launched + 5_000)
+def _api(domain: str, function: str, correlation: int, start: int, end: int) -> tuple[object, ...]:
+    return domain, function, PROCESS, PROCESS, correlation, start, end
 
 
-def _api(domain: str, function: str, correlation: int, start: int, end: int) -> _Row:
-    return {
-        "Domain": domain,
-        "Function": function,
-        "Process_Id": PROCESS,
-        "Thread_Id": PROCESS,
-        "Correlation_Id": correlation,
-        "Start_Timestamp": start,
-        "End_Timestamp": end,
-    }
-
-
-def _sums(dispatches: Iterable[_Dispatch]) -> Iterator[_Row]:
+def _sums(dispatches: Iterable[_Dispatch]) -> Iterator[tuple[object, ...]]:
     """Longest total first, of the whole run, as the tool has it."""
     by_name: dict[str, list[int]] = {}
     for d in dispatches:
         by_name.setdefault(d.kind.name, []).append(d.end - d.start)
     total = sum(map(sum, by_name.values()))
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1])):
-        mean = sum(times) / len(times)
-        squares = sum((time - mean) ** 2 for time in times)
-        yield {
-            "Name": name,
-            "Calls": len(times),
-            "TotalDurationNs": sum(times),
-            "AverageNs": round(mean, 6),
-            "Percentage": round(100 * sum(times) / total, 2),
-            "MinNs": min(times),
-            "MaxNs": max(times),
-            "StdDev": round((squares / max(len(times) - 1, 1)) ** 0.5, 6),
-        }
+    for name, ns in sorted(by_name.items(), key=lambda item: -sum(item[1])):
+        mean, deviation = round(statistics.fmean(ns), 6), round(statistics.stdev(ns), 6)
+        share = round(100 * sum(ns) / total, 2)
+        yield name, len(ns), sum(ns), mean, share, min(ns), max(ns), deviation
 
 
-def _text(table: str, rows: Iterable[_Row]) -> str:
+def _text(table: str, rows: Iterable[Iterable[object]]) -> str:
     """A CSV file in the tool's style: texts in quotation marks, numbers without."""
     text = io.StringIO()
-    columns = _COLUMNS[table].split()
-    writer = csv.DictWriter(text, columns, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writerows([_COLUMNS[table].split(), *rows])
     return text.getvalue()
 
 

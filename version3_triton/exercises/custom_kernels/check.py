@@ -6,12 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
-from triton_launch import INTERPRETED
-
 import torch
 from torch import Tensor
 
-from version3_triton.exercises.guarded_memory import Output, device, guarded, nan_explained
+from version3_triton.exercises.guarded_memory import (
+    Output,
+    device,
+    guarded,
+    imported,
+    nan_explained,
+    to_the_first_red,
+)
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
 from workshop.gate.parity import MULTIPLE
@@ -27,19 +32,15 @@ Call = Callable[[Tensor, Tensor], Tensor]
 
 
 def check(work: Work) -> Iterator[Item]:
-    work.module()
-    where = "run in Triton's interpreter" if INTERPRETED else "are compiled for this GPU"
-    yield Item(True, f"mine.py can be imported; its kernels {where}")
-    torch.manual_seed(0)
-    for item in work.each(_kernel):
+    yield imported(work)
+    green = True
+    for item in to_the_first_red(work.each(_kernel)):
         yield item
-        if not item.ok:
-            yield Item(False, "rms_norm: looked at once the kernel is right")
-            return
-    for item in work.each(_function):
-        yield item
-        if not item.ok:
-            return
+        green = item.ok
+    if green:
+        yield from to_the_first_red(work.each(_function))
+    else:
+        yield Item(False, "rms_norm: looked at once the kernel is right")
 
 
 # --- what is true, and how close to it one can be -------------------------------------------------
@@ -92,11 +93,12 @@ class Judge:
         if yours is None or yours.shape != true.shape or yours.dtype != expected.dtype:
             return first
         off = _off(yours, true)
-        if off <= allowed:
-            return Item(True, what, f"off by {off:.1e} of its size, allowed {allowed:.1e}")
         size = f"off by {off:.1e} of its size, allowed {allowed:.1e}"
-        why = "\n".join(line for line in (first.why, size, self._suspect(name, yours)) if line)
-        return Item(False, what, why)
+        if off <= allowed:
+            return Item(True, what, size)
+        return Item(
+            False, what, "\n".join(filter(None, (first.why, size, self._suspect(name, yours))))
+        )
 
     def _suspect(self, name: str, yours: Tensor) -> str:
         """The mistake that gives just this, if it is a known one."""
@@ -147,7 +149,7 @@ def _mean(x: Tensor) -> Tensor:
 def _kernel(work: Work) -> Iterator[Item]:
     for R, C, P in ((7, 64, 1), (5, 72, 1), (63, 100, 4), (2, 33, 3), (1, 1000, 1)):
         programs = "1 program" if P == 1 else f"{P} programs"
-        yield from _launched(work.module(), _draw(f"{R} x {C}, {programs}", R, C), P)
+        yield from _launched(work.module, _draw(f"{R} x {C}, {programs}", R, C), P)
 
 
 def _launched(mine: ModuleType, case: Case, P: int) -> Iterator[Item]:
@@ -174,7 +176,7 @@ def _each_row(partial_dw: Output, what: str) -> Item | None:
 
 
 def _function(work: Work) -> Iterator[Item]:
-    norm = work.module().rms_norm
+    norm = work.module.rms_norm
     odd = _draw("rms_norm of x (2, 31, 72)", 2, 31, 72)
     one = torch.ones((), device=odd.x.device)
     x, dy = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (odd.x, odd.dy))
@@ -217,7 +219,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def _draw(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Case:
-    """Rows of x from large to tiny, so that the place of eps can be note; random dy and weight."""
+    """Rows of x from large to tiny, so that the place of eps shows; random dy and weight."""
     where = device()
     scales = torch.logspace(1, -4, shape[-2], device=where)[:, None]
     x, dy = torch.randn(2, *shape, device=where)

@@ -1,6 +1,6 @@
 """Grades a diagnosis against the participant's own results of the six stages."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from debug_causes import CAUSES, FIXES, NONE, Sight, found_in
@@ -8,8 +8,8 @@ from debug_claims import check_claims
 from debug_results import COUNTS, FOLDER, HEALTHY, METRICS, StageResult, load_all, shown
 
 from workshop.errors import WorkshopError
-from workshop.exercises.frame import Item, Missing, Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.frame import Item, Missing, Work, judged
+from workshop.exercises.predict import Predicted, ask
 
 FAULTY = ("stage1", "stage2", "stage3", "stage4", "stage5")
 _RUN = "version3_triton/exercises/performance_debugging/run_all_stages.sh"
@@ -18,9 +18,10 @@ _COPYING_ERROR = 1e-3
 """Relative, of a metric that was copied from the tables; counts are copied whole."""
 
 
-def check(work: Work) -> Iterable[Item]:
-    diagnoses = [partial(_diagnosis, key=key) for key in FAULTY]
-    return work.each(_results, _predictions, *diagnoses, _healthy, check_claims)
+def check(work: Work) -> Iterator[Item]:
+    diagnoses = (partial(_diagnosis, key=key) for key in FAULTY)
+    yield from ask(work, _sights, (_results, *PREDICTIONS, *diagnoses, _healthy))
+    yield from check_claims(work)
 
 
 def _load(work: Work) -> dict[str, StageResult]:
@@ -58,27 +59,27 @@ def _sight(work: Work, key: str) -> Sight:
     return sight
 
 
-def _predictions(work: Work) -> Iterator[Item]:
-    answers = work.answers()
-    first, differing = (answers.number(f"predict.{key}") for key in ("first_loss", "loss_differs"))
-    sights = [_sight(work, key) for key in FAULTY]
-    yield prediction(
-        "the first loss of a sound model",
-        first,
-        sights[0].of_healthy("loss_first"),
-        "",
-        within=0.1,
-        why="A model that knows nothing gives each of V tokens the same chance: ln(V).",
-    )
+def _sights(work: Work) -> list[Sight]:
+    return [_sight(work, key) for key in FAULTY]
+
+
+def _show_in_the_loss(sights: list[Sight]) -> int:
     losses = ("loss_first", "loss_last")
-    yield prediction(
-        "how many of the five faults show in the loss",
-        differing,
-        sum(any(sight.differs(loss) for loss in losses) for sight in sights),
-        "",
-        within=0.1,
-        why="And only one of them is so far off that it can't pass for a good loss.",
-    )
+    return sum(any(sight.differs(loss) for loss in losses) for sight in sights)
+
+
+PREDICTIONS: tuple[Predicted[list[Sight]], ...] = (
+    Predicted(
+        "predict.first_loss", "the first loss of a sound model", "",
+        lambda sights: sights[0].of_healthy("loss_first"),
+        "A model that knows nothing gives each of V tokens the same chance: ln(V).", within=0.1,
+    ),
+    Predicted(
+        "predict.loss_differs", "how many of the five faults show in the loss", "",
+        _show_in_the_loss,
+        "And only one of them is so far off that it can't pass for a good loss.", within=0.1,
+    ),
+)  # fmt: skip
 
 
 # --- a diagnosis ---------------------------------------------------------------------------------
@@ -99,28 +100,27 @@ def _diagnosis(work: Work, *, key: str) -> Iterator[Item]:
 
 def _cause(work: Work, sight: Sight, key: str) -> Item:
     """Whether the stage's metrics show the cause that was named."""
-    cause = CAUSES[work.answers().choice(f"{key}.cause", tuple(CAUSES))]
-    right = cause.holds(sight)
-    return Item(right, f"{key}: {cause.clause}", "" if right else f"no: {cause.answer(sight)}")
+    cause = CAUSES[work.answers.choice(f"{key}.cause", tuple(CAUSES))]
+    return judged(cause.holds(sight), f"{key}: {cause.clause}", f"no: {cause.answer(sight)}")
 
 
 def _evidence(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
-    metric = work.answers().choice(f"{key}.metric", tuple(METRICS))
+    metric = work.answers.choice(f"{key}.metric", tuple(METRICS))
     here, there = sight.text(metric), sight.healthy_text(metric)
     actual = sight.stage.metrics()[metric]
     if actual is None:
-        yield Item(False, f"{key}: {metric}", "this machine gives no such metric: take another")
+        why = "this machine gives no such metric: take another"
     elif not sight.differs(metric):
         why = f"it is {here} here and {there} in stage 6: what is the same in both is not evidence"
-        yield Item(False, f"{key}: {metric}", why)
     elif metric not in CAUSES[found_in(sight)].metrics:
         why = (
             f"it differs, {here} against {there}, but so it may where nothing is wrong, or "
             "something else: which metric is the cause itself, counted?"
         )
-        yield Item(False, f"{key}: {metric}", why)
     else:
-        yield _value(key, metric, work.answers().number(f"{key}.value"), actual)
+        yield _value(key, metric, work.answers.number(f"{key}.value"), actual)
+        return
+    yield Item(False, f"{key}: {metric}", why)
 
 
 def _value(key: str, metric: str, noted: float, actual: float) -> Item:
@@ -132,10 +132,10 @@ def _value(key: str, metric: str, noted: float, actual: float) -> Item:
 
 
 def _fix(work: Work, *, key: str, sight: Sight) -> Iterator[Item]:
-    name = work.answers().choice(f"{key}.fix", tuple(FIXES))
+    name = work.answers.choice(f"{key}.fix", tuple(FIXES))
     fix, right = FIXES[name], FIXES[name].repairs == found_in(sight)
     why = fix.why_not or f"that is for another fault: {CAUSES[fix.repairs or NONE].clause}"
-    yield Item(right, f"{key}: {name.replace('_', ' ')}", "" if right else f"no: {why}")
+    yield judged(right, f"{key}: {name.replace('_', ' ')}", f"no: {why}")
 
 
 # --- the healthy stage ---------------------------------------------------------------------------
@@ -149,10 +149,10 @@ def _healthy(work: Work) -> Iterator[Item]:
         return
     yield _cause(work, sight, HEALTHY)
     names = _names(work, f"{HEALTHY}.cleared_by")
-    yield Item(
+    yield judged(
         len(names) <= _MOST_METRICS,
         f"{HEALTHY}: no more than {_MOST_METRICS} metrics",
-        "" if len(names) <= _MOST_METRICS else f"yours are {len(names)}: which say the same?",
+        f"yours are {len(names)}: which say the same?",
     )
     for key in FAULTY:
         yield _excluded(_sight(work, key), names)
@@ -160,7 +160,7 @@ def _healthy(work: Work) -> Iterator[Item]:
 
 def _names(work: Work, key: str) -> list[str]:
     """Names of metrics; WorkshopError for anything else."""
-    names = work.answers()[key]
+    names = work.answers[key]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise WorkshopError(f'{key} should be a list of metrics, such as ["peak_mb"]')
     unknown = next((name for name in names if name not in METRICS), None)

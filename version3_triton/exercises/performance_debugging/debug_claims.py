@@ -1,11 +1,10 @@
 """Find the false claim: the two published tables, and what a participant says of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Work
+from workshop.exercises.predict import Found, ask
 from workshop.gate import plausibility
 from workshop.gate.plausibility import Claim
 from workshop.run import flops
@@ -15,86 +14,20 @@ TABLES = ROOT / "tests" / "fixtures" / "published_tables.json"
 EXAMINED = "medium V3"
 
 
-@dataclass(frozen=True)
-class Argument:
-    """A number that a row implies, and the limit that it contradicts.
-
-    Attributes:
-        key: in the diagnosis.
-        what: in a phrase.
-        value: as the row implies it.
-        limit: what the machine allows, with its unit.
-        within: the relative error that a calculation by hand may have.
-        slips: factors by which a well-known mistake is off, and what it is.
-    """
-
-    key: str
-    what: str
-    value: float
-    limit: str
-    within: float
-    slips: tuple[tuple[float, str], ...]
-
-
-def arguments(claim: Claim) -> tuple[Argument, ...]:
-    """Three that need nothing of each other."""
-    assert claim.step_ms and claim.forward_ms and claim.backward_ms and claim.optimizer_ms
-    work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len)
-    adam_bytes = flops.parameter_count(claim.model) * flops.ADAMW_BYTES_PER_PARAMETER
-    backward = claim.backward_ms / claim.forward_ms
-    return (
-        Argument(
-            "step_tflops",
-            "TFLOP/s of its step",
-            work.total / claim.step_ms / 1e9,
-            f"the chip has {claim.peak_tflops:,.1f}",
-            0.1,  # without attention's own products it is 3% less
-            (
-                (1 / 3, "that is the forward pass alone: the backward pass does twice as much"),
-                (1 / 2, "a multiplication and an addition are two operations"),
-                (1e-3, "is it in TFLOP/s?"),
-                (1e3, "is it in TFLOP/s?"),
-            ),
-        ),
-        Argument(
-            "backward_over_forward",
-            "its backward pass over its forward pass",
-            backward,
-            "about 2, by the operations; less than 0.5 can't be",
-            0.05,
-            ((1 / backward**2, "that is the forward pass over the backward pass"),),
-        ),
-        Argument(
-            "adamw_gbs",
-            "GB/s of its AdamW update",
-            adam_bytes / claim.optimizer_ms / 1e6,
-            f"the memory has {claim.bandwidth_gbs:,.0f}",
-            0.05,
-            (
-                (4 / 7, "reading four numbers a parameter is not all: three are written back"),
-                (3 / 7, "writing three numbers a parameter is not all: four are read first"),
-                (1 / 7, "AdamW reads weight, gradient and two moments, and writes three of them"),
-                (1 / 4, "a number in fp32 has four bytes"),
-                (1e-3, "is it in GB/s?"),
-            ),
-        ),
-    )
-
-
 def check_claims(work: Work) -> Iterator[Item]:
-    claims = {claim.name: claim for claim in plausibility.read_claims(TABLES)}
-    parts = [partial(_argument, one=one) for one in arguments(claims[EXAMINED])]
-    yield from work.each(partial(_rows, claims=claims), *parts)
+    yield from ask(work, lambda _: _claims()[EXAMINED], (_rows, *ARGUMENTS))
 
 
-def _rows(work: Work, *, claims: dict[str, Claim]) -> Iterator[Item]:
-    named = work.answers()["false_claim.impossible_rows"]
-    known = list(claims)
-    is_list = isinstance(named, list)
-    unknown = [name for name in named if name not in known] if is_list else named
-    if not is_list or unknown:
+def _claims() -> dict[str, Claim]:
+    return {claim.name: claim for claim in plausibility.read_claims(TABLES)}
+
+
+def _rows(work: Work) -> Iterator[Item]:
+    claims, named = _claims(), work.answers["false_claim.impossible_rows"]
+    unknown = [name for name in named if name not in claims] if isinstance(named, list) else named
+    if unknown or not isinstance(named, list):
         raise WorkshopError(
-            f"false_claim.impossible_rows should be a list of {', '.join(known)}; "
+            f"false_claim.impossible_rows should be a list of {', '.join(claims)}; "
             f"found {unknown!r:.40}"
         )
     impossible = {name for name, claim in claims.items() if plausibility.check(claim)}
@@ -108,24 +41,70 @@ def _rows(work: Work, *, claims: dict[str, Claim]) -> Iterator[Item]:
 
 
 def _defence(claim: Claim) -> str:
-    work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len)
-    assert claim.step_ms and claim.forward_ms and claim.backward_ms
     return (
-        f"{work.total / claim.step_ms / 1e9:,.0f} TFLOP/s of {claim.peak_tflops:,.1f}, a "
-        f"backward pass of {claim.backward_ms / claim.forward_ms:.2f} forward passes, and memory "
+        f"{_step_tflops(claim):,.0f} TFLOP/s of {claim.peak_tflops:,.1f}, a "
+        f"backward pass of {_backward_over_forward(claim):.2f} forward passes, and memory "
         "for weights and moments, if it was read after the gradients were freed"
     )
 
 
-def _argument(work: Work, *, one: Argument) -> Iterator[Item]:
-    found = work.answers().number(f"false_claim.{one.key}")
-    if _near(found, one.value, one.within):
-        value = f"{one.value:,.0f}" if one.value >= 1000 else f"{one.value:.3g}"
-        yield Item(True, f"{EXAMINED}: {one.what}", f"{value}; {one.limit}")
-        return
-    slip = next((why for by, why in one.slips if _near(found, by * one.value, one.within)), None)
-    yield Item(False, f"{EXAMINED}: {one.what}", slip or f"{found:,.4g} is not what the row says")
+# --- three arguments that need nothing of each other ---------------------------------------------
 
 
-def _near(found: float, value: float, within: float) -> bool:
-    return abs(found - value) <= within * abs(value)
+def _step_tflops(claim: Claim) -> float:
+    assert claim.step_ms
+    work = flops.step_flops(claim.model, claim.batch_size, claim.seq_len)
+    return work.total / claim.step_ms / 1e9
+
+
+def _backward_over_forward(claim: Claim) -> float:
+    assert claim.forward_ms and claim.backward_ms
+    return claim.backward_ms / claim.forward_ms
+
+
+def _adamw_gbs(claim: Claim) -> float:
+    assert claim.optimizer_ms
+    moved = flops.parameter_count(claim.model) * flops.ADAMW_BYTES_PER_PARAMETER
+    return moved / claim.optimizer_ms / 1e6
+
+
+ARGUMENTS = (
+    Found(
+        "false_claim.step_tflops", f"{EXAMINED}: its step", "TFLOP/s", _step_tflops,
+        "the operations of a step over its time", within=0.1,  # 3% are attention's own products
+        slips=lambda claim: [
+            (_step_tflops(claim) * factor, why)
+            for factor, why in (
+                (1 / 3, "that is the forward pass alone: the backward pass does twice as much"),
+                (1 / 2, "a multiplication and an addition are two operations"),
+                (1e-3, "is it in TFLOP/s?"),
+                (1e3, "is it in TFLOP/s?"),
+            )
+        ],
+        note=lambda claim: f"{_step_tflops(claim):,.0f}; the chip has {claim.peak_tflops:,.1f}",
+    ),
+    Found(
+        "false_claim.backward_over_forward", f"{EXAMINED}: its backward pass over its forward pass",
+        "", _backward_over_forward, "the one time over the other", within=0.05,
+        slips=lambda claim: [
+            (1 / _backward_over_forward(claim), "that is the forward pass over the backward pass")
+        ],
+        note=lambda claim: f"{_backward_over_forward(claim):.3g}; about 2, by the operations; less "
+        "than 0.5 can't be",
+    ),
+    Found(
+        "false_claim.adamw_gbs", f"{EXAMINED}: its AdamW update", "GB/s", _adamw_gbs,
+        "the bytes that it reads and writes over its time", within=0.05,
+        slips=lambda claim: [
+            (_adamw_gbs(claim) * factor, why)
+            for factor, why in (
+                (4 / 7, "reading four numbers a parameter is not all: three are written back"),
+                (3 / 7, "writing three numbers a parameter is not all: four are read first"),
+                (1 / 7, "AdamW reads weight, gradient and two moments, and writes three of them"),
+                (1 / 4, "a number in fp32 has four bytes"),
+                (1e-3, "is it in GB/s?"),
+            )
+        ],
+        note=lambda claim: f"{_adamw_gbs(claim):,.0f}; the memory has {claim.bandwidth_gbs:,.0f}",
+    ),
+)  # fmt: skip

@@ -31,7 +31,7 @@ from debug_results import StageResult, add_flags, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from workshop import errors, results, versions  # noqa: E402
-from workshop.arguments import count, parse  # noqa: E402
+from workshop.arguments import parse  # noqa: E402
 from workshop.cli import leave_if_missing  # noqa: E402
 from workshop.gate import canonical, parity  # noqa: E402
 from workshop.run import data, hardware, interpreter, presets, timing  # noqa: E402
@@ -75,19 +75,14 @@ GPU_SIZE = Size(
 INTERPRETED_SIZE = Size(
     "custom",
     {
-        "vocab_size": 1000,
-        "hidden_dim": 192,
-        "intermediate_dim": 768,
-        "num_layers": 2,
-        "num_heads": 6,
-        "num_kv_heads": 3,
-        "max_seq_len": 64,
+        "vocab_size": 1000, "hidden_dim": 192, "intermediate_dim": 768, "num_layers": 2,
+        "num_heads": 6, "num_kv_heads": 3, "max_seq_len": 64,
     },
     batch_size=2,
     seq_len=6,
     schedule=Schedule(warmup=1, timed=2, phases=0),
     text=ROOT / "LICENSE",
-)
+)  # fmt: skip
 
 
 def main(stage: str, build: Build, *, timed_steps: TimedSteps | None = None) -> int:
@@ -112,14 +107,12 @@ def _parser(stage: str) -> argparse.ArgumentParser:
         epilog="Exit status: 0 done, 1 --gate: the gate is red, 2 wrong usage, 77 Triton is "
         "missing, 130 interrupted.",
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--gate",
         action="store_true",
         help="train nothing: compare logits, gradients and a short training with V1's, from V1's "
         "weights",
     )
-    add("--num-steps", type=count, metavar="N", help="timed steps (default: 30; interpreted 2)")
     add_flags(parser)
     return parser
 
@@ -130,9 +123,6 @@ def _main(stage: str, build: Build, timed_steps: TimedSteps, arguments: argparse
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
     size = INTERPRETED_SIZE if interpreted else GPU_SIZE
-    if arguments.num_steps is not None:
-        schedule = dataclasses.replace(size.schedule, timed=arguments.num_steps)
-        size = dataclasses.replace(size, schedule=schedule)
     print(f"{stage}: {size.batch_size} x {size.seq_len} tokens, {hardware.device_name(device)}")
     if arguments.gate:
         return _gate(build, size, device)
@@ -163,12 +153,7 @@ def _gate(build: Build, size: Size, device: torch.device) -> int:
 
 
 def measure(
-    stage: str,
-    build: Build,
-    size: Size,
-    device: torch.device,
-    *,
-    timed_steps: TimedSteps,
+    stage: str, build: Build, size: Size, device: torch.device, *, timed_steps: TimedSteps
 ) -> StageResult:
     """Trains a stage, from the weights that it draws itself, and says what was seen."""
     precision = get_precision("fp32", device)  # two right versions agree to six digits

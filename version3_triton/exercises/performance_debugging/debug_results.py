@@ -82,16 +82,9 @@ class StageResult:
     def metrics(self) -> dict[str, float | None]:
         """Those of METRICS, and the launches; None where this machine can't give one."""
         run = self.run
-        timed = {
-            "step_ms": run.step_ms,
-            "forward_ms": run.forward_ms,
-            "backward_ms": run.backward_ms,
-            "optimizer_ms": run.optimizer_ms,
-        }
-        medians = {
-            name: timing.median(times) if times and not run.interpreted else None
-            for name, times in timed.items()
-        }
+        names = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+        times = {} if run.interpreted else {name: getattr(run, name) for name in names}
+        medians = {name: timing.median(times[name]) if times.get(name) else None for name in names}
         step_ms = medians["step_ms"]
         return {
             "loss_first": run.losses[0],

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,18 +33,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TRAINED = (
-    "loss_first",
-    "loss_last",
-    "tensors_with_grad",
-    "logits_error",
-    "peak_mb",
-    "optimizer_state_mb",
+    *("loss_first", "loss_last", "tensors_with_grad", "logits_error"),
+    *("peak_mb", "optimizer_state_mb"),
 )
 COUNTED = ("programs", "timed_share")
 TIMED = ("samples_per_s", "step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 _SECONDS_TO_STOP = 10
-_WIDEST = 54
-"""Characters of what a stage is at, so that bar, count and clock fit beside it."""
 
 
 def stage_files() -> dict[str, Path]:
@@ -109,35 +102,32 @@ def run(stages: list[Path], arguments: argparse.Namespace) -> list[Path]:
         NotOnThisMachine: none can be run here.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     results.prepare_folder(arguments.output_dir)
     console = Console(stderr=True, highlight=False)
-    columns = (
-        BarColumn(12),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
     failed = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(stages))
-        for stage in stages:
-            start = time.perf_counter()
-            progress.update(task, description=f"{stage.stem}: starting ...")
-            problem = _run_one(stage, arguments, partial(progress.update, task))
-            seconds = time.perf_counter() - start
-            text = f"failed: {problem}" if problem else f"done in {seconds:.0f} s"
+    with console.status("") as status:  # nothing where stderr is no terminal
+        for number, stage in enumerate(stages, start=1):
+            begin, place = time.perf_counter(), f"{number} of {len(stages)}, {stage.stem}"
+
+            def report(line: str, place: str = place) -> None:
+                status.update(Text(f"{place}: {line}"))
+
+            report("starting ...")
+            problem = _run_one(stage, arguments, report)
+            text = (
+                f"failed: {problem}" if problem else f"done in {time.perf_counter() - begin:.0f} s"
+            )
             console.print(f"{stage.stem}: {text}", markup=False, soft_wrap=True)
             failed += [stage] if problem else []
-            progress.advance(task)
-        progress.update(task, description="")
     return failed
 
 
-def _run_one(stage: Path, arguments: argparse.Namespace, report: Callable[..., None]) -> str | None:
-    """Runs a stage; what went wrong, in a line, or None. `report(description=...)` shows where it
-    is."""
+def _run_one(
+    stage: Path, arguments: argparse.Namespace, report: Callable[[str], None]
+) -> str | None:
+    """Runs a stage, and reports each line that it prints; what went wrong, in a line, or None."""
     # An old result beside a failure would pass for a new one.
     (arguments.output_dir / f"{stage.stem}.json").unlink(missing_ok=True)
     command = [sys.executable, "-u", str(stage), "--device", arguments.device]
@@ -155,11 +145,10 @@ def _run_one(stage: Path, arguments: argparse.Namespace, report: Callable[..., N
         with processes.ended_with_us(process):
             try:
                 for line in process.stdout:
-                    where = line.strip().removeprefix(f"{stage.stem}: ")
-                    report(description=f"{stage.stem}: {where}"[:_WIDEST])
+                    report(line.strip().removeprefix(f"{stage.stem}: "))
                 status = process.wait()
             except BaseException:
-                _stop(process)
+                processes.stop(process, _SECONDS_TO_STOP)
                 raise
         stderr.seek(0)
         last = ([line.strip() for line in stderr if line.strip()] or ["no message"])[-1]
@@ -167,15 +156,6 @@ def _run_one(stage: Path, arguments: argparse.Namespace, report: Callable[..., N
     if status == errors.NOT_ON_THIS_MACHINE:
         raise NotOnThisMachine(message)
     return f"exit {status}: {message}" if status else None
-
-
-def _stop(process: "subprocess.Popen[str]") -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=_SECONDS_TO_STOP)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait()
 
 
 # --- showing -------------------------------------------------------------------------------------

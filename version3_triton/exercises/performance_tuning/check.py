@@ -1,14 +1,13 @@
 """Counts, predictions and findings about V3's norm, against the benchmark and the compiler."""
 
 import importlib
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from workshop import results, versions
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises.frame import Item, Missing, Part, Work
-from workshop.exercises.predict import Chosen, Found, Predicted, ask
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.kernels import benchmark
 from workshop.kernels import inspect as inspection
 from workshop.kernels.cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
@@ -34,8 +33,7 @@ Kernels = list[dict[str, Any]]
 
 
 def check(work: Work) -> Iterator[Item]:
-    yield from work.each(_where)
-    yield from ask(work, Measured, FROM_THE_BENCHMARK)
+    yield from ask(work, Measured, (_where, *FROM_THE_BENCHMARK))
     yield from ask(work, lambda _: inspection.get_chip("sm_90"), OCCUPANCY)
     yield from work.each(_compiled)
 
@@ -107,7 +105,7 @@ SHORT_CALL = (
     "so short a call hardly reaches the copy rate: programs start and end, and what does not "
     "depend on the bytes shows. fixed_backward_us is its size"
 )
-FROM_THE_BENCHMARK: tuple[Found[Measured] | Chosen[Measured], ...] = (
+FROM_THE_BENCHMARK: tuple[Question[Measured], ...] = (
     Found(
         "forward_bytes", "bytes of the forward norm", "bytes",
         lambda m: m.row(SMALL).amounts[FORWARD], PASSES, within=0.02,
@@ -203,35 +201,33 @@ def _compiled(work: Work) -> Iterator[Item]:
         raise Missing(f"results/{INSPECTION} is not there yet", COMPILE)
     try:
         kernels = results.read_json(path)["kernels"]
-        guesses, readings = _guesses(kernels, Measured(work)), _readings(kernels)
+        questions = (*_guesses(kernels, Measured(work)), *_readings(kernels))
     except (KeyError, TypeError, StopIteration):
         raise WorkshopError(
             f"{path}: not what this command writes, run it again: {COMPILE}"
         ) from None
-    yield from work.each(*guesses)
-    yield from ask(work, lambda _: None, readings)
+    yield from ask(work, lambda _: None, questions)
 
 
-def _guessed(key: str, choices: tuple[str, ...], true: str, why: str, work: Work) -> Iterable[Item]:
-    """A word that was predicted: never red."""
-    yours = work.answers().choice(key, choices)
-    return [Item(True, key, f"predicted {yours}, found {true}\n{why}")]
-
-
-def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
-    """The predictions that the compiled kernels and the benchmark answer."""
+def _guesses(kernels: Kernels, measured: Measured) -> list[Chosen[None]]:
+    """The predictions that the compiled kernels and the benchmark answer: never red."""
     here = [kernel for kernel in kernels if kernel["target"] == "sm_90"]
     spilling = {kernel["kernel"] for kernel in here if kernel["spills"]["bytes"]} or {"none"}
     fewer = min(WIDTHS, key=lambda C: _norm(kernels, C)["waves"])
     closer = max((SMALL, LARGE), key=lambda size: measured.share(size, BACKWARD))[1]
+
+    def guess(key: str, choices: tuple[str, ...], true: str, why: str) -> Chosen[None]:
+        shown = {choice: f"predicted {choice}, found {true}\n{why}" for choice in choices}
+        return Chosen(key, key, shown, lambda _: choices)
+
     return [
-        partial(
-            _guessed, "predicted_spiller", (*KERNELS, "none"), "; ".join(sorted(spilling)),
+        guess(
+            "predicted_spiller", (*KERNELS, "none"), "; ".join(sorted(spilling)),
             "A norm holds a row or a few; attention's backward pass tiles of q, k, v and dout, "
             "of scores, and of what they give, all at a time.",
         ),
-        partial(
-            _guessed, "predicted_closer", ("more", "fewer"), "fewer" if closer == fewer else "more",
+        guess(
+            "predicted_closer", ("more", "fewer"), "fewer" if closer == fewer else "more",
             "More waves are one way to keep memory busy, more work a thread another (compare "
             "held_1024 and held_2048), and at the small size fixed_backward_us may weigh more than "
             "either. `python -m workshop.kernels.autotune` finds the better block on a GPU.",
@@ -239,7 +235,7 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Part]:
     ]  # fmt: skip
 
 
-def _readings(kernels: Kernels) -> list[Found[None] | Chosen[None]]:
+def _readings(kernels: Kernels) -> list[Question[None]]:
     """What is read off the inspection, and off V3's table of blocks."""
     blocks = importlib.import_module("triton_rms_norm").BACKWARD_BLOCKS["sm"]
     holds = {C: next(b.elements * b.programs for width, b in blocks if width >= C) for C in WIDTHS}

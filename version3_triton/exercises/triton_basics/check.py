@@ -1,14 +1,21 @@
 """Three kernels against plain PyTorch: odd sizes, strides, and memory that is watched."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from triton_launch import INTERPRETED
 
 import torch
 from torch import Tensor
 
-from version3_triton.exercises.guarded_memory import Output, device, guarded, watched_loads
+from version3_triton.exercises.guarded_memory import (
+    Output,
+    device,
+    guarded,
+    imported,
+    to_the_first_red,
+    watched_loads,
+)
 from workshop.exercises import runner
 from workshop.exercises.frame import Item, Work
 
@@ -23,13 +30,10 @@ PASSES = "2 passes over memory; largest, exp(x - largest), sum and division one 
 
 
 def check(work: Work) -> Iterator[Item]:
-    work.module()
-    where = "run in Triton's interpreter" if INTERPRETED else "are compiled for this GPU"
-    yield Item(True, f"mine.py can be imported; its kernels {where}")
-    torch.manual_seed(0)
+    yield imported(work)
     green = True
     for part in (_add, _softmax, _transpose):
-        for item in _to_the_first_red(work.each(part)):
+        for item in to_the_first_red(work.each(part)):
             yield item
             green = green and item.ok
     if green and not INTERPRETED:
@@ -45,16 +49,8 @@ def _as_interpreted(work: Work) -> Iterator[Item]:
     yield from red or [Item(outcome.passed, what, outcome.missing or "")]
 
 
-def _to_the_first_red(items: Iterable[Item]) -> Iterator[Item]:
-    """Of the cases of a kernel: those after it would show the same mistake again."""
-    for item in items:
-        yield item
-        if not item.ok:
-            return
-
-
 def _add(work: Work) -> Iterator[Item]:
-    mine = work.module()
+    mine = work.module
     for N in (mine.BLOCK, 1, 1000):
         x, y = _normal(N), _normal(N)
         item = _launched(mine.add, (x, y), Output(x), x + y, f"add: N = {N:,}")
@@ -64,7 +60,7 @@ def _add(work: Work) -> Iterator[Item]:
 
 
 def _softmax(work: Work) -> Iterator[Item]:
-    mine = work.module()
+    mine = work.module
     for name, x, like in _rows():
         right = torch.softmax(x, -1)
         item = _launched(mine.softmax, (x,), Output(like), right, f"softmax: {name}")
@@ -82,7 +78,7 @@ def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _transpose(work: Work) -> Iterator[Item]:
-    mine = work.module()
+    mine = work.module
     R, C = mine.TILE_R, mine.TILE_C
     cases = (
         (f"arange as {R} x {C}, one tile", _arange(R, C), 0),

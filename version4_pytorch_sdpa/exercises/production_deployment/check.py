@@ -14,7 +14,7 @@ from workshop import errors, versions
 from workshop.errors import WorkshopError
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work, judged
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import Predicted, Question, ask
 
 SIZES = {
     "vocab_size": 101,
@@ -34,8 +34,6 @@ CLOSE = 0.98
 """Of the most tokens a second: as good, on a machine that others use too."""
 _BESIDES = 16_384
 """Bytes of a file besides the weights: names, shapes, sizes. The embedding has 25,856."""
-_MOST = 200
-"""Characters of an error that are shown."""
 STATUSES = {
     errors.DONE: "pass",
     errors.ANSWER_IS_NO: "fail",
@@ -46,9 +44,8 @@ STATUSES = {
 
 
 def check(work: Work) -> Iterator[Item]:
-    work.module()
-    yield from work.each(_weights, _export, _latency, _verdict)
-    yield from work.each(_prediction_batch, _prediction_form, _service, _throughput, _statuses)
+    code = (_weights, _export, _latency, _verdict)
+    return ask(work, _table, (*code, *PREDICTIONS, _service, _throughput, _statuses))
 
 
 # --- the weights ---------------------------------------------------------------------------------
@@ -76,7 +73,7 @@ def _tokens(batch: int, length: int) -> Tensor:
 def _weights(work: Work) -> Iterator[Item]:
     with torch.enable_grad():
         model = _trained(versions.load("v4").TinyLlama)
-    mine = work.module()
+    mine = work.module
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "weights.pt")
         mine.save_weights(model, path)
@@ -99,13 +96,15 @@ def _opens_safely(path: Path) -> Item:
     try:
         content = torch.load(path, weights_only=True)
     except Exception as error:
-        reason = " ".join(str(error).split())[:_MOST]
-        return Item(
-            False, what, f"torch.load(weights_only=True) refuses it: save no objects\n{reason}"
-        )
+        why = f"torch.load(weights_only=True) refuses it: save no objects\n{_reason(error)}"
+        return Item(False, what, why)
     if not isinstance(content, dict) or set(content) != {"config", "weights"}:
         return Item(False, what, 'it should be a dict of "config" and "weights"')
     return Item(True, what)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _holds_each_weight_once(path: Path, model: nn.Module) -> Item:
@@ -156,7 +155,7 @@ def _with_dropout() -> type[nn.Module]:
 
 
 def _export(work: Work) -> Iterator[Item]:
-    model, mine = _trained(_with_dropout()), work.module()
+    model, mine = _trained(_with_dropout()), work.module
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt2")
         mine.export_model(model, path)
@@ -178,8 +177,8 @@ def _program_is_right(program: Any, model: nn.Module, tokens: Tensor) -> Item:
     try:
         logits = program(tokens)
     except Exception as error:  # which one depends on the version of PyTorch
-        reason = " ".join(str(error).split())[:_MOST]
-        return Item(False, what, f"it does not take this shape: is each size dynamic?\n{reason}")
+        why = f"it does not take this shape: is each size dynamic?\n{_reason(error)}"
+        return Item(False, what, why)
     return first_difference(logits, model(tokens), what=what, limit=EXACT)
 
 
@@ -211,7 +210,7 @@ class Device:
 
 def _latency(work: Work) -> Iterator[Item]:
     device, repeats = Device(), 24
-    found = work.module().measure(device, _tokens(1, 2), device.wait, repeats=repeats)
+    found = work.module.measure(device, _tokens(1, 2), device.wait, repeats=repeats)
     p50, p95, most = (float(found[f"{name}_ms"]) for name in ("p50", "p95", "max"))
     times = f"p50 {p50:.1f}, p95 {p95:.1f}, max {most:.1f} ms"
     usual, slow, first = Device.USUAL, Device.SLOW, Device.FIRST
@@ -240,9 +239,9 @@ def _latency(work: Work) -> Iterator[Item]:
 
 def _verdict(work: Work) -> Iterator[Item]:
     wrong = [
-        f"exit status {status}: {said!r}, expected {expected!r}"
+        f"exit status {status}: {yours!r}, expected {expected!r}"
         for status, expected in STATUSES.items()
-        if (said := work.module().release_verdict(status)) != expected
+        if (yours := work.module.release_verdict(status)) != expected
     ]
     yield Item(not wrong, "release_verdict: pass, fail and unknown", "\n".join(wrong))
 
@@ -253,70 +252,60 @@ def _statuses(work: Work) -> Iterator[Item]:
         ("status_slower", "V4 5% slower", errors.ANSWER_IS_NO),
         ("status_other_device", "another device", errors.NOT_ON_THIS_MACHINE),
     ):
-        said = work.answers().number(f"findings.{key}")
-        why = f"you wrote {said:g}: run it again, and echo $? directly after it"
-        yield judged(said == expected, f"regression_tester.py on {what}: its exit status", why)
+        yours = work.answers.number(f"findings.{key}")
+        why = f"you wrote {yours:g}: run it again, and echo $? directly after it"
+        yield judged(yours == expected, f"regression_tester.py on {what}: its exit status", why)
 
 
 # --- the participant's table ---------------------------------------------------------------------
 
 
-def _rows(work: Work, form: str) -> dict[int, dict[str, float]]:
-    """Of deploy.py's table, by batch size.
-
-    Raises:
-        WorkshopError: there is none.
-    """
-    return deployment.read_table(work.results / deployment.FOLDER / deployment.TABLE, form)
+def _table(work: Work) -> deployment.Rows:
+    return deployment.read_table(work.results / deployment.FOLDER / deployment.TABLE)
 
 
-def _prediction_batch(work: Work) -> Iterator[Item]:
-    rows = _rows(work, "exported")
-    few, many = min(rows), max(rows)
-    yield prediction(
-        f"latency at batch {many}, in units of that at batch {few}",
-        work.answers().number("predict.batch_ratio"),
-        rows[many]["p50_ms"] / rows[few]["p50_ms"],
-        "",
-        why="A call has a fixed part (launches, reading the weights) and one that grows with the "
+def _batch_ratio(rows: deployment.Rows) -> float:
+    exported = rows["exported"]
+    return exported[max(exported)]["p50_ms"] / exported[min(exported)]["p50_ms"]
+
+
+def _exported_ratio(rows: deployment.Rows) -> float:
+    batch = min(rows["exported"])
+    return rows["exported"][batch]["p50_ms"] / rows["model"][batch]["p50_ms"]
+
+
+PREDICTIONS: tuple[Question[deployment.Rows], ...] = (
+    Predicted(
+        "predict.batch_ratio", "latency at the largest batch, in units of that at the smallest", "",
+        _batch_ratio,
+        "A call has a fixed part (launches, reading the weights) and one that grows with the "
         "batch. Where the fixed part is large, a larger batch costs little.",
-    )
-
-
-def _prediction_form(work: Work) -> Iterator[Item]:
-    batch = min(_rows(work, "exported"))
-    yield prediction(
-        "latency of the exported program, in units of the model's",
-        work.answers().number("predict.exported_ratio"),
-        _rows(work, "exported")[batch]["p50_ms"] / _rows(work, "model")[batch]["p50_ms"],
-        "",
-        why="Exported is not compiled: it runs the same operators one by one, from a graph in the "
+    ),
+    Predicted(
+        "predict.exported_ratio", "latency of the exported program, in units of the model's", "",
+        _exported_ratio,
+        "Exported is not compiled: it runs the same operators one by one, from a graph in the "
         "place of your Python. AOTInductor compiles it (deploy.py --aot).",
-    )
+    ),
+)  # fmt: skip
 
 
 def _service(work: Work) -> Iterator[Item]:
-    rows = _rows(work, "exported")
+    rows = _table(work)["exported"]
     limit = deployment.SERVICE_LIMIT * rows[min(rows)]["p50_ms"]
-    fit = [batch for batch, row in rows.items() if row["p95_ms"] <= limit]
-    said = work.answers().number("findings.largest_batch")
-    what = f"the largest batch within the service's {limit:.1f} ms"
-    if not fit:
-        yield judged(
-            said == 0, what, "no p95 is within it: write 0, and look what else uses the machine"
-        )
-    else:
-        yield judged(said == max(fit), what, f"you wrote {said:g}; look at each p95 of 'exported'")
+    largest = max((batch for batch, row in rows.items() if row["p95_ms"] <= limit), default=0)
+    yours = work.answers.number("findings.largest_batch")
+    why = f"you wrote {yours:g}; look at each p95 of 'exported'"
+    if not largest:
+        why = "no p95 is within it: write 0, and look what else uses the machine"
+    yield judged(yours == largest, f"the largest batch within the service's {limit:.1f} ms", why)
 
 
 def _throughput(work: Work) -> Iterator[Item]:
-    rows = _rows(work, "exported")
-    best = max(rows, key=lambda batch: rows[batch]["tokens_per_s"])
-    said = work.answers().number("findings.best_batch")
-    what = "the batch with the most tokens a second"
-    if int(said) not in rows:
-        raise WorkshopError(f"findings.best_batch: {said:g} is no batch size of your table")
-    speeds = [f"{rows[int(batch)]['tokens_per_s']:,.0f}" for batch in (said, best)]
-    why = f"you wrote {said:g}, with {speeds[0]} tokens/s; another one has {speeds[1]}"
-    close = rows[int(said)]["tokens_per_s"] >= CLOSE * rows[best]["tokens_per_s"]
-    yield judged(close, what, why)
+    speeds = {batch: row["tokens_per_s"] for batch, row in _table(work)["exported"].items()}
+    yours = work.answers.number("findings.best_batch")
+    if yours not in speeds:
+        raise WorkshopError(f"findings.best_batch: {yours:g} is no batch size of your table")
+    speed, most = speeds[int(yours)], max(speeds.values())
+    why = f"you wrote {yours:g}, with {speed:,.0f} tokens/s; another one has {most:,.0f}"
+    yield judged(speed >= CLOSE * most, "the batch with the most tokens a second", why)

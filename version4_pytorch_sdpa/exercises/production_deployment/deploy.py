@@ -26,6 +26,7 @@ from version4_pytorch_sdpa.exercises.production_deployment.deployment import (
     SCHEMA_VERSION,
     SERVICE_LIMIT,
     TABLE,
+    TIMES,
 )
 from workshop import errors, results, versions
 from workshop.arguments import parse
@@ -33,11 +34,10 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises import faults, frame
 from workshop.exercises.compare import first_difference
 from workshop.run import data, hardware, presets, trainer
+from workshop.run.precision import get_precision
 from workshop.run.presets import Preset
 
 HERE = Path(__file__).resolve().parent
-TIMES = ("p50_ms", "p95_ms", "max_ms")
-"""What `measure` returns."""
 STEPS = 20
 LEARNING_RATE = 3e-4
 ODD = (3, 63)
@@ -62,14 +62,12 @@ def train(size: Preset, device: torch.device) -> Any:
         seq_len=size.seq_len,
         vocab_size=size.vocab_size,
         seed=0,
-    ).to(device)
-    losses = []
-    for tokens, targets in batches:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    )
+    precision = get_precision("fp32", device)
+    runner = trainer.Runner(model, optimizer, batches, precision, cuda_graph=False)
+    for _ in range(STEPS):
+        runner.advance()
+    losses = runner.losses().tolist()
     print(f"trained: {STEPS} steps, loss {losses[0]:.2f} to {losses[-1]:.2f}", flush=True)
     return model
 
@@ -161,19 +159,13 @@ def deploy(arguments: argparse.Namespace) -> int:
             check_logits(form, model, trained, device)
             print(f"{form}: the trained model's logits at B, T = {ODD}", flush=True)
             rows += measure(mine, form, model, size, device)
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "created": results.now(),
-        "device": hardware.describe(device),
-        "software": results.describe_software(),
-        "config": name,
-        "seq_len": size.seq_len,
-        "rows": rows,
-    }
-    results.write_json(folder / TABLE, content)
+    about: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "created": results.now()}
+    about |= {"device": hardware.describe(device), "software": results.describe_software()}
+    results.write_json(
+        folder / TABLE, about | {"config": name, "seq_len": size.seq_len, "rows": rows}
+    )
     show(rows)
-    smallest = next(r for r in rows if r["form"] == "exported")
-    limit = SERVICE_LIMIT * smallest["p50_ms"]
+    limit = SERVICE_LIMIT * next(r["p50_ms"] for r in rows if r["form"] == "exported")
     print(f"The service's limit: {SERVICE_LIMIT} x p50 of exported at batch 1 = {limit:.1f} ms")
     print(f"Written: {folder / TABLE}")
     return errors.DONE

@@ -18,7 +18,7 @@ from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises import frame
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import Chosen, NotCompared, Predicted, Question, ask
 from workshop.kernels.inspect import CHIPS, KIB, Chip, Kernel
 
 WAVES = 4
@@ -42,20 +42,15 @@ def check(work: Work) -> Iterator[Item]:
     if missing:
         raise NotOnThisMachine(missing.replace("version v3", "this exercise"))
     with _cases(work) as cases:
-        yield from work.each(
-            _numbers,
-            *(partial(_chip, case) for case in cases.values()),
-            *(partial(_accumulators, cases[target]) for target in ("gfx942", "sm_90")),
-            partial(_shared, cases["sm_90"]),
-            *(partial(_limit, case) for case in cases.values()),
-        )
+        chips = (partial(_chip, case) for case in cases.values())
+        yield from ask(work, lambda _: None, (_numbers, *chips, *_questions(cases)))
 
 
 # --- still the same numbers ----------------------------------------------------------------------
 
 
 def _numbers(work: Work) -> Iterator[Item]:
-    mine, tiles = work.module(), _tiles(work)
+    mine, tiles = work.module, _tiles(work)
     here = _chip_here()
     shown = list(dict.fromkeys(tiles.values()))
     if here:  # it may have no room for another chip's tile
@@ -95,7 +90,7 @@ def _tiles(work: Work) -> dict[str, Any]:
     """
     tiles = {}
     for target in INTENSITY:
-        tile = work.module().TILES.get(target)
+        tile = work.module.TILES.get(target)
         if tile is None:
             raise WorkshopError(f"TILES has none for {target}")
         for name, least, most in (
@@ -260,52 +255,49 @@ def _column(chip: Chip, kernel: Kernel | None, tile: Any) -> dict[str, str]:
 # --- what was written down -----------------------------------------------------------------------
 
 
-def _accumulators(case: Case, work: Work) -> Iterator[Item]:
-    start = case.start_tile
-    yield prediction(
-        f"START's accumulators on {case.chip.name}, registers a lane",
-        work.answers().number(f"predict.accumulators_{case.chip.name}"),
-        _accumulators_of(case.chip, start),
-        "",
-        within=0,
-        why=f"2 accumulators of {start.block_m} x {start.block_n} numbers lie in the registers of "
+def _questions(cases: dict[str, Case]) -> list[Question[None]]:
+    return [
+        *(_accumulators(cases[target]) for target in ("gfx942", "sm_90")),
+        Predicted(
+            "predict.shared_kib_sm_90", "START's shared memory on sm_90", "KiB",
+            lambda _: _shared_kib(cases["sm_90"].start().kernel),
+            "A stage holds a block of x and two of weights, block_k wide, 2 bytes a number; all "
+            "num_stages of them are there at a time.", within=0.01,
+        ),
+        *map(_limit, cases.values()),
+    ]  # fmt: skip
+
+
+def _accumulators(case: Case) -> Predicted[None]:
+    name, start = case.chip.name, case.start_tile
+    return Predicted(
+        f"predict.accumulators_{name}", f"START's accumulators on {name}, registers a lane", "",
+        lambda _: _accumulators_of(case.chip, start),
+        f"2 accumulators of {start.block_m} x {start.block_n} numbers lie in the registers of "
         f"{start.num_warps} waves of {case.chip.warp_size} lanes: a lane has its share of all.",
-    )
+        within=0,
+    )  # fmt: skip
 
 
-def _shared(case: Case, work: Work) -> Iterator[Item]:
-    predicted = work.answers().number(f"predict.shared_kib_{case.chip.name}")
-    what, kernel = f"START's shared memory on {case.chip.name}", case.start().kernel
+def _shared_kib(kernel: Kernel | None) -> float:
     if kernel is None:
-        yield Item(True, f"{what}: not compiled")
-        return
-    yield prediction(
-        what,
-        predicted,
-        kernel.shared_bytes / KIB,
-        "KiB",
-        within=0.01,
-        why="A stage holds a block of x and two of weights, block_k wide, 2 bytes a number; all "
-        "num_stages of them are there at a time.",
-    )
+        raise NotCompared("not compiled")
+    return kernel.shared_bytes / KIB
 
 
-def _limit(case: Case, work: Work) -> Iterator[Item]:
-    mine = case.mine()
-    what = f"what limits the waves of your tile on {case.chip.name}"
-    if mine.missing:
-        yield Item(True, f"{what}: not compiled")
-    elif mine.kernel is None:
-        yield Item(False, what, "nothing to say yet: it does not compile")
-    else:
-        said = work.answers().choice(f"findings.limit_{case.chip.name}", LIMITS)
-        found = _limit_of(mine.kernel)
-        note = "" if said == found else f"you wrote {said!r}; the table above says {found!r}"
-        yield Item(said == found, what, note)
+def _limit(case: Case) -> Chosen[None]:
+    name = case.chip.name
+    return Chosen(
+        f"findings.limit_{name}", f"what limits the waves of your tile on {name}", LIMITS,
+        lambda _: _limit_of(case.mine()),
+        lambda _: f"the table above says {_limit_of(case.mine())}",
+    )  # fmt: skip
 
 
-def _limit_of(kernel: Kernel) -> str:
-    names = {"shared memory" if n in ("LDS", "shared") else n for n in kernel.limited_by}
-    if {"registers", "shared memory"} <= names:
-        return "both"
-    return next(iter(names), "slots")
+def _limit_of(tile: Compiled) -> str:
+    if tile.missing:
+        raise NotCompared("not compiled")
+    if tile.kernel is None:
+        raise WorkshopError("nothing limits the waves of a tile that does not compile")
+    names = {"shared memory" if n in ("LDS", "shared") else n for n in tile.kernel.limited_by}
+    return "both" if len(names) > 1 else next(iter(names), "slots")

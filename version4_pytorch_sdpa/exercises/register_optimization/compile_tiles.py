@@ -1,21 +1,18 @@
 """Compiles the kernel of a file for chips that need not be here, in processes of its own: the
 check's own has Triton's interpreter."""
 
-import importlib.util
 import multiprocessing
 import os
-import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from workshop.errors import NotOnThisMachine, printable
+from workshop.exercises.frame import import_file
 from workshop.kernels.inspect import Kernel, compiling, get_chip, read_kernel
 
 TOKENS, HIDDEN, INTERMEDIATE = 16 * 512, 1024, 4096
@@ -68,7 +65,7 @@ def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:
 
     chip = get_chip(target)
     try:
-        module = _import_anew(path)
+        module = import_file(path)  # anew: a kernel keeps what it was compiled to, for any chip
         with compiling(chip, "") as launches:
             x = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
             gate, up = torch.empty(2, INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
@@ -83,13 +80,3 @@ def compile_tile(path: Path, target: str, tile: tuple[int, ...]) -> Compiled:
     if not kernel.num_warps:
         return Compiled(fault=kernel.faults[0])
     return Compiled(kernel)
-
-
-def _import_anew(path: Path) -> ModuleType:
-    """The file as a new module: a kernel keeps what it was compiled to, for any chip."""
-    spec = importlib.util.spec_from_file_location(f"tiles_{uuid.uuid4().hex}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -50,18 +50,9 @@ def swiglu_product_reference(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_product_kernel(  # type: ignore[no-untyped-def]
-    x,
-    gate,
-    up,
-    y,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, gate, up, y, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     gates = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -87,10 +78,7 @@ def swiglu_product(x: Tensor, gate: Tensor, up: Tensor, tile: Tile) -> Tensor:
     grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n))
     _swiglu_product_kernel[grid](
         *(x, gate, up, y, M, N, K),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages,
+        *(tile.block_m, tile.block_n, tile.block_k, tile.num_stages),
         num_warps=tile.num_warps,
     )
     return y

@@ -3,18 +3,19 @@ predicted and read off."""
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import RESULTS, Item, Work
-from workshop.exercises.predict import prediction
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, Written, ask
 from workshop.profilers import kernel_file
 from workshop.profilers.table import Kernel, KernelTable
 from workshop.results import RunResult
 
 EAGER, COMPILED = "eager", "pytorch_profiler"
 """Folders below results/profiles/v4."""
-REFERENCE = RESULTS / "reference"
+REFERENCE = RESULTS / "reference/nvidia_h200/profiles"
 _FUSED = re.compile(r"(?:cpp|triton_\w+?)_fused_")
 _PRODUCTS_ON_CPU = ("aten::mm", "aten::addmm", "aten::bmm")
 _GRAPH = re.compile(r"^graph_\d+_")
@@ -22,42 +23,28 @@ _GRAPH = re.compile(r"^graph_\d+_")
 _NAMED = 4
 """Kernels that a red Item names."""
 
-GONE = (
-    "What goes is all that lies between products and attention: element-wise operations, copies, "
-    "views. Their number grows with the layers, and so does the number of fused kernels."
-)
-PRODUCTS = (
-    "Inductor hands large products to the library, as eager code does: there is nothing to win. "
-    "It fuses what lies around them."
-)
-FUSED = (
-    "A product needs its whole input, and its whole result is there before the next kernel starts: "
-    "so one kernel, at least, for each gap between products (or attention) that has work in it."
-)
-SWIGLU = "the forward kernel's name has mul and silu, and no silu_backward"
-
 
 def check(work: Work) -> Iterator[Item]:
-    _profiles(work)  # without them there is nothing to compare with
-    yield from work.each(
-        *(_predicted_calls, _predicted_products, _predicted_fused),
-        *(partial(_count, name) for name in COUNTS),
-        *(_swiglu, _addmm),
-        *(partial(_graph, key) for key in ("graph_launches", "graph_kernels")),
-        *(partial(_idle, version) for version in ("v2", "v4")),
-        _graph_removes,
-    )
+    measured(work)  # without the profiles there is nothing to compare with
+    yield from ask(work, measured, QUESTIONS)
 
 
 # --- the participant's profiles ------------------------------------------------------------------
 
 
-def _profiles(work: Work) -> tuple[KernelTable, KernelTable]:
-    """V4 eager and compiled.
+@dataclass(frozen=True)
+class Measured:
+    """Profiles of V4, of the same model."""
 
-    Raises:
-        WorkshopError: one is missing or of something else, or they can't be compared.
-    """
+    eager: KernelTable
+    compiled: KernelTable
+    v2: KernelTable
+    """Recorded on an H200, as is the next."""
+    v4: KernelTable
+
+
+def measured(work: Work) -> Measured:
+    """Raises WorkshopError: a profile is missing or of something else, or they differ in more."""
     eager, was_eager = _profile(work, EAGER)
     compiled, was_compiled = _profile(work, COMPILED)
     if was_eager.options.get("compile") != "none" or was_eager.options.get("cuda_graph"):
@@ -82,18 +69,16 @@ def _profiles(work: Work) -> tuple[KernelTable, KernelTable]:
             "results/profiles/v4/pytorch_profiler does not name the compiler's kernels: profile "
             "it again with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 before the command"
         )
-    return eager, compiled
+    return Measured(eager, compiled, *map(_recorded, ("v2", "v4")))
 
 
 def _profile(work: Work, folder: str) -> tuple[KernelTable, RunResult]:
-    found = work.profile("v4", folder)
-    table, record = found or (None, None)
-    if table is None or record is None:
+    table, record = work.profile("v4", folder) or (None, None)
+    if table is None or record is None or not table.steps:
         raise WorkshopError(
-            f"results/profiles/v4/{folder} is missing: profile V4 as the sheet says"
+            f"results/profiles/v4/{folder} is missing, or has no steps: profile V4 as the sheet "
+            "says"
         )
-    if not table.steps:
-        raise WorkshopError(f"results/profiles/v4/{folder} knows no steps: profile V4 again")
     return table, record
 
 
@@ -113,6 +98,16 @@ def _calls(table: KernelTable, which: Callable[[Kernel], bool] = lambda _: True)
     return sum(kernel.calls for kernel in table.kernels if which(kernel)) / table.steps
 
 
+def _graph_launches(table: KernelTable) -> float:
+    assert table.steps
+    return table.host_calls["cudaGraphLaunch"].calls / table.steps
+
+
+def _idle_ms(table: KernelTable) -> float:
+    assert table.steps and table.timeline
+    return table.timeline.idle_ns / table.steps / 1e6
+
+
 def _products(table: KernelTable) -> float:
     return _calls(table, lambda kernel: _is_product(table, kernel))
 
@@ -121,156 +116,113 @@ def _fused(table: KernelTable) -> float:
     return _calls(table, _is_fused)
 
 
-# --- predictions ---------------------------------------------------------------------------------
-
-
-def _predicted_calls(work: Work) -> Iterator[Item]:
-    eager, compiled = _profiles(work)
-    gone = 100 * (1 - _calls(compiled) / _calls(eager))
-    predicted = work.answers().number("predict.calls_gone_percent")
-    yield prediction("calls that the compiler removes", predicted, gone, "%", why=GONE)
-
-
-def _predicted_products(work: Work) -> Iterator[Item]:
-    eager, compiled = _profiles(work)
-    predicted = work.answers().number("predict.products_gone")
-    gone = _products(eager) - _products(compiled)
-    yield prediction("matrix products that it removes", predicted, gone, "", why=PRODUCTS)
-
-
-def _predicted_fused(work: Work) -> Iterator[Item]:
-    _, compiled = _profiles(work)
-    predicted = work.answers().number("predict.fused_calls")
-    yield prediction("calls of fused kernels", predicted, _fused(compiled), "", why=FUSED)
-
-
-# --- findings ------------------------------------------------------------------------------------
-
-ALL_CALLS = "the first row of `workshop.profilers diff` has it"
-COUNTS: dict[str, tuple[str, Callable[[KernelTable, KernelTable], float], str]] = {
-    "eager_calls": ("all calls of eager V4", lambda eager, _: _calls(eager), ALL_CALLS),
-    "compiled_calls": ("all calls of compiled V4", lambda _, compiled: _calls(compiled), ALL_CALLS),
-    "eager_products": (
-        "products of eager V4",
-        lambda eager, _: _products(eager),
-        "a linear layer has one product forward and two backward",
-    ),
-    "compiled_products": (
-        "products of compiled V4",
-        lambda _, compiled: _products(compiled),
-        "aten::addmm is one, too",
-    ),
-    "compiled_fused_calls": (
-        "fused kernels' calls",
-        lambda _, compiled: _fused(compiled),
-        "add up the calls of all names with _fused_ in them that the compiler made",
-    ),
-}
-"""What is counted, how, and where to find it."""
-
-
-def _count(name: str, work: Work) -> Iterator[Item]:
-    what, count, how = COUNTS[name]
-    said, (eager, compiled) = work.answers().number(f"findings.{name}"), _profiles(work)
-    table = eager if name.startswith(EAGER) else compiled
-    yield _read(what, said, count(eager, compiled), steps=table.steps, how=how)
-
-
-def _read(
-    what: str,
-    said: float,
-    found: float,
-    *,
-    steps: int | None,
-    how: str,
-    within: float = 0.5,
-    unit: str = "",
-) -> Item:
-    """A number of one step that was read off a profile: right up to rounding.
-
-    Args:
-        steps: that the profile has.
-        how: where to find it.
-        within, unit: of `found`.
-    """
-    if abs(said - found) <= within:
-        return Item(True, what, f"{found:,.4g}{unit} a step")
-    if steps and abs(said / steps - found) <= within:
-        return Item(False, what, f"you wrote {said:,.4g}, which is of all {steps} steps")
-    side = "high" if said > found else "low"
-    return Item(False, what, f"you wrote {said:,.4g}, which is too {side}: {how}")
-
-
-def _swiglu(work: Work) -> Iterator[Item]:
-    _, compiled = _profiles(work)
-    what = "the kernel of SwiGLU, forward"
-    said = work.answers().text("findings.swiglu_kernel")
-    names = [_GRAPH.sub("", kernel.name) for kernel in compiled.kernels if _is_fused(kernel)]
-    name = _GRAPH.sub("", said)
-    if name in names and "silu" in name and "silu_backward" not in name:
-        yield Item(True, what)
-    elif name not in names:
+def _not_swiglu(m: Measured, answer: str) -> str:
+    names = [_GRAPH.sub("", kernel.name) for kernel in m.compiled.kernels if _is_fused(kernel)]
+    name = _GRAPH.sub("", answer)
+    if name not in names:
         with_silu = [name for name in names if "silu" in name][:_NAMED]
-        yield Item(
-            False, what, "\n".join([f"no kernel is called {said!r}; look among", *with_silu])
-        )
-    else:
-        yield Item(False, what, f"{said} is another one: {SWIGLU}")
+        return "\n".join([f"no kernel is called {answer!r}; look among", *with_silu])
+    if "silu" in name and "silu_backward" not in name:
+        return ""
+    return (
+        f"{answer} is another one: the forward kernel's name has mul and silu, and no silu_backward"
+    )
 
 
-# --- the recorded profiles -----------------------------------------------------------------------
-
-
-def _recorded(device: str, version: str) -> KernelTable:
-    folder = REFERENCE / device / "profiles" / version / "pytorch_profiler"
+def _recorded(version: str) -> KernelTable:
+    folder = REFERENCE / version / "pytorch_profiler"
     return kernel_file.read(folder / kernel_file.JSON_FILE)
 
 
-def _addmm(work: Work) -> Iterator[Item]:
-    said = work.answers().choice("puzzles.addmm_adds", ("residual", "gradient", "mask"))
-    why = {
-        "residual": "in training the residual stream is added by the next norm's kernel: see the "
-        "add in the names of the fused norms; and there would be two a layer, not one a step",
-        "mask": "the causal mask is inside of attention, and is never added to a product",
-        "gradient": "the embedding is the head too: its two gradients are added up, and the "
-        "compiler adds the first while it computes the second",
-    }[said]
-    yield Item(said == "gradient", "what the one addmm adds", why)
+# --- the questions -------------------------------------------------------------------------------
 
 
-def _graph(key: str, work: Work) -> Iterator[Item]:
-    table = _recorded("nvidia_h200", "v4")
-    assert table.steps
-    what, found, how = {
-        "graph_launches": (
-            "launches of a graph on the H200",
-            table.host_calls["cudaGraphLaunch"].calls / table.steps,
-            "look for cudaGraphLaunch in kernels.json",
-        ),
-        "graph_kernels": ("kernels that they run", _calls(table), "the end of `show` has them"),
-    }[key]
-    said = work.answers().number(f"puzzles.{key}")
-    yield _read(what, said, found, steps=table.steps, how=how)
+def _read(
+    key: str, what: str, table: str, value: Callable[[KernelTable], float], how: str, **more: Any
+) -> Found[Measured]:
+    """A number of one step that is read off a profile: right up to rounding."""
 
+    def of_all_steps(m: Measured) -> list[tuple[float, str]]:
+        steps = getattr(m, table).steps
+        return [(steps * value(getattr(m, table)), f"that is of all {steps} steps")]
 
-def _idle(version: str, work: Work) -> Iterator[Item]:
-    table = _recorded("nvidia_h200", version)
-    assert table.steps and table.timeline
-    found = table.timeline.idle_ns / table.steps / 1e6
-    said = work.answers().number(f"puzzles.idle_ms_{version}")
-    what, how = (
-        f"idle time of the H200 in {version.upper()}",
-        "the end of `show` has it, of all steps",
+    rounding: dict[str, Any] = {"within": 0, "margin": 0.5, "unit": ""} | more
+    return Found(
+        key, what, value=lambda m: value(getattr(m, table)), how=how, slips=of_all_steps, **rounding
     )
-    yield _read(what, said, found, steps=table.steps, how=how, within=0.05 * found, unit=" ms")
 
 
-def _graph_removes(work: Work) -> Iterator[Item]:
-    said = work.answers().choice("puzzles.graph_removes", ("bytes", "kernels", "launches"))
-    why = {
-        "bytes": "the same kernels run on the same tensors: they move the same bytes",
-        "kernels": "the graph replays the kernels that were captured, each of them",
-        "launches": "and with them the time in which the GPU waits for the host; kernels and bytes "
-        "stay",
-    }[said]
-    yield Item(said == "launches", "what a graph removes", why)
+ALL_CALLS = "the first row of `workshop.profilers diff` has it"
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted(
+        "predict.calls_gone_percent", "calls that the compiler removes", "%",
+        lambda m: 100 * (1 - _calls(m.compiled) / _calls(m.eager)),
+        "What goes is all that lies between products and attention: element-wise operations, "
+        "copies, views. Their number grows with the layers, and so does the number of fused "
+        "kernels.",
+    ),
+    Predicted(
+        "predict.products_gone", "matrix products that it removes", "",
+        lambda m: _products(m.eager) - _products(m.compiled),
+        "Inductor hands large products to the library, as eager code does: there is nothing to "
+        "win. It fuses what lies around them.",
+    ),
+    Predicted(
+        "predict.fused_calls", "calls of fused kernels", "", lambda m: _fused(m.compiled),
+        "A product needs its whole input, and its whole result is there before the next kernel "
+        "starts: so one kernel, at least, for each gap between products (or attention) that has "
+        "work in it.",
+    ),
+    _read("findings.eager_calls", "all calls of eager V4", "eager", _calls, ALL_CALLS),
+    _read("findings.compiled_calls", "all calls of compiled V4", "compiled", _calls, ALL_CALLS),
+    _read(
+        "findings.eager_products", "products of eager V4", "eager", _products,
+        "a linear layer has one product forward and two backward",
+    ),
+    _read(
+        "findings.compiled_products", "products of compiled V4", "compiled", _products,
+        "aten::addmm is one, too",
+    ),
+    _read(
+        "findings.compiled_fused_calls", "fused kernels' calls", "compiled", _fused,
+        "add up the calls of all names with _fused_ in them that the compiler made",
+    ),
+    Written("findings.swiglu_kernel", "the kernel of SwiGLU, forward", _not_swiglu),
+    Chosen(
+        "puzzles.addmm_adds", "what the one addmm adds",
+        {
+            "residual": "in training the residual stream is added by the next norm's kernel: see "
+            "the add in the names of the fused norms; and there would be two a layer, not one a "
+            "step",
+            "gradient": "the embedding is the head too: its two gradients are added up, and the "
+            "compiler adds the first while it computes the second",
+            "mask": "the causal mask is inside of attention, and is never added to a product",
+        },
+        lambda _: "gradient",
+    ),
+    _read(
+        "puzzles.graph_launches", "launches of a graph on the H200", "v4", _graph_launches,
+        "look for cudaGraphLaunch in kernels.json",
+    ),
+    _read(
+        "puzzles.graph_kernels", "kernels that they run", "v4", _calls,
+        "the end of `show` has them",
+    ),
+    *(
+        _read(
+            f"puzzles.idle_ms_{version}", f"idle time of the H200 in {version.upper()}", version,
+            _idle_ms, "the end of `show` has it, of all steps", unit="ms", within=0.05, margin=0,
+        )
+        for version in ("v2", "v4")
+    ),
+    Chosen(
+        "puzzles.graph_removes", "what a graph removes",
+        {
+            "bytes": "the same kernels run on the same tensors: they move the same bytes",
+            "kernels": "the graph replays the kernels that were captured, each of them",
+            "launches": "and with them the time in which the GPU waits for the host; kernels and "
+            "bytes stay",
+        },
+        lambda _: "launches",
+    ),
+)  # fmt: skip
