@@ -204,16 +204,13 @@ def _table(roofline: Roofline, top: int, width: int) -> "Table":
     from rich.text import Text
 
     header, *rows = figures.table_cells(roofline)
-    kept = [i for i, name in enumerate(figures.HEADER) if width >= _WIDE or name in _NARROW_COLUMNS]
+    kept = [i for i, name in enumerate(header) if width >= _WIDE or name in _NARROW_COLUMNS]
     kept = [i for i in kept if any(row[i] != "-" for row in rows)]
-    widths = [max(len(row[i]) for row in (header, *rows[:top])) for i in kept]
-    name_at = figures.HEADER.index("name")
-    # A column has two spaces and a line around it.
-    left = width - sum(w for w, i in zip(widths, kept, strict=True) if i != name_at)
-    room = max(_LEAST_NAME, left - 3 * len(kept))
-    title = f"{roofline.device}: {roofline.title}" if roofline.device else roofline.title
-    table = Table(title=Text(title, overflow="fold"), title_justify="left", box=box.SIMPLE_HEAD,
-                  padding=(0, 1), pad_edge=False)  # fmt: skip
+    name_at = header.index("name")
+    others = (max(len(row[i]) for row in (header, *rows[:top])) for i in kept if i != name_at)
+    room = max(_LEAST_NAME, width - sum(others) - 3 * len(kept))  # two spaces and a line a column
+    title = Text(roofline.heading, overflow="fold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i in kept:
         text = header[i] in ("name", "category", "roof")
         table.add_column(header[i], justify="left" if text else "right", no_wrap=True)
