@@ -72,7 +72,7 @@ def stack(
     parts: Sequence[tuple[str, str]],
     files: tuple[Path, ...],
     *,
-    tells_more: bool = True,
+    in_markdown: bool = True,
 ) -> Chart:
     """Bars made of the parts with these names and colours."""
     shown = bars[:_MOST_BARS]
@@ -112,7 +112,7 @@ def stack(
         _grid(axis, "x")
 
     height = 1.25 + 0.32 * legend_lines + 0.5 * len(shown)
-    return Chart(name, title, alt, files, draw, (7.5, height), tells_more)
+    return Chart(name, title, alt, files, draw, (7.5, height), in_markdown)
 
 
 def losses(
@@ -158,7 +158,7 @@ def losses(
             axes[1].yaxis.set_major_formatter("{x:g}")
 
     title = "The loss of every version, and its distance from V1's"
-    return Chart(name, title, alt, files, draw, (7.5, 4.9), tells_more=True)
+    return Chart(name, title, alt, files, draw, (7.5, 4.9), in_markdown=True)
 
 
 def _write_beside(axis: Any, text: str, place: tuple[float, float], **look: Any) -> None:

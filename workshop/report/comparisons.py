@@ -6,34 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
+from workshop.compare import rows as measured
 from workshop.compare import tables as compared
 from workshop.compare.collection import StoredRun
 from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
-from workshop.compare.rows import (
-    Peaks,
-    Row,
-    build_rows,
-    session_peaks,
-    trained_differently,
-    variant,
-)
+from workshop.compare.rows import Row, variant
 from workshop.profilers.names import printable
-from workshop.report import charts
-from workshop.report.parts import (
-    BAD,
-    Cell,
-    Line,
-    Section,
-    Table,
-    alarms,
-    cells,
-    links,
-    with_column,
-)
-from workshop.report.pictures import Picture, read_roofline, roofline_picture
+from workshop.report import charts, parts
+from workshop.report.parts import BAD, Cell, Line, Section, Table, add_roofline, alarms, cells
+from workshop.report.pictures import Picture
 from workshop.results import RunResult
-from workshop.roofline.inputs import STEP
-from workshop.roofline.model import flags, sentences
 from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
@@ -78,7 +60,7 @@ def groups(stored: Sequence[StoredRun]) -> list[Group]:
         newest[str(one.run.device.get("name"))] = one.run.session
     order = sorted(newest, key=lambda name: (newest[name], name), reverse=True)
     keys = sorted(by_key, key=lambda key: (order.index(str(key[0])), *key[1:]))
-    peaks = session_peaks(one.run for one in stored)
+    peaks = measured.session_peaks(one.run for one in stored)
     return [_group(f"size-{number}", by_key[key], peaks) for number, key in enumerate(keys, 1)]
 
 
@@ -91,8 +73,8 @@ def _key(run: RunResult) -> tuple[object, ...]:
     return name, rank, tokens, run.config_name, run.precision, run.batch_size, sizes
 
 
-def _group(anchor: str, stored: list[StoredRun], peaks: Peaks) -> Group:
-    rows = build_rows([one.run for one in stored], peaks)
+def _group(anchor: str, stored: list[StoredRun], peaks: measured.Peaks) -> Group:
+    rows = measured.build_rows([one.run for one in stored], peaks)
     runs = [[one for one in stored if _is_of(one.run, row)] for row in rows]
     return Group(anchor, rows, runs)
 
@@ -113,19 +95,21 @@ def section(group: Group, folder: Path) -> Section:
     part.pictures = list(_pictures(group))
     for row, stored in group.pairs():
         where = f"{row.label} {group.size}, {row.device}"
-        part.alarms += alarms(row, where, links(stored))
-    _add_roofline(part, group, folder)
+        part.alarms += alarms(row, where, parts.links(stored))
+    timed = [one.path for row, stored in group.pairs() if row.step_ms for one in stored]
+    if timed:
+        add_roofline(part, group.size, timed, folder)
     return part
 
 
 def tables(group: Group) -> Section:
     """The tables and notes of a group."""
     speed, proof = compared.group_tables(group.rows)
-    files = [Cell("", links(runs)) for runs in group.runs]
+    files = [Cell("", parts.links(runs)) for runs in group.runs]
     part = Section(group.anchor, printable(compared.title(group.rows)))
     part.tables = [
-        with_column("How fast", speed, "result files", files),
-        with_column("The same model? And at what cost", proof, "error, of allowed",
+        parts.with_column("How fast", speed, "result files", files),
+        parts.with_column("The same model? And at what cost", proof, "error, of allowed",
                     [_worst(runs) for runs in group.runs]),
     ]  # fmt: skip
     for table in part.tables:
@@ -224,7 +208,7 @@ def _pictures(group: Group) -> Iterator[Picture]:
     if bars:
         parts = [(legend, colour) for _, legend, colour in PHASE_COLOURS]
         yield charts.stack(f"{group.anchor}-phases", "Where the time of a step goes",
-                           "ms of a step", bars, parts, files, tells_more=False)  # fmt: skip
+                           "ms of a step", bars, parts, files, in_markdown=False)  # fmt: skip
     bars = [
         (printable(row.label), [_drawable(row.memory_mb.get(name)) for name, *_ in MEMORY_COLOURS])
         for row in group.rows
@@ -245,7 +229,7 @@ def _pictures(group: Group) -> Iterator[Picture]:
             version: [a - b for a, b in zip(curves[version], curves[BASELINE], strict=False)]
             for version, run in first.items()
             if BASELINE in first and version != BASELINE
-            and not trained_differently([run, first[BASELINE]])
+            and not measured.trained_differently([run, first[BASELINE]])
         }  # fmt: skip
         caution = precision.of_losses(group.rows[0].precision)
         yield charts.losses(f"{group.anchor}-losses", curves, differences, files, caution)
@@ -260,15 +244,3 @@ def _finite(run: RunResult) -> list[float]:
     return [
         loss if loss is not None and abs(loss) <= results.MOST else math.nan for loss in run.losses
     ]
-
-
-def _add_roofline(part: Section, group: Group, folder: Path) -> None:
-    """What bounds the whole steps in words; the parts of a step are in the picture alone."""
-    paths = [one.path for row, stored in group.pairs() if row.step_ms for one in stored]
-    roofline = read_roofline(paths, title=group.size, results_folder=folder) if paths else None
-    if roofline is None:
-        return
-    steps = sum(point.category == STEP for point in roofline.points)
-    lines = map(printable, [*flags(roofline), *sentences(roofline, steps), *roofline.notes])
-    part.sentences = list(dict.fromkeys([*part.sentences, *lines]))
-    part.pictures.append(roofline_picture(f"{group.anchor}-roofline", roofline, tuple(paths)))

@@ -35,7 +35,7 @@ def build(
     study_sections, study_rows = studies.build(of_studies)
     others = [*study_sections, *others]
     names = dict.fromkeys(group.device for group in groups)
-    names |= dict.fromkeys(map(sections.device_of, collection.profiles))
+    names |= dict.fromkeys(found.device for found in collection.profiles)
     names |= dict.fromkeys(name for name, _ in others)
     devices = []
     for number, name in enumerate(names, 1):
@@ -78,7 +78,7 @@ def _device(
     collection: Collection,
     top: int,
 ) -> Device:
-    profiles = [found for found in collection.profiles if sections.device_of(found) == name]
+    profiles = [found for found in collection.profiles if found.device == name]
     runs = _runs(groups)
     return Device(
         anchor=anchor,

@@ -225,8 +225,10 @@ def _load_measured(path: Path) -> Measurement | None:
 def _of_benchmark(content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Measurement."""
     rates = content["ceilings"]
-    fields = {name: content.get(name) for name in ("device", "software", "created", "session")}
+    names = ("device", "software", "created", "session", "git_commit")
+    fields = {name: content.get(name) for name in names}
     return fields | {
         "copy_gbs": rates.get("GB/s"),
         "tflops": {str(content.get("precision")): rates.get("TFLOP/s")},
+        "seconds": 0.0,
     }
