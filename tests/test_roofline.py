@@ -6,14 +6,13 @@ import importlib.util
 import itertools
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANGS_S
+from browser import complaints, open_browser, requested
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,22 +42,18 @@ V1_MEDIUM = next((H200 / "runs").rglob("v1_medium_bf16_*.json"))
 HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
 FILES = ["roofline.csv", "roofline.html", "roofline.json", "roofline.png"]
 
-needs_plotly = pytest.mark.skipif(
-    importlib.util.find_spec("plotly") is None, reason="plotly is missing"
-)
-
 
 @pytest.fixture
 def analyse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs the tool on arguments; its exit status, what it printed, and its JSON."""
+    """Runs the tool on arguments; its exit status, what it printed, in one line, and its JSON."""
 
     def run(*words: object) -> tuple[int, str, dict[str, Any]]:
         folder = tmp_path / "out"
         kept = ["--results", tmp_path / "results", "--output-dir", folder]
         status = roofline_analysis.main([str(word) for word in (*words, *kept)])
-        told = capsys.readouterr()
+        printed = " ".join("".join(capsys.readouterr()).split())  # wrapped at the terminal's width
         file = folder / "roofline.json"
-        return status, told.out + told.err, json.loads(file.read_text()) if file.is_file() else {}
+        return status, printed, json.loads(file.read_text()) if file.is_file() else {}
 
     return run
 
@@ -123,7 +118,7 @@ def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, says: s
 
 
 def test_plain_numbers(analyse: Callable[..., Any], tmp_path: Path) -> None:
-    status, told, content = analyse(
+    status, printed, content = analyse(
         "--ai", 15.62, "--gflops", 1466.6, "--peak-compute", 30, "--peak-bw", 300,
         "--label", "resnet18_bs128_L4",
     )  # fmt: skip
@@ -131,18 +126,17 @@ def test_plain_numbers(analyse: Callable[..., Any], tmp_path: Path) -> None:
     [point] = content["points"]
     assert point["of_roof"] == pytest.approx(1466.6 / (15.62 * 300))
     assert (point["roof"], point["gbs"]) == ("memory", pytest.approx(93.9, abs=0.05))
-    told = " ".join(told.split())  # wrapped at the terminal's width
-    assert "93.9 of 300 GB/s, 31% of its roof" in told and "1.47 of 30 TFLOP/s" in told
+    assert "93.9 of 300 GB/s, 31% of its roof" in printed and "1.47 of 30 TFLOP/s" in printed
     assert {"roofline.csv", "roofline.json", "roofline.png"} <= set(written(tmp_path))
     [row] = csv.DictReader((tmp_path / "out/roofline.csv").open())
     assert float(row["flop_per_byte"]) == pytest.approx(15.62)
-    status, told, content = analyse(
+    status, printed, content = analyse(
         "--ai", 1, "--gflops", 200, "--ai", 500, "--gflops", 20e3, "--chip", "NVIDIA L4"
     )
     assert status == 0
     assert [p["label"] for p in content["points"]] == ["point 1", "point 2"]
     assert [p["roof"] for p in content["points"]] == ["memory", "compute"]
-    assert "NVIDIA L4 data sheet" in " ".join(told.split())
+    assert "NVIDIA L4 data sheet" in printed
 
 
 def written(tmp_path: Path) -> list[str]:
@@ -172,14 +166,14 @@ def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
 
 
 def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
-    status, told, content = analyse(H200, "--config", "medium", "--precision", "bf16")
+    status, printed, content = analyse(H200, "--config", "medium", "--precision", "bf16")
     assert status == 0 and content["device"] == "NVIDIA H200"
     steps = [point for point in content["points"] if point["category"] == "step"]
     assert [point["label"] for point in steps] == list(versions.ALL)
     assert len({round(point["flop_per_byte"]) for point in steps}) == 1
     rates = {point["label"]: point["gflops"] for point in steps}
     assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
-    assert "measured 776" in told and "IMPLAUSIBLE" not in told
+    assert "measured 776" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
     assert len(everything["points"]) == 3 * 6 + 9 * 4
@@ -193,9 +187,9 @@ def test_a_figure_above_the_chip_is_flagged_and_drawn(
         record[name] = [value / 20 for value in record[name]]
     path = tmp_path / "fast.json"
     path.write_text(json.dumps(record))
-    status, told, content = analyse(path)
-    assert status == 0 and "IMPLAUSIBLE: v1 forward: " in told.replace("\n", " ")
-    assert "more than the chip's bf16 989 TFLOP/s" in " ".join(told.split())
+    status, printed, content = analyse(path)
+    assert status == 0 and "IMPLAUSIBLE: v1 forward: " in printed
+    assert "more than the chip's bf16 989 TFLOP/s" in printed
     flagged = {point["label"]: point["implausible"] for point in content["points"]}
     assert flagged == {
         "v1": True, "v1 forward": True, "v1 backward": True, "v1 AdamW": True
@@ -219,7 +213,7 @@ def test_only_the_newest_device_is_shown_and_the_other_named(tmp_path: Path) -> 
 
 
 def test_kernels_that_ncu_counted(analyse: Callable[..., Any]) -> None:
-    status, told, content = analyse(NCU)
+    status, printed, content = analyse(NCU)
     assert status == 0
     first = content["points"][0]
     table = load_table(NCU)
@@ -231,8 +225,8 @@ def test_kernels_that_ncu_counted(analyse: Callable[..., Any]) -> None:
     roofs = {point["label"]: (point["roof"], point["precision"]) for point in content["points"]}
     assert roofs["nvjet_sm90_tst_128x128_64x6_2x1_v_bz_NNT"] == ("compute", "bf16")
     assert roofs["vectorized_elementwise_kernel<CUDAFunctor_add>"] == ("memory", "fp32")
-    assert "too short to fill the chip" in " ".join(told.split())
-    assert "--precision says otherwise" in " ".join(told.split())
+    assert "too short to fill the chip" in printed
+    assert "--precision says otherwise" in printed
     assert "--precision" not in analyse(NCU, "--precision", "bf16")[1]
     details = roofline_inputs.load([NCU.with_name("ncu_details_h200.csv")])  # ncu's other page
     assert [p.flops_per_s for p in details.points] == pytest.approx(
@@ -245,27 +239,25 @@ def test_an_unknown_chip_has_achieved_figures_until_it_is_measured(
 ) -> None:
     path = tmp_path / "ncu.csv"
     path.write_text(NCU.read_text().replace("NVIDIA H200", "NVIDIA X9"))
-    status, told, content = analyse(path)
+    status, printed, content = analyse(path)
     assert status == 0 and content["ceilings"] == []
-    assert "641 TFLOP/s; no ceiling is known for it" in " ".join(told.split())
-    assert "--measure, on that machine, measures them" in " ".join(told.split())
+    assert "641 TFLOP/s; no ceiling is known for it" in printed
+    assert "--measure, on that machine, measures them" in printed
     measured = ceilings.Measurement(
         device={"name": "NVIDIA X9"}, software={"torch": "2.11"}, created="2026-11-21T00:00:00",
         copy_gbs=4000.0, tflops={"bf16": 700.0, "fp32": 50.0},
     )  # fmt: skip
     ceilings.save(measured, tmp_path / "results")
-    status, told, content = analyse(path)
-    words = " ".join(told.split())
+    status, printed, content = analyse(path)
     assert {ceiling["origin"] for ceiling in content["ceilings"]} == {MEASURED}
-    assert "641 of 700 TFLOP/s (bf16), 92% of its roof" in words
-    assert "no data sheet of NVIDIA X9 is listed" in words and "IMPLAUSIBLE" not in words
+    assert "641 of 700 TFLOP/s (bf16), 92% of its roof" in printed
+    assert "no data sheet of NVIDIA X9 is listed" in printed and "IMPLAUSIBLE" not in printed
 
 
-def test_a_trace_has_what_the_model_tells_and_says_what_it_lacks(
+def test_a_trace_has_the_model_s_counts_and_names_missing_counters(
     analyse: Callable[..., Any],
 ) -> None:
-    status, told, content = analyse(CPU_PROFILE)
-    words = " ".join(told.split())
+    status, words, content = analyse(CPU_PROFILE)
     assert status == 0 and "run_ncu.sh on NVIDIA, run_rocprof_compute.sh" in words
     products = content["points"][0]
     run = results.load(CPU_PROFILE / "run.json")
@@ -383,13 +375,12 @@ def test_a_picture_is_the_same_every_time_and_takes_thousands_of_kernels(tmp_pat
     assert roofline.as_csv(line).count("\n") == 3001
 
 
-@needs_plotly
 def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) -> None:
     kernels = [Kernel(HOSTILE, "GEMM", 1, 1e6, bytes=1e9, flops=1e12)]
     table = KernelTable(NCU, "ncu", kernels, device=HOSTILE)
     kernel_file.write(table, tmp_path / "profile")
-    status, told, _ = analyse(tmp_path / "profile")
-    assert status == 0 and "\x1b" not in told and "[bold]" in told
+    status, printed, _ = analyse(tmp_path / "profile")
+    assert status == 0 and "\x1b" not in printed and "[bold]" in printed
     page = (tmp_path / "out/roofline.html").read_text()
     assert "<script>alert" not in page and "<b>evil" not in page and "\x1b" not in page
     [points] = [trace for trace in roofline_figures.plotly_figure(
@@ -398,7 +389,7 @@ def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) 
     assert "&lt;b&gt;evil" in points.hovertext[0], "plotly reads tags in its texts"
 
 
-def test_without_plotly_the_rest_is_written_and_the_reason_told(
+def test_without_plotly_the_rest_is_written_and_the_reason_printed(
     analyse: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -407,8 +398,8 @@ def test_without_plotly_the_rest_is_written_and_the_reason_told(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
     )
-    status, told, _ = analyse(NCU)
-    assert status == 0 and "roofline.html: skipped: plotly is missing" in told
+    status, printed, _ = analyse(NCU)
+    assert status == 0 and "roofline.html: skipped: plotly is missing" in printed
     assert written(tmp_path) == ["roofline.csv", "roofline.json", "roofline.png"]
 
 
@@ -460,27 +451,20 @@ def test_the_newest_measurement_counts(tmp_path: Path) -> None:
     [
         ([], "nothing to show: give a PATH"),
         (["--ai", "1"], "--ai is given 1 times, --gflops 0: a point needs both"),
-        (["--ai", "0", "--gflops", "1"], "--ai 0.0: it must lie between"),
-        (["--ai", "nan", "--gflops", "1"], "--ai nan: it must lie between"),
         (["--ai", "1", "--gflops", "-3"], "--gflops -3.0: it must lie between"),
         (["--ai", "1", "--gflops", "1", "--label", "a", "--label", "b"], "given 2 times"),
-        (["--ai", "1", "--gflops", "1", "--peak-bw", "inf"], "--peak-bw inf: it must"),
         (["--ai", "1", "--gflops", "1", "--chip", "Abacus"], "--chip Abacus: not listed; known"),
         ([NCU, "--ai", "1", "--gflops", "1"], "give the one or the other"),
-        ([NCU, "--top", "0"], "--top 0: it must lie between 1 and 50"),
-        (["nowhere"], "nowhere: no such file or folder"),
         ([TRACE], "bytes and operations of each kernel need counters"),
         ([H200, "--config", "huge"], "no run is huge"),
         ([NCU, CPU_PROFILE], "a roofline is of one device"),
-        (["--measure", "--device", "cuda:99"], "device cuda:99"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(
     analyse: Callable[..., Any], words: list[object], says: str, tmp_path: Path
 ) -> None:
-    status, told, _ = analyse(*words)
-    assert status == 2 and says in told
-    assert told.count("\n") == 1 and told.startswith("error: ")
+    status, printed, _ = analyse(*words)
+    assert status == 2 and says in printed and printed.startswith("error: ")
     assert not (tmp_path / "out").exists() and not (tmp_path / "results").exists()
 
 
@@ -517,24 +501,11 @@ def test_as_it_is_typed(
     )
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines()[:10])) <= 80
-    names = [path.name for path in sorted((tmp_path / "roofline").iterdir())]
-    assert names in (FILES, [name for name in FILES if name != "roofline.html"])
-    if "roofline.html" not in names:
-        return
-    page = (tmp_path / "roofline/roofline.html").read_text()
-    assert len(page) > 1e6, "plotly.js is in it"
-    for loading in ("<script src", "<link ", 'src="http', "@import"):
-        assert loading not in page
-    assert "vectorized_elementwise_kernel&lt;silu_kernel&gt;" in page
-    if shutil.which("chromium"):
-        assert shows_no_error(tmp_path / "roofline/roofline.html")
-
-
-def shows_no_error(page: Path) -> bool:
-    """In a browser, whose plot must be there once the scripts have run."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-               "--enable-logging=stderr", "--virtual-time-budget=5000",
-               "--host-resolver-rules=MAP * ~NOTFOUND", page.as_uri()]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
-    assert "CONSOLE" not in done.stderr.upper().replace("CONSOLE_", ""), done.stderr
-    return 'class="main-svg"' in done.stdout
+    assert sorted(path.name for path in (tmp_path / "roofline").iterdir()) == FILES
+    page = tmp_path / "roofline/roofline.html"
+    assert "vectorized_elementwise_kernel&lt;silu_kernel&gt;" in page.read_text()
+    with open_browser(tmp_path / "profile") as browser:
+        browser.get(page.as_uri())
+        assert browser.find_elements("css selector", ".main-svg")
+        assert complaints(browser) == []
+        assert requested(browser) == {page.as_uri()}
