@@ -1,5 +1,6 @@
 """Gathers what a report says from a collection of results."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from workshop.compare.collection import Collection
@@ -123,26 +124,18 @@ def _hardware(run: RunResult) -> str:
 
 def _sessions(groups: Sequence[Group]) -> Table:
     """A line for each session and size."""
-    found: dict[tuple[str, str], list[RunResult]] = {}
+    found: dict[tuple[str, str], list[RunResult]] = defaultdict(list)
     for group in groups:
-        for stored in group.runs:
-            for one in stored:
-                found.setdefault((one.run.session, group.size), []).append(one.run)
+        for run in _runs([group]):
+            found[run.session, group.size].append(run)
     lines = []
     for (session, size), runs in sorted(found.items(), key=lambda item: item[0][0]):
         steps = {f"{len(run.step_ms)} after {run.warmup_steps}" for run in runs if run.step_ms}
         data = {str(run.data.get("name", "-")) for run in runs}
         versions = dict.fromkeys(run.version for run in runs)
-        texts = (
-            session,
-            min(run.created for run in runs)[:10],
-            size,
-            ", ".join(versions),
-            ", ".join(sorted(data)),
-            ", ".join(sorted(steps)) or "-",
-            str(len(runs)),
-        )
-        lines.append(Line(cells(*texts)))
+        day, steps_taken = min(run.created for run in runs)[:10], ", ".join(sorted(steps)) or "-"
+        names = ", ".join(versions), ", ".join(sorted(data))
+        lines.append(Line(cells(session, day, size, *names, steps_taken, str(len(runs)))))
     header = ["session", "day", "size", "versions", "data", "steps, after warm-up", "processes"]
     return Table("What was run", header, lines, texts=5)
 

@@ -106,24 +106,22 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         by_work.setdefault((found.tool, found.table.what, steps_known, *size), []).append(found)
     pictures: list[Picture] = []
     for own in by_work.values():
-        sums = [found.table.category_ns() for found in own]
-        kinds = [kind for kind in CATEGORIES if any(kind in one for one in sums)]
-        if not kinds:
-            continue
-        bars = [
-            (
-                printable(found.version or found.folder.name),
-                [one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds],
-            )
-            for found, one in zip(own, sums, strict=True)
+        sums = [
+            {kind: ns / (found.table.steps or 1) for kind, ns in found.table.category_ns().items()}
+            for found in own
         ]
-        name = f"{anchor}-categories-{len(pictures) + 1}"
-        files = tuple(found.folder / kernel_file.JSON_FILE for found in own)
+        if not any(sums):
+            continue
         what = f"{own[0].table.what}s"
-        unit = f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}"
-        title = f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}"
-        colours = [(kind, CATEGORY_COLOURS[kind]) for kind in kinds]
-        pictures.append(charts.stack(name, title, unit, bars, colours, files))
+        pictures.append(charts.stack(
+            f"{anchor}-categories-{len(pictures) + 1}",
+            f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}",
+            f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}",
+            [found.version or found.folder.name for found in own],
+            [(kind, CATEGORY_COLOURS[kind], [one.get(kind, 0.0) / 1e6 for one in sums])
+             for kind in CATEGORIES],
+            tuple(found.folder / kernel_file.JSON_FILE for found in own),
+        ))  # fmt: skip
     return pictures
 
 
