@@ -5,7 +5,6 @@ are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.
 """
 
 import argparse
-import functools
 import os
 import sys
 import threading
@@ -40,13 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
         "missing.",
     )
     add = parser.add_argument
-    folder = functools.partial(add, type=Path, metavar="DIR")
-    folder("--results", action="append", help="with results; may be repeated (default: results/)")
+    add("--results", action="append", type=Path, metavar="DIR",
+        help="with results; may be repeated (default: results/)")  # fmt: skip
     add("--port", type=int, default=PORT, help="0 for any that is free (default %(default)s)")
     add("--no-browser", action="store_true", help="open no browser, only print the address")
     add("--export", type=Path, metavar="FILE.html",
         help="write one self-contained page, to keep or to send, and start no server")  # fmt: skip
-    folder("--output-dir", help="where a FILE.html without a folder goes (default: here)")
     return parser
 
 
@@ -69,11 +67,10 @@ def _show(arguments: argparse.Namespace) -> int:
         return _serve(collection, arguments.port, open_browser=not arguments.no_browser)
     from workshop.dashboard import export
 
-    target = (arguments.output_dir or Path()) / arguments.export
-    results.prepare_folder(target.parent)
+    results.prepare_file(arguments.export, "--export")
     collection.refresh()
-    results.write_text(target, export.page(collection))
-    print(f"Written: {target}")
+    results.write_text(arguments.export, export.page(collection))
+    print(f"Written: {arguments.export}")
     return errors.DONE
 
 
@@ -83,8 +80,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
     if arguments.export is not None and arguments.export.suffix.lower() not in (".html", ".htm"):
         raise WorkshopError(f"--export {arguments.export}: name it FILE.html")
-    if arguments.output_dir is not None and arguments.export is None:
-        raise WorkshopError("--output-dir is where --export FILE.html goes: give both")
 
 
 def _serve(collection: "Collection", port: int, *, open_browser: bool) -> int:

@@ -89,8 +89,10 @@ def point(
     **more: Any,
 ) -> Point:
     """What did some operations and moved some bytes in a time; None for what was not counted."""
-    rates = (None if amount is None else amount / seconds for amount in (operations, moved))
-    return Point(label, category, precision, *rates, seconds=seconds, **more)
+    flops_per_s, bytes_per_s = (
+        None if amount is None else amount / seconds for amount in (operations, moved)
+    )
+    return Point(label, category, precision, flops_per_s, bytes_per_s, seconds, **more)
 
 
 @dataclass
