@@ -149,7 +149,7 @@ def check_ladder(page: Page, section: str, size: tuple[str, str]) -> None:
         assert [number(text) for text in shown[3:7]] == pytest.approx(times, abs=0.0051)
         ratio = middle(baseline, "step_ms") / times[0]
         same = shown[7].startswith("no significant difference [")
-        once = len(runs) == 1  # then there is no verdict, and nothing is said to be saved
+        once = len(runs) == 1  # then there is no verdict, and no saving
         speedup = f"{ratio:.2f}x (1 process)" if once else f"{ratio:.2f}x ["
         assert same or shown[7] == "baseline" or shown[7].startswith(speedup)
         first = next(run for run in runs if run["parity"]["status"] == "pass")

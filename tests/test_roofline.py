@@ -1,6 +1,5 @@
 """The roofline: its rule, what it makes of real files, and the tool as it is typed."""
 
-import copy
 import csv
 import importlib.util
 import itertools
@@ -63,6 +62,10 @@ def with_ceilings(line: Roofline) -> Roofline:
     return line
 
 
+def measured(day: str, copy_gbs: float, **tflops: float) -> ceilings.Measurement:
+    return ceilings.Measurement({"name": "NVIDIA X9"}, {"torch": "2"}, day, copy_gbs, tflops)
+
+
 # --- the rule ------------------------------------------------------------------------------------
 
 RATES = st.floats(1e6, 1e16)
@@ -90,7 +93,7 @@ def test_the_share_is_that_of_the_lower_roof_at_its_intensity(
 
 
 @pytest.mark.parametrize(
-    ("flops_per_s", "bytes_per_s", "says"),
+    ("flops_per_s", "bytes_per_s", "message"),
     [
         (1e12, 4.1e12, "memory-bound: 4,100 of 4,800 GB/s, 85% of its roof"),
         (700e12, 1e12, "compute-bound: 700 of 1,000 TFLOP/s (bf16), 70% of its roof (88% of"),
@@ -103,14 +106,14 @@ def test_the_share_is_that_of_the_lower_roof_at_its_intensity(
         (0.0, 0.0, "far from it"),
     ],
 )
-def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, says: str) -> None:
+def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, message: str) -> None:
     point = Point("k", "GEMM", "bf16", flops_per_s, bytes_per_s, seconds=1e-3, calls=1)
     line = Roofline("", None, [point], [
         Ceiling(MEMORY, "memory", 4.8e12, DATA_SHEET, ""),
         Ceiling(COMPUTE, "bf16", 1e15, DATA_SHEET, ""),
         Ceiling(COMPUTE, "bf16", 800e12, MEASURED, ""),
     ])  # fmt: skip
-    assert says in roofline.verdict(line, point)
+    assert message in roofline.verdict(line, point)
     assert roofline.flags(line) == []
 
 
@@ -243,11 +246,7 @@ def test_an_unknown_chip_has_achieved_figures_until_it_is_measured(
     assert status == 0 and content["ceilings"] == []
     assert "641 TFLOP/s; no ceiling is known for it" in printed
     assert "--measure, on that machine, measures them" in printed
-    measured = ceilings.Measurement(
-        device={"name": "NVIDIA X9"}, software={"torch": "2.11"}, created="2026-11-21T00:00:00",
-        copy_gbs=4000.0, tflops={"bf16": 700.0, "fp32": 50.0},
-    )  # fmt: skip
-    ceilings.save(measured, tmp_path / "results")
+    ceilings.save(measured("2026-11-21T00:00:00", 4e3, bf16=700.0, fp32=50.0), tmp_path / "results")
     status, printed, content = analyse(path)
     assert {ceiling["origin"] for ceiling in content["ceilings"]} == {MEASURED}
     assert "641 of 700 TFLOP/s (bf16), 92% of its roof" in printed
@@ -418,27 +417,20 @@ def test_measured_ceilings_are_typed_kept_and_used_on_the_same_device_alone(
     kept = ceilings.load(path)
     assert set(kept.tflops) == {"fp32", "bf16"} and kept.copy_gbs > 0 and kept.seconds > 0
     name, threads = str(kept.device["name"]), kept.device["threads"]
-    assert {c.name for c in ceilings.find(name, threads, tmp_path, [])} == {
-        "memory",
-        "fp32",
-        "bf16",
-    }
+    found = ceilings.find(name, threads, tmp_path, [])
+    assert {ceiling.name for ceiling in found} == {"memory", "fp32", "bf16"}
     assert ceilings.find(name, 1000, tmp_path, []) == []
     assert ceilings.find("another", threads, tmp_path, []) == []
 
 
 def test_the_newest_measurement_counts(tmp_path: Path) -> None:
     for day, rate in (("2026-11-02", 2.0), ("2026-11-03", 3.0), ("2026-11-01", 1.0)):
-        one = ceilings.Measurement(
-            {"name": "X"}, {"torch": "2"}, f"{day}T00:00:00", 100 * rate, {"bf16": rate}
-        )
-        path = ceilings.save(one, tmp_path)
+        path = ceilings.save(measured(f"{day}T00:00:00", 100 * rate, bf16=rate), tmp_path)
         path.rename(path.with_name(f"{rate}.json" if rate < 3 else "0.json"))
-    assert {c.rate for c in ceilings.find("X", None, tmp_path, [])} == {3e11, 3e12}
+    assert {c.rate for c in ceilings.find("NVIDIA X9", None, tmp_path, [])} == {3e11, 3e12}
     limits = {c.name: c.rate for c in ceilings.from_data_sheet("NVIDIA H200")}
-    found = {
-        c.name: c.rate for c in ceilings.find("NVIDIA H200", None, None, [])
-    }  # of its benchmark
+    of_benchmark = ceilings.find("NVIDIA H200", None, None, [])
+    found = {ceiling.name: ceiling.rate for ceiling in of_benchmark}
     assert {"memory", "bf16"} <= found.keys()
     assert all(0.4 * limits[name] < rate < limits[name] for name, rate in found.items())
 
@@ -447,7 +439,7 @@ def test_the_newest_measurement_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ([], "nothing to show: give a PATH"),
         (["--ai", "1"], "--ai is given 1 times, --gflops 0: a point needs both"),
@@ -461,15 +453,15 @@ def test_the_newest_measurement_counts(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(
-    analyse: Callable[..., Any], words: list[object], says: str, tmp_path: Path
+    analyse: Callable[..., Any], words: list[object], message: str, tmp_path: Path
 ) -> None:
     status, printed, _ = analyse(*words)
-    assert status == 2 and says in printed and printed.startswith("error: ")
+    assert status == 2 and message in printed and printed.startswith("error: ")
     assert not (tmp_path / "out").exists() and not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda content: content.update(copy_gbs="fast"), "field copy_gbs should be float"),
         (lambda content: content.update(copy_gbs=0.0), "field copy_gbs is 0.0, no rate"),
@@ -479,17 +471,15 @@ def test_wrong_input_is_one_line(
     ],
 )
 def test_a_broken_measurement_is_named(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    good = ceilings.Measurement({"name": "X"}, {"torch": "2"}, "2026", 1.0, {"bf16": 1.0})
-    path = ceilings.save(good, tmp_path)
+    path = ceilings.save(measured("2026", 1.0, bf16=1.0), tmp_path)
     content = json.loads(path.read_text())
-    broken = copy.deepcopy(content)
-    change(broken)
-    path.write_text(json.dumps(broken))
+    change(content)
+    path.write_text(json.dumps(content))
     notes: list[str] = []
-    assert ceilings.find("X", None, tmp_path, notes) == []
-    assert re.search(rf"left out: .*{path.name}: .*{says}", *notes)
+    assert ceilings.find("NVIDIA X9", None, tmp_path, notes) == []
+    assert re.search(rf"left out: .*{path.name}: .*{message}", *notes)
 
 
 def test_as_it_is_typed(

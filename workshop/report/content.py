@@ -1,4 +1,4 @@
-"""Gathers what a report says from a collection of results."""
+"""Gathers the content of a report from a collection of results."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -156,7 +156,7 @@ def _below(collection: Collection, pattern: str) -> Iterator[Path]:
 
 
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
-    """V3's operators beside their rivals, those left out that do not exist for a case."""
+    """V3's operators beside the other contenders, without those that do not exist for a case."""
     try:
         rows, run = benchmark.load(path)
         rows = [row for row in rows if row.status != benchmark.ABSENT]

@@ -27,7 +27,6 @@ SCHEMA_VERSION = 1
 FOLDER = "ceilings"
 BENCHMARK = Path("kernels", "kernels.json")
 """Of a results folder, in which measurements are kept."""
-Report = Callable[[str], object]
 
 
 @dataclass
@@ -80,7 +79,7 @@ def from_data_sheet(device_name: str) -> list[Ceiling]:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def measure(device: torch.device, report: Report = lambda what: None) -> Measurement:
+def measure(device: torch.device, report: Callable[[str], object]) -> Measurement:
     """Measures the copy bandwidth and a product at each precision that the device has: seconds, on
     a CPU as well.
 
@@ -108,10 +107,10 @@ def measure(device: torch.device, report: Report = lambda what: None) -> Measure
     )
 
 
-def save(measurement: Measurement, folder: Path | None = None) -> Path:
-    """Writes `folder/ceilings/DEVICE.json` (default: the checkout's results), in the place of what
-    was measured of that device before; its path."""
-    target = results.prepare_folder((folder or results.DEFAULT_FOLDER) / FOLDER)
+def save(measurement: Measurement, folder: Path) -> Path:
+    """Writes `folder/ceilings/DEVICE.json`, in the place of what was measured of that device
+    before; its path."""
+    target = results.prepare_folder(folder / FOLDER)
     name = re.sub(r"[^a-z0-9]+", "_", str(measurement.device.get("name")).lower()).strip("_")
     threads = measurement.device.get("threads")
     path = target / f"{name or 'device'}{f'_{threads}_threads' if threads else ''}.json"
