@@ -275,23 +275,6 @@ def test_a_trace_has_the_model_s_counts_and_names_missing_counters(
         roofline_inputs.load([TRACE])
 
 
-def test_a_profile_of_the_same_run_gives_its_step_the_bytes(tmp_path: Path) -> None:
-    run = results.load(V1_MEDIUM)
-    run.status, run.options = "profiled", {"num_steps": 2}
-    kernels = [Kernel("gemm", "GEMM", 4, 4e7, bytes=6e10, flops=1e13),
-               Kernel("add", "elementwise", 2, 1e7, bytes=4e10, flops=0.0)]  # fmt: skip
-    kernel_file.write(KernelTable(NCU, "ncu", kernels, device="NVIDIA H200"), tmp_path)
-    results.save_as(tmp_path / "run.json", run)
-    line = roofline_inputs.load([V1_MEDIUM, tmp_path])
-    step = line.points[0]
-    assert step.seconds and step.bytes_per_s == pytest.approx(5e10 / step.seconds)
-    assert not step.at_least and line.points[1].at_least
-    assert [point.label for point in line.points[-2:]] == ["gemm", "add"]
-    run.batch_size += 1
-    results.save_as(tmp_path / "run.json", run)
-    assert roofline_inputs.load([V1_MEDIUM, tmp_path]).points[0].at_least
-
-
 def test_rocprof_computes_caches_are_ceilings(tmp_path: Path) -> None:
     (tmp_path / "pmc_perf.csv").write_text(
         "Dispatch_ID,GPU_ID,Kernel_Name,Start_Timestamp,End_Timestamp,FETCH_SIZE,WRITE_SIZE,"

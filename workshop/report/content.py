@@ -153,9 +153,7 @@ def _commands(groups: Sequence[Group]) -> Table:
     return Table("Command lines", ["version and size", "command", ""], lines, texts=3)
 
 
-def own_ladders(
-    collection: Collection,
-) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
+def own_ladders(collection: Collection) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
     """All comparisons but those in a results folder's `reference`: of each device its name, its
     facts, and its sizes without pictures."""
     theirs = {folder / REFERENCE for folder in collection.folders}

@@ -51,10 +51,7 @@ def html_page(report: Report, folder: Path, progress: Progress = lambda what: No
 
     template = _environment(autoescape=True).get_template("report.html.j2")
     return template.render(
-        report=report,
-        how_to_read=HOW_TO_READ,
-        href=lambda path: href(path, folder),
-        draw=draw,
+        report=report, how_to_read=HOW_TO_READ, href=lambda path: href(path, folder), draw=draw
     )
 
 

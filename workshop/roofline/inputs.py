@@ -43,8 +43,6 @@ ASSUMED = "bf16"
 """Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
 """Of a profile's time: with fewer kernels counted, it is one without counters."""
-LEAST_COUNTED = 0.9
-"""Of a profile's time, whose bytes must be counted for their sum to be those of a step."""
 BENCHMARK_FILE = "kernels.json"
 
 RUN_BYTES = (
@@ -89,8 +87,7 @@ class Inputs:
 def load(
     paths: Sequence[Path], *, precision: str | None = None, config: str | None = None
 ) -> Roofline:
-    """The roofline of files and folders, each recognised by its content. With a kernel table that
-    has counters and steps, the bytes of that run's whole step are no lower bound.
+    """The roofline of files and folders, each recognised by its content.
 
     Args:
         precision: of runs, only those of it; of kernels, that of the products where none is
@@ -104,7 +101,7 @@ def load(
     for path in paths:
         _collect(path, found)
     roofline = Roofline(", ".join(printable(str(path)) for path in paths), None, [])
-    _add_runs(roofline, found, precision, config)
+    _add_runs(roofline, found.runs, precision, config)
     for table, run in found.tables:
         _add_table(roofline, table, run, precision)
     for path in found.benchmarks:
@@ -222,8 +219,10 @@ def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list
 # --- whole steps ---------------------------------------------------------------------------------
 
 
-def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: str | None) -> None:
-    runs = _of_one_device(found.runs, roofline)
+def _add_runs(
+    roofline: Roofline, found: list[RunResult], precision: str | None, config: str | None
+) -> None:
+    runs = _of_one_device(found, roofline)
     wanted = [
         run
         for run in runs
@@ -249,7 +248,7 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
         label = f"{row.label} {row.config} {row.precision}" if several else row.label
         run = next(run for run in wanted if _is_of(run, row))
         _set_device(roofline, run.device)
-        points += _run_points(label, row, run, _counted_bytes(run, found), parts=parts)
+        points += _run_points(label, row, run, parts=parts)
         roofline.warnings += row.plausibility
     roofline.points += sorted(points, key=lambda point: point.category != STEP)
     roofline.notes.append(RUN_BYTES)
@@ -276,64 +275,38 @@ def _is_of(run: RunResult, row: Row) -> bool:
     )
 
 
-def _run_points(
-    label: str, row: Row, run: RunResult, counted: float | None, *, parts: bool
-) -> Iterator[Point]:
-    """The step, and its parts if wanted. AdamW does no products: it has bytes only.
-
-    Args:
-        counted: bytes of a step, where a profiler counted them.
-    """
+def _run_points(label: str, row: Row, run: RunResult, *, parts: bool) -> Iterator[Point]:
+    """The step, and its parts if wanted. AdamW does no products: it has bytes only."""
     sizes = model_sizes(run.config)
     work = flops.step_flops(sizes, row.batch_size, row.seq_len)
     parameters = flops.parameter_count(sizes)
     adamw_bytes = flops.ADAMW_BYTES_PER_PARAMETER
     step_bytes = FORWARD_BYTES + BACKWARD_BYTES + adamw_bytes
-    rows: list[tuple[str, str, float | None, float | None, float]] = [
-        (STEP, "", row.step_ms, work.total, step_bytes)
-    ]
-    if parts:
-        rows += [
-            (FORWARD, " forward", row.forward_ms, work.forward, FORWARD_BYTES),
-            (BACKWARD, " backward", row.backward_ms, work.backward, BACKWARD_BYTES),
-            (ADAMW, " AdamW", row.optimizer_ms, None, adamw_bytes),
-        ]
-    for category, part, milliseconds, operations, bytes_each in rows:
-        if not milliseconds:
-            continue
-        moved = float(parameters * bytes_each) if _fills_memory(parameters) else None
-        if category == STEP and counted is not None:
-            moved = counted
-        yield model.point(
-            printable(label + part),
-            category,
-            row.precision,
-            milliseconds / 1e3,
-            operations,
-            moved,
-            share=milliseconds / row.step_ms if row.step_ms else None,
-            at_least=moved is not counted,
-        )
+    rows = (
+        (STEP, "", row.step_ms, work.total, step_bytes),
+        (FORWARD, " forward", row.forward_ms, work.forward, FORWARD_BYTES),
+        (BACKWARD, " backward", row.backward_ms, work.backward, BACKWARD_BYTES),
+        (ADAMW, " AdamW", row.optimizer_ms, None, adamw_bytes),
+    )
+    for category, part, milliseconds, operations, bytes_each in rows if parts else rows[:1]:
+        if milliseconds and row.step_ms:
+            moved = float(parameters * bytes_each) if _fills_memory(parameters) else None
+            yield model.point(
+                printable(label + part),
+                category,
+                row.precision,
+                milliseconds / 1e3,
+                operations,
+                moved,
+                share=milliseconds / row.step_ms,
+                at_least=moved is not None,
+            )
 
 
 def _fills_memory(parameters: int) -> bool:
     """Whether weights, gradients and moments are too large for any cache, which could keep them
     from one part of a step to the next."""
     return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > plausibility.LAST_LEVEL_CACHE_BYTES
-
-
-def _counted_bytes(run: RunResult, found: Inputs) -> float | None:
-    """Of a step, from a profile of the same version, size and precision; None without one."""
-    same = ("version", "config", "batch_size", "seq_len", "precision")
-    for table, profiled in found.tables:
-        steps = metrics.Figures(table, profiled).steps
-        if profiled is None or not steps:
-            continue
-        counted = [kernel for kernel in table.kernels if kernel.bytes is not None]
-        seen = sum(kernel.total_ns for kernel in counted) >= LEAST_COUNTED * table.total_ns
-        if seen and all(getattr(profiled, name) == getattr(run, name) for name in same):
-            return sum(kernel.bytes or 0.0 for kernel in counted) / steps
-    return None
 
 
 # --- kernels -------------------------------------------------------------------------------------
