@@ -29,11 +29,7 @@ Part = tuple[str, str, Sequence[float]]
 
 
 def speedups(name: str, rows: Sequence[tuple[str, Row]], files: tuple[Path, ...]) -> Chart:
-    """Speed-ups over V1 with their 95% intervals, on a logarithmic axis.
-
-    Args:
-        rows: each with its size; all have a speed-up with an interval.
-    """
+    """Speed-ups over V1 with their 95% intervals, which all rows have, on a logarithmic axis."""
     shown = [
         (f"{size}: {row.label}", row.speedup, row.speedup_ci[0], row.speedup_ci[1])
         for size, row in rows[:_MOST_BARS]

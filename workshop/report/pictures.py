@@ -126,12 +126,8 @@ def roofline_picture(name: str, roofline: Roofline, files: tuple[Path, ...]) -> 
 
 
 def read_roofline(paths: Sequence[Path], *, title: str, results_folder: Path) -> Roofline | None:
-    """The roofline of some files, with all known ceilings of their device; None if nothing in them
-    has a place on one, or no ceiling is known.
-
-    Args:
-        results_folder: has the measured ceilings.
-    """
+    """The roofline of some files, with all known ceilings of their device, measured ones from the
+    results' folder; None if nothing in them has a place on one, or no ceiling is known."""
     try:
         roofline = roofline_inputs.load(paths)
     except WorkshopError:  # broken files are listed anyway

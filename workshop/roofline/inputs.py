@@ -270,9 +270,8 @@ def _of_one_device(runs: list[RunResult], roofline: Roofline) -> list[RunResult]
 
 def _is_of(run: RunResult, row: Row) -> bool:
     names = ("session", "version", "precision", "batch_size", "seq_len")
-    return run.config_name == row.config and all(
-        getattr(run, name) == getattr(row, name) for name in names
-    )
+    same = (getattr(run, name) == getattr(row, name) for name in names)
+    return run.config_name == row.config and all(same)
 
 
 def _run_points(label: str, row: Row, run: RunResult, *, parts: bool) -> Iterator[Point]:
