@@ -39,27 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
         "missing.",
     )
     add = parser.add_argument
-    add(
-        "--results",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="a folder with results, once for each (default: results/ of this checkout)",
-    )
+    add("--results", action="append", type=Path, metavar="DIR",
+        help="with results; may be repeated (default: results/)")  # fmt: skip
     add("--port", type=int, default=PORT, help="0 for any that is free (default %(default)s)")
     add("--no-browser", action="store_true", help="open no browser, only print the address")
-    add(
-        "--export",
-        type=Path,
-        metavar="FILE.html",
-        help="write one self-contained page, to keep or to send, and start no server",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        metavar="DIR",
-        help="where a FILE.html without a folder goes (default: the current folder)",
-    )
+    add("--export", type=Path, metavar="FILE.html",
+        help="write one self-contained page, to keep or to send, and start no server")  # fmt: skip
     return parser
 
 
@@ -78,34 +63,23 @@ def _show(arguments: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
-    if arguments.export is not None:
-        return _export(collection, (arguments.output_dir or Path()) / arguments.export)
-    return _serve(collection, arguments.port, open_browser=not arguments.no_browser)
+    if arguments.export is None:
+        return _serve(collection, arguments.port, open_browser=not arguments.no_browser)
+    from workshop.dashboard import export
+
+    results.prepare_file(arguments.export, "--export")
+    collection.refresh()
+    results.write_text(arguments.export, export.page(collection))
+    print(f"Written: {arguments.export}")
+    return errors.DONE
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    errors.require(*NEEDS)
+    errors.require(*NEEDS, *(["rich"] if arguments.export else []))
     if not 0 <= arguments.port < 1 << 16:
         raise WorkshopError(f"--port {arguments.port}: it must lie between 0 and 65535")
     if arguments.export is not None and arguments.export.suffix.lower() not in (".html", ".htm"):
         raise WorkshopError(f"--export {arguments.export}: name it FILE.html")
-    for folder in arguments.results or []:
-        if not folder.is_dir():
-            raise WorkshopError(f"--results {folder}: no such folder")
-    if arguments.output_dir is not None and arguments.export is None:
-        raise WorkshopError("--output-dir is where --export FILE.html goes: give both")
-
-
-def _export(collection: "Collection", target: Path) -> int:
-    from workshop import results
-    from workshop.dashboard import export
-
-    errors.require("rich")
-    results.prepare_folder(target.parent)
-    collection.refresh()
-    results.write_text(target, export.page(collection))
-    print(f"Written: {target}")
-    return errors.DONE
 
 
 def _serve(collection: "Collection", port: int, *, open_browser: bool) -> int:
@@ -113,8 +87,7 @@ def _serve(collection: "Collection", port: int, *, open_browser: bool) -> int:
     from workshop.dashboard.data import Live
 
     with server.listen(port) as listener:
-        live = Live(collection)
-        running = server.make_server(server.make_app(live), listener)
+        running = server.make_server(server.make_app(Live(collection)), listener)
         address = f"http://{server.HOST}:{listener.getsockname()[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         if open_browser and _has_screen():

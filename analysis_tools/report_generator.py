@@ -6,7 +6,7 @@ kernels, with links to the result files. It needs no GPU.
 """
 
 import argparse
-import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +23,10 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from workshop import results
     from workshop.compare.collection import Collection
     from workshop.report.content import Progress
 
-NEEDS = ("jinja2", "matplotlib", "rich")
 PAGE, MARKDOWN, TEMPLATE = "report.html", "report.md", "my_results.md"
 TITLE = "Training results"
 MOST_SHOWN = 50
@@ -43,27 +41,14 @@ def build_parser() -> argparse.ArgumentParser:
         "or nothing to report, 77 a package is missing, 130 interrupted.",
     )
     add = parser.add_argument
-    add(
-        "--results",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="a folder with results, once for each (default: results/ of this checkout)",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        metavar="DIR",
-        help=f"{PAGE} and {MARKDOWN} go there (default: results/report/ of this checkout)",
-    )
+    folder = functools.partial(add, type=Path, metavar="DIR")
+    folder("--results", action="append", help="with results; may be repeated (default: results/)")
+    folder("--output-dir", help=f"for {PAGE} and {MARKDOWN} (default: results/report/)")
     add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
     add("--top", type=int, default=10, metavar="N", help="kernels a profile (default %(default)s)")
-    add(
-        "--template",
-        action="store_true",
+    add("--template", action="store_true",
         help=f"write {TEMPLATE} instead: your machine and times filled in, with room for your name "
-        "and what you saw",
-    )
+        "and what you saw")  # fmt: skip
     return parser
 
 
@@ -75,9 +60,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+    errors.require("jinja2", "matplotlib", "rich")
+    if not 1 <= arguments.top <= MOST_SHOWN:
+        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
     # These import torch, which --help does not need.
     import torch
+    from rich.console import Console
+    from rich.text import Text
 
     from workshop import results
     from workshop.compare.collection import Collection
@@ -85,58 +74,37 @@ def _report(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
     folder = arguments.output_dir or results.DEFAULT_FOLDER / "report"
-    if arguments.template:
-        written = _write_template(collection, folder)
-    else:
-        written = _write_report(collection, folder, arguments.title, arguments.top)
-    print(f"Written: {', '.join(map(str, written))}")
+    form = _template if arguments.template else _report_pages
+    with Console(stderr=True).status("reading results") as status:
+        texts = form(collection, folder, arguments, lambda what: status.update(Text(what)))
+    results.write_together(texts)
+    print(f"Written: {', '.join(map(str, texts))}")
     return errors.DONE
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    errors.require(*NEEDS)
-    if not 1 <= arguments.top <= MOST_SHOWN:
-        raise WorkshopError(f"--top {arguments.top}: it must lie between 1 and {MOST_SHOWN}")
-
-
-@contextlib.contextmanager
-def _progress() -> "Iterator[Progress]":
-    """Shows what is being worked on, on a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    stderr = Console(stderr=True)
-    what = TextColumn("{task.description}", markup=False)  # names from files
-    columns = (SpinnerColumn(), TimeElapsedColumn(), what)
-    shown = Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True)
-    with shown:
-        task = shown.add_task("reading results", total=None)
-        yield lambda text: shown.update(task, description=text)
-
-
-def _write_report(collection: "Collection", folder: Path, title: str, top: int) -> list[Path]:
-    """Both forms, or none."""
+def _report_pages(
+    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Progress"
+) -> dict[Path, "results.Content"]:
+    """The text of each file."""
     from workshop import results
     from workshop.profilers.names import printable
     from workshop.report import content, pages
 
-    with _progress() as progress:
-        collection.refresh()
-        report = content.build(collection, title=printable(title), progress=progress, top=top)
-        if not (report.devices or report.broken):
-            raise WorkshopError(
-                f"{_folders(collection)}: no result in it; `make compare` makes some"
-            )
-        results.prepare_folder(folder)
-        texts = {
-            folder / PAGE: pages.html_page(report, folder, progress),
-            folder / MARKDOWN: pages.markdown_page(report, folder),
-        }
-    results.write_together(texts)
-    return list(texts)
+    collection.refresh()
+    title = printable(arguments.title)
+    report = content.build(collection, title=title, progress=progress, top=arguments.top)
+    if not (report.devices or report.broken):
+        raise WorkshopError(f"{_folders(collection)}: no result in it; `make compare` makes some")
+    results.prepare_folder(folder)  # before the pictures, which take time
+    return {
+        folder / PAGE: pages.html_page(report, folder, progress),
+        folder / MARKDOWN: pages.markdown_page(report, folder),
+    }
 
 
-def _write_template(collection: "Collection", folder: Path) -> list[Path]:
+def _template(
+    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Progress"
+) -> dict[Path, "results.Content"]:
     from workshop import results
     from workshop.report import content, pages
 
@@ -145,14 +113,12 @@ def _write_template(collection: "Collection", folder: Path) -> list[Path]:
         raise WorkshopError(
             f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
         )
-    with _progress():
-        collection.refresh()
-        devices = content.own_ladders(collection)
+    collection.refresh()
+    devices = content.own_ladders(collection)
     if not devices:
         raise WorkshopError(f"{_folders(collection)}: no runs of yours; `make compare` makes some")
     results.prepare_folder(folder)
-    results.write_text(target, pages.participants_page(devices, folder))
-    return [target]
+    return {target: pages.participants_page(devices, folder)}
 
 
 def _folders(collection: "Collection") -> str:

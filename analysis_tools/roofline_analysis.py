@@ -7,6 +7,7 @@ needed for it.
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import sys
@@ -56,51 +57,26 @@ def build_parser() -> argparse.ArgumentParser:
         "package is missing, 130 interrupted.",
     )
     add = parser.add_argument
-    add(
-        "paths",
-        nargs="*",
-        type=Path,
-        metavar="PATH",
-        help="of one device; several are one roofline",
-    )
-    numbers = parser.add_argument_group("plain numbers, each once for every point")
-    numbers.add_argument(
-        "--ai", type=float, action="append", metavar="X", help="FLOP per byte of memory traffic"
-    )
-    numbers.add_argument("--gflops", type=float, action="append", metavar="X", help="10^9 FLOP/s")
-    numbers.add_argument(
-        "--label", action="append", metavar="TEXT", help='(default "point 1", ...)'
-    )
-    limits = parser.add_argument_group("ceilings, added to those known of the device")
-    limits.add_argument("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
-    limits.add_argument("--peak-bw", type=float, metavar="X", help="GB/s of the memory")
-    limits.add_argument("--chip", metavar="NAME", help='data sheet of a listed chip, as "L4"')
-    limits.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure a large copy and products here, in seconds, and keep them for later",
-    )
-    limits.add_argument("--device", default="auto", help="to measure (default auto: GPU if any)")
-    add(
-        "--precision",
-        choices=("fp32", "tf32", "bf16", "fp16"),
+    add("paths", nargs="*", type=Path, metavar="PATH", help="of one device, for one roofline")
+    numbers = parser.add_argument_group("plain numbers, each once for every point").add_argument
+    number = functools.partial(numbers, type=float, action="append", metavar="X")
+    number("--ai", help="FLOP per byte of memory traffic")
+    number("--gflops", help="10^9 FLOP/s")
+    numbers("--label", action="append", metavar="TEXT", help='(default "point 1", ...)')
+    limits = parser.add_argument_group("ceilings, added to those known of the device").add_argument
+    limits("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
+    limits("--peak-bw", type=float, metavar="X", help="GB/s of the memory")
+    limits("--chip", metavar="NAME", help='data sheet of a listed chip, as "L4"')
+    limits("--measure", action="store_true", help="measure them here, in seconds, and keep them")
+    limits("--device", default="auto", help="to measure (default auto: GPU if any)")
+    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"),
         help="of result files, only those of it; of kernels, that of their products where none "
-        "is recorded (default bf16); of plain numbers (default fp32)",
-    )
+        "is recorded (default bf16); of plain numbers (default fp32)")  # fmt: skip
     add("--config", metavar="PRESET", help="of result files, only those of it (default: all)")
     add("--top", type=int, default=12, metavar="N", help="points to describe (default %(default)s)")
-    add(
-        "--results",
-        type=Path,
-        metavar="DIR",
-        help="where measured ceilings are kept (default: results/ of this checkout)",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        metavar="DIR",
-        help="roofline.png, .html, .csv and .json go there (default: roofline/ in --results)",
-    )
+    folder = functools.partial(add, type=Path, metavar="DIR")
+    folder("--results", help="where measured ceilings are kept (default: results/)")
+    folder("--output-dir", help="for roofline.png, .html, .csv, .json (default: DIR/roofline/)")
     return parser
 
 
@@ -160,18 +136,10 @@ def _input(arguments: argparse.Namespace) -> Callable[[], Roofline] | None:
 
 def _measure(arguments: argparse.Namespace, console: "Console") -> None:
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     device = hardware.get_device(arguments.device)
-    stderr = Console(stderr=True)
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(
-        *columns, console=stderr, disable=not stderr.is_terminal, transient=True
-    ) as progress:
-        task = progress.add_task("", total=None)
-        measurement = ceilings.measure(
-            device, lambda what: progress.update(task, description=f"measuring: {what}")
-        )
+    with Console(stderr=True).status("measuring") as status:
+        measurement = ceilings.measure(device, lambda what: status.update(f"measuring: {what}"))
     name = printable(str(measurement.device.get("name")))
     found = ", ".join(ceiling_text(ceiling) for ceiling in measurement.ceilings())
     console.print(f"{name}: {found}; measured in {measurement.seconds:.1f} s")
@@ -204,16 +172,13 @@ def _table(roofline: Roofline, top: int, width: int) -> "Table":
     from rich.text import Text
 
     header, *rows = figures.table_cells(roofline)
-    kept = [i for i, name in enumerate(figures.HEADER) if width >= _WIDE or name in _NARROW_COLUMNS]
+    kept = [i for i, name in enumerate(header) if width >= _WIDE or name in _NARROW_COLUMNS]
     kept = [i for i in kept if any(row[i] != "-" for row in rows)]
-    widths = [max(len(row[i]) for row in (header, *rows[:top])) for i in kept]
-    name_at = figures.HEADER.index("name")
-    # A column has two spaces and a line around it.
-    left = width - sum(w for w, i in zip(widths, kept, strict=True) if i != name_at)
-    room = max(_LEAST_NAME, left - 3 * len(kept))
-    title = f"{roofline.device}: {roofline.title}" if roofline.device else roofline.title
-    table = Table(title=Text(title, overflow="fold"), title_justify="left", box=box.SIMPLE_HEAD,
-                  padding=(0, 1), pad_edge=False)  # fmt: skip
+    name_at = header.index("name")
+    others = (max(len(row[i]) for row in (header, *rows[:top])) for i in kept if i != name_at)
+    room = max(_LEAST_NAME, width - sum(others) - 3 * len(kept))  # two spaces and a line a column
+    title = Text(roofline.heading, overflow="fold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i in kept:
         text = header[i] in ("name", "category", "roof")
         table.add_column(header[i], justify="left" if text else "right", no_wrap=True)

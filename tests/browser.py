@@ -11,38 +11,25 @@ import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--force-color-profile=srgb",
-    "--hide-scrollbars",
-)
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --disable-dev-shm-usage "
+    "--force-color-profile=srgb --hide-scrollbars"
+).split()
 NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
-def skip_without_browser() -> tuple[str, str]:
-    """Where Chromium and its driver are; skips the test, with the reason, where one is missing."""
+@contextmanager
+def open_browser(profile: Path, *, size: tuple[int, int] = (1280, 1000)) -> Iterator[Any]:
+    """A browser that can reach this machine alone, with a profile of its own in a new folder; skips
+    the test, with the reason, where one or its driver is missing."""
     pytest.importorskip("selenium", reason="no selenium: pip install -r requirements-test.txt")
+    from selenium import webdriver
+
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:
         missing = "Chromium" if browser is None else "chromedriver"
         pytest.skip(f"no {missing}: on Debian apt-get install chromium chromium-driver")
-    return browser, driver
-
-
-@contextmanager
-def open_browser(profile: Path, *, size: tuple[int, int] = (1280, 1000)) -> Iterator[Any]:
-    """A browser that can reach this machine alone, with a profile of its own in a new folder."""
-    from selenium import webdriver
-
-    browser, driver = skip_without_browser()
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for flag in (*_FLAGS, NO_NETWORK, f"--user-data-dir={profile}"):
@@ -63,14 +50,11 @@ def complaints(browser: Any) -> list[str]:
 
 
 def requested(browser: Any) -> set[str]:
-    """Addresses that pages newly requested; inline data has none."""
+    """Addresses that pages newly requested, without the browser's own; inline data has none."""
     messages = [json.loads(e["message"])["message"] for e in browser.get_log("performance")]
-    found = {
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    }
-    return {url for url in found if not url.startswith(("data:", "blob:"))}
+    sent = (m["params"] for m in messages if m["method"] == "Network.requestWillBeSent")
+    found = {message["request"]["url"] for message in sent}
+    return {url for url in found if not url.startswith(("data:", "blob:", "chrome"))}
 
 
 def wear(browser: Any, theme: str) -> None:

@@ -1,9 +1,11 @@
 """What holds for every tool that writes files and prints: it writes first, all or nothing, and
 prints on any terminal."""
 
+import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,9 @@ from conftest import HANGS_S
 from test_results import files, make_result
 
 from workshop import results
+from workshop.compare import regression
 from workshop.versions import ROOT
 
-Finished = subprocess.CompletedProcess[str]
 PROFILES = ROOT / "results" / "reference" / "cpu_amd_epyc" / "profiles"
 OLD, NEW = (PROFILES / key / "pytorch_profiler" for key in ("v1", "v2"))
 
@@ -39,6 +41,7 @@ def commands(here: Path) -> dict[str, list[str | Path]]:
 
 
 TOOLS = list(commands(ROOT))
+pytestmark = pytest.mark.parametrize("tool", TOOLS)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +52,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for version in ("v1", "v2"):
             steps = [factor * step for step in (99.0, 100.0, 101.0)]
             results.save(make_result(version, step_ms=steps), here / "in")
-    words = (
-        "baseline",
-        "save",
-        "--from-results",
-        here / "in",
-        "--baseline",
-        here / "baseline.json",
-    )
-    tool = ROOT / "analysis_tools" / "regression_tester.py"
-    subprocess.run([sys.executable, tool, *words], check=True, stdout=subprocess.DEVNULL)
+    baseline, _ = regression.make_baseline([results.load_folder(here / "in")], [])
+    results.write_json(here / "baseline.json", dataclasses.asdict(baseline))
     return here
 
 
@@ -69,19 +64,17 @@ def here(inputs: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(tool: str, here: Path) -> list[str]:
-    return [sys.executable, *map(str, commands(here)[tool])]
-
-
 def written(here: Path) -> dict[str, int]:
     out = here / "out"
     return {name: (out / name).stat().st_mtime_ns for name in files(out)}
 
 
-def run(words: list[str], **options: object) -> Finished:
-    return subprocess.run(
-        words, capture_output=True, text=True, cwd=ROOT, timeout=HANGS_S, **options
-    )  # type: ignore[call-overload,no-any-return]
+def run(
+    tool: str, here: Path, before: Sequence[str] = (), out: int = subprocess.PIPE, **more: str
+) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, *before, *map(str, commands(here)[tool])]
+    return subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                          env=os.environ | more, timeout=HANGS_S)  # fmt: skip
 
 
 # A file must not grow beyond a size, as on a disk that has no more room.
@@ -93,36 +86,26 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("tool", TOOLS)
 def test_any_terminal_shows_it_and_a_full_disk_leaves_the_files_from_before(
     tool: str, here: Path
 ) -> None:
-    done = run(command(tool, here), env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    done = run(tool, here, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and done.stdout.strip()
     before = written(here)
     sizes = sorted((here / "out" / name).stat().st_size for name in before)
     *_, second, largest = [0, *sizes]
-    limit = str((second + largest) // 2)
-    done = run([sys.executable, "-c", LIMITED, limit, *command(tool, here)])
+    done = run(tool, here, ["-c", LIMITED, str((second + largest) // 2), sys.executable])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and "can't be written: " in line
     assert written(here) == before
 
 
-@pytest.mark.parametrize("tool", TOOLS)
 def test_files_are_written_though_the_output_is_not_read(tool: str, here: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run(
-        command(tool, here),
-        cwd=ROOT,
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=HANGS_S,
-    )
+    done = run(tool, here, out=write_end)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
     assert written(here)

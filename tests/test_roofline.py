@@ -1,18 +1,17 @@
 """The roofline: its rule, what it makes of real files, and the tool as it is typed."""
 
-import copy
 import csv
 import importlib.util
 import itertools
 import json
-import shutil
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANGS_S
+from browser import complaints, open_browser, requested
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,22 +41,18 @@ V1_MEDIUM = next((H200 / "runs").rglob("v1_medium_bf16_*.json"))
 HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
 FILES = ["roofline.csv", "roofline.html", "roofline.json", "roofline.png"]
 
-needs_plotly = pytest.mark.skipif(
-    importlib.util.find_spec("plotly") is None, reason="plotly is missing"
-)
-
 
 @pytest.fixture
 def analyse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs the tool on arguments; its exit status, what it printed, and its JSON."""
+    """Runs the tool on arguments; its exit status, what it printed, in one line, and its JSON."""
 
     def run(*words: object) -> tuple[int, str, dict[str, Any]]:
         folder = tmp_path / "out"
         kept = ["--results", tmp_path / "results", "--output-dir", folder]
         status = roofline_analysis.main([str(word) for word in (*words, *kept)])
-        told = capsys.readouterr()
+        printed = " ".join("".join(capsys.readouterr()).split())  # wrapped at the terminal's width
         file = folder / "roofline.json"
-        return status, told.out + told.err, json.loads(file.read_text()) if file.is_file() else {}
+        return status, printed, json.loads(file.read_text()) if file.is_file() else {}
 
     return run
 
@@ -65,6 +60,10 @@ def analyse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 def with_ceilings(line: Roofline) -> Roofline:
     ceilings.attach(line)
     return line
+
+
+def measured(day: str, copy_gbs: float, **tflops: float) -> ceilings.Measurement:
+    return ceilings.Measurement({"name": "NVIDIA X9"}, {"torch": "2"}, day, copy_gbs, tflops)
 
 
 # --- the rule ------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def test_the_share_is_that_of_the_lower_roof_at_its_intensity(
 
 
 @pytest.mark.parametrize(
-    ("flops_per_s", "bytes_per_s", "says"),
+    ("flops_per_s", "bytes_per_s", "message"),
     [
         (1e12, 4.1e12, "memory-bound: 4,100 of 4,800 GB/s, 85% of its roof"),
         (700e12, 1e12, "compute-bound: 700 of 1,000 TFLOP/s (bf16), 70% of its roof (88% of"),
@@ -107,14 +106,14 @@ def test_the_share_is_that_of_the_lower_roof_at_its_intensity(
         (0.0, 0.0, "far from it"),
     ],
 )
-def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, says: str) -> None:
+def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, message: str) -> None:
     point = Point("k", "GEMM", "bf16", flops_per_s, bytes_per_s, seconds=1e-3, calls=1)
     line = Roofline("", None, [point], [
         Ceiling(MEMORY, "memory", 4.8e12, DATA_SHEET, ""),
         Ceiling(COMPUTE, "bf16", 1e15, DATA_SHEET, ""),
         Ceiling(COMPUTE, "bf16", 800e12, MEASURED, ""),
     ])  # fmt: skip
-    assert says in roofline.verdict(line, point)
+    assert message in roofline.verdict(line, point)
     assert roofline.flags(line) == []
 
 
@@ -122,7 +121,7 @@ def test_the_words(flops_per_s: float | None, bytes_per_s: float | None, says: s
 
 
 def test_plain_numbers(analyse: Callable[..., Any], tmp_path: Path) -> None:
-    status, told, content = analyse(
+    status, printed, content = analyse(
         "--ai", 15.62, "--gflops", 1466.6, "--peak-compute", 30, "--peak-bw", 300,
         "--label", "resnet18_bs128_L4",
     )  # fmt: skip
@@ -130,18 +129,17 @@ def test_plain_numbers(analyse: Callable[..., Any], tmp_path: Path) -> None:
     [point] = content["points"]
     assert point["of_roof"] == pytest.approx(1466.6 / (15.62 * 300))
     assert (point["roof"], point["gbs"]) == ("memory", pytest.approx(93.9, abs=0.05))
-    told = " ".join(told.split())  # wrapped at the terminal's width
-    assert "93.9 of 300 GB/s, 31% of its roof" in told and "1.47 of 30 TFLOP/s" in told
+    assert "93.9 of 300 GB/s, 31% of its roof" in printed and "1.47 of 30 TFLOP/s" in printed
     assert {"roofline.csv", "roofline.json", "roofline.png"} <= set(written(tmp_path))
     [row] = csv.DictReader((tmp_path / "out/roofline.csv").open())
     assert float(row["flop_per_byte"]) == pytest.approx(15.62)
-    status, told, content = analyse(
+    status, printed, content = analyse(
         "--ai", 1, "--gflops", 200, "--ai", 500, "--gflops", 20e3, "--chip", "NVIDIA L4"
     )
     assert status == 0
     assert [p["label"] for p in content["points"]] == ["point 1", "point 2"]
     assert [p["roof"] for p in content["points"]] == ["memory", "compute"]
-    assert "NVIDIA L4 data sheet" in " ".join(told.split())
+    assert "NVIDIA L4 data sheet" in printed
 
 
 def written(tmp_path: Path) -> list[str]:
@@ -171,14 +169,14 @@ def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
 
 
 def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
-    status, told, content = analyse(H200, "--config", "medium", "--precision", "bf16")
+    status, printed, content = analyse(H200, "--config", "medium", "--precision", "bf16")
     assert status == 0 and content["device"] == "NVIDIA H200"
     steps = [point for point in content["points"] if point["category"] == "step"]
     assert [point["label"] for point in steps] == list(versions.ALL)
     assert len({round(point["flop_per_byte"]) for point in steps}) == 1
     rates = {point["label"]: point["gflops"] for point in steps}
     assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
-    assert "measured 776" in told and "IMPLAUSIBLE" not in told
+    assert "measured 776" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
     assert len(everything["points"]) == 3 * 6 + 9 * 4
@@ -192,9 +190,9 @@ def test_a_figure_above_the_chip_is_flagged_and_drawn(
         record[name] = [value / 20 for value in record[name]]
     path = tmp_path / "fast.json"
     path.write_text(json.dumps(record))
-    status, told, content = analyse(path)
-    assert status == 0 and "IMPLAUSIBLE: v1 forward: " in told.replace("\n", " ")
-    assert "more than the chip's bf16 989 TFLOP/s" in " ".join(told.split())
+    status, printed, content = analyse(path)
+    assert status == 0 and "IMPLAUSIBLE: v1 forward: " in printed
+    assert "more than the chip's bf16 989 TFLOP/s" in printed
     flagged = {point["label"]: point["implausible"] for point in content["points"]}
     assert flagged == {
         "v1": True, "v1 forward": True, "v1 backward": True, "v1 AdamW": True
@@ -218,7 +216,7 @@ def test_only_the_newest_device_is_shown_and_the_other_named(tmp_path: Path) -> 
 
 
 def test_kernels_that_ncu_counted(analyse: Callable[..., Any]) -> None:
-    status, told, content = analyse(NCU)
+    status, printed, content = analyse(NCU)
     assert status == 0
     first = content["points"][0]
     table = load_table(NCU)
@@ -230,8 +228,8 @@ def test_kernels_that_ncu_counted(analyse: Callable[..., Any]) -> None:
     roofs = {point["label"]: (point["roof"], point["precision"]) for point in content["points"]}
     assert roofs["nvjet_sm90_tst_128x128_64x6_2x1_v_bz_NNT"] == ("compute", "bf16")
     assert roofs["vectorized_elementwise_kernel<CUDAFunctor_add>"] == ("memory", "fp32")
-    assert "too short to fill the chip" in " ".join(told.split())
-    assert "--precision says otherwise" in " ".join(told.split())
+    assert "too short to fill the chip" in printed
+    assert "--precision says otherwise" in printed
     assert "--precision" not in analyse(NCU, "--precision", "bf16")[1]
     details = roofline_inputs.load([NCU.with_name("ncu_details_h200.csv")])  # ncu's other page
     assert [p.flops_per_s for p in details.points] == pytest.approx(
@@ -244,27 +242,21 @@ def test_an_unknown_chip_has_achieved_figures_until_it_is_measured(
 ) -> None:
     path = tmp_path / "ncu.csv"
     path.write_text(NCU.read_text().replace("NVIDIA H200", "NVIDIA X9"))
-    status, told, content = analyse(path)
+    status, printed, content = analyse(path)
     assert status == 0 and content["ceilings"] == []
-    assert "641 TFLOP/s; no ceiling is known for it" in " ".join(told.split())
-    assert "--measure, on that machine, measures them" in " ".join(told.split())
-    measured = ceilings.Measurement(
-        device={"name": "NVIDIA X9"}, software={"torch": "2.11"}, created="2026-11-21T00:00:00",
-        copy_gbs=4000.0, tflops={"bf16": 700.0, "fp32": 50.0},
-    )  # fmt: skip
-    ceilings.save(measured, tmp_path / "results")
-    status, told, content = analyse(path)
-    words = " ".join(told.split())
+    assert "641 TFLOP/s; no ceiling is known for it" in printed
+    assert "--measure, on that machine, measures them" in printed
+    ceilings.save(measured("2026-11-21T00:00:00", 4e3, bf16=700.0, fp32=50.0), tmp_path / "results")
+    status, printed, content = analyse(path)
     assert {ceiling["origin"] for ceiling in content["ceilings"]} == {MEASURED}
-    assert "641 of 700 TFLOP/s (bf16), 92% of its roof" in words
-    assert "no data sheet of NVIDIA X9 is listed" in words and "IMPLAUSIBLE" not in words
+    assert "641 of 700 TFLOP/s (bf16), 92% of its roof" in printed
+    assert "no data sheet of NVIDIA X9 is listed" in printed and "IMPLAUSIBLE" not in printed
 
 
-def test_a_trace_has_what_the_model_tells_and_says_what_it_lacks(
+def test_a_trace_has_the_model_s_counts_and_names_missing_counters(
     analyse: Callable[..., Any],
 ) -> None:
-    status, told, content = analyse(CPU_PROFILE)
-    words = " ".join(told.split())
+    status, words, content = analyse(CPU_PROFILE)
     assert status == 0 and "run_ncu.sh on NVIDIA, run_rocprof_compute.sh" in words
     products = content["points"][0]
     run = results.load(CPU_PROFILE / "run.json")
@@ -281,23 +273,6 @@ def test_a_trace_has_what_the_model_tells_and_says_what_it_lacks(
         WorkshopError, match=r"nothing for a roofline: bytes and operations of each kernel.*run_ncu"
     ):
         roofline_inputs.load([TRACE])
-
-
-def test_a_profile_of_the_same_run_gives_its_step_the_bytes(tmp_path: Path) -> None:
-    run = results.load(V1_MEDIUM)
-    run.status, run.options = "profiled", {"num_steps": 2}
-    kernels = [Kernel("gemm", "GEMM", 4, 4e7, bytes=6e10, flops=1e13),
-               Kernel("add", "elementwise", 2, 1e7, bytes=4e10, flops=0.0)]  # fmt: skip
-    kernel_file.write(KernelTable(NCU, "ncu", kernels, device="NVIDIA H200"), tmp_path)
-    results.save_as(tmp_path / "run.json", run)
-    line = roofline_inputs.load([V1_MEDIUM, tmp_path])
-    step = line.points[0]
-    assert step.seconds and step.bytes_per_s == pytest.approx(5e10 / step.seconds)
-    assert not step.at_least and line.points[1].at_least
-    assert [point.label for point in line.points[-2:]] == ["gemm", "add"]
-    run.batch_size += 1
-    results.save_as(tmp_path / "run.json", run)
-    assert roofline_inputs.load([V1_MEDIUM, tmp_path]).points[0].at_least
 
 
 def test_rocprof_computes_caches_are_ceilings(tmp_path: Path) -> None:
@@ -382,13 +357,12 @@ def test_a_picture_is_the_same_every_time_and_takes_thousands_of_kernels(tmp_pat
     assert roofline.as_csv(line).count("\n") == 3001
 
 
-@needs_plotly
 def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) -> None:
     kernels = [Kernel(HOSTILE, "GEMM", 1, 1e6, bytes=1e9, flops=1e12)]
     table = KernelTable(NCU, "ncu", kernels, device=HOSTILE)
     kernel_file.write(table, tmp_path / "profile")
-    status, told, _ = analyse(tmp_path / "profile")
-    assert status == 0 and "\x1b" not in told and "[bold]" in told
+    status, printed, _ = analyse(tmp_path / "profile")
+    assert status == 0 and "\x1b" not in printed and "[bold]" in printed
     page = (tmp_path / "out/roofline.html").read_text()
     assert "<script>alert" not in page and "<b>evil" not in page and "\x1b" not in page
     [points] = [trace for trace in roofline_figures.plotly_figure(
@@ -397,7 +371,7 @@ def test_names_from_files_are_text(analyse: Callable[..., Any], tmp_path: Path) 
     assert "&lt;b&gt;evil" in points.hovertext[0], "plotly reads tags in its texts"
 
 
-def test_without_plotly_the_rest_is_written_and_the_reason_told(
+def test_without_plotly_the_rest_is_written_and_the_reason_printed(
     analyse: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -406,8 +380,8 @@ def test_without_plotly_the_rest_is_written_and_the_reason_told(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
     )
-    status, told, _ = analyse(NCU)
-    assert status == 0 and "roofline.html: skipped: plotly is missing" in told
+    status, printed, _ = analyse(NCU)
+    assert status == 0 and "roofline.html: skipped: plotly is missing" in printed
     assert written(tmp_path) == ["roofline.csv", "roofline.json", "roofline.png"]
 
 
@@ -426,21 +400,20 @@ def test_measured_ceilings_are_typed_kept_and_used_on_the_same_device_alone(
     kept = ceilings.load(path)
     assert set(kept.tflops) == {"fp32", "bf16"} and kept.copy_gbs > 0 and kept.seconds > 0
     name, threads = str(kept.device["name"]), kept.device["threads"]
-    assert {c.name for c in ceilings.find(name, threads, tmp_path)} == {"memory", "fp32", "bf16"}
-    assert ceilings.find(name, 1000, tmp_path) == []
-    assert ceilings.find("another", threads, tmp_path) == []
+    found = ceilings.find(name, threads, tmp_path, [])
+    assert {ceiling.name for ceiling in found} == {"memory", "fp32", "bf16"}
+    assert ceilings.find(name, 1000, tmp_path, []) == []
+    assert ceilings.find("another", threads, tmp_path, []) == []
 
 
 def test_the_newest_measurement_counts(tmp_path: Path) -> None:
     for day, rate in (("2026-11-02", 2.0), ("2026-11-03", 3.0), ("2026-11-01", 1.0)):
-        one = ceilings.Measurement(
-            {"name": "X"}, {"torch": "2"}, f"{day}T00:00:00", 100 * rate, {"bf16": rate}
-        )
-        path = ceilings.save(one, tmp_path)
+        path = ceilings.save(measured(f"{day}T00:00:00", 100 * rate, bf16=rate), tmp_path)
         path.rename(path.with_name(f"{rate}.json" if rate < 3 else "0.json"))
-    assert {c.rate for c in ceilings.find("X", None, tmp_path)} == {3e11, 3e12}
+    assert {c.rate for c in ceilings.find("NVIDIA X9", None, tmp_path, [])} == {3e11, 3e12}
     limits = {c.name: c.rate for c in ceilings.from_data_sheet("NVIDIA H200")}
-    found = {c.name: c.rate for c in ceilings.find("NVIDIA H200")}  # of its benchmark
+    of_benchmark = ceilings.find("NVIDIA H200", None, None, [])
+    found = {ceiling.name: ceiling.rate for ceiling in of_benchmark}
     assert {"memory", "bf16"} <= found.keys()
     assert all(0.4 * limits[name] < rate < limits[name] for name, rate in found.items())
 
@@ -449,36 +422,29 @@ def test_the_newest_measurement_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ([], "nothing to show: give a PATH"),
         (["--ai", "1"], "--ai is given 1 times, --gflops 0: a point needs both"),
-        (["--ai", "0", "--gflops", "1"], "--ai 0.0: it must lie between"),
-        (["--ai", "nan", "--gflops", "1"], "--ai nan: it must lie between"),
         (["--ai", "1", "--gflops", "-3"], "--gflops -3.0: it must lie between"),
         (["--ai", "1", "--gflops", "1", "--label", "a", "--label", "b"], "given 2 times"),
-        (["--ai", "1", "--gflops", "1", "--peak-bw", "inf"], "--peak-bw inf: it must"),
         (["--ai", "1", "--gflops", "1", "--chip", "Abacus"], "--chip Abacus: not listed; known"),
         ([NCU, "--ai", "1", "--gflops", "1"], "give the one or the other"),
-        ([NCU, "--top", "0"], "--top 0: it must lie between 1 and 50"),
-        (["nowhere"], "nowhere: no such file or folder"),
         ([TRACE], "bytes and operations of each kernel need counters"),
         ([H200, "--config", "huge"], "no run is huge"),
         ([NCU, CPU_PROFILE], "a roofline is of one device"),
-        (["--measure", "--device", "cuda:99"], "device cuda:99"),
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(
-    analyse: Callable[..., Any], words: list[object], says: str, tmp_path: Path
+    analyse: Callable[..., Any], words: list[object], message: str, tmp_path: Path
 ) -> None:
-    status, told, _ = analyse(*words)
-    assert status == 2 and says in told
-    assert told.count("\n") == 1 and told.startswith("error: ")
+    status, printed, _ = analyse(*words)
+    assert status == 2 and message in printed and printed.startswith("error: ")
     assert not (tmp_path / "out").exists() and not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda content: content.update(copy_gbs="fast"), "field copy_gbs should be float"),
         (lambda content: content.update(copy_gbs=0.0), "field copy_gbs is 0.0, no rate"),
@@ -488,16 +454,15 @@ def test_wrong_input_is_one_line(
     ],
 )
 def test_a_broken_measurement_is_named(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    good = ceilings.Measurement({"name": "X"}, {"torch": "2"}, "2026", 1.0, {"bf16": 1.0})
-    path = ceilings.save(good, tmp_path)
+    path = ceilings.save(measured("2026", 1.0, bf16=1.0), tmp_path)
     content = json.loads(path.read_text())
-    broken = copy.deepcopy(content)
-    change(broken)
-    path.write_text(json.dumps(broken))
-    with pytest.raises(WorkshopError, match=rf"{path.name}: .*{says}"):
-        ceilings.find("X", None, tmp_path)
+    change(content)
+    path.write_text(json.dumps(content))
+    notes: list[str] = []
+    assert ceilings.find("NVIDIA X9", None, tmp_path, notes) == []
+    assert re.search(rf"left out: .*{path.name}: .*{message}", *notes)
 
 
 def test_as_it_is_typed(
@@ -509,24 +474,11 @@ def test_as_it_is_typed(
     )
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines()[:10])) <= 80
-    names = [path.name for path in sorted((tmp_path / "roofline").iterdir())]
-    assert names in (FILES, [name for name in FILES if name != "roofline.html"])
-    if "roofline.html" not in names:
-        return
-    page = (tmp_path / "roofline/roofline.html").read_text()
-    assert len(page) > 1e6, "plotly.js is in it"
-    for loading in ("<script src", "<link ", 'src="http', "@import"):
-        assert loading not in page
-    assert "vectorized_elementwise_kernel&lt;silu_kernel&gt;" in page
-    if shutil.which("chromium"):
-        assert shows_no_error(tmp_path / "roofline/roofline.html")
-
-
-def shows_no_error(page: Path) -> bool:
-    """In a browser, whose plot must be there once the scripts have run."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-               "--enable-logging=stderr", "--virtual-time-budget=5000",
-               "--host-resolver-rules=MAP * ~NOTFOUND", page.as_uri()]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
-    assert "CONSOLE" not in done.stderr.upper().replace("CONSOLE_", ""), done.stderr
-    return 'class="main-svg"' in done.stdout
+    assert sorted(path.name for path in (tmp_path / "roofline").iterdir()) == FILES
+    page = tmp_path / "roofline/roofline.html"
+    assert "vectorized_elementwise_kernel&lt;silu_kernel&gt;" in page.read_text()
+    with open_browser(tmp_path / "profile") as browser:
+        browser.get(page.as_uri())
+        assert browser.find_elements("css selector", ".main-svg")
+        assert complaints(browser) == []
+        assert requested(browser) == {page.as_uri()}

@@ -47,6 +47,11 @@ class Profile:
     table: KernelTable
     run: RunResult | None
 
+    @property
+    def device(self) -> str:
+        recorded = self.run.device.get("name") if self.run else None
+        return str(recorded or self.table.device or "unknown device")
+
 
 @dataclass(frozen=True)
 class Benchmark:

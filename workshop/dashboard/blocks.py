@@ -16,6 +16,7 @@ from workshop.dashboard import data, figures
 from workshop.dashboard.data import Choice, Group, Snapshot
 from workshop.errors import WorkshopError
 from workshop.profilers.names import display_name, printable
+from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
 from workshop.roofline import figures as roofline_figures
@@ -33,12 +34,14 @@ GOOD, BAD, WARN, DIM = "good", "bad", "warn", "dim"
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table; `title` is its tooltip, `bar` fills a share of it."""
+    """A cell of a table; `title` is its tooltip, `bar` fills a share of it, and a square of its
+    `colour` precedes it."""
 
     text: str
     look: str = ""
     title: str = ""
     bar: float | None = None
+    colour: str = ""
 
 
 Cells = list[Cell | str]
@@ -95,15 +98,10 @@ def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
     ]
     best = data.headline(rows)
     return [
-        Block(
-            "summary",
-            "The ladder",
-            table=Table(header, lines, texts=2),
-            before=[(best, GOOD)] if best else [],
-            after=[*data.doubts(rows), *without_interval(rows),
-                   *data.sources(snapshot, choice.group, rows)],
-            wide=True,
-        ),
+        Block("summary", "The ladder", table=Table(header, lines, texts=2),
+              before=[(best, GOOD)] if best else [],
+              after=[*data.doubts(rows), *without_interval(rows),
+                     *data.sources(snapshot, choice.group, rows)], wide=True),
         Block("throughput", "Throughput", figures.throughput(rows)),
         Block("speedup", "Speed-up over V1, with its 95% interval", figures.speedups(rows)),
         Block("phases", "A step and its parts", figures.phases(rows),
@@ -114,7 +112,8 @@ def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
 
 
 def _version(row: Row) -> Cell:
-    return Cell(printable(row.label), f"version {row.version}", ALL[row.version].title)
+    version = ALL[row.version]
+    return Cell(printable(row.label), title=version.title, colour=version.colour)
 
 
 def _verdict(row: Row) -> Cell:
@@ -193,34 +192,34 @@ def _ladder(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     rungs = [row for row in whole if row.speedup is not None]
     left_out = [row.label for row in whole if row.speedup is None]
     after = [f"Left out, without a speed-up: {', '.join(left_out)}."] if left_out else []
+    title = "What each rung saves"
     if len(rungs) < 2 or rungs[0].version != BASELINE:
-        blocks = [_note("waterfall", "What each rung saves", "It needs V1 and another version of "
-                        "the same session, both with a green gate.", *after)]  # fmt: skip
+        needs = "It needs V1 and another version of the same session, both with a green gate."
+        blocks = [_note("waterfall", title, needs, *after)]
     else:
+        where = "Where it is saved: each version's parts against V1's"
         blocks = [
-            Block("waterfall", "What each rung saves", figures.waterfall(rungs), after=after,
-                  wide=True),
-            Block("savings", "Where it is saved: each version's parts against V1's",
-                  figures.savings(rungs[0], rungs[1:]), wide=True),
-        ]  # fmt: skip
+            Block("waterfall", title, figures.waterfall(rungs), after=after, wide=True),
+            Block("savings", where, figures.savings(rungs[0], rungs[1:]), wide=True),
+        ]
     return blocks + _switches(snapshot.rows(choice.group))
 
 
 def _switches(rows: list[Row]) -> list[Block]:
     """Of all versions, chosen or not, that ran with single parts switched off in the session of the
     whole version."""
+    timed = [row for row in rows if row.step_ms]
     blocks = []
-    for whole in rows:
+    for whole in timed:
         single = [
             row
-            for row in rows
+            for row in timed
             if (row.version, row.session) == (whole.version, whole.session)
             and row.variant.startswith("no-")
             and " " not in row.variant
-            and row.step_ms
             and row.parity == "pass"
         ]
-        if not whole.variant and whole.step_ms and single:
+        if single and not whole.variant:
             title = f"What each switch of {whole.label.upper()} is worth"
             figure = figures.switches(whole, single)
             blocks.append(Block(f"switches-{whole.version}", title, figure, wide=True))
@@ -282,17 +281,11 @@ def _one_roofline(key: str, title: str, snapshot: Snapshot, paths: Sequence[Path
         roofline = snapshot.roofline(paths)
     except WorkshopError as error:
         return _note(f"roofline-{key}", title, printable(str(error)))
+    figure = figures.fit_for_both_themes(roofline_figures.plotly_figure(roofline))
     red = [(printable(sentence), BAD) for sentence in flags(roofline)]
     notes = [printable(s) for s in (*sentences(roofline, 6), *roofline.notes)]
-    return Block(
-        f"roofline-{key}",
-        title,
-        figures.fit_for_both_themes(roofline_figures.plotly_figure(roofline)),
-        _points(roofline),
-        before=red,
-        after=notes,
-        wide=True,
-    )
+    table = _points(roofline)
+    return Block(f"roofline-{key}", title, figure, table, before=red, after=notes, wide=True)
 
 
 def _points(roofline: Roofline) -> Table:
@@ -335,14 +328,14 @@ def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]
 def _comparable(profile: Profile) -> tuple[object, ...]:
     """Equal for profiles that may be shown side by side."""
     group = data.group_of(profile.run) if profile.run else None
-    return (group, profile.tool, data.device_of(profile), profile.table.what)
+    return (group, profile.tool, profile.device, profile.table.what)
 
 
 def _hot_list(table: KernelTable) -> Table:
     rows: list[Cells] = [
         [
             Cell(display_name(kernel.name, 90), "name", printable(kernel.name[:2000])),
-            Cell(kernel.category, f"category {kernel.category}"),
+            Cell(kernel.category, colour=CATEGORY_COLOURS.get(kernel.category, "")),
             f"{kernel.calls:,}",
             f"{kernel.total_ns / 1e6:,.3f}",
             f"{kernel.mean_ns / 1e3:,.1f}",
@@ -352,11 +345,10 @@ def _hot_list(table: KernelTable) -> Table:
     ]
     rest = table.kernels[_HOT:]
     if rest:
-        total = sum(kernel.total_ns for kernel in rest)
         calls = f"{sum(kernel.calls for kernel in rest):,}"
-        share = f"{total / table.total_ns:.1%}" if table.total_ns else "-"
-        more = Cell(f"{len(rest):,} more", DIM)
-        rows.append([more, "", calls, f"{total / 1e6:,.3f}", "", share])
+        ms = f"{sum(kernel.total_ns for kernel in rest) / 1e6:,.3f}"
+        share = f"{sum(map(table.share, rest)):.1%}"
+        rows.append([Cell(f"{len(rest):,} more", DIM), "", calls, ms, "", share])
     return Table((table.what, "category", "calls", "total ms", "mean µs", "share"), rows, texts=2)
 
 

@@ -1,21 +1,16 @@
 """The results that a page can show, and the choice among them."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from workshop.compare import rows as compared
 from workshop.compare import sweep
 from workshop.compare.collection import Collection, Profile, StoredRun
-from workshop.compare.rows import (
-    Row,
-    build_rows,
-    ordinary,
-    session_peaks,
-    trained_differently,
-    variant,
-)
+from workshop.compare.rows import Row, variant
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import ceilings
@@ -65,26 +60,19 @@ class Snapshot:
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
-        self._peaks = session_peaks(stored.run for stored in collection.runs)
+        self._peaks = compared.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
 
     def rows(self, group: Group) -> list[Row]:
         """The group's rows, in the ladder's order; none for an unknown group."""
-        if group not in self.groups:
-            return []
         if group not in self._rows:
-            runs = [stored.run for stored in self.groups[group]]
-            own = self._ordinary_of(group) or runs
-            self._rows[group] = build_rows(own, self._peaks)
+            runs = compared.preferred(stored.run for stored in self.groups.get(group, ()))
+            self._rows[group] = compared.build_rows(runs, self._peaks)
         return self._rows[group]
 
     def chosen(self, choice: Choice) -> list[Row]:
         return [row for row in self.rows(choice.group) if row.label in choice.versions]
-
-    def _ordinary_of(self, group: Group) -> list[RunResult]:
-        """The group's runs that are of no waterfall or sweep."""
-        return ordinary(s.run for s in self.groups[group])
 
     def roofline(self, paths: Sequence[Path]) -> Roofline:
         """Of result files, a profile's folder or a benchmark, with all known ceilings.
@@ -134,19 +122,18 @@ class Snapshot:
         """The more of the wanted group's parts it has, the first ones first; then those of whole
         versions, of the newest day, and there the one with most versions, in half precision, with
         most processes and tokens."""
-        whole = self._ordinary_of(group)
-        runs = [stored.run for stored in self.groups[group]]
-        newest = max(run.session for run in whole or runs)
-        own = [run for run in whole or runs if run.session == newest]
+        runs = compared.preferred(stored.run for stored in self.groups[group])
+        newest = max(run.session for run in runs)
+        own = [run for run in runs if run.session == newest]
+        whole = bool(compared.ordinary(own))
         versions = len({run.version for run in own if run.step_ms})
         parts = tuple(a == b for a, b in zip(group, wanted, strict=True))
         half = group.precision in ("bf16", "fp16")  # what one trains in, if the device can
         tokens = own[0].batch_size * own[0].seq_len
-        day, processes = newest[:_DAY], len(own)
-        return (*parts, bool(whole), day, versions, half, processes, tokens, newest)
+        return (*parts, whole, newest[:_DAY], versions, half, len(own), tokens, newest)
 
     def profiles_of(self, device: str) -> dict[str, Profile]:
-        return {key: p for key, p in self.profiles.items() if device_of(p) == device}
+        return {key: p for key, p in self.profiles.items() if printable(p.device) == device}
 
     def sizes(self) -> list[Group]:
         """All groups, the small ones of a device first."""
@@ -232,11 +219,6 @@ def shown_path(path: Path) -> str:
     return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def device_of(profile: Profile) -> str:
-    return printable(str((profile.run.device.get("name") if profile.run else None)
-                         or profile.table.device or "unknown device"))  # fmt: skip
-
-
 def profile_name(profile: Profile) -> str:
     """Of its version, or of its folder."""
     return printable(profile.version or profile.folder.name)
@@ -245,10 +227,10 @@ def profile_name(profile: Profile) -> str:
 def profile_label(profile: Profile) -> str:
     """As in "v1 torch.profiler (tiny fp32, AMD EPYC)"."""
     size = f"{profile.run.config_name} {profile.run.precision}, " if profile.run else ""
-    return printable(f"{profile_name(profile)} {profile.tool} ({size}{device_of(profile)})")
+    return printable(f"{profile_name(profile)} {profile.tool} ({size}{profile.device})")
 
 
-# --- what is said of a group's rows --------------------------------------------------------------
+# --- a group's rows in words ---------------------------------------------------------------------
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -278,10 +260,7 @@ def doubts(rows: Iterable[Row]) -> list[str]:
 
 def sources(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[str]:
     """The files that rows are made of, a sentence for each folder of them."""
-    files: dict[Path, int] = {}
-    for row in rows:
-        for stored in snapshot.stored(group, row):
-            files[stored.path.parent] = files.get(stored.path.parent, 0) + 1
+    files = Counter(s.path.parent for row in rows for s in snapshot.stored(group, row))
     return [
         f"From {count} result file{'s' if count > 1 else ''} in {shown_path(folder)}."
         for folder, count in files.items()
@@ -304,18 +283,17 @@ def loss_difference(curves: Sequence[Curve]) -> str:
     is none."""
     if len(curves) < 2:
         return "The largest difference is given for two or more versions."
-    differing = " and ".join(trained_differently([run for _, run in curves]))
+    differing = " and ".join(compared.trained_differently([run for _, run in curves]))
     if differing:
         return f"These runs differ in {differing}, so their losses may not be compared."
     steps = list(zip(*(run.losses for _, run in curves), strict=False))
     found: list[tuple[float, int, str, str, float]] = []
     for step, losses in enumerate(steps, 1):
-        finite = [(x, row.label) for x, (row, _) in zip(losses, curves, strict=True)
-                  if x is not None]  # fmt: skip
-        if len(finite) < len(curves):
+        if None in losses:
             return f"In step {step} a loss is not finite: the training diverged there."
-        (low, a), (high, b) = min(finite), max(finite)
-        found.append((high - low, step, a, b, finite[0][0]))
+        labelled = [(x or 0.0, row.label) for x, (row, _) in zip(losses, curves, strict=True)]
+        (low, a), (high, b) = min(labelled), max(labelled)
+        found.append((high - low, step, a, b, labelled[0][0]))
     largest, step, a, b, loss = max(found)
     names = f" ({a} and {b})" if largest else ""
     return (

@@ -18,8 +18,5 @@ function show() {
   }
 }
 
-document.addEventListener("change", (event) => {
-  if (event.target.name === "theme") document.documentElement.dataset.theme = chosen("theme");
-  else show();
-});
+document.addEventListener("change", show);
 show();

@@ -91,14 +91,12 @@ def throughput(rows: Sequence[Row]) -> go.Figure:
     figure = _by_version(rows, "tokens a second", legend=False)
     shown = {row.label: (row, row.tokens_per_s) for row in rows if row.tokens_per_s}
     _add_bars(figure, shown, "%{x}: %{y:,.0f} tokens/s<extra></extra>")
-    tops = {label: (rate, _compact(rate)) for label, (_, rate) in shown.items()}
-    _write_above(figure, tops)
+    # As in "382k": the bars of a narrow page have room for no more.
+    _write_above(figure, {
+        label: (rate, f"{rate / 1e3:,.3g}k" if 1e4 <= rate < 1e6 else f"{rate:,.0f}")
+        for label, (_, rate) in shown.items()
+    })  # fmt: skip
     return figure
-
-
-def _compact(number: float) -> str:
-    """As in "382k": the bars of a narrow page have room for no more."""
-    return f"{number / 1e3:,.3g}k" if 1e4 <= number < 1e6 else f"{number:,.0f}"
 
 
 def speedups(rows: Sequence[Row]) -> go.Figure:
@@ -180,12 +178,12 @@ def phases(rows: Sequence[Row]) -> go.Figure:
         marker={"symbol": "line-ew", "size": 46, "line": {"width": 4, "color": _PINK}},
         hovertemplate="%{y:,.2f} ms",
     )
-    tops = {}
-    for row in rows:
-        if row.step_ms:
-            parts = sum(getattr(row, field) or 0.0 for field, *_ in PHASE_COLOURS)
-            tops[row.label] = max(row.step_ms, parts), f"{row.step_ms:,.4g}"
-    _write_above(figure, tops)
+    parts = [sum(getattr(row, field) or 0.0 for field, *_ in PHASE_COLOURS) for row in rows]
+    _write_above(figure, {
+        row.label: (max(row.step_ms, sum_of_parts), f"{row.step_ms:,.4g}")
+        for row, sum_of_parts in zip(rows, parts, strict=True)
+        if row.step_ms
+    })  # fmt: skip
     return figure
 
 
@@ -275,8 +273,7 @@ def savings(baseline: Row, others: Sequence[Row]) -> go.Figure:
 
 def _horizontal(x: str, height: int, *, legend: bool) -> go.Figure:
     figure = _figure(x=x, height=height, legend=legend)
-    figure.update_yaxes(type="category", autorange="reversed", ticksuffix="  ")
-    return figure
+    return figure.update_yaxes(type="category", autorange="reversed", ticksuffix="  ")
 
 
 def switches(whole: Row, variants: Sequence[Row]) -> go.Figure:

@@ -33,16 +33,15 @@ def page(snapshot: Snapshot, generation: int) -> Component:
     return html.Div(
         [
             html.Header(
-                [html.H1(TITLE), _radio("theme", "Colours", THEMES, "auto", persistence=True)]
+                [html.H1(TITLE), _field("theme", "Colours", THEMES, "auto", persistence=True)]
             ),
             html.Div([*alarms(snapshot, choice), *broken(snapshot)], id="alarms", role="alert"),
             html.Div(controls(snapshot, choice, first), id="controls"),
-            _radio("view", "View", {name: name for name in VIEWS}, first),
+            _field("view", "View", {name: name for name in VIEWS}, first),
             html.Main(id="content", children=content(view(first, snapshot, choice))),
             html.Footer(id="footer", children=footer(snapshot)),
             dcc.Interval(id="poll", interval=POLL_MS),
             dcc.Store(id="generation", data=generation),
-            dcc.Store(id="applied-theme"),
         ],
         id="page",
     )
@@ -84,15 +83,12 @@ def option_list(options: dict[str, str]) -> list[dict[str, str]]:
     return [{"value": value, "label": label} for value, label in options.items()]
 
 
-def _field(key: str, label: str, options: dict[str, str], value: Any, *, hidden: bool) -> Component:
+def _field(
+    key: str, label: str, options: dict[str, str], value: Any, *, hidden: bool = False, **more: Any
+) -> Component:
     kind = dcc.Checklist if key == "versions" else dcc.RadioItems
-    chooser = kind(option_list(options), value, id=key)
+    chooser = kind(option_list(options), value, id=key, **more)
     return html.Fieldset([html.Legend(label), chooser], id=f"{key}-field", hidden=hidden)
-
-
-def _radio(key: str, label: str, options: dict[str, str], value: str, **more: Any) -> Component:
-    chooser = dcc.RadioItems(option_list(options), value, id=key, **more)
-    return html.Fieldset([html.Legend(label), chooser], id=f"{key}-field")
 
 
 # --- what depends on the choice ------------------------------------------------------------------
@@ -125,7 +121,8 @@ def _cell(cell: Cell | str) -> Component:
     attributes: dict[str, Any] = {"title": cell.title} if cell.title else {}
     if cell.bar is not None:
         attributes["style"] = {"--bar": f"{cell.bar:.1%}"}
-    return html.Td(html.Span(cell.text, className=cell.look), **attributes)
+    colour: dict[str, Any] = {"style": {"--swatch": cell.colour}} if cell.colour else {}
+    return html.Td(html.Span(cell.text, className=cell.look, **colour), **attributes)
 
 
 def alarms(snapshot: Snapshot, choice: Choice) -> list[Component]:

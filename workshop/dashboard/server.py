@@ -15,29 +15,8 @@ from workshop.dashboard.layout import CONTROLS
 from workshop.errors import WorkshopError
 
 HOST = "127.0.0.1"
-"""Nobody else's machine: the page has no password."""
+"""No other machine may ask: the page has no password."""
 ASSETS = Path(__file__).with_name("assets")
-_INDEX = """<!doctype html>
-<html lang="en">
-<head>
-{%metas%}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{%title%}</title>
-{%favicon%}
-{%css%}
-</head>
-<body>
-{%app_entry%}
-<noscript>This page needs JavaScript.</noscript>
-<footer>{%config%}{%scripts%}{%renderer%}</footer>
-</body>
-</html>
-"""
-_APPLY_THEME = """function (theme) {
-  document.documentElement.dataset.theme = theme;
-  return theme;
-}"""
 
 
 def make_app(live: Live) -> dash.Dash:
@@ -48,10 +27,14 @@ def make_app(live: Live) -> dash.Dash:
         serve_locally=True,
         title=layout.TITLE,
         update_title="",
-        index_string=_INDEX,
+        meta_tags=[
+            {"name": "viewport", "content": "width=device-width, initial-scale=1"},
+            {"name": "color-scheme", "content": "light dark"},
+        ],
         add_log_handler=False,
         enable_mcp=False,
     )
+    app.index_string = app.index_string.replace("<html>", '<html lang="en">')
     app.server.config["TRUSTED_HOSTS"] = [HOST, "localhost"]
 
     def page() -> Any:
@@ -64,8 +47,6 @@ def make_app(live: Live) -> dash.Dash:
 
 
 def _add_callbacks(app: dash.Dash, live: Live) -> None:
-    app.clientside_callback(_APPLY_THEME, Output("applied-theme", "data"), Input("theme", "value"))
-
     @app.callback(
         Output("generation", "data"),
         Input("poll", "n_intervals"),

@@ -1,1 +1,1 @@
-"""The report: what a folder of results says, as a page, as Markdown, and as a form to fill in."""
+"""The report of a folder of results: a page, Markdown, and a form to fill in."""

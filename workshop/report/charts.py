@@ -10,12 +10,13 @@ from typing import Any
 
 from workshop.compare.rows import Row
 from workshop.profilers.metrics import digits
+from workshop.profilers.names import printable
 from workshop.report.pictures import INK, LINE, PAPER, Chart
+from workshop.versions import ALL
 
-_BLUE, _ORANGE, _GREEN, _RED, _GREY = "#4a86d8", "#e07b39", "#5aa469", "#d1495b", "#9aa3ad"
-_LINES = ((_GREY, "-", 6.0), (_ORANGE, "-", 2.6), (_GREEN, "--", 2.2), (_BLUE, ":", 2.6),
-          ("#b565a7", "-.", 2.0), ("#0f8b8d", "--", 1.5))  # fmt: skip
-"""Colour, dashes and width of each curve: curves on top of each other all stay visible."""
+_GREEN, _RED, _GREY = "#5aa469", "#d1495b", "#9aa3ad"
+_LINES = (("-", 6.0), ("-", 2.6), ("--", 2.2), (":", 2.6), ("-.", 2.0), ("--", 1.5))
+"""Dashes and width of each curve: curves on top of each other all stay visible."""
 _MOST_BARS = 24
 """In one chart: more can't be read."""
 _READABLE = 0.11
@@ -23,16 +24,12 @@ _READABLE = 0.11
 _LETTERS_OF_A_LEGEND = 40
 """In one line."""
 
-Bar = tuple[str, Sequence[float]]
-"""A label, and the length of each part, in the order of the legend."""
+Part = tuple[str, str, Sequence[float]]
+"""Of all bars: its name, its colour, and its length in each."""
 
 
 def speedups(name: str, rows: Sequence[tuple[str, Row]], files: tuple[Path, ...]) -> Chart:
-    """Speed-ups over V1 with their 95% intervals, on a logarithmic axis.
-
-    Args:
-        rows: each with its size; all have a speed-up with an interval.
-    """
+    """Speed-ups over V1 with their 95% intervals, which all rows have, on a logarithmic axis."""
     shown = [
         (f"{size}: {row.label}", row.speedup, row.speedup_ci[0], row.speedup_ci[1])
         for size, row in rows[:_MOST_BARS]
@@ -68,41 +65,39 @@ def stack(
     name: str,
     title: str,
     unit: str,
-    bars: Sequence[Bar],
-    parts: Sequence[tuple[str, str]],
+    labels: Sequence[str],
+    parts: Sequence[Part],
     files: tuple[Path, ...],
     *,
-    tells_more: bool = True,
+    in_markdown: bool = True,
 ) -> Chart:
-    """Bars made of the parts with these names and colours."""
-    shown = bars[:_MOST_BARS]
-    kept = [i for i in range(len(parts)) if any(lengths[i] for _, lengths in shown)]
-    texts = [
-        f"{label} {digits(sum(lengths))} ("
-        + ", ".join(f"{parts[i][0]} {digits(lengths[i])}" for i in kept if lengths[i])
-        + ")"
-        for label, lengths in shown
-    ]
-    alt = f"{unit[0].upper()}{unit[1:]}: {'; '.join(texts)}.{_left_out(bars)}"
-    letters = sum(len(parts[i][0]) for i in kept)
-    columns = len(kept) if letters <= _LETTERS_OF_A_LEGEND else 3
-    legend_lines = math.ceil(len(kept) / max(1, columns))
+    """Bars made of parts, those left out that no bar has."""
+    shown = [printable(label) for label in labels[:_MOST_BARS]]
+    parts = [(legend, colour, own[:_MOST_BARS]) for legend, colour, own in parts if any(own)]
+    totals = [sum(own[i] for *_, own in parts) for i in range(len(shown))]
+    texts = []
+    for i, label in enumerate(shown):
+        lengths = (f"{legend} {digits(own[i])}" for legend, _, own in parts if own[i])
+        texts.append(f"{label} {digits(totals[i])} ({', '.join(lengths)})")
+    alt = f"{unit[0].upper()}{unit[1:]}: {'; '.join(texts)}.{_left_out(labels)}"
+    letters = sum(len(legend) for legend, *_ in parts)
+    columns = len(parts) if letters <= _LETTERS_OF_A_LEGEND else 3
+    legend_lines = math.ceil(len(parts) / max(1, columns))
 
     def draw(figure: Any) -> None:
         axis = figure.subplots()
         places = range(len(shown))
-        longest = max(sum(lengths) for _, lengths in shown)
+        longest = max(totals)
         starts = [0.0] * len(shown)
-        for i in kept:
-            own = [lengths[i] for _, lengths in shown]
-            drawn = axis.barh(places, own, left=starts, height=0.66, color=parts[i][1],
-                              edgecolor=PAPER, label=parts[i][0])  # fmt: skip
+        for legend, colour, own in parts:
+            drawn = axis.barh(places, own, left=starts, height=0.66, color=colour,
+                              edgecolor=PAPER, label=legend)  # fmt: skip
             numbers = [digits(x) if x >= _READABLE * longest else "" for x in own]
             axis.bar_label(drawn, numbers, label_type="center", color="#10151a", fontsize=13)
             starts = [start + length for start, length in zip(starts, own, strict=True)]
-        for place, total in zip(places, starts, strict=True):
+        for place, total in zip(places, totals, strict=True):
             _write_beside(axis, digits(total), (total, place), fontweight="bold")
-        axis.set_yticks(places, [_cut(label) for label, _ in shown])
+        axis.set_yticks(places, [_cut(label) for label in shown])
         axis.invert_yaxis()
         axis.set_xlim(0, longest * 1.14)
         axis.xaxis.get_major_locator().set_params(nbins=6)
@@ -112,7 +107,7 @@ def stack(
         _grid(axis, "x")
 
     height = 1.25 + 0.32 * legend_lines + 0.5 * len(shown)
-    return Chart(name, title, alt, files, draw, (7.5, height), tells_more)
+    return Chart(name, title, alt, files, draw, (7.5, height), in_markdown)
 
 
 def losses(
@@ -144,9 +139,9 @@ def losses(
                                height_ratios=(5, 3)[: len(shown)])[:, 0]  # fmt: skip
         for axis, own in zip(axes, shown, strict=True):
             for i, label in enumerate(curves):
-                colour, dashes, width = _LINES[i % len(_LINES)]
+                dashes, width = _LINES[i % len(_LINES)]
                 axis.plot(range(1, len(own.get(label, ())) + 1), own.get(label, ()), dashes,
-                          color=colour, linewidth=width, label=_cut(label))  # fmt: skip
+                          color=ALL[label].colour, linewidth=width, label=label)  # fmt: skip
             axis.xaxis.get_major_locator().set_params(integer=True)
             _grid(axis, "y")
         axes[0].set_ylabel("loss")
@@ -158,7 +153,7 @@ def losses(
             axes[1].yaxis.set_major_formatter("{x:g}")
 
     title = "The loss of every version, and its distance from V1's"
-    return Chart(name, title, alt, files, draw, (7.5, 4.9), tells_more=True)
+    return Chart(name, title, alt, files, draw, (7.5, 4.9), in_markdown=True)
 
 
 def _write_beside(axis: Any, text: str, place: tuple[float, float], **look: Any) -> None:

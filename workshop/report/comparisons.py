@@ -1,39 +1,23 @@
 """The ladder of one size on one device: its tables, what it saves, its losses, its roofline."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workshop import results
+from workshop.compare import rows as measured
 from workshop.compare import tables as compared
 from workshop.compare.collection import StoredRun
 from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
-from workshop.compare.rows import (
-    Peaks,
-    Row,
-    build_rows,
-    session_peaks,
-    trained_differently,
-    variant,
-)
+from workshop.compare.rows import Row, variant
 from workshop.profilers.names import printable
-from workshop.report import charts
-from workshop.report.parts import (
-    BAD,
-    Cell,
-    Line,
-    Section,
-    Table,
-    alarms,
-    cells,
-    links,
-    with_column,
-)
-from workshop.report.pictures import Picture, read_roofline, roofline_picture
+from workshop.report import charts, parts
+from workshop.report.parts import BAD, Cell, Line, Section, Table, add_roofline, alarms, cells
+from workshop.report.pictures import Picture
 from workshop.results import RunResult
-from workshop.roofline.inputs import STEP
-from workshop.roofline.model import flags, sentences
 from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
@@ -71,14 +55,14 @@ def groups(stored: Sequence[StoredRun]) -> list[Group]:
     Args:
         stored: the oldest session first.
     """
-    by_key: dict[tuple[object, ...], list[StoredRun]] = {}
+    by_key: dict[tuple[object, ...], list[StoredRun]] = defaultdict(list)
     newest: dict[str, str] = {}
     for one in stored:
-        by_key.setdefault(_key(one.run), []).append(one)
+        by_key[_key(one.run)].append(one)
         newest[str(one.run.device.get("name"))] = one.run.session
     order = sorted(newest, key=lambda name: (newest[name], name), reverse=True)
     keys = sorted(by_key, key=lambda key: (order.index(str(key[0])), *key[1:]))
-    peaks = session_peaks(one.run for one in stored)
+    peaks = measured.session_peaks(one.run for one in stored)
     return [_group(f"size-{number}", by_key[key], peaks) for number, key in enumerate(keys, 1)]
 
 
@@ -91,16 +75,13 @@ def _key(run: RunResult) -> tuple[object, ...]:
     return name, rank, tokens, run.config_name, run.precision, run.batch_size, sizes
 
 
-def _group(anchor: str, stored: list[StoredRun], peaks: Peaks) -> Group:
-    rows = build_rows([one.run for one in stored], peaks)
-    runs = [[one for one in stored if _is_of(one.run, row)] for row in rows]
+def _group(anchor: str, stored: list[StoredRun], peaks: measured.Peaks) -> Group:
+    rows = measured.build_rows([one.run for one in stored], peaks)
+    by_row: dict[tuple[str, str, str], list[StoredRun]] = defaultdict(list)
+    for one in stored:
+        by_row[one.run.version, one.run.session, variant(one.run)].append(one)
+    runs = [by_row[row.version, row.session, row.variant] for row in rows]
     return Group(anchor, rows, runs)
-
-
-def _is_of(run: RunResult, row: Row) -> bool:
-    return (run.version, run.session) == (row.version, row.session) and (
-        variant(run) == row.variant
-    )
 
 
 def section(group: Group, folder: Path) -> Section:
@@ -113,19 +94,21 @@ def section(group: Group, folder: Path) -> Section:
     part.pictures = list(_pictures(group))
     for row, stored in group.pairs():
         where = f"{row.label} {group.size}, {row.device}"
-        part.alarms += alarms(row, where, links(stored))
-    _add_roofline(part, group, folder)
+        part.alarms += alarms(row, where, parts.links(stored))
+    timed = [one.path for row, stored in group.pairs() if row.step_ms for one in stored]
+    if timed:
+        add_roofline(part, group.size, timed, folder)
     return part
 
 
 def tables(group: Group) -> Section:
     """The tables and notes of a group."""
     speed, proof = compared.group_tables(group.rows)
-    files = [Cell("", links(runs)) for runs in group.runs]
+    files = [Cell("", parts.links(runs)) for runs in group.runs]
     part = Section(group.anchor, printable(compared.title(group.rows)))
     part.tables = [
-        with_column("How fast", speed, "result files", files),
-        with_column("The same model? And at what cost", proof, "error, of allowed",
+        parts.with_column("How fast", speed, "result files", files),
+        parts.with_column("The same model? And at what cost", proof, "error, of allowed",
                     [_worst(runs) for runs in group.runs]),
     ]  # fmt: skip
     for table in part.tables:
@@ -149,8 +132,7 @@ def _worst(stored: Sequence[StoredRun]) -> Cell:
 
 
 def _saved(group: Group) -> list[Table]:
-    """By how much each version with a significant speed-up shortens V1's step, by phase; none
-    without V1's phases."""
+    """By how much each version with a significant speed-up shortens V1's step, by phase."""
     proven = [row for row in group.rows if row.speedup is not None and row.forward_ms is not None]
     if len(proven) < 2 or proven[0].version != BASELINE or proven[0].variant:
         return []
@@ -215,25 +197,12 @@ def speedup_pictures(anchor: str, own: Sequence[Group]) -> list[Picture]:
 
 
 def _pictures(group: Group) -> Iterator[Picture]:
-    files = group.files
-    bars = [
-        (printable(row.label), [_drawable(getattr(row, name)) for name in _PHASES])
-        for row in group.rows
-        if row.forward_ms is not None
-    ]
-    if bars:
-        parts = [(legend, colour) for _, legend, colour in PHASE_COLOURS]
-        yield charts.stack(f"{group.anchor}-phases", "Where the time of a step goes",
-                           "ms of a step", bars, parts, files, tells_more=False)  # fmt: skip
-    bars = [
-        (printable(row.label), [_drawable(row.memory_mb.get(name)) for name, *_ in MEMORY_COLOURS])
-        for row in group.rows
-        if row.memory_mb
-    ]
-    if bars:
-        parts = [(legend, colour) for _, legend, colour in MEMORY_COLOURS]
-        yield charts.stack(f"{group.anchor}-memory", "What fills the memory at its peak",
-                           "MB at the peak", bars, parts, files)  # fmt: skip
+    phases = [(row, vars(row)) for row in group.rows if row.forward_ms is not None]
+    yield from _stack(group, "phases", "Where the time of a step goes", "ms of a step", phases,
+                      PHASE_COLOURS, in_markdown=False)  # fmt: skip
+    memory = [(row, row.memory_mb) for row in group.rows if row.memory_mb]
+    yield from _stack(group, "memory", "What fills the memory at its peak", "MB at the peak",
+                      memory, MEMORY_COLOURS)  # fmt: skip
     first = {  # each version's first run
         row.version: stored[0].run
         for row, stored in group.pairs()
@@ -244,11 +213,30 @@ def _pictures(group: Group) -> Iterator[Picture]:
         differences = {
             version: [a - b for a, b in zip(curves[version], curves[BASELINE], strict=False)]
             for version, run in first.items()
-            if BASELINE in first and version != BASELINE
-            and not trained_differently([run, first[BASELINE]])
-        }  # fmt: skip
+            if BASELINE in first
+            and version != BASELINE
+            and not measured.trained_differently([run, first[BASELINE]])
+        }
         caution = precision.of_losses(group.rows[0].precision)
-        yield charts.losses(f"{group.anchor}-losses", curves, differences, files, caution)
+        yield charts.losses(f"{group.anchor}-losses", curves, differences, group.files, caution)
+
+
+def _stack(
+    group: Group,
+    name: str,
+    title: str,
+    unit: str,
+    bars: Sequence[tuple[Row, Mapping[str, Any]]],
+    colours: Sequence[tuple[str, str, str]],
+    **more: bool,
+) -> Iterator[Picture]:
+    if bars:
+        lengths = [
+            (legend, colour, [_drawable(values.get(field)) for _, values in bars])
+            for field, legend, colour in colours
+        ]
+        labels, name = [row.label for row, _ in bars], f"{group.anchor}-{name}"
+        yield charts.stack(name, title, unit, labels, lengths, group.files, **more)
 
 
 def _drawable(length: float | str | None) -> float:
@@ -260,15 +248,3 @@ def _finite(run: RunResult) -> list[float]:
     return [
         loss if loss is not None and abs(loss) <= results.MOST else math.nan for loss in run.losses
     ]
-
-
-def _add_roofline(part: Section, group: Group, folder: Path) -> None:
-    """What bounds the whole steps in words; the parts of a step are in the picture alone."""
-    paths = [one.path for row, stored in group.pairs() if row.step_ms for one in stored]
-    roofline = read_roofline(paths, title=group.size, results_folder=folder) if paths else None
-    if roofline is None:
-        return
-    steps = sum(point.category == STEP for point in roofline.points)
-    lines = map(printable, [*flags(roofline), *sentences(roofline, steps), *roofline.notes])
-    part.sentences = list(dict.fromkeys([*part.sentences, *lines]))
-    part.pictures.append(roofline_picture(f"{group.anchor}-roofline", roofline, tuple(paths)))

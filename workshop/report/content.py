@@ -1,5 +1,6 @@
-"""Gathers what a report says from a collection of results."""
+"""Gathers the content of a report from a collection of results."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from workshop.compare.collection import Collection
@@ -35,7 +36,7 @@ def build(
     study_sections, study_rows = studies.build(of_studies)
     others = [*study_sections, *others]
     names = dict.fromkeys(group.device for group in groups)
-    names |= dict.fromkeys(map(sections.device_of, collection.profiles))
+    names |= dict.fromkeys(found.device for found in collection.profiles)
     names |= dict.fromkeys(name for name, _ in others)
     devices = []
     for number, name in enumerate(names, 1):
@@ -78,7 +79,7 @@ def _device(
     collection: Collection,
     top: int,
 ) -> Device:
-    profiles = [found for found in collection.profiles if sections.device_of(found) == name]
+    profiles = [found for found in collection.profiles if found.device == name]
     runs = _runs(groups)
     return Device(
         anchor=anchor,
@@ -123,26 +124,18 @@ def _hardware(run: RunResult) -> str:
 
 def _sessions(groups: Sequence[Group]) -> Table:
     """A line for each session and size."""
-    found: dict[tuple[str, str], list[RunResult]] = {}
+    found: dict[tuple[str, str], list[RunResult]] = defaultdict(list)
     for group in groups:
-        for stored in group.runs:
-            for one in stored:
-                found.setdefault((one.run.session, group.size), []).append(one.run)
+        for run in _runs([group]):
+            found[run.session, group.size].append(run)
     lines = []
     for (session, size), runs in sorted(found.items(), key=lambda item: item[0][0]):
         steps = {f"{len(run.step_ms)} after {run.warmup_steps}" for run in runs if run.step_ms}
         data = {str(run.data.get("name", "-")) for run in runs}
         versions = dict.fromkeys(run.version for run in runs)
-        texts = (
-            session,
-            min(run.created for run in runs)[:10],
-            size,
-            ", ".join(versions),
-            ", ".join(sorted(data)),
-            ", ".join(sorted(steps)) or "-",
-            str(len(runs)),
-        )
-        lines.append(Line(cells(*texts)))
+        day, steps_taken = min(run.created for run in runs)[:10], ", ".join(sorted(steps)) or "-"
+        names = ", ".join(versions), ", ".join(sorted(data))
+        lines.append(Line(cells(session, day, size, *names, steps_taken, str(len(runs)))))
     header = ["session", "day", "size", "versions", "data", "steps, after warm-up", "processes"]
     return Table("What was run", header, lines, texts=5)
 
@@ -160,9 +153,7 @@ def _commands(groups: Sequence[Group]) -> Table:
     return Table("Command lines", ["version and size", "command", ""], lines, texts=3)
 
 
-def own_ladders(
-    collection: Collection,
-) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
+def own_ladders(collection: Collection) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
     """All comparisons but those in a results folder's `reference`: of each device its name, its
     facts, and its sizes without pictures."""
     theirs = {folder / REFERENCE for folder in collection.folders}

@@ -37,12 +37,8 @@ HOW_TO_READ = (
 
 
 def html_page(report: Report, folder: Path, progress: Progress = lambda what: None) -> str:
-    """The page, with all of its pictures inside.
-
-    Args:
-        folder: of the page, to which its links are relative.
-        progress: called with the title of each picture before it is drawn.
-    """
+    """The page of a folder, to which its links are relative, with all of its pictures inside;
+    `progress` is called with the title of each before it is drawn."""
     from markupsafe import Markup
 
     def draw(picture: Picture) -> Markup:
@@ -51,10 +47,7 @@ def html_page(report: Report, folder: Path, progress: Progress = lambda what: No
 
     template = _environment(autoescape=True).get_template("report.html.j2")
     return template.render(
-        report=report,
-        how_to_read=HOW_TO_READ,
-        href=lambda path: href(path, folder),
-        draw=draw,
+        report=report, how_to_read=HOW_TO_READ, href=lambda path: href(path, folder), draw=draw
     )
 
 
@@ -67,12 +60,8 @@ def href(path: Path, folder: Path) -> str:
 
 
 def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
-    """The report as GitHub's Markdown, with words in place of its pictures.
-
-    Args:
-        folder: of the page, to which its links are relative.
-        introduction: Markdown that follows the title.
-    """
+    """The report as GitHub's Markdown, with words in place of its pictures and an introduction, of
+    Markdown, below the title."""
     return _markdown(
         "report.md.j2",
         folder,
@@ -85,12 +74,7 @@ def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
 def participants_page(
     ladders: list[tuple[str, list[tuple[str, str]], list[Section]]], folder: Path
 ) -> str:
-    """The page that a participant completes, as Markdown.
-
-    Args:
-        ladders: of each device its name, its facts, and its sizes.
-        folder: of the page, to which its links are relative.
-    """
+    """The Markdown that a participant completes, of each device's name, facts, and sizes."""
     return _markdown("my_results.md.j2", folder, devices=ladders)
 
 
@@ -142,9 +126,8 @@ class References:
 
 def tidy(text: str) -> str:
     """Without the empty lines that a template leaves, but for one at a time."""
-    return (
-        re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)).strip() + "\n"
-    )
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _environment(**options: Any) -> Any:

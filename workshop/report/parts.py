@@ -12,7 +12,9 @@ from workshop.compare import tables
 from workshop.compare.collection import StoredRun
 from workshop.compare.rows import Row
 from workshop.profilers.names import printable
-from workshop.report.pictures import Picture
+from workshop.report.pictures import Picture, read_roofline, roofline_picture
+from workshop.roofline.inputs import STEP
+from workshop.roofline.model import flags, sentences
 
 BAD, DIM = "bad", "dim"
 """Tones of lines: an error, and what was not measured."""
@@ -20,6 +22,8 @@ _TONES = {"red": BAD, "dim": DIM}
 _VERDICTS = {"gate only": "the gate only", "fail": "failed", "not run": "ran neither"}
 FAILED, IMPLAUSIBLE, WRONG = "FAILED", "IMPLAUSIBLE", "WRONG"
 SUSPECT = "SUSPECT PROFILE"
+_KERNELS_IN_WORDS = 6
+"""Whose distance from their roofs is given in words."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +168,25 @@ def alarms(row: Row, where: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
         yield Alarm(kind, printable(f"{where}: {row.note}"), files)
     for sentence in row.plausibility:
         yield Alarm(IMPLAUSIBLE, printable(f"{where}: {sentence}"), files)
+
+
+def add_roofline(
+    section: Section, title: str, files: Sequence[Path], folder: Path, *, in_words: bool = True
+) -> None:
+    """Adds what bounds the whole steps, or the longest kernels, in words, and a picture of several
+    points; the parts of a step are in the picture alone.
+
+    Args:
+        folder: of results, with measured ceilings.
+    """
+    roofline = read_roofline(files, title=title, results_folder=folder)
+    if roofline is None:
+        return
+    steps = sum(point.category == STEP for point in roofline.points)
+    if in_words:
+        found = sentences(roofline, steps or _KERNELS_IN_WORDS)
+        lines = map(printable, (*flags(roofline), *found, *roofline.notes))
+        section.sentences = list(dict.fromkeys([*section.sentences, *lines]))
+    if steps or len(roofline.points) > 1:
+        name = f"{section.anchor}-roofline"
+        section.pictures.append(roofline_picture(name, roofline, tuple(files)))

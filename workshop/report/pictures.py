@@ -8,7 +8,7 @@ import io
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class Picture(abc.ABC):
     """The result files that it shows."""
     wide = False
     """Whether it needs all of a page's width."""
-    tells_more = False
-    """Whether Markdown gives its `alt`, since no table or sentence beside it does."""
+    in_markdown = False
+    """Whether Markdown gives its `alt`, since no table or sentence beside it has that."""
 
     @abc.abstractmethod
     def markup(self) -> str:
@@ -73,7 +73,7 @@ class Chart(Picture):
     """Draws it on a matplotlib Figure of `size`."""
     size: tuple[float, float] = (7.5, 4.3)
     """Width and height in inches."""
-    tells_more: bool = False
+    in_markdown: bool = False
 
     def markup(self) -> str:
         import matplotlib
@@ -125,13 +125,9 @@ def roofline_picture(name: str, roofline: Roofline, files: tuple[Path, ...]) -> 
     return DrawnPicture(name, "How far from the chip's limits", alt, files, draw)
 
 
-def read_roofline(paths: list[Path], *, title: str, results_folder: Path) -> Roofline | None:
-    """The roofline of some files, with all known ceilings of their device; None if nothing in them
-    has a place on one, or no ceiling is known.
-
-    Args:
-        results_folder: has the measured ceilings.
-    """
+def read_roofline(paths: Sequence[Path], *, title: str, results_folder: Path) -> Roofline | None:
+    """The roofline of some files, with all known ceilings of their device, measured ones from the
+    results' folder; None if nothing in them has a place on one, or no ceiling is known."""
     try:
         roofline = roofline_inputs.load(paths)
     except WorkshopError:  # broken files are listed anyway

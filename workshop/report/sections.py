@@ -1,9 +1,7 @@
 """The parts of a report beside the ladders: profiles, V3's benchmark, the harness's own cost."""
 
-import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
@@ -16,30 +14,15 @@ from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
-from workshop.report import charts
-from workshop.report.parts import (
-    BAD,
-    IMPLAUSIBLE,
-    SUSPECT,
-    WRONG,
-    Alarm,
-    Cell,
-    Line,
-    Link,
-    Section,
-    Table,
-    cells,
-)
-from workshop.report.pictures import Picture, read_roofline, roofline_picture
+from workshop.report import charts, parts
+from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
+from workshop.report.pictures import Picture
 from workshop.roofline import ceilings
-from workshop.roofline.model import flags, sentences
 from workshop.run import presets
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
 _NAME_WIDTH = 60
-_KERNELS_IN_WORDS = 6
-"""Whose distance from their roofs is given in words."""
 
 KERNELS = (
     "Written by workshop.kernels.benchmark, commit {commit}. A rate at the median, "
@@ -62,20 +45,12 @@ def folder_of(path: Path, collection: Collection) -> Path:
     return next(folder for folder in collection.folders if folder in path.parents)
 
 
-def device_of(profile: Profile) -> str:
-    name = profile.run.device.get("name") if profile.run else profile.table.device
-    return str(name or "unknown device")
-
-
 def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Section:
     """The head of a profile's hot list, its summary and its advice."""
     file = found.folder / kernel_file.JSON_FILE
-    links = [Link(kernel_file.JSON_FILE, file)]
-    for place in (found.folder, found.folder.parent):
-        record = place / RUN_FILE
-        if found.run is not None and record.is_file():
-            links.append(Link(RUN_FILE, record))
-            break
+    records = (place / RUN_FILE for place in (found.folder, found.folder.parent) if found.run)
+    record = next((path for path in records if path.is_file()), None)
+    links = [Link(path.name, path) for path in (file, record) if path]
     section = Section(anchor, _title(found), tuple(links))
     section.tables = [hot_list(found.table, top)]
     section.sentences = [printable(line) for line in show.summary(found.table)]
@@ -84,8 +59,8 @@ def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Se
         section.advice.append((printable(advice.sentence), printable(advice.treatment)))
         if advice.severity == advisor.WARNING:
             text = printable(f"{section.title}: {advice.sentence}")
-            section.alarms.append(Alarm(SUSPECT, text, tuple(links)))
-    _add_roofline(section, file, folder_of(file, collection))
+            section.alarms.append(Alarm(parts.SUSPECT, text, tuple(links)))
+    add_roofline(section, section.title, [file], folder_of(file, collection))
     return section
 
 
@@ -121,18 +96,6 @@ def hot_list(table: KernelTable, top: int) -> Table:
     return Table(caption, header, lines, texts=2)
 
 
-def _add_roofline(section: Section, file: Path, folder: Path) -> None:
-    """A picture for several points; for the one that a trace without counters gives, its words."""
-    roofline = read_roofline([file], title=section.title, results_folder=folder)
-    if roofline is None:
-        return
-    lines = (*flags(roofline), *sentences(roofline, _KERNELS_IN_WORDS), *roofline.notes)
-    section.sentences = list(dict.fromkeys([*section.sentences, *map(printable, lines)]))
-    if len(roofline.points) > 1:
-        name = f"{section.anchor}-roofline"
-        section.pictures.append(roofline_picture(name, roofline, (file,)))
-
-
 def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]:
     """A device's profiles of the same work beside each other: a picture for each tool and size."""
     by_work: dict[tuple[object, ...], list[Profile]] = {}
@@ -143,24 +106,22 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
         by_work.setdefault((found.tool, found.table.what, steps_known, *size), []).append(found)
     pictures: list[Picture] = []
     for own in by_work.values():
-        sums = [found.table.category_ns() for found in own]
-        kinds = [kind for kind in CATEGORIES if any(kind in one for one in sums)]
-        if not kinds:
-            continue
-        bars = [
-            (
-                printable(found.version or found.folder.name),
-                [one.get(kind, 0.0) / (found.table.steps or 1) / 1e6 for kind in kinds],
-            )
-            for found, one in zip(own, sums, strict=True)
+        sums = [
+            {kind: ns / (found.table.steps or 1) for kind, ns in found.table.category_ns().items()}
+            for found in own
         ]
-        name = f"{anchor}-categories-{len(pictures) + 1}"
-        files = tuple(found.folder / kernel_file.JSON_FILE for found in own)
+        if not any(sums):
+            continue
         what = f"{own[0].table.what}s"
-        unit = f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}"
-        title = f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}"
-        parts = [(kind, CATEGORY_COLOURS[kind]) for kind in kinds]
-        pictures.append(charts.stack(name, title, unit, bars, parts, files))
+        pictures.append(charts.stack(
+            f"{anchor}-categories-{len(pictures) + 1}",
+            f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}",
+            f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}",
+            [found.version or found.folder.name for found in own],
+            [(kind, CATEGORY_COLOURS[kind], [one.get(kind, 0.0) / 1e6 for one in sums])
+             for kind in CATEGORIES],
+            tuple(found.folder / kernel_file.JSON_FILE for found in own),
+        ))  # fmt: skip
     return pictures
 
 
@@ -176,17 +137,14 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
     known |= {one.path for one in collection.broken}
     tables = sorted(set(_below(collection, kernel_file.JSON_FILE)) - known)
     costs = sorted({path.parent for path in _below(collection, f"{HARNESS}/*.json")})
-    for path in tables:
+    for path in (*tables, *costs):
         try:
-            if ceilings.is_benchmark(results.read_json(path)):
+            if path in costs:
+                found.append(_harness_cost(f"harness-{len(found) + 1}", path))
+            elif ceilings.is_benchmark(results.read_json(path)):
                 found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
         except WorkshopError as error:
             broken.append((path, str(error)))
-    for folder in costs:
-        try:
-            found.append(_harness_cost(f"harness-{len(found) + 1}", folder))
-        except WorkshopError as error:
-            broken.append((folder, str(error)))
     return found, broken
 
 
@@ -198,7 +156,7 @@ def _below(collection: Collection, pattern: str) -> Iterator[Path]:
 
 
 def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Section]:
-    """V3's operators beside their rivals, those left out that do not exist for a case."""
+    """V3's operators beside the other contenders, without those that do not exist for a case."""
     try:
         rows, run = benchmark.load(path)
         rows = [row for row in rows if row.status != benchmark.ABSENT]
@@ -212,18 +170,15 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
         section.sentences.append(printable(benchmark.summary(run)))
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise WorkshopError(f"{path}: no result of the kernels' benchmark ({error!r})") from None
-    roofline = read_roofline(
-        [path], title=section.title, results_folder=folder_of(path, collection)
-    )
-    if roofline is not None:
-        section.pictures.append(roofline_picture(f"{anchor}-roofline", roofline, (path,)))
+    add_roofline(section, section.title, [path], folder_of(path, collection), in_words=False)
     return str(run.device["name"]), section
 
 
 def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
     wrong = (benchmark.WRONG, benchmark.FAILED)
     lines = [
-        Line(cells(*benchmark.cells(row, run)), BAD if row.status in wrong else "") for row in group
+        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status in wrong else "")
+        for row in group
     ]
     title = printable(benchmark.title(group, run))
     return Table(title, benchmark.header(group, run), lines, texts=2)
@@ -235,39 +190,25 @@ def _benchmark_alarms(
     for row in group:
         if row.failed:
             text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.status}")
-            yield Alarm(WRONG, text, links)
+            yield Alarm(parts.WRONG, text, links)
         for sentence in run.implausible(row):
-            text = printable(f"{row.op}: {sentence}").replace(f"{IMPLAUSIBLE}: ", "")
-            yield Alarm(IMPLAUSIBLE, text, links)
-
-
-@dataclass
-class _Cost:
-    """The fields of a harness's record that are shown."""
-
-    version: str
-    config: str
-    precision: str
-    bare_ms: list[float]
-    harness_ms: list[float]
-    device: dict[str, str | int | float | None]
+            text = printable(f"{row.op}: {sentence}").replace(f"{parts.IMPLAUSIBLE}: ", "")
+            yield Alarm(parts.IMPLAUSIBLE, text, links)
 
 
 def _harness_cost(anchor: str, folder: Path) -> tuple[str, Section]:
-    names = [field.name for field in dataclasses.fields(_Cost)]
     lines, links, devices = [], [], []
     for path in sorted(folder.glob("*.json")):
-        content = results.read_json(path)
-        kept = {name: content[name] for name in names if name in content}
-        cost = results.decode(_Cost, kept, path, "")
-        if not (cost.bare_ms and cost.harness_ms and min(cost.bare_ms) > 0):
-            raise WorkshopError(f"{path}: field bare_ms or harness_ms has no times")
-        bare, harness = statistics.median(cost.bare_ms), statistics.median(cost.harness_ms)
-        texts = [cost.version, f"{cost.config}, {cost.precision}", f"{bare:.3f} ms",
-                 f"{harness:.3f} ms", f"{harness / bare - 1:+.2%}"]  # fmt: skip
+        cost = results.read_json(path)
+        try:
+            bare, harness = (statistics.median(cost[name]) for name in ("bare_ms", "harness_ms"))
+            texts = [cost["version"], f"{cost['config']}, {cost['precision']}", f"{bare:.3f} ms",
+                     f"{harness:.3f} ms", f"{harness / bare - 1:+.2%}"]  # fmt: skip
+            devices.append(str(cost["device"]["name"]))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise WorkshopError(f"{path}: no record of the harness's cost ({error!r})") from None
         links.append(Link(path.name, path))
-        devices.append(str(cost.device.get("name")))
-        lines.append(Line([*cells(*texts), Cell("", (links[-1],))]))
+        lines.append(Line([*cells(*map(str, texts)), Cell("", (links[-1],))]))
     header = ["version", "size", "bare loop", "harness", "difference", "result file"]
     section = Section(anchor, "What the harness costs", tuple(links), HARNESS_INTRO)
     section.tables = [Table("Median time of a step", header, lines, texts=2)]

@@ -1,7 +1,9 @@
 """The waterfalls and sweeps of a report: their tables and pictures."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from workshop.compare import figures, sweep, tables, waterfall
 from workshop.compare.collection import StoredRun
@@ -9,7 +11,7 @@ from workshop.compare.rows import Row
 from workshop.compare.sweep import AXES, Point, Sweep
 from workshop.compare.waterfall import Waterfall
 from workshop.profilers.names import printable
-from workshop.report.parts import Cell, Section, alarms, links, with_column
+from workshop.report.parts import Cell, Link, Section, alarms, links, with_column
 from workshop.report.pictures import DrawnPicture
 from workshop.results import RunResult
 
@@ -44,52 +46,50 @@ def build(stored: Sequence[StoredRun]) -> tuple[list[tuple[str, Section]], list[
 
 
 def _waterfall(anchor: str, one: Waterfall, stored: Sequence[StoredRun]) -> Section:
-    own = [s for s in stored if one.includes(s.run)]
     section = Section(anchor, printable(one.title), intro=WATERFALL)
-    cells = []
-    for step in one.steps:
-        cells.append(Cell("", links(s for s in own if step.rung.ran(s.run))))
+    own = [s for s in stored if one.includes(s.run)]
+    files = [links(s for s in own if step.rung.ran(s.run)) for step in one.steps]
+    for step, of_step in zip(one.steps, files, strict=True):
         if step.row is not None:
-            where = f"{step.rung.title}, {one.title}"
-            section.alarms += alarms(step.row, where, cells[-1].links)
-    table = tables.waterfall_table(one)
-    section.tables = [with_column("What each change is worth", table, "result files", cells)]
-    section.sentences = [printable(note) for note in table.notes]
-    times = [f"{s.rung.title} {s.step_ms:,.4g} ms" for s in one.steps if s.step_ms]
-    section.pictures = [
-        DrawnPicture(
-            f"{anchor}-picture",
-            "What each change takes off the step",
-            printable(f"{one.title}: {'; '.join(times)}."),
-            tuple(s.path for s in own),
-            lambda target: figures.plot_waterfalls([one], target),
-        )
-    ]
+            section.alarms += alarms(step.row, f"{step.rung.title}, {one.title}", of_step)
+    _add_table(section, "What each change is worth", tables.waterfall_table(one), files)
+    times = (f"{s.rung.title} {s.step_ms:,.4g} ms" for s in one.steps if s.step_ms)
+    words = f"{one.title}: {'; '.join(times)}."
+    draw = functools.partial(figures.plot_waterfalls, [one])
+    _add_picture(section, "What each change takes off the step", words, own, draw)
     return section
 
 
 def _sweep(anchor: str, one: Sweep, stored: Sequence[StoredRun]) -> Section:
-    own = [s for s in stored if one.includes(s.run)]
     section = Section(anchor, printable(f"Sweep: {one.title}"), intro=SWEEP)
-    cells = []
-    for label, point in tables.sweep_points(one):
-        cells.append(Cell("", links(s for s in own if _is_at(s.run, point, one))))
+    own = [s for s in stored if one.includes(s.run)]
+    points = tables.sweep_points(one)
+    files = [links(s for s in own if _is_at(s.run, point, one)) for _, point in points]
+    for (label, point), of_point in zip(points, files, strict=True):
         if not point.out_of_memory:
             where = f"{label} at {point.size:,}, {one.title}"
-            section.alarms += alarms(point.row, where, cells[-1].links)
-    table = tables.sweep_table(one)
-    section.tables = [with_column("Cost as work grows", table, "result files", cells)]
-    section.sentences = [printable(note) for note in table.notes]
-    section.pictures = [
-        DrawnPicture(
-            f"{anchor}-picture",
-            "Time, throughput and memory as the work grows",
-            printable(f"{one.title}: {'; '.join(tables.limits(one))}."),
-            tuple(s.path for s in own),
-            lambda target: figures.plot_sweeps([one], target),
-        )
-    ]
+            section.alarms += alarms(point.row, where, of_point)
+    _add_table(section, "Cost as work grows", tables.sweep_table(one), files)
+    words = f"{one.title}: {'; '.join(tables.limits(one))}."
+    draw = functools.partial(figures.plot_sweeps, [one])
+    _add_picture(section, "Time, throughput and memory as the work grows", words, own, draw)
     return section
+
+
+def _add_table(
+    section: Section, caption: str, table: tables.Table, files: Sequence[tuple[Link, ...]]
+) -> None:
+    cells = [Cell("", own) for own in files]
+    section.tables.append(with_column(caption, table, "result files", cells))
+    section.sentences += map(printable, table.notes)
+
+
+def _add_picture(
+    section: Section, title: str, words: str, own: Sequence[StoredRun], draw: Callable[[Path], None]
+) -> None:
+    files = tuple(s.path for s in own)
+    name = f"{section.anchor}-picture"
+    section.pictures.append(DrawnPicture(name, title, printable(words), files, draw))
 
 
 def _is_at(run: RunResult, point: Point, one: Sweep) -> bool:

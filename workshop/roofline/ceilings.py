@@ -8,7 +8,7 @@ and one of a listed chip shows what can be reached of them in practice.
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,8 @@ import torch
 from workshop import results
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
-from workshop.roofline.model import (
-    COMPUTE,
-    DATA_SHEET,
-    MAIN_MEMORY,
-    MEASURED,
-    MEMORY,
-    Ceiling,
-    Roofline,
-)
+from workshop.roofline import model
+from workshop.roofline.model import DATA_SHEET, MEASURED, Ceiling, Roofline
 from workshop.run import chips, hardware
 from workshop.run.precision import PRECISIONS, kept_matmul_mode, supported
 
@@ -34,7 +27,6 @@ SCHEMA_VERSION = 1
 FOLDER = "ceilings"
 BENCHMARK = Path("kernels", "kernels.json")
 """Of a results folder, in which measurements are kept."""
-Report = Callable[[str], object]
 
 
 @dataclass
@@ -57,12 +49,23 @@ class Measurement:
         """As lines of a roofline."""
         torch_version = printable(str(self.software.get("torch")))
         source = f"a large copy and product, {printable(self.created[:10])}, torch {torch_version}"
-        copy = Ceiling(MEMORY, MAIN_MEMORY, self.copy_gbs * 1e9, MEASURED, source)
-        rates = self.tflops.items()
-        return [
-            copy,
-            *(Ceiling(COMPUTE, printable(p), r * 1e12, MEASURED, source) for p, r in rates),
-        ]
+        return _ceilings(self.copy_gbs, self.tflops, MEASURED, source)
+
+    def is_of(self, device_name: str, threads: object) -> bool:
+        of_threads = threads is None or self.device.get("threads") in (None, threads)
+        return of_threads and self.device.get("name") == device_name
+
+
+def _ceilings(
+    bandwidth_gbs: float, tflops: Mapping[str, float], origin: str, source: str
+) -> list[Ceiling]:
+    return [
+        Ceiling(model.MEMORY, model.MAIN_MEMORY, bandwidth_gbs * 1e9, origin, source),
+        *(
+            Ceiling(model.COMPUTE, printable(precision), rate * 1e12, origin, source)
+            for precision, rate in tflops.items()
+        ),
+    ]
 
 
 def from_data_sheet(device_name: str) -> list[Ceiling]:
@@ -70,18 +73,13 @@ def from_data_sheet(device_name: str) -> list[Ceiling]:
     peaks = chips.find_peaks(device_name)
     if peaks is None:
         return []
-    memory = Ceiling(MEMORY, MAIN_MEMORY, peaks.bandwidth_gbs * 1e9, DATA_SHEET, peaks.source)
-    rates = peaks.tflops.items()
-    return [
-        memory,
-        *(Ceiling(COMPUTE, name, rate * 1e12, DATA_SHEET, peaks.source) for name, rate in rates),
-    ]
+    return _ceilings(peaks.bandwidth_gbs, peaks.tflops, DATA_SHEET, peaks.source)
 
 
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def measure(device: torch.device, report: Report = lambda what: None) -> Measurement:
+def measure(device: torch.device, report: Callable[[str], object]) -> Measurement:
     """Measures the copy bandwidth and a product at each precision that the device has: seconds, on
     a CPU as well.
 
@@ -109,10 +107,10 @@ def measure(device: torch.device, report: Report = lambda what: None) -> Measure
     )
 
 
-def save(measurement: Measurement, folder: Path | None = None) -> Path:
-    """Writes `folder/ceilings/DEVICE.json` (default: the checkout's results), in the place of what
-    was measured of that device before; its path."""
-    target = results.prepare_folder((folder or results.DEFAULT_FOLDER) / FOLDER)
+def save(measurement: Measurement, folder: Path) -> Path:
+    """Writes `folder/ceilings/DEVICE.json`, in the place of what was measured of that device
+    before; its path."""
+    target = results.prepare_folder(folder / FOLDER)
     name = re.sub(r"[^a-z0-9]+", "_", str(measurement.device.get("name")).lower()).strip("_")
     threads = measurement.device.get("threads")
     path = target / f"{name or 'device'}{f'_{threads}_threads' if threads else ''}.json"
@@ -147,37 +145,25 @@ def is_benchmark(content: dict[str, Any]) -> bool:
     return isinstance(content.get("rows"), list) and isinstance(content.get("ceilings"), dict)
 
 
-def find(
-    device_name: str,
-    threads: object = None,
-    folder: Path | None = None,
-    *,
-    broken: list[str] | None = None,
-) -> list[Ceiling]:
+def find(device_name: str, threads: object, folder: Path | None, notes: list[str]) -> list[Ceiling]:
     """What was measured of a device, the newest of each kind; none if nothing was.
 
     Args:
         threads: of a CPU, where they are known: its rates depend on them.
         folder: of results (default: the checkout's), whose measurements and benchmark of kernels
             are read, as are those of the checkout's reference results.
-        broken: takes a sentence for each file that is broken, which is left out. Without it the
-            first of them is an error.
-
-    Raises:
-        WorkshopError: a file there is broken.
+        notes: get a sentence for each file that is broken, and left out.
     """
-    newest: dict[tuple[str, str], Ceiling] = {}
     found = []
     for path in _files(folder or results.DEFAULT_FOLDER):
         try:
             measurement = _load_measured(path)
         except WorkshopError as error:
-            if broken is None:
-                raise
-            broken.append(f"left out: {error}")
+            notes.append(f"left out: {error}")
             continue
-        if measurement is not None and _is_of(measurement, device_name, threads):
+        if measurement is not None and measurement.is_of(device_name, threads):
             found.append(measurement)
+    newest: dict[tuple[str, str], Ceiling] = {}
     for measurement in sorted(found, key=lambda m: m.created):
         newest |= {(c.kind, c.name): c for c in measurement.ceilings()}
     return list(newest.values())
@@ -206,7 +192,7 @@ def attach(
         raise WorkshopError(f"--chip {chip}: not listed; known are {', '.join(chips.names())}")
     measured: list[Ceiling] = []
     if roofline.device:
-        measured = find(roofline.device, roofline.threads, folder, broken=roofline.notes)
+        measured = find(roofline.device, roofline.threads, folder, roofline.notes)
     roofline.ceilings = [*given, *listed, *roofline.ceilings, *measured]
     name = roofline.device or "an unknown chip"
     if not roofline.ceilings:
@@ -235,20 +221,13 @@ def _load_measured(path: Path) -> Measurement | None:
     return load(path)
 
 
-def _is_of(measurement: Measurement, device_name: str, threads: object) -> bool:
-    own = measurement.device.get("threads")
-    return measurement.device.get("name") == device_name and (
-        threads is None or own is None or own == threads
-    )
-
-
 def _of_benchmark(content: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Measurement."""
     rates = content["ceilings"]
-    fields = {name: content.get(name) for name in ("device", "software", "created", "session")}
+    names = ("device", "software", "created", "session", "git_commit")
+    fields = {name: content.get(name) for name in names}
     return fields | {
         "copy_gbs": rates.get("GB/s"),
         "tflops": {str(content.get("precision")): rates.get("TFLOP/s")},
-        "git_commit": content.get("git_commit"),
         "seconds": 0.0,
     }

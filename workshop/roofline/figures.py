@@ -3,7 +3,7 @@
 import html
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,8 @@ from typing import Any
 from workshop.profilers.metrics import digits
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as KERNEL_COLOURS
-from workshop.roofline.model import (
-    COMPUTE,
-    KINDS,
-    MAIN_MEMORY,
-    MEASURED,
-    MEMORY,
-    ORIGINS,
-    Point,
-    Roofline,
-    ceiling_text,
-    exceeded,
-    flags,
-    rate_text,
-    sentences,
-    share,
-    verdict,
-)
+from workshop.roofline import model
+from workshop.roofline.model import COMPUTE, MAIN_MEMORY, MEASURED, MEMORY, Point, Roofline, share
 
 COLOURS = KERNEL_COLOURS | {
     "step": "#222222",
@@ -42,7 +27,7 @@ MOST_DRAWN = 200
 WIDTH, HEIGHT, DPI = 1600, 900, 100
 """Of the PNG, in pixels."""
 _FLAG = "#B3261E"
-_CEILING_COLOURS = dict.fromkeys(ORIGINS, "#1A1F24") | {MEASURED: "#9C2C77"}
+_CEILING_COLOURS = dict.fromkeys(model.ORIGINS, "#1A1F24") | {MEASURED: "#9C2C77"}
 _LEFT, _INSIDE, _RIGHT = -1, 0, 1
 """Where a point is drawn: at its intensity, or at an edge of the plot."""
 _MARKERS = {
@@ -98,6 +83,10 @@ class Line:
     start: tuple[float, float]
     end: tuple[float, float]
 
+    @property
+    def colour(self) -> str:
+        return _CEILING_COLOURS[self.origin]
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -116,6 +105,24 @@ class Mark:
     def radius(self) -> float:
         """In pixels of the PNG."""
         return math.sqrt(self.area / math.pi) * DPI / 72
+
+    @property
+    def diameter(self) -> float:
+        """In pixels of the page."""
+        return math.sqrt(self.area) * 0.9
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.point.category]
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether it may lie further left."""
+        return self.point.at_least and self.edge == _INSIDE
+
+    @property
+    def edge_colour(self) -> str:
+        return _FLAG if self.implausible else "white"
 
 
 def view(roofline: Roofline) -> View:
@@ -138,7 +145,7 @@ def lines(roofline: Roofline, frame: View) -> list[Line]:
     """All ceilings: of each origin the memory's levels up to the highest compute ceiling, and from
     where the main memory's meets it each rate; precisions with the same rate as one line."""
     found = []
-    for origin in ORIGINS:
+    for origin in model.ORIGINS:
         own = [ceiling for ceiling in roofline.ceilings if ceiling.origin == origin]
         memories = [ceiling for ceiling in own if ceiling.kind == MEMORY]
         by_rate: dict[float, list[str]] = {}
@@ -151,11 +158,11 @@ def lines(roofline: Roofline, frame: View) -> list[Line]:
             end = min(frame.x[1], highest / memory.rate)
             ends = (start, start * memory.rate), (end, end * memory.rate)
             is_main = memory.name == MAIN_MEMORY
-            found.append(Line(ceiling_text(memory), origin, MEMORY, is_main, *ends))
+            found.append(Line(model.ceiling_text(memory), origin, MEMORY, is_main, *ends))
         main = max((m.rate for m in memories if m.name == MAIN_MEMORY), default=math.inf)
         for rate, names in by_rate.items():
             ends = (max(frame.x[0], rate / main), rate), (frame.x[1], rate)
-            text = f"{', '.join(names)} {rate_text(rate, COMPUTE)}"
+            text = f"{', '.join(names)} {model.rate_text(rate, COMPUTE)}"
             found.append(Line(text, origin, COMPUTE, True, *ends))
     return found
 
@@ -168,22 +175,15 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
         part = (point.seconds or 0.0) / longest if longest else 0.2
         area = max(_SMALLEST_AREA, _LARGEST_AREA * part)
         if place := frame.place(point):
-            above = bool(exceeded(roofline, point))
-            found.append(Mark(rank, point, *place, area, above))
+            found.append(Mark(rank, point, *place, area, bool(model.exceeded(roofline, point))))
     return found
 
 
 Spot = tuple[float, float]
 _SIDES = {
-    (1, 0): "middle right",
-    (-1, 0): "middle left",
-    (0, 1): "top center",
-    (0, -1): "bottom center",
-    (1, 1): "top right",
-    (1, -1): "bottom right",
-    (-1, 1): "top left",
-    (-1, -1): "bottom left",
-}
+    (1, 0): "middle right", (-1, 0): "middle left", (0, 1): "top center", (0, -1): "bottom center",
+    (1, 1): "top right", (1, -1): "bottom right", (-1, 1): "top left", (-1, -1): "bottom left",
+}  # fmt: skip
 """Plotly's names for the sides of a marker."""
 _HALF_NUMBER = 12.0, 9.0
 """Half the width and height of a number, in pixels."""
@@ -236,31 +236,12 @@ def _categories(drawn: Sequence[Mark]) -> list[str]:
     return [category for category in COLOURS if category in present]
 
 
-def _title(roofline: Roofline) -> str:
-    return f"{roofline.device}: {roofline.title}" if roofline.device else roofline.title
-
-
-def _si(value: float) -> str:
-    """As in "100 T"."""
-    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:,.3g} {prefix}"
-    return f"{value:,.3g}"
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.10g}"
-
-
 # --- the PNG -------------------------------------------------------------------------------------
 
 
 def draw(roofline: Roofline, target: Path, *, labels: int = 12) -> None:
-    """Writes a PNG of WIDTH by HEIGHT pixels.
-
-    Args:
-        labels: so many points have a number, which a list beside the plot explains: the first.
-    """
+    """Writes a PNG of WIDTH by HEIGHT pixels; the first `labels` points have a number, which a list
+    beside the plot explains."""
     with warnings.catch_warnings():
         # A name in a script that the font does not have is drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
@@ -270,6 +251,7 @@ def draw(roofline: Roofline, target: Path, *, labels: int = 12) -> None:
 def picture(roofline: Roofline, labels: int) -> Any:
     """The roofline as a matplotlib Figure."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     frame = view(roofline)
     drawn, ceilings = marks(roofline, frame), lines(roofline, frame)
@@ -284,15 +266,15 @@ def picture(roofline: Roofline, labels: int) -> Any:
     axes.tick_params(labelsize=size)
     axes.set_xlabel(_X_TITLE, fontsize=size)
     axes.set_ylabel(_Y_TITLE, fontsize=size)
-    axes.yaxis.set_major_formatter(lambda value, _: _si(value))
-    axes.xaxis.set_major_formatter(lambda value, _: _plain(value))
-    _write(figure, 0.012, 0.965, display_name(_title(roofline), 110), fontsize=17,
+    axes.yaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+    _write(figure, 0.012, 0.965, display_name(roofline.heading, 110), fontsize=17,
            fontweight="bold")  # fmt: skip
     _draw_ceilings(axes, ceilings)
     _draw_marks(axes, drawn)
     _number(axes, drawn, labels)
     _explain(figure, roofline, labels)
-    _draw_legend(figure, drawn, list(dict.fromkeys(line.origin for line in ceilings)))
+    _draw_legend(figure, drawn, dict.fromkeys(line.origin for line in ceilings))
     return figure
 
 
@@ -304,12 +286,12 @@ def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
     for line in ceilings:
         axes.plot(
             *zip(line.start, line.end, strict=True),
-            color=_CEILING_COLOURS[line.origin],
+            color=line.colour,
             linestyle="--" if line.origin == MEASURED else "-",
             linewidth=2.2 if line.is_main else 1.2,
             zorder=2,
         )
-    for kind in KINDS:
+    for kind in model.KINDS:
         own = sorted((line for line in ceilings if line.kind == kind), key=lambda one: -one.end[1])
         lowest = math.inf
         for line in own:
@@ -321,7 +303,7 @@ def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
                 axes.annotate(
                     "", (right + 20, lowest), xytext=(right + 2, end),
                     xycoords="figure pixels", textcoords="figure pixels",
-                    arrowprops={"arrowstyle": "-", "color": _CEILING_COLOURS[line.origin]},
+                    arrowprops={"arrowstyle": "-", "color": line.colour},
                 )  # fmt: skip
             else:  # above its own line, where no point is
                 height = axes.transData.inverted().transform((0, lowest))[1]
@@ -330,8 +312,8 @@ def _draw_ceilings(axes: Any, ceilings: Sequence[Line]) -> None:
                 spot, anchor = (left - 8, lowest), "right"
             axes.annotate(
                 line.text, spot, xycoords="figure pixels", ha=anchor, va="center",
-                color=_CEILING_COLOURS[line.origin], fontsize=_FONT_SIZE, annotation_clip=False,
-                parse_math=False, zorder=2,
+                color=line.colour, fontsize=_FONT_SIZE, annotation_clip=False, parse_math=False,
+                zorder=2,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )  # fmt: skip
 
@@ -343,14 +325,14 @@ def _draw_marks(axes: Any, drawn: Sequence[Mark]) -> None:
             mark.y,
             s=mark.area,
             marker=_MARKERS[mark.edge][0],
-            color=COLOURS[mark.point.category],
+            color=mark.colour,
             alpha=0.85,
-            edgecolors=_FLAG if mark.implausible else "white",
+            edgecolors=mark.edge_colour,
             linewidths=2.5 if mark.implausible else 1.0,
             zorder=4 - mark.area / (2 * _LARGEST_AREA),  # the smaller in front
             clip_on=False,
         )
-        if mark.point.at_least and mark.edge == _INSIDE:
+        if mark.is_lower_bound:
             x, y = axes.transData.transform((mark.x, mark.y))
             axes.annotate(
                 "", (x - mark.radius - 30, y), xytext=(x - mark.radius, y),
@@ -388,18 +370,20 @@ def _explain(figure: Any, roofline: Roofline, labels: int) -> None:
         _write(figure, 0.775, height, display_name(point.label, _LONGEST_NAME), fontsize=11)
 
 
-def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Sequence[str]) -> None:
+def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> None:
     from matplotlib.lines import Line2D
 
+    grey, present = "#777777", {mark.edge for mark in drawn}
     entries: dict[str, dict[str, Any]] = {
         name: {"marker": "o", "color": COLOURS[name]} for name in _categories(drawn)
     }
-    present = {mark.edge for mark in drawn}
-    for edge, text in _EDGES.items():
-        if edge in present:
-            entries[text] = {"marker": _MARKERS[edge][0], "color": "#777777"}
-    if any(mark.point.at_least and mark.edge == _INSIDE for mark in drawn):
-        entries["bytes are a lower bound"] = {"marker": "$\\leftarrow$", "color": "#777777"}
+    entries |= {
+        text: {"marker": _MARKERS[edge][0], "color": grey}
+        for edge, text in _EDGES.items()
+        if edge in present
+    }
+    if any(mark.is_lower_bound for mark in drawn):
+        entries["bytes are a lower bound"] = {"marker": "$\\leftarrow$", "color": grey}
     if any(mark.implausible for mark in drawn):
         entries["above a limit: implausible"] = {
             "marker": "o", "color": "white", "markeredgecolor": _FLAG, "markeredgewidth": 2.5
@@ -408,8 +392,7 @@ def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Sequence[str]) -> 
         entries["area: time"] = {}
     for origin in origins:
         style = "--" if origin == MEASURED else "-"
-        look = {"color": _CEILING_COLOURS[origin], "linestyle": style, "linewidth": 2.2}
-        entries[origin] = look
+        entries[origin] = {"color": _CEILING_COLOURS[origin], "linestyle": style, "linewidth": 2.2}
     plain: dict[str, Any] = {"linestyle": "", "markersize": 11}
     handles = [Line2D([], [], label=label, **plain | look) for label, look in entries.items()]
     figure.legend(
@@ -438,7 +421,7 @@ def plotly_figure(roofline: Roofline) -> Any:
             mode="lines",
             name=html.escape(f"{line.text} ({line.origin})"),
             line={
-                "color": _CEILING_COLOURS[line.origin],
+                "color": line.colour,
                 "dash": "dash" if line.origin == MEASURED else "solid",
                 "width": 2.5 if line.is_main else 1.2,
             },
@@ -461,11 +444,11 @@ def plotly_figure(roofline: Roofline) -> Any:
             cliponaxis=False,
             marker={
                 "color": COLOURS[category],
-                "size": [_diameter(mark) for mark in own],
+                "size": [mark.diameter for mark in own],
                 "symbol": [_MARKERS[mark.edge][1] for mark in own],
                 "opacity": 0.85,
                 "line": {
-                    "color": [_FLAG if mark.implausible else "white" for mark in own],
+                    "color": [mark.edge_colour for mark in own],
                     "width": [3 if mark.implausible else 1 for mark in own],
                 },
             },
@@ -477,52 +460,39 @@ def plotly_figure(roofline: Roofline) -> Any:
         margin={"t": 20, "r": 20},
         legend={"itemsizing": "constant", "font": {"size": 13}},
         hoverlabel={"align": "left", "font": {"size": 14}},
-        xaxis=_logarithmic(frame.x, _X_TITLE, _plain),
-        yaxis=_logarithmic(frame.y, _Y_TITLE, _si),
+        xaxis=_logarithmic(frame.x, _X_TITLE, ",~r"),
+        yaxis=_logarithmic(frame.y, _Y_TITLE, "~s"),
     )
     return figure
 
 
-def _logarithmic(
-    edges: tuple[float, float], title: str, text: Callable[[float], str]
-) -> dict[str, Any]:
+def _logarithmic(edges: tuple[float, float], title: str, ticks: str) -> dict[str, Any]:
     """An axis of plotly, with a tick a decade."""
-    first, last = (math.floor(math.log10(edge)) for edge in edges)
-    decades = [10.0**exponent for exponent in range(first - 1, last + 2)]
-    return {
-        "type": "log",
-        "title": title,
-        "range": [math.log10(edge) for edge in edges],
-        "tickvals": decades,
-        "ticktext": [text(value) for value in decades],
-    }
+    ends = [math.log10(edge) for edge in edges]
+    return {"type": "log", "title": title, "range": ends, "dtick": 1, "tickformat": ticks}
 
 
 def _sides(drawn: Sequence[Mark], frame: View) -> dict[int, str]:
-    """On which side of its marker each point's number is, by rank; absent where every side is
-    taken, so that the number shows only under the mouse."""
+    """On which side of its marker each point's number is, by rank; a number without room shows only
+    under the mouse."""
 
     def pixel(value: float, edges: tuple[float, float], length: float) -> float:
         return math.log(value / edges[0]) / math.log(edges[1] / edges[0]) * length
 
     markers = [
         (pixel(mark.x, frame.x, _PAGE_PLOT[0]), pixel(mark.y, frame.y, _PAGE_PLOT[1]),
-         _diameter(mark) / 2)
+         mark.diameter / 2)
         for mark in drawn
     ]  # fmt: skip
     spots = zip(drawn, number_spots(markers, _PAGE_PLOT), strict=True)
     return {mark.rank: found[1] for mark, found in spots if found}
 
 
-def _diameter(mark: Mark) -> float:
-    """Of a marker on the page, in pixels."""
-    return math.sqrt(mark.area) * 0.9
-
-
 def _hover(roofline: Roofline, mark: Mark) -> str:
     point = mark.point
-    rows = [f"<b>{mark.rank} {html.escape(point.label)}</b>", html.escape(verdict(roofline, point))]
-    rows += [rate_text(rate, kind) for kind in KINDS if (rate := point.rate(kind))]
+    words = html.escape(model.verdict(roofline, point))
+    rows = [f"<b>{mark.rank} {html.escape(point.label)}</b>", words]
+    rows += [model.rate_text(rate, kind) for kind in model.KINDS if (rate := point.rate(kind))]
     if point.intensity is not None:
         rows.append(f"{point.intensity:.3g} FLOP/byte")
     if point.seconds is not None:
@@ -544,13 +514,13 @@ def page(roofline: Roofline, *, limit: int = 10) -> str:
     header, *rows = table_cells(roofline)[: MOST_DRAWN + 1]
     template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
     return jinja2.Template(template, autoescape=True, undefined=jinja2.StrictUndefined).render(
-        title=f"Roofline of {_title(roofline)}",
+        title=f"Roofline of {roofline.heading}",
         figure=figure,
-        flags=flags(roofline),
-        sentences=sentences(roofline, limit),
+        flags=model.flags(roofline),
+        sentences=model.sentences(roofline, limit),
         header=header,
         rows=rows,
-        ceilings=[f"{ceiling_text(c)} ({c.origin}): {c.source}" for c in roofline.ceilings],
+        ceilings=[f"{model.ceiling_text(c)} ({c.origin}): {c.source}" for c in roofline.ceilings],
         notes=[*roofline.notes, *left_out],
     )
 

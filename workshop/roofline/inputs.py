@@ -4,7 +4,6 @@ What a tool counted is taken as it is. Where nothing was counted, the model's si
 training step must compute and must at least move.
 """
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,18 +23,9 @@ from workshop.profilers.categories import categorize
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import Kernel, KernelTable
-from workshop.results import RunResult
-from workshop.roofline import ceilings
-from workshop.roofline.model import (
-    COMPUTE,
-    GIVEN,
-    MAIN_MEMORY,
-    MEASURED,
-    MEMORY,
-    Ceiling,
-    Point,
-    Roofline,
-)
+from workshop.results import RunResult, model_sizes
+from workshop.roofline import ceilings, model
+from workshop.roofline.model import MAIN_MEMORY, MEASURED, Ceiling, Point, Roofline
 from workshop.run import flops
 from workshop.run.precision import PRECISIONS
 
@@ -53,8 +43,6 @@ ASSUMED = "bf16"
 """Precision of products where none is recorded."""
 LEAST_SEEN = 0.05
 """Of a profile's time: with fewer kernels counted, it is one without counters."""
-LEAST_COUNTED = 0.9
-"""Of a profile's time, whose bytes must be counted for their sum to be those of a step."""
 BENCHMARK_FILE = "kernels.json"
 
 RUN_BYTES = (
@@ -74,7 +62,6 @@ NEEDS_COUNTERS = (
 _RUN, _BENCHMARK, _CEILINGS = "version", "session", "ceilings"
 """Second keys of the files that are no profiles."""
 _START = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)"')
-_ROCPROF_LEVELS = {"HBM": MAIN_MEMORY}
 _ROCPROF_RATES = {
     "FP32": "fp32 vector",
     "MFMAF32": "fp32",
@@ -95,14 +82,12 @@ class Inputs:
     benchmarks: list[Path] = field(default_factory=list)
     ceilings: list[Ceiling] = field(default_factory=list)
     """That a tool measured beside its profile."""
-    names: list[str] = field(default_factory=list)
 
 
 def load(
     paths: Sequence[Path], *, precision: str | None = None, config: str | None = None
 ) -> Roofline:
-    """The roofline of files and folders; what each is is found out from its content. With a kernel
-    table that has counters and steps, the bytes of that run's whole step are no lower bound.
+    """The roofline of files and folders, each recognised by its content.
 
     Args:
         precision: of runs, only those of it; of kernels, that of the products where none is
@@ -115,8 +100,8 @@ def load(
     found = Inputs()
     for path in paths:
         _collect(path, found)
-    roofline = Roofline(", ".join(found.names), None, [])
-    _add_runs(roofline, found, precision, config)
+    roofline = Roofline(", ".join(printable(str(path)) for path in paths), None, [])
+    _add_runs(roofline, found.runs, precision, config)
     for table, run in found.tables:
         _add_table(roofline, table, run, precision)
     for path in found.benchmarks:
@@ -145,7 +130,7 @@ def from_numbers(
         raise WorkshopError(f"--label is given {len(labels)} times for {len(gflops)} points")
     for name, values in (("--ai", intensities), ("--gflops", gflops)):
         for value in values:
-            check_figure(name, value)
+            _check(name, value)
     texts = [printable(label) for label in labels] or [f"point {i + 1}" for i in range(len(gflops))]
     points = [
         Point(label, PLAIN_NUMBERS, precision, rate * 1e9, rate * 1e9 / intensity)
@@ -162,27 +147,27 @@ def given_ceilings(
     Raises:
         WorkshopError: one is not positive.
     """
-    found = []
-    if bandwidth_gbs is not None:
-        check_figure("--peak-bw", bandwidth_gbs)
-        found.append(Ceiling(MEMORY, MAIN_MEMORY, bandwidth_gbs * 1e9, GIVEN, "--peak-bw"))
-    if compute_tflops is not None:
-        check_figure("--peak-compute", compute_tflops)
-        found.append(Ceiling(COMPUTE, precision, compute_tflops * 1e12, GIVEN, "--peak-compute"))
-    return found
+    typed = (
+        ("--peak-bw", bandwidth_gbs, 1e9, model.MEMORY, MAIN_MEMORY),
+        ("--peak-compute", compute_tflops, 1e12, model.COMPUTE, precision),
+    )
+    return [
+        Ceiling(kind, name, _check(flag, value) * unit, model.GIVEN, flag)
+        for flag, value, unit, kind, name in typed
+        if value is not None
+    ]
 
 
-def check_figure(name: str, value: float) -> None:
-    """Raises WorkshopError for a figure that is no rate or intensity."""
+def _check(flag: str, value: float) -> float:
     if not results.LEAST <= value <= results.MOST:
-        raise WorkshopError(f"{name} {value}: it must lie between {results.LEAST:g} and 1e15")
+        raise WorkshopError(f"{flag} {value}: it must lie between {results.LEAST:g} and 1e15")
+    return value
 
 
 # --- what a path is ------------------------------------------------------------------------------
 
 
 def _collect(path: Path, found: Inputs) -> None:
-    found.names.append(printable(str(path)))
     kind = _kind(path)
     if kind == _RUN:
         found.runs += results.load_folder(path)
@@ -199,10 +184,10 @@ def _collect(path: Path, found: Inputs) -> None:
 
 
 def _kind(path: Path) -> str | None:
-    """What of this workshop's a file is by its second key, or a folder by its files; None for a
+    """Which of this workshop's files it is by its second key, or a folder by its files; None for a
     profile."""
     if not path.is_dir():
-        return _second_key(path) if path.is_file() else None
+        return _second_key(path)
     if (path / RUN_FILE).is_file():
         return None
     if _second_key(path / BENCHMARK_FILE) == _BENCHMARK:
@@ -224,24 +209,20 @@ def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list
     if not found:
         return []
     source = f"rocprof-compute's micro-benchmarks, GPU {found[0].device}: {printable(path.name)}"
-    return [
-        *(
-            Ceiling(MEMORY, _ROCPROF_LEVELS.get(name, name), c * 1e9, MEASURED, source)
-            for name, c in found[0].bandwidths_gbs.items()
-        ),
-        *(
-            Ceiling(COMPUTE, _ROCPROF_RATES[name], c * 1e9, MEASURED, source)
-            for name, c in found[0].rates_gflops.items()
-            if name in _ROCPROF_RATES
-        ),
-    ]
+    levels = found[0].bandwidths_gbs.items()
+    rates = found[0].rates_gflops.items()
+    limits = [(model.MEMORY, MAIN_MEMORY if name == "HBM" else name, c) for name, c in levels]
+    limits += [(model.COMPUTE, _ROCPROF_RATES[n], c) for n, c in rates if n in _ROCPROF_RATES]
+    return [Ceiling(kind, name, c * 1e9, MEASURED, source) for kind, name, c in limits]
 
 
 # --- whole steps ---------------------------------------------------------------------------------
 
 
-def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: str | None) -> None:
-    runs = _of_one_device(found.runs, roofline)
+def _add_runs(
+    roofline: Roofline, found: list[RunResult], precision: str | None, config: str | None
+) -> None:
+    runs = _of_one_device(found, roofline)
     wanted = [
         run
         for run in runs
@@ -252,13 +233,12 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
         raise WorkshopError(
             f"no run is {config or 'of any size'} {precision or ''}: there is {have}"
         )
-    chosen = preferred(wanted)
-    rows = [row for row in build_rows(chosen) if row.step_ms]
+    rows = [row for row in build_rows(preferred(wanted)) if row.step_ms]
     if not rows:
         return
-    _set_device(roofline, next(run for run in wanted if _is_of(run, rows[0])).device)
     several = len({(row.config, row.precision) for row in rows}) > 1
-    if len(rows) > MOST_WITH_PARTS:
+    parts = len(rows) <= MOST_WITH_PARTS
+    if not parts:
         roofline.notes.append(
             f"only whole steps of {len(rows)} versions and sizes are shown; with fewer (--config, "
             "--precision) the parts of a step are points too"
@@ -267,8 +247,8 @@ def _add_runs(roofline: Roofline, found: Inputs, precision: str | None, config: 
     for row in rows:
         label = f"{row.label} {row.config} {row.precision}" if several else row.label
         run = next(run for run in wanted if _is_of(run, row))
-        parts = len(rows) <= MOST_WITH_PARTS
-        points += _run_points(label, row, run, _counted_bytes(run, found), parts=parts)
+        _set_device(roofline, run.device)
+        points += _run_points(label, row, run, parts=parts)
         roofline.warnings += row.plausibility
     roofline.points += sorted(points, key=lambda point: point.category != STEP)
     roofline.notes.append(RUN_BYTES)
@@ -290,78 +270,42 @@ def _of_one_device(runs: list[RunResult], roofline: Roofline) -> list[RunResult]
 
 def _is_of(run: RunResult, row: Row) -> bool:
     names = ("session", "version", "precision", "batch_size", "seq_len")
-    return run.config_name == row.config and all(
-        getattr(run, name) == getattr(row, name) for name in names
-    )
+    same = (getattr(run, name) == getattr(row, name) for name in names)
+    return run.config_name == row.config and all(same)
 
 
-def _run_points(
-    label: str, row: Row, run: RunResult, counted: float | None, *, parts: bool
-) -> Iterator[Point]:
+def _run_points(label: str, row: Row, run: RunResult, *, parts: bool) -> Iterator[Point]:
     """The step, and its parts if wanted. AdamW does no products: it has bytes only."""
-    sizes = _sizes(run)
+    sizes = model_sizes(run.config)
     work = flops.step_flops(sizes, row.batch_size, row.seq_len)
     parameters = flops.parameter_count(sizes)
     adamw_bytes = flops.ADAMW_BYTES_PER_PARAMETER
     step_bytes = FORWARD_BYTES + BACKWARD_BYTES + adamw_bytes
-    rows: list[tuple[str, str, float | None, float | None, float]] = [
-        (STEP, label, row.step_ms, work.total, step_bytes)
-    ]
-    if parts:
-        rows += [
-            (FORWARD, f"{label} forward", row.forward_ms, work.forward, FORWARD_BYTES),
-            (BACKWARD, f"{label} backward", row.backward_ms, work.backward, BACKWARD_BYTES),
-            (ADAMW, f"{label} AdamW", row.optimizer_ms, None, adamw_bytes),
-        ]
-    for category, name, milliseconds, operations, bytes_each in rows:
-        if not milliseconds:
-            continue
-        seconds = milliseconds / 1e3
-        moved = float(parameters * bytes_each) if _fills_memory(parameters) else None
-        if category == STEP and counted is not None:
-            moved = counted
-        yield Point(
-            label=printable(name),
-            category=category,
-            precision=row.precision,
-            flops_per_s=None if operations is None else operations / seconds,
-            bytes_per_s=None if moved is None else moved / seconds,
-            seconds=seconds,
-            share=milliseconds / row.step_ms if row.step_ms else None,
-            at_least=moved is not counted,
-        )
+    rows = (
+        (STEP, "", row.step_ms, work.total, step_bytes),
+        (FORWARD, " forward", row.forward_ms, work.forward, FORWARD_BYTES),
+        (BACKWARD, " backward", row.backward_ms, work.backward, BACKWARD_BYTES),
+        (ADAMW, " AdamW", row.optimizer_ms, None, adamw_bytes),
+    )
+    for category, part, milliseconds, operations, bytes_each in rows if parts else rows[:1]:
+        if milliseconds and row.step_ms:
+            moved = float(parameters * bytes_each) if _fills_memory(parameters) else None
+            yield model.point(
+                printable(label + part),
+                category,
+                row.precision,
+                milliseconds / 1e3,
+                operations,
+                moved,
+                share=milliseconds / row.step_ms,
+                at_least=moved is not None,
+            )
 
 
 def _fills_memory(parameters: int) -> bool:
     """Whether weights, gradients and moments are too large for any cache, which could keep them
     from one part of a step to the next."""
     return parameters * flops.ADAMW_STATE_BYTES_PER_PARAMETER > plausibility.LAST_LEVEL_CACHE_BYTES
-
-
-def _sizes(run: RunResult) -> flops.Sizes:
-    names = [size.name for size in dataclasses.fields(flops.Sizes)]
-    return flops.Sizes(**{name: int(run.config[name]) for name in names})
-
-
-def _counted_bytes(run: RunResult, found: Inputs) -> float | None:
-    """Of a step, from a profile of the same version, size and precision; None without one."""
-    for table, profiled in found.tables:
-        steps = metrics.Figures(table, profiled).steps
-        counted = [kernel for kernel in table.kernels if kernel.bytes is not None]
-        counted_ns = sum(kernel.total_ns for kernel in counted)
-        if (
-            profiled is not None
-            and steps
-            and _same_work(profiled, run)
-            and counted_ns >= LEAST_COUNTED * table.total_ns
-        ):
-            return sum(kernel.bytes or 0.0 for kernel in counted) / steps
-    return None
-
-
-def _same_work(one: RunResult, other: RunResult) -> bool:
-    names = ("version", "config", "batch_size", "seq_len", "precision")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -372,10 +316,14 @@ def _add_table(
 ) -> None:
     _set_device(roofline, run.device if run else {"name": table.device}, table.path)
     roofline.notes += [printable(warning) for warning in table.warnings]
-    counted = [kernel for kernel in table.kernels if _is_counted(kernel)]
+    counted = [
+        kernel
+        for kernel in table.kernels
+        if kernel.total_ns > 0 and (kernel.bytes is not None or kernel.flops is not None)
+    ]
     # A trace has the bytes of copies and memsets, without any counter.
     if sum(table.share(kernel) for kernel in counted) >= LEAST_SEEN:
-        _add_kernels(roofline, table, counted, run, precision)
+        _add_kernels(roofline, table, counted, precision or (run.precision if run else None))
         return
     if run is not None:
         _add_products(roofline, metrics.Figures(table, run), run)
@@ -393,38 +341,28 @@ def _set_device(roofline: Roofline, device: Mapping[str, object], path: Path | N
     roofline.threads = roofline.threads or device.get("threads")
 
 
-def _is_counted(kernel: Kernel) -> bool:
-    return kernel.total_ns > 0 and (kernel.bytes is not None or kernel.flops is not None)
-
-
 def _add_kernels(
-    roofline: Roofline,
-    table: KernelTable,
-    counted: list[Kernel],
-    run: RunResult | None,
-    precision: str | None,
+    roofline: Roofline, table: KernelTable, counted: list[Kernel], precision: str | None
 ) -> None:
-    of_products = precision or (run.precision if run else None)
-    if of_products is None:
-        of_products = ASSUMED
+    """Without a precision, the products' is not recorded."""
+    if precision is None:
         roofline.notes.append(
             f"the run's precision is not recorded: products are compared with {ASSUMED}; "
             "--precision says otherwise"
         )
-    for kernel in counted:
-        seconds = kernel.total_ns / 1e9
-        roofline.points.append(
-            Point(
-                label=display_name(kernel.name, LONGEST_LABEL),
-                category=kernel.category,
-                precision=of_products if metrics.is_product(kernel) else "fp32",
-                flops_per_s=None if kernel.flops is None else kernel.flops / seconds,
-                bytes_per_s=None if kernel.bytes is None else kernel.bytes / seconds,
-                seconds=seconds,
-                share=table.share(kernel),
-                calls=kernel.calls,
-            )
+    roofline.points += [
+        model.point(
+            display_name(kernel.name, LONGEST_LABEL),
+            kernel.category,
+            (precision or ASSUMED) if metrics.is_product(kernel) else "fp32",
+            kernel.total_ns / 1e9,
+            kernel.flops,
+            kernel.bytes,
+            share=table.share(kernel),
+            calls=kernel.calls,
         )
+        for kernel in counted
+    ]
     without = len(table.kernels) - len(counted)
     if without:
         missed = 1 - sum(table.share(kernel) for kernel in counted)
@@ -440,7 +378,7 @@ def _add_products(roofline: Roofline, known: metrics.Figures, run: RunResult) ->
     reached = run.gradients
     if known.steps is None or (reached and reached.params_with_grad < reached.params_total):
         return  # how often, or whether, the work was done is not known
-    sizes, tokens = _sizes(run), run.batch_size * run.seq_len
+    sizes, tokens = model_sizes(run.config), run.batch_size * run.seq_len
     times = known.groups_ns
     width = 4 if PRECISIONS[run.precision].autocast_dtype is None else 2
     attention = 3 * flops.attention_flops(sizes, run.batch_size, run.seq_len)
@@ -456,22 +394,20 @@ def _add_products(roofline: Roofline, known: metrics.Figures, run: RunResult) ->
     if _fills_memory(parameters):
         moved = float(flops.ADAMW_BYTES_PER_PARAMETER * parameters)
         parts.append(("optimizer", "all of AdamW", None, moved))
-    for category, label, operations, moved in parts:
-        seconds = times[category] / known.steps / 1e9
-        if not seconds:
-            continue
-        roofline.points.append(
-            Point(
-                label=f"{label} of a step",
-                category=category,
-                precision=run.precision,
-                flops_per_s=None if operations is None else operations / seconds,
-                bytes_per_s=moved / seconds,
-                seconds=seconds,
-                share=times[category] / known.total_ns,
-                at_least=True,
-            )
+    roofline.points += [
+        model.point(
+            f"{label} of a step",
+            category,
+            run.precision,
+            times[category] / known.steps / 1e9,
+            operations,
+            moved,
+            share=times[category] / known.total_ns,
+            at_least=True,
         )
+        for category, label, operations, moved in parts
+        if times[category]
+    ]
     roofline.notes.append(MODEL_BYTES)
 
 
@@ -500,12 +436,8 @@ def _add_benchmark(roofline: Roofline, path: Path) -> None:
     """V3's own kernels: their bytes or their operations, whichever the benchmark counts."""
     rows, run = benchmark.load(path)
     _set_device(roofline, run.device, path)
-    points = [
-        point
-        for row in rows
-        if row.contender == OURS
-        for point in _benchmark_points(row, run.precision)
-    ]
+    ours = [row for row in rows if row.contender == OURS]
+    points = [point for row in ours for point in _benchmark_points(row, run.precision)]
     roofline.points += sorted(points, key=lambda point: -(point.seconds or 0.0))
     roofline.notes.append(
         "the benchmark counts the bytes of element-wise kernels and the operations of products: "
@@ -518,17 +450,14 @@ def _benchmark_points(row: KernelRow, precision: str) -> Iterator[Point]:
     category = categorize(row.op)
     if of_products and category != "attention":
         category = "GEMM"
-    for phase in row.amounts:
-        milliseconds = row.median_ms(phase)
-        if not milliseconds:
-            continue
-        rate = row.amounts[phase] / milliseconds * 1e3
-        yield Point(
-            label=printable(f"{row.op} {row.size}, {phase}"),
-            category=category,
-            precision=precision if of_products else "fp32",
-            flops_per_s=rate if of_products else None,
-            bytes_per_s=None if of_products else rate,
-            seconds=milliseconds / 1e3,
-            calls=1,
-        )
+    for phase, amount in row.amounts.items():
+        if milliseconds := row.median_ms(phase):
+            yield model.point(
+                printable(f"{row.op} {row.size}, {phase}"),
+                category,
+                precision if of_products else "fp32",
+                milliseconds / 1e3,
+                amount if of_products else None,
+                None if of_products else amount,
+                calls=1,
+            )

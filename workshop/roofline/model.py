@@ -79,10 +79,25 @@ class Point:
         return self.bytes_per_s if kind == MEMORY else self.flops_per_s
 
 
+def point(
+    label: str,
+    category: str,
+    precision: str,
+    seconds: float,
+    operations: float | None,
+    moved: float | None,
+    **more: Any,
+) -> Point:
+    """What did some operations and moved some bytes in a time; None for what was not counted."""
+    flops_per_s, bytes_per_s = (
+        None if amount is None else amount / seconds for amount in (operations, moved)
+    )
+    return Point(label, category, precision, flops_per_s, bytes_per_s, seconds, **more)
+
+
 @dataclass
 class Roofline:
-    """Points under the ceilings of one device, in order: whole steps and
-    their parts by version, kernels by time."""
+    """Points under the ceilings of one device: steps by version, kernels by time."""
 
     title: str
     device: str | None
@@ -94,6 +109,10 @@ class Roofline:
     """Sentences: numbers that can't be true."""
     threads: object = None
     """Of a CPU, where they are known: with others it has other ceilings."""
+
+    @property
+    def heading(self) -> str:
+        return f"{self.device}: {self.title}" if self.device else self.title
 
     def limit(self, point: Point, kind: str, origins: tuple[str, ...] = ORIGINS) -> Ceiling | None:
         """The ceiling of a kind that holds for a point, from the first origin that has it: the
@@ -225,13 +244,9 @@ def _reason(point: Point) -> str:
 # --- for programs --------------------------------------------------------------------------------
 
 
-def records(roofline: Roofline) -> list[dict[str, Any]]:
-    """The points as rows of plain values, with what follows from the ceilings. Rates in GB/s and
-    GFLOP/s; None for what is not known, and for an intensity that is infinite."""
-    return [_record(roofline, point) for point in roofline.points]
-
-
 def _record(roofline: Roofline, point: Point) -> dict[str, Any]:
+    """A point in plain values, with what follows from the ceilings. Rates in GB/s and GFLOP/s; None
+    for what is not known, and for an intensity that is infinite."""
     roof = roofline.roof(point)
     measured = roofline.measured(point, roof.kind) if roof else None
     intensity = point.intensity
@@ -257,10 +272,10 @@ def _record(roofline: Roofline, point: Point) -> dict[str, Any]:
 
 
 def as_csv(roofline: Roofline) -> str:
-    """A line for each point."""
+    """A line for each point, of which there must be one."""
     text = io.StringIO()
-    rows = records(roofline)
-    writer = csv.DictWriter(text, list(_record(roofline, _NOTHING)), lineterminator="\n")
+    rows = [_record(roofline, point) for point in roofline.points]
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -272,12 +287,9 @@ def as_json(roofline: Roofline) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "roofline": roofline.title,
         "device": roofline.device,
-        "points": records(roofline),
+        "points": [_record(roofline, point) for point in roofline.points],
         "ceilings": [dataclasses.asdict(ceiling) for ceiling in roofline.ceilings],
         "sentences": sentences(roofline, len(roofline.points)),
         "implausible": flags(roofline),
         "notes": roofline.notes,
     }
-
-
-_NOTHING = Point("", "", "", None, None)
