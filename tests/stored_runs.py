@@ -20,7 +20,7 @@ PARTS = (
     "kernels",
     "harness",
     "ceilings",
-    "waterfall/runs",
+    "waterfall_v4/runs",
     "sweep_batch_size/runs",
 )
 """Some of each kind of result of the H200."""

@@ -280,10 +280,14 @@ def _gather(
     to: str, precision: str, runs: Sequence[RunResult]
 ) -> list[tuple[Rung, list[RunResult]]]:
     """The rungs of a waterfall, each with its runs."""
+    # Where it can't be compiled, the last rung isn't; before that was run, nothing says that.
     mode = VERSIONS[to].compile
-    compiles = mode == "none" or any(
-        run.version == to and run.options.get("compile", mode) == mode for run in runs
-    )
+    modes = {
+        run.options.get("compile", mode)
+        for run in runs
+        if run.version == to and all(run.options.get(name, True) for name in switches(to))
+    }
+    compiles = mode in modes or not modes
     on_gpu = runs[0].device.get("type") == "cuda"
     return [
         (rung, [run for run in runs if not rung.needs and rung.ran(run)])
