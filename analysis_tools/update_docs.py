@@ -26,7 +26,7 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import instructor  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.collection import Collection  # noqa: E402
-from workshop.compare.markdown import table_line  # noqa: E402
+from workshop.compare.markdown import table  # noqa: E402
 from workshop.compare.rows import Row, build_rows, ordinary  # noqa: E402
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
@@ -174,23 +174,20 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     header = ["version", "what"]
     for config in configs:
         header += [f"{config}: step", "speed-up", "peak memory"]
-    lines = [table_line(header), "|" + " --- |" * 2 + " ---: |" * (3 * len(configs))]
+    lines = []
     for key, version in ALL.items():
         found = [chosen.get((key, config)) for config in configs]
-        if not any(found):
-            continue
-        name = key if key in PEERS else key.upper()
-        cells = [f"[{name}]({version.folder}/)", version.title]
-        for row in found:
-            cells += _ladder_cells(row)
-        lines.append(table_line(cells))
+        if any(found):
+            name = key if key in PEERS else key.upper()
+            cells = [cell for row in found for cell in _ladder_cells(row)]
+            lines.append([f"[{name}]({version.folder}/)", version.title, *cells])
     sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in configs]
     shapes = ", ".join(f"{r.config} is {r.batch_size} x {r.seq_len} tokens a step" for r in sizes)
     sessions = {row.session for (_, config), row in chosen.items() if config in configs}
     commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
     source = f"commit {', '.join(sorted(commits))}"
     caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
-    return "\n\n".join([caption, "\n".join(lines), *_spreads(runs, configs)])
+    return "\n\n".join([caption, table(header, lines, (0, 1)), *_spreads(runs, configs)])
 
 
 def _ladder_cells(row: Row | None) -> list[str]:
@@ -260,14 +257,14 @@ def _startup(rows: list[Row]) -> str:
     if not rows:
         return ""
     header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
-    lines = [table_line(header), "| --- |" + " ---: |" * (len(header) - 1)]
+    lines = []
     for row in rows:
         what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
         cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
         # A later process finds the caches filled.
         cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
-        lines.append(table_line([what, *cells, row.break_even or "-"]))
-    return "\n".join(lines)
+        lines.append([what, *cells, row.break_even or "-"])
+    return table(header, lines)
 
 
 # --- the gain of each idea -----------------------------------------------------------------------
@@ -363,7 +360,7 @@ def _best_kernels(path: Path) -> str:
     """V3's operators at the largest size of each against the fastest right contender there."""
     rows, run = benchmark.load(path)
     header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
-    lines = [table_line(header), "| --- | --- | ---: | --- | ---: | ---: |"]
+    lines = []
     for group in benchmark.by_op([row for row in rows if row.samples]):
         size = max(group, key=lambda row: sum(row.amounts.values())).size
         times = {
@@ -376,13 +373,14 @@ def _best_kernels(path: Path) -> str:
             continue
         best = min(times, key=lambda contender: times[contender])
         cells = [f"`{group[0].op}`", size, f"{ours:.3f} ms", best, f"{times[best]:.3f} ms"]
-        lines.append(table_line([*cells, f"{times[best] / ours:.2f}x as fast"]))
+        lines.append([*cells, f"{times[best] / ours:.2f}x as fast"])
     caption = (
         f"Forward and backward pass together, {run.precision}, {run.device['name']}, at the "
         "largest size of each operator, replayed from graphs, on data that the cache does not "
         "hold. Only contenders whose results and gradients are right have a time."
     )
-    return "\n\n".join(["## V3's kernels against the fastest other", caption, "\n".join(lines)])
+    parts = ["## V3's kernels against the fastest other", caption, table(header, lines, (0, 1, 3))]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
