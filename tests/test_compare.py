@@ -371,35 +371,33 @@ def test_a_device_may_have_any_name(
     assert len(files(tmp_path / "out")) == 4
 
 
-@pytest.mark.parametrize("spelling", ["--output-dir={}", "--output={}"])
+@pytest.mark.parametrize("flag", ["--output-dir", "--output"])
 def test_the_files_of_results_keep_the_contract(
-    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The sessions and software that are shown head the Markdown; each size has its own table."""
-
-    def session(name: str, torch: str, *keys: str, **changes: Any) -> list[RunResult]:
-        return [make_result(k, session=name, software={"torch": torch}, **changes) for k in keys]
-
-    runs = [*session("1", "2.5", "v1"), *session("2", "2.6", "v1", "v2")]
-    runs += session("2", "2.6", "v4", gate="fail", status="gate failed", step_ms=[])
-    runs += session("2", "2.6", "v1", config_name="small", batch_size=16)
-    runs += session("2", "2.6", "v1", precision="bf16")
-    for run in runs:
+    new = {"session": "2", "software": {"torch": "2.6"}}
+    for run in (
+        make_result(session="1", software={"torch": "2.5"}),
+        *(make_result(key, **new) for key in ("v1", "v2")),
+        make_result("v4", gate="fail", status="gate failed", step_ms=[], **new),
+        make_result(config_name="small", batch_size=16, **new),
+        make_result(precision="bf16", **new),
+    ):
         results.save(run, tmp_path / "in")
-    flag = spelling.format(tmp_path / "out")
-    words = ["--from-results", str(tmp_path / "in"), "--format", "json", flag]
+    out = tmp_path / "out"
+    words = ["--from-results", str(tmp_path / "in"), "--format", "json", f"{flag}={out}"]
     assert compare_versions.main(words) == 1  # V4's gate is red
-    written = [f"comparison.{kind}" for kind in ("csv", "json", "md", "png")]
-    assert files(tmp_path / "out") == written
+    assert files(out) == [f"comparison.{kind}" for kind in ("csv", "json", "md", "png")]
     captured = capsys.readouterr()
-    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    content = json.loads(read(out, "json"))
     assert json.loads(captured.out)["rows"] == content["rows"]  # nothing but JSON for a program
     assert captured.err.startswith("Written: ")
     assert (content["schema_version"], content["session"]) == (tables.SCHEMA_VERSION, "2")
     found = {(r["version"], r["config"], r["precision"]): r for r in content["rows"]}
     assert len(found) == 5 and all(set(row) >= set(CONTRACT) for row in content["rows"])
     assert found["v4", "tiny", "fp32"]["parity"] == "fail"
-    text = (tmp_path / "out" / "comparison.md").read_text()
+    text = read(out, "md")
     assert text.startswith("# Comparison 2\n\ntorch 2.6\n\n### ")
     assert [line for line in text.splitlines() if line.startswith("##")] == [
         "### tiny: 8 x 128 tokens, bf16, Some CPU",
@@ -698,101 +696,50 @@ def test_a_version_that_is_not_in_this_checkout_is_named(
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
-# A terminal of our own: what is typed into it, Ctrl-C too, goes to the command as at a keyboard.
-# What is started in the background ignores Ctrl-C, and hands that down: not to our command.
-TERMINAL = """
-import os, pty, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
-"""
-LONG = ("--config", "tiny", "--num-steps", "100000", "--repeats", "1")
 
-
-class Terminal:
-    """A command in a terminal: wait for what it shows, type, and read how it ended."""
-
-    def __init__(self, *words: str | Path, folder: Path) -> None:
-        command = [sys.executable if word == "python" else str(word) for word in words]
-        environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TERMINAL, *command],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self.shown = ""
-
-    def wait_for(self, text: str) -> None:
-        assert self._process.stdout is not None
-        while text not in self.shown:
-            block = os.read(self._process.stdout.fileno(), 65536)
-            assert block, f"it ended without {text!r}:\n{self.shown}"
-            self._add(block)
-
-    def type(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text.encode())
-        self._process.stdin.flush()
-
-    def end_job(self, name: Path) -> None:
-        """As a batch system: SIGTERM to every process of the job, whose commands name something."""
-        pids = {int(line.split()[0]) for line in running(name)} - {self._process.pid}
-        assert len(pids) >= 2
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-
-    def end(self) -> int:
-        rest, _ = self._process.communicate(timeout=HANGS_S)
-        self._add(rest)
-        return self._process.returncode
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-
-    def _add(self, block: bytes) -> None:
-        text = block.decode(errors="replace")
-        self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-
-
-def running(text: str | Path) -> list[str]:
-    """Command lines of processes that name something."""
+def running(folder: Path) -> list[int]:
+    """The processes whose command lines name a folder."""
     listing = subprocess.run(["ps", "-ww", "-eo", "pid=,args="], capture_output=True, text=True)
     # ps writes letters that are not ASCII as the locale has it: the test's own folders have none.
-    tail = "/".join(Path(text).parts[-3:])
-    return [line for line in listing.stdout.splitlines() if tail in line]
+    tail = "/".join(folder.parts[-3:])
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if tail in line]
 
 
-@pytest.fixture(scope="module")
-def small_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small") / "code"
-    return copy_repository(folder, {"workshop/run/presets.py": SHRINK_PRESET})
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 @pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_ctrl_c_or_sigterm_keeps_what_was_completed(
-    how: str, small_copy: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) -> None:
+    code = copy_repository(tmp_path / "code", {"workshop/run/presets.py": SHRINK_PRESET})
     folder = tmp_path / "out"
-    words = ("--versions", "v1", *LONG, "--warmup-steps", "1", "--output-dir", folder)
-    terminal = Terminal(*tool(*words), folder=small_copy)
+    words = tool("--versions", "v1", "--config", "tiny", "--num-steps", "100000", "--repeats", "1")
+    words += ["--warmup-steps", "1", "--output-dir", folder]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words[1:])],
+        cwd=code,
+        env=os.environ | {"FORCE_COLOR": "1", "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    shown = b""
     try:
-        terminal.wait_for("v1 tiny fp32: step ")  # progress, as a terminal shows it
-        assert len(running(folder)) >= 2
+        while b"v1 tiny fp32: step " not in shown:  # progress, as a terminal shows it
+            shown += (block := os.read(process.stdout.fileno(), 65536))
+            assert block, shown.decode()
+        pids = running(folder)
+        assert len(pids) >= 2
         time.sleep(0.5)
-        if how == "Ctrl-C":
-            terminal.type("\x03")
-        else:
-            terminal.end_job(folder)
-        status = terminal.end()
+        if how == "Ctrl-C":  # a terminal's goes to the command's group
+            os.killpg(process.pid, signal.SIGINT)
+        else:  # a batch system's to all processes of the job
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+        shown += process.communicate(timeout=HANGS_S)[0]
     finally:
-        terminal.kill()
-    assert status == 130, terminal.shown
-    assert "interrupted: the table holds what was completed" in terminal.shown
-    assert "Traceback" not in terminal.shown
-    assert running(folder) == []
+        process.kill()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert process.returncode == 130, text
+    assert "interrupted: the table holds what was completed" in text
+    assert "Traceback" not in text and running(folder) == []
     (run,) = results.load_folder(folder)
     assert run.status == "interrupted" and 1 <= len(run.step_ms) < 100_000
     (row,) = json.loads((folder / "comparison.json").read_text())["rows"]
