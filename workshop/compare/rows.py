@@ -114,10 +114,8 @@ class Row:
     def verdict(self) -> str:
         """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
         `1.80x (1 process)`, or a dash; or why there can be none."""
-        if self.status == "interpreted":
-            return NOT_COMPARABLE
-        if self.status == "skipped":
-            return self.status
+        if self.status in ("interpreted", "skipped"):
+            return NOT_COMPARABLE if self.status == "interpreted" else self.status
         if self.version == BASELINE and not self.variant and self.speedup is not None:
             return "baseline"
         return ratio(self.speedup, self.speedup_ci)
