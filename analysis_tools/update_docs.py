@@ -295,7 +295,7 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
 
 
 def _profile(folder: Path) -> str:
-    """The head of a profile's hot list, a step each, and what is said of it."""
+    """The head of a profile's hot list, a step each, and its summary."""
     table, run = load(folder), recorded_run(folder)
     if run is None or not table.steps:
         raise WorkshopError(f"{folder}: no run.json beside the profile, or no steps in it")

@@ -465,7 +465,7 @@ def find_present(name, path=None, target=None):
 
 PathFinder.find_spec = find_present
 """
-LACKS = "import sys\nsys.exit(print('error: it needs a widget', file=sys.stderr) or 77)\n"
+NEEDS_WIDGET = "import sys\nsys.exit(print('error: it needs a widget', file=sys.stderr) or 77)\n"
 FEW_STEPS = ("--num-steps", "2", "--warmup-steps", "1", "--repeats", "1")
 V2 = "version2_pytorch_fused/tiny_llama_v2.py"
 RED_V2 = {"workshop/run/presets.py": SHRINK_PRESET, V2: ("F.silu", "F.relu")}
@@ -488,7 +488,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path
     interpreted, V4 crashes, and `hf` can't run here."""
     folder = tmp_path_factory.mktemp("mixed")
     code, out = copy_repository(folder / "code", RED_V2), folder / "out"
-    others = {"v3": VERSIONS["v2"].path.read_text(), "v4": CRASH, "hf": LACKS}
+    others = {"v3": VERSIONS["v2"].path.read_text(), "v4": CRASH, "hf": NEEDS_WIDGET}
     words = ["--config", "tiny", "--num-steps", "2", "--warmup-steps", "1", "--repeats", "2"]
     words += ["--versions", *VERSIONS, "hf", "--device", "cpu", "--output-dir", str(out)]
     stdout, stderr = io.StringIO(), io.StringIO()

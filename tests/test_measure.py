@@ -79,7 +79,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     assert "version3_triton" in kept[4].read_text()
 
 
-def test_python_may_be_given_from_where_one_stands(measure) -> None:
+def test_python_may_be_given_by_a_relative_path(measure) -> None:
     done, typed = measure("out", "kernels", PYTHON="./python")
     assert done.returncode == 0 and len(typed) == 1, done.stderr
 
@@ -97,9 +97,12 @@ def test_several_gpus_share_the_studies(measure, tmp_path: Path) -> None:
     alone = measure("out", COUNT="1")[1][len(typed) :]
     assert sorted(line.split()[0] for line in typed) == sorted(line.split()[0] for line in alone)
     lines = [line.split(", ")[0] for line in done.stdout.splitlines() if ": on " in line]
-    said = [line.split(": on ") for line in lines]
-    assert {study for study, _ in said} == set(STUDIES) and {gpu for _, gpu in said} == {"4", "7"}
-    assert all(len({gpu for name, gpu in said if name == study}) == 1 for study in STUDIES)
+    places = [line.split(": on ") for line in lines]
+    assert {study for study, _ in places} == set(STUDIES) and {gpu for _, gpu in places} == {
+        "4",
+        "7",
+    }
+    assert all(len({gpu for name, gpu in places if name == study}) == 1 for study in STUDIES)
 
 
 def test_a_failure_on_one_of_several_gpus_is_reported(measure) -> None:

@@ -110,7 +110,7 @@ def simulate(
     processes: int,
     steps: int,
 ) -> Counter[str]:
-    """How checks of one version end: `alarm` where the same code is said to be slower in any
+    """How checks of one version end: `alarm` where the same code is called slower in any
     metric; and the verdicts on a step slower by `slow_down`."""
     counts: Counter[str] = Counter()
     for _ in range(checks):
@@ -129,7 +129,7 @@ QUIET = 0.02
 """Scatter of processes that keep the GPU busy stays below it."""
 
 
-def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible() -> None:
+def test_false_alarms_are_rare_and_slow_downs_are_found_or_reported_as_invisible() -> None:
     quiet, noisy = Counter[str](), Counter[str]()
     for cell, noise in recorded_noise().items():
         rng = random.Random(cell)
@@ -140,7 +140,7 @@ def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible(
         (noisy if loud else quiet).update(counts | {"checks": checks})
     # A machine as quiet as a GPU that is kept busy: every 5% is found.
     assert quiet["checks"] >= 6 * 20 and quiet[SLOWER] == quiet["checks"]
-    # Times that scatter by more between processes: 5% drowns, which is said, or is found after all.
+    # Times that scatter by more between processes: 5% drowns, which is reported, or is found after all.
     assert noisy["checks"] >= 4 * 250
     assert noisy[TOO_NOISY] + noisy[SLOWER] == noisy["checks"]
     assert noisy[TOO_NOISY] >= 0.95 * noisy["checks"]

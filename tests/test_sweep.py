@@ -430,10 +430,10 @@ def test_other_failures_are_no_limit_of_memory() -> None:
 def test_a_limit_that_was_found_is_not_predicted_anew() -> None:
     gpu = {"type": "cuda", "name": "Some GPU", "memory_gb": 1.0}
     runs = [at("v1", n, 70.0 + n, device=gpu) for n in (128, 256)]
-    told = {"predicted_mb": 810.0, "free_mb": 1000.0}
+    predicted = {"predicted_mb": 810.0, "free_mb": 1000.0}
     assert build(*runs).curves[0].predicted_end == pytest.approx(930, rel=0.1)
     for limit in (lost("v1", 512, device=gpu), lost("v1", 512, status="skipped", device=gpu,
-                                                    options=told)):  # fmt: skip
+                                                    options=predicted)):  # fmt: skip
         (found,) = build(*runs, limit).curves
         assert found.predicted_end is None
         assert 512 in (found.measured_limit, found.predicted_limit)

@@ -107,7 +107,7 @@ class Change:
         do; None if more than MOST_PROCESSES."""
         for count in range(LEAST_PROCESSES, MOST_PROCESSES + 1):
             kept = _kept(count)
-            if _half_width(self.scatter, kept, kept, self.tail) <= math.log1p(threshold):
+            if _half_width(self.scatter, (kept, kept), self.tail) <= math.log1p(threshold):
                 return count
         return None
 
@@ -122,7 +122,7 @@ def compare(before: Sequence[float], after: Sequence[float], *, comparisons: int
     means, kept, squares = zip(*map(_summarise, (before, after)), strict=True)
     scatter = math.sqrt(sum(squares) / (sum(kept) - 2))
     tail = FALSE_ALARMS / comparisons
-    half = _half_width(scatter, *kept, tail)
+    half = _half_width(scatter, kept, tail)
     log_ratio = means[1] - means[0]
     return Change(
         before=math.exp(means[0]),
@@ -149,9 +149,10 @@ def _kept(processes: int) -> int:
     return processes - processes * 3 // 10
 
 
-def _half_width(scatter: float, before: int, after: int, tail: float) -> float:
-    """Of the interval of a difference of two means of so many values, in the unit of `scatter`."""
-    return timing.t_quantile(tail, before + after - 2) * scatter * math.sqrt(1 / before + 1 / after)
+def _half_width(scatter: float, kept: Sequence[int], tail: float) -> float:
+    """Of the interval of a difference of means of so many values, in the unit of `scatter`."""
+    deviation = scatter * math.sqrt(sum(1 / count for count in kept))
+    return timing.t_quantile(tail, sum(kept) - len(kept)) * deviation
 
 
 # --- the baseline --------------------------------------------------------------------------------

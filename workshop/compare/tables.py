@@ -175,7 +175,7 @@ def title(group: list[Row]) -> str:
 
 def group_tables(group: list[Row]) -> list[Table]:
     """Speed, then proof and memory."""
-    tables = []
+    tables: list[Table] = []
     for name, header, cells, notes in (
         (title(group), SPEED_HEADER, _speed_cells, []),
         ("the same model? and at what cost", PROOF_HEADER, _proof_cells, _row_notes(group)),

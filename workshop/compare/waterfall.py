@@ -310,14 +310,15 @@ def _steps(by_rung: list[tuple[Rung, list[RunResult]]]) -> list[Step]:
             continue
         row = rows.build_row(runs, baseline)
         step = Step(rung, row, row.note)
-        if step.step_ms is not None:
+        ms = step.step_ms
+        if ms is not None:
             times = _times(runs)
             if last is not None:
                 before, before_ms, before_times = last
                 ratio = timing.speedup(before_times, times)
-                saved_ms = before_ms - step.step_ms
-                step = Step(rung, row, row.note, before, saved_ms, ratio.value, ratio.interval)
-            last = rung.title, step.step_ms, times
+                gain = (before_ms - ms, ratio.value, ratio.interval)
+                step = Step(rung, row, row.note, before, *gain)
+            last = rung.title, ms, times
         steps.append(step)
     return steps
 
