@@ -124,10 +124,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
-    outcomes = study.rows(found)
-    if all(row.status == "skipped" for row, _ in outcomes):
+    if all(row.status == "skipped" for row in study.rows(found)):
         return errors.NOT_ON_THIS_MACHINE
-    return errors.ANSWER_IS_NO if any(failed for _, failed in outcomes) else errors.DONE
+    return errors.ANSWER_IS_NO if any(one.failed for one in found) else errors.DONE
 
 
 # --- the kinds of comparison ---------------------------------------------------------------------
@@ -149,8 +148,7 @@ class Study:
     """From the runs of any sessions; raises WorkshopError if there is none in them."""
     report: Callable[[list[Any]], tables.Report]
     plot: Callable[[list[Any], Path], None]
-    rows: Callable[[list[Any]], list[tuple[Row, bool]]]
-    """Each with whether it failed."""
+    rows: Callable[[list[Any]], list[Row]]
 
 
 def _study(arguments: argparse.Namespace) -> Study:
@@ -172,12 +170,7 @@ def _ladder(arguments: argparse.Namespace) -> Study:
             print(words, file=sys.stderr)
         return rows.build_rows(shown)
 
-    def outcomes(found: list[Row]) -> list[tuple[Row, bool]]:
-        return [(row, row.failed) for row in found]
-
-    return Study(
-        "comparison", run, rows.build_rows, find, tables.of_rows, figures.plot_rows, outcomes
-    )
+    return Study("comparison", run, rows.build_rows, find, tables.of_rows, figures.plot_rows, list)
 
 
 def _waterfall(arguments: argparse.Namespace) -> Study:
@@ -198,11 +191,11 @@ def _waterfall(arguments: argparse.Namespace) -> Study:
         found = [one for one in waterfall.build(runs) if one.to in wanted]
         return _some(found, arguments, "waterfall: V1 at fp32 and the versions' single changes")
 
-    def outcomes(found: list[waterfall.Waterfall]) -> list[tuple[Row, bool]]:
-        return [(step.row, step.row.failed) for one in found for step in one.steps if step.row]
+    def all_rows(found: list[waterfall.Waterfall]) -> list[Row]:
+        return [step.row for one in found for step in one.steps if step.row]
 
     return Study(
-        "waterfall", run, build, find, tables.of_waterfalls, figures.plot_waterfalls, outcomes
+        "waterfall", run, build, find, tables.of_waterfalls, figures.plot_waterfalls, all_rows
     )
 
 
@@ -224,10 +217,10 @@ def _sweep(arguments: argparse.Namespace) -> Study:
         found = sweep.build(runs, axis, sizes=sizes)
         return _some(found, arguments, f"sweep over {axis.flag}: two sizes of one session")
 
-    def outcomes(found: list[sweep.Sweep]) -> list[tuple[Row, bool]]:
-        return [(p.row, p.failed) for one in found for curve in one.curves for p in curve.points]
+    def all_rows(found: list[sweep.Sweep]) -> list[Row]:
+        return [p.row for one in found for curve in one.curves for p in curve.points]
 
-    return Study("sweep", run, build, find, tables.of_sweeps, figures.plot_sweeps, outcomes)
+    return Study("sweep", run, build, find, tables.of_sweeps, figures.plot_sweeps, all_rows)
 
 
 def _prepare(arguments: argparse.Namespace, left_out: list[str]) -> None:

@@ -29,19 +29,7 @@ from workshop import errors, results, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.compare import regression, rows, tables  # noqa: E402
 from workshop.compare.markdown import escape  # noqa: E402
-from workshop.compare.regression import (  # noqa: E402
-    FAILED,
-    FASTER,
-    GONE,
-    NEW,
-    NOT_COMPARABLE,
-    NOT_TIMED,
-    SAME,
-    SLOWER,
-    TOO_NOISY,
-    Baseline,
-    Finding,
-)
+from workshop.compare.regression import ALARMS, Baseline, Finding  # noqa: E402
 from workshop.compare.tables import Line, Table, print_tables  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
@@ -149,7 +137,7 @@ def save_baseline(arguments: argparse.Namespace) -> int:
     labels = dict.fromkeys(f"{r.version} {r.config_name} {r.precision}" for r in baseline.runs)
     print(f"Written: {arguments.baseline} ({len(baseline.runs)} runs)")
     print("\n".join(f"  {printable(label)}" for label in labels))
-    failed = any(finding.verdict == FAILED for finding in left_out)
+    failed = any(finding.verdict == regression.FAILED for finding in left_out)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
@@ -262,8 +250,8 @@ def _run_again(baseline: Baseline, arguments: argparse.Namespace) -> list[RunRes
 # --- the report ----------------------------------------------------------------------------------
 
 HEADER = ("version", "what", "then", "now", "change", "interval", "visible", "verdict")
-STYLES = {SLOWER: "red", FAILED: "red", FASTER: "green", TOO_NOISY: "yellow"}
-ALARMS = (SLOWER, FAILED)
+STYLES = dict.fromkeys(ALARMS, "red")
+STYLES |= {regression.FASTER: "green", regression.TOO_NOISY: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -286,9 +274,8 @@ class Report:
     @property
     def summary(self) -> str:
         """How many of each verdict, the gravest first."""
-        order = (SLOWER, FAILED, NOT_COMPARABLE, TOO_NOISY, FASTER, GONE, NEW, NOT_TIMED, SAME)
-        verdicts = [finding.verdict for finding in self.findings]
-        counts = [f"{verdicts.count(v)} {v}" for v in order if v in verdicts]
+        found = [finding.verdict for finding in self.findings]
+        counts = [f"{found.count(v)} {v}" for v in regression.VERDICTS if v in found]
         return f"changes by {self.threshold * 100:.3g}% or more: {', '.join(counts)}"
 
     @property
@@ -323,7 +310,7 @@ def cells(f: Finding) -> tuple[str, ...]:
         "-" if f.change is None else _share(f.change, "+"),
         " to ".join(_share(bound, "+") for bound in f.interval or ()) or "-",
         visible,
-        f"too noisy under {visible}" if f.verdict == TOO_NOISY else f.verdict,
+        f"too noisy under {visible}" if f.verdict == regression.TOO_NOISY else f.verdict,
     )
 
 
@@ -340,7 +327,7 @@ def _notes(findings: list[Finding]) -> list[str]:
     """Each note once, with the versions that share it. Of noisy metrics only the step's."""
     lines: dict[str, dict[str, None]] = {}
     for f in findings:
-        if f.note and (f.verdict != TOO_NOISY or f.metric == regression.STEP.name):
+        if f.note and (f.verdict != regression.TOO_NOISY or f.metric == regression.STEP.name):
             lines.setdefault(f.note, {})[f"{f.version} {f.variant}".strip()] = None
     return [printable(f"{', '.join(labels)}: {line}") for line, labels in lines.items()]
 
@@ -398,7 +385,7 @@ def as_junit(report: Report) -> str:
         where = ".".join(filter(None, (f.config, f.precision, f.version, f.variant)))
         names = {"classname": printable(where), "name": f.heading or "verdict"}
         case = xml.SubElement(suite, "testcase", names)
-        if f.verdict in (SAME, FASTER):
+        if f.verdict in (regression.SAME, regression.FASTER):
             xml.SubElement(case, "system-out").text = _sentence(f)
             continue
         tags.append("failure" if f.verdict in ALARMS else "skipped")

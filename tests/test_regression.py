@@ -140,7 +140,7 @@ def test_false_alarms_are_rare_and_slow_downs_are_found_or_reported_as_invisible
         (noisy if loud else quiet).update(counts | {"checks": checks})
     # A machine as quiet as a GPU that is kept busy: every 5% is found.
     assert quiet["checks"] >= 6 * 20 and quiet[SLOWER] == quiet["checks"]
-    # Times that scatter by more between processes: 5% drowns, which is reported, or is found after all.
+    # Times that scatter by more between processes: 5% drowns, with a report, or is found after all.
     assert noisy["checks"] >= 4 * 250
     assert noisy[TOO_NOISY] + noisy[SLOWER] == noisy["checks"]
     assert noisy[TOO_NOISY] >= 0.95 * noisy["checks"]

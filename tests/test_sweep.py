@@ -12,7 +12,7 @@ import torch
 from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_versions_of
 from test_results import files, make_result
 
-from analysis_tools import compare_versions, update_docs
+from analysis_tools import compare_versions
 from workshop import cli, results, versions
 from workshop.compare import figures, sessions, sweep, tables
 from workshop.compare.collection import Collection
@@ -504,24 +504,17 @@ def test_the_dashboard_finds_a_sweep_of_each_axis(
 # --- the documents ----------------------------------------------------------------------------
 
 
-def test_the_report_and_the_documents_show_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_may_be_of_a_sweep_alone(tmp_path: Path) -> None:
     for run in [at(v, n) for v in ("v1", "v2") for n in (64, 128, 256)]:
-        results.save(run, tmp_path / "some_cpu")
+        results.save(run, tmp_path)
     collection = Collection([tmp_path])
     collection.refresh()
     report = content.build(collection, title="x")
     (device,) = report.devices
-    assert device.sizes == [] and [s.title for s in device.others] == [
-        "Sweep: Sequence length, tiny, fp32, Some CPU"
-    ]
-    assert len(report.rows) == 6 and len(device.others[0].tables[0].lines) == 6
-    assert device.others[0].pictures[0].markup().startswith("<img src=")
-    monkeypatch.setattr(update_docs, "REFERENCE", tmp_path)
-    parts = update_docs._worth([one.run for one in collection.runs], [])
-    assert "### Sequence length, tiny, fp32, Some CPU" in parts[update_docs.SWEEPS]
-    assert parts[update_docs.WATERFALLS] == parts[update_docs.STARTUP] == ""
+    (section,) = device.others
+    assert (device.sizes, section.title) == ([], "Sweep: Sequence length, tiny, fp32, Some CPU")
+    assert len(report.rows) == 6 and len(section.tables[0].lines) == 6
+    assert section.pictures[0].markup().startswith("<img src=")
 
 
 # --- the command ------------------------------------------------------------------------------

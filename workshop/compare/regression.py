@@ -48,6 +48,9 @@ NOT_TIMED = "not timed"
 NEW = "new"
 GONE = "gone"
 FAILED = "failed"
+VERDICTS = (SLOWER, FAILED, NOT_COMPARABLE, TOO_NOISY, FASTER, GONE, NEW, NOT_TIMED, SAME)
+"""The gravest first."""
+ALARMS = (SLOWER, FAILED)
 
 
 class Metric(NamedTuple):
@@ -313,7 +316,7 @@ def exit_status(findings: Sequence[Finding]) -> int:
     """ANSWER_IS_NO where something is slower or failed; else NOT_ON_THIS_MACHINE where something
     could not be compared, or the noise hid every version's step; else DONE."""
     verdicts = [finding.verdict for finding in findings]
-    if SLOWER in verdicts or FAILED in verdicts:
+    if not set(ALARMS).isdisjoint(verdicts):
         return errors.ANSWER_IS_NO
     steps = [finding.verdict for finding in findings if finding.metric == STEP.name]
     blind = bool(steps) and all(verdict == TOO_NOISY for verdict in steps)

@@ -205,11 +205,11 @@ def _plan(scope: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
     if predicted_mb is None and cautious:
         shape = sizes["batch_size"], sizes["seq_len"]
         predicted_mb = estimate_mb(plan.version, model_sizes(sizes), *shape)
-    if predicted_mb is not None and predicted_mb > LEEWAY[scope.device.type] * free_mb:
-        why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
-        prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
-        return dataclasses.replace(plan, left_out=why, prediction=prediction)
-    return plan
+    if predicted_mb is None or predicted_mb <= LEEWAY[scope.device.type] * free_mb:
+        return plan
+    why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
+    prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
+    return dataclasses.replace(plan, left_out=why, prediction=prediction)
 
 
 def estimate_mb(version: str, model: flops.ModelSizes, batch_size: int, seq_len: int) -> float:

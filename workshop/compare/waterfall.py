@@ -16,7 +16,7 @@ from workshop.compare.sessions import Options, Plan
 from workshop.errors import WorkshopError, printable
 from workshop.results import RunResult
 from workshop.run import interpreter, timing, trainer
-from workshop.versions import BASELINE, VERSIONS, get_version
+from workshop.versions import BASELINE, VERSIONS
 
 KIND = "waterfall rung"
 TARGETS = tuple(key for key, version in reversed(VERSIONS.items()) if version.rungs)
@@ -127,7 +127,7 @@ def targets(requested: Sequence[str] | None, on_gpu: bool) -> list[str]:
     for key in requested:
         if key not in TARGETS:
             raise WorkshopError(f"--waterfall {key}: choose from {', '.join(TARGETS)}")
-    return [get_version(key).key for key in dict.fromkeys(requested)]
+    return list(dict.fromkeys(requested))
 
 
 @dataclass(frozen=True)
