@@ -47,63 +47,38 @@ def build_parser() -> argparse.ArgumentParser:
         "completed is saved and shown). A size at which memory runs out is no failure of a sweep.",
     )
     add_run_flags(parser, repeats=REPEATS)
-    add = parser.add_argument
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--waterfall",
-        nargs="*",
-        metavar="V",
-        help="from V1 to each of these versions one change at a time (default: v4 and, on a GPU, "
-        "v3)",
+    what = "from V1 to each of these versions one change at a time (default: v4 and, on a GPU, v3)"
+    kinds.add_argument("--waterfall", nargs="*", metavar="V", help=what)
+    what = (
+        f"let one of {', '.join(sweep.AXES)} grow: `seq-len 128 256 512`, or `seq-len 128 ... "
+        "8192` for each twice the one before; with --from-results all sizes there are, if none is "
+        "given"
     )
-    kinds.add_argument(
-        "--sweep",
-        nargs="+",
-        metavar=("SIZE", "N"),
-        help=f"let one of {', '.join(sweep.AXES)} grow: `seq-len 128 256 512`, or "
-        "`seq-len 128 ... 8192` for each twice the one before; with --from-results all sizes there "
-        "are, if none is given",
+    kinds.add_argument("--sweep", nargs="+", metavar=("SIZE", "N"), help=what)
+    what = (
+        "comparison.json, .csv, .md, .png and runs/ go there, or waterfall.* or sweep.* (default: "
+        "results/ of this checkout); with --from-results nothing is written unless it is given"
     )
-    add(
-        "--output-dir",
-        type=Path,
-        help="comparison.json, .md, .png and runs/ go there, or waterfall.* or sweep.* with .csv "
-        "(default: results/ of this checkout); with --from-results nothing is written unless it "
-        "is given",
-    )
-    add(
-        "--from-results",
-        type=Path,
-        metavar="DIR",
-        help="rebuild everything from the result files in DIR, training nothing",
-    )
+    add = parser.add_argument
+    add("--output-dir", type=Path, help=what)
+    what = "rebuild everything from the result files in DIR, training nothing"
+    add("--from-results", type=Path, metavar="DIR", help=what)
     add("--format", choices=tables.FORMATS, default="table", help="of the output (default table)")
     return parser
 
 
 def add_run_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     """The flags that say what is run; `repeats` is the default of --repeats."""
+    every, peers = ", ".join(versions.available()), ", ".join(versions.PEERS)
+    configs = f"of {', '.join(presets.PRESETS)} (default: tiny without a GPU, else small)"
+    precisions = (
+        "fp32, tf32, bf16, fp16 or auto: bf16 on a GPU that has it, else fp32 (default auto)"
+    )
     add = parser.add_argument
-    add(
-        "--versions",
-        nargs="+",
-        metavar="V",
-        help=f"of {', '.join(versions.available())} (default: all), and of the peers "
-        f"{', '.join(versions.PEERS)}",
-    )
-    add(
-        "--config",
-        nargs="+",
-        metavar="PRESET",
-        help=f"of {', '.join(presets.PRESETS)} (default: tiny without a GPU, else small)",
-    )
-    add(
-        "--precision",
-        nargs="+",
-        default=["auto"],
-        metavar="P",
-        help="fp32, tf32, bf16, fp16 or auto: bf16 on a GPU that has it, else fp32 (default auto)",
-    )
+    add("--versions", nargs="+", metavar="V", help=f"of {every} (default: all), and peers {peers}")
+    add("--config", nargs="+", metavar="PRESET", help=configs)
+    add("--precision", nargs="+", default=["auto"], metavar="P", help=precisions)
     for flag, default, what in (
         ("--num-steps", STEPS, "timed steps a run"),
         ("--warmup-steps", WARMUP_STEPS, "steps before them"),
@@ -149,10 +124,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
-    outcomes = study.rows(found)
-    if all(row.status == "skipped" for row, _ in outcomes):
+    if all(row.status == "skipped" for row in study.rows(found)):
         return errors.NOT_ON_THIS_MACHINE
-    return errors.ANSWER_IS_NO if any(failed for _, failed in outcomes) else errors.DONE
+    return errors.ANSWER_IS_NO if any(one.failed for one in found) else errors.DONE
 
 
 # --- the kinds of comparison ---------------------------------------------------------------------
@@ -163,20 +137,18 @@ Outcome = tuple[list[RunResult], bool]
 
 @dataclass(frozen=True)
 class Study:
-    """A kind of comparison: how it is run, made from runs, shown and written."""
+    """A kind of comparison: how it is run, made from runs, shown and written to files NAME.*."""
 
     name: str
-    """Of its files."""
     run: Callable[[str], Outcome]
-    """Of a session's name."""
+    """Takes a session's name."""
     build: Callable[[list[RunResult]], list[Any]]
     """From the runs of one session."""
     find: Callable[[list[RunResult]], list[Any]]
     """From the runs of any sessions; raises WorkshopError if there is none in them."""
     report: Callable[[list[Any]], tables.Report]
     plot: Callable[[list[Any], Path], None]
-    rows: Callable[[list[Any]], list[tuple[Row, bool]]]
-    """Each with whether it failed."""
+    rows: Callable[[list[Any]], list[Row]]
 
 
 def _study(arguments: argparse.Namespace) -> Study:
@@ -198,51 +170,38 @@ def _ladder(arguments: argparse.Namespace) -> Study:
             print(words, file=sys.stderr)
         return rows.build_rows(shown)
 
-    return Study(
-        name="comparison",
-        run=run,
-        build=rows.build_rows,
-        find=find,
-        report=tables.of_rows,
-        plot=figures.plot_rows,
-        rows=lambda found: [(row, row.failed) for row in found],
-    )
+    return Study("comparison", run, rows.build_rows, find, tables.of_rows, figures.plot_rows, list)
 
 
 def _waterfall(arguments: argparse.Namespace) -> Study:
     if arguments.versions is not None:
         raise WorkshopError("--versions: name a waterfall's end after --waterfall, as in v3")
-    climb = waterfall.plan(arguments) if arguments.from_results is None else None
+    planned = None if arguments.from_results else waterfall.plan(arguments)
 
     def run(session: str) -> Outcome:
-        assert climb is not None
-        _prepare(arguments, climb.left_out)
-        return run_plans(climb.plans, arguments, session)
+        assert planned is not None
+        _prepare(arguments, planned.left_out)
+        return run_plans(planned.plans, arguments, session)
+
+    def build(runs: list[RunResult]) -> list[waterfall.Waterfall]:
+        return waterfall.build(runs, planned.requested if planned else None)
 
     def find(runs: list[RunResult]) -> list[waterfall.Waterfall]:
         wanted = waterfall.targets(arguments.waterfall, on_gpu=True)
         found = [one for one in waterfall.build(runs) if one.to in wanted]
         return _some(found, arguments, "waterfall: V1 at fp32 and the versions' single changes")
 
+    def all_rows(found: list[waterfall.Waterfall]) -> list[Row]:
+        return [step.row for one in found for step in one.steps if step.row]
+
     return Study(
-        name="waterfall",
-        run=run,
-        build=lambda runs: waterfall.build(runs, climb.requested if climb else None),
-        find=find,
-        report=tables.of_waterfalls,
-        plot=figures.plot_waterfalls,
-        rows=lambda found: [
-            (step.row, step.row.failed)
-            for one in found
-            for step in one.steps
-            if step.row is not None
-        ],
+        "waterfall", run, build, find, tables.of_waterfalls, figures.plot_waterfalls, all_rows
     )
 
 
 def _sweep(arguments: argparse.Namespace) -> Study:
     axis, sizes = sweep.parse(arguments.sweep)
-    scope = sweep.plan(arguments) if arguments.from_results is None else None
+    scope = None if arguments.from_results else sweep.plan(arguments)
 
     def run(session: str) -> Outcome:
         assert scope is not None
@@ -251,24 +210,17 @@ def _sweep(arguments: argparse.Namespace) -> Study:
         total = scope.most_runs * arguments.repeats
         return run_plans(plans, arguments, session, keys=scope.keys, total=total)
 
+    def build(runs: list[RunResult]) -> list[sweep.Sweep]:
+        return sweep.build(runs, axis, least=1)
+
     def find(runs: list[RunResult]) -> list[sweep.Sweep]:
         found = sweep.build(runs, axis, sizes=sizes)
         return _some(found, arguments, f"sweep over {axis.flag}: two sizes of one session")
 
-    return Study(
-        name="sweep",
-        run=run,
-        build=lambda runs: sweep.build(runs, axis, least=1),
-        find=find,
-        report=tables.of_sweeps,
-        plot=figures.plot_sweeps,
-        rows=lambda found: [
-            (point.row, point.failed)
-            for one in found
-            for curve in one.curves
-            for point in curve.points
-        ],
-    )
+    def all_rows(found: list[sweep.Sweep]) -> list[Row]:
+        return [p.row for one in found for curve in one.curves for p in curve.points]
+
+    return Study("sweep", run, build, find, tables.of_sweeps, figures.plot_sweeps, all_rows)
 
 
 def _prepare(arguments: argparse.Namespace, left_out: list[str]) -> None:

@@ -29,19 +29,7 @@ from workshop import errors, results, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.compare import regression, rows, tables  # noqa: E402
 from workshop.compare.markdown import escape  # noqa: E402
-from workshop.compare.regression import (  # noqa: E402
-    FAILED,
-    FASTER,
-    GONE,
-    NEW,
-    NOT_COMPARABLE,
-    NOT_TIMED,
-    SAME,
-    SLOWER,
-    TOO_NOISY,
-    Baseline,
-    Finding,
-)
+from workshop.compare.regression import ALARMS, Baseline, Finding  # noqa: E402
 from workshop.compare.tables import Line, Table, print_tables  # noqa: E402
 from workshop.errors import NotOnThisMachine, WorkshopError, printable  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
@@ -71,59 +59,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_save(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = actions.add_parser(
-        "save",
-        help="run the versions, or take result files, and keep their samples",
-        description="Runs the versions, or takes result files, and keeps their raw samples with "
-        "the device and software that they are of.",
-    )
+    what = "run the versions, or take result files, and keep their raw samples"
+    parser = actions.add_parser("save", help=what, description=what)
     compare_versions.add_run_flags(parser, repeats=REPEATS)
-    add = parser.add_argument
-    add(
-        "--from-results",
-        type=Path,
-        nargs="+",
-        metavar="DIR",
-        help="run nothing: take each DIR's newest session of each version and size",
-    )
-    add(
-        "--baseline",
-        type=Path,
-        default=DEFAULT_BASELINE,
-        metavar="FILE",
-        help="where to keep it (default: results/regression/baseline.json of this checkout)",
-    )
-    add(
-        "--output-dir",
-        type=Path,
-        default=results.DEFAULT_FOLDER,
-        help="the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)",
-    )
+    _add_baseline(parser, "where to keep it")
+    what = "run nothing: take each DIR's newest session of each version and size"
+    parser.add_argument("--from-results", type=Path, nargs="+", metavar="DIR", help=what)
+    what = "the runs go to OUTPUT_DIR/runs/ (default: results/ of this checkout)"
+    parser.add_argument("--output-dir", type=Path, default=results.DEFAULT_FOLDER, help=what)
     parser.set_defaults(work=save_baseline, versions=None)  # of result files: all that they have
 
 
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "check",
-        help="run the versions again, or take result files, and say what is slower",
-        description="Runs the baseline's versions again in the same way, or takes result files, "
-        "and says what is slower than in the baseline.",
-    )
+    what = "run the baseline's versions again, or take result files, and say what is slower"
+    parser = commands.add_parser("check", help=what, description=what)
+    _add_baseline(parser, "of `baseline save`")
     add = parser.add_argument
-    add(
-        "--baseline",
-        type=Path,
-        default=DEFAULT_BASELINE,
-        metavar="FILE",
-        help="of `baseline save` (default: results/regression/baseline.json of this checkout)",
-    )
-    add(
-        "--threshold",
-        type=_percent,
-        default="3%",
-        metavar="P%",
-        help="the least change that counts (default 3%%)",
-    )
+    what = "the least change that counts (default 3%%)"
+    add("--threshold", type=_percent, default="3%", metavar="P%", help=what)
     add("--force", action="store_true", help="compare with another device or software too")
     add("--versions", nargs="+", metavar="V", help="of the baseline's (default: all)")
     add("--repeats", type=int, metavar="N", help="processes a version (default: the baseline's)")
@@ -133,13 +86,19 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--format", choices=FORMATS, default="table", help="of what is printed (default table)")
     add("--junit", type=Path, metavar="FILE", help="write the verdicts for a CI system, too")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown, too")
-    add(
-        "--output-dir",
-        type=Path,
-        help="regression/check.json and runs/ go there (default: results/ of this checkout); with "
-        "--from-results nothing is written there unless it is given",
+    what = (
+        "regression/check.json and runs/ go there (default: results/ of this checkout); with "
+        "--from-results nothing is written there unless it is given"
     )
+    add("--output-dir", type=Path, help=what)
     parser.set_defaults(work=check)
+
+
+def _add_baseline(parser: argparse.ArgumentParser, what: str) -> None:
+    what += " (default: results/regression/baseline.json of this checkout)"
+    parser.add_argument(
+        "--baseline", type=Path, default=DEFAULT_BASELINE, metavar="FILE", help=what
+    )
 
 
 def _percent(text: str) -> float:
@@ -166,9 +125,7 @@ def save_baseline(arguments: argparse.Namespace) -> int:
     errors.require("rich")
     results.prepare_file(arguments.baseline, "--baseline")
     if arguments.from_results:
-        folders = [_load(folder) for folder in arguments.from_results]
-        if arguments.versions:
-            folders = [_of_versions(runs, arguments.versions) for runs in folders]
+        folders = [_load(folder, arguments.versions) for folder in arguments.from_results]
     else:
         folders = [_run(arguments)]
     words = [Path(word).name if word.startswith("/") else word for word in arguments.words]
@@ -180,7 +137,7 @@ def save_baseline(arguments: argparse.Namespace) -> int:
     labels = dict.fromkeys(f"{r.version} {r.config_name} {r.precision}" for r in baseline.runs)
     print(f"Written: {arguments.baseline} ({len(baseline.runs)} runs)")
     print("\n".join(f"  {printable(label)}" for label in labels))
-    failed = any(finding.verdict == FAILED for finding in left_out)
+    failed = any(finding.verdict == regression.FAILED for finding in left_out)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
@@ -192,14 +149,11 @@ def check(arguments: argparse.Namespace) -> int:
             results.prepare_file(target, flag)
     writes = arguments.from_results is None or arguments.output_dir is not None
     arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
-    if arguments.versions:
-        baseline.runs = _of_versions(baseline.runs, arguments.versions)
+    baseline.runs = _of_versions(baseline.runs, arguments.versions)
     if arguments.from_results is None:
         runs = _run_again(baseline, arguments)
     else:
-        runs = _load(arguments.from_results)
-        if arguments.versions:
-            runs = _of_versions(runs, arguments.versions)
+        runs = _load(arguments.from_results, arguments.versions)
     findings = regression.check(
         baseline, runs, threshold=arguments.threshold, force=arguments.force
     )
@@ -220,19 +174,18 @@ def check(arguments: argparse.Namespace) -> int:
     return regression.exit_status(findings)
 
 
-def _load(folder: Path) -> list[RunResult]:
+def _load(folder: Path, keys: list[str] | None) -> list[RunResult]:
     """The folder's runs, but for those of waterfalls and sweeps beside comparisons of versions."""
-    runs = results.load_folder(folder)
-    return rows.preferred(runs)
+    return _of_versions(rows.preferred(results.load_folder(folder)), keys)
 
 
-def _of_versions(runs: list[RunResult], keys: list[str]) -> list[RunResult]:
-    """Raises WorkshopError where one of them has no run."""
-    for key in keys:
+def _of_versions(runs: list[RunResult], keys: list[str] | None) -> list[RunResult]:
+    """The runs of some versions, or all. Raises WorkshopError where one of them has no run."""
+    for key in keys or ():
         if not any(run.version == key for run in runs):
             known = ", ".join(sorted({run.version for run in runs}))
             raise WorkshopError(f"--versions {key}: there are runs of {known} only")
-    return [run for run in runs if run.version in keys]
+    return [run for run in runs if not keys or run.version in keys]
 
 
 def _run(arguments: argparse.Namespace) -> list[RunResult]:
@@ -297,8 +250,8 @@ def _run_again(baseline: Baseline, arguments: argparse.Namespace) -> list[RunRes
 # --- the report ----------------------------------------------------------------------------------
 
 HEADER = ("version", "what", "then", "now", "change", "interval", "visible", "verdict")
-STYLES = {SLOWER: "red", FAILED: "red", FASTER: "green", TOO_NOISY: "yellow"}
-ALARMS = (SLOWER, FAILED)
+STYLES = dict.fromkeys(ALARMS, "red")
+STYLES |= {regression.FASTER: "green", regression.TOO_NOISY: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -321,9 +274,8 @@ class Report:
     @property
     def summary(self) -> str:
         """How many of each verdict, the gravest first."""
-        order = (SLOWER, FAILED, NOT_COMPARABLE, TOO_NOISY, FASTER, GONE, NEW, NOT_TIMED, SAME)
-        verdicts = [finding.verdict for finding in self.findings]
-        counts = [f"{verdicts.count(v)} {v}" for v in order if v in verdicts]
+        found = [finding.verdict for finding in self.findings]
+        counts = [f"{found.count(v)} {v}" for v in regression.VERDICTS if v in found]
         return f"changes by {self.threshold * 100:.3g}% or more: {', '.join(counts)}"
 
     @property
@@ -347,20 +299,18 @@ def _table(group: list[Finding]) -> Table:
     return Table(title, HEADER, lines, _notes(group), left=(0, 1, 7), only_wide=(5, 6))
 
 
-def cells(finding: Finding) -> tuple[str, ...]:
+def cells(f: Finding) -> tuple[str, ...]:
     """Of one line, in the order of HEADER."""
-    f = finding
     visible = "-" if f.visible is None else _share(f.visible)
-    interval = " to ".join(_share(bound, "+") for bound in f.interval or ()) or "-"
     return (
         f"{f.version} {f.variant}".strip(),
         f.heading or "-",
         _amount(f.before, f.unit),
         _amount(f.after, f.unit),
         "-" if f.change is None else _share(f.change, "+"),
-        interval,
+        " to ".join(_share(bound, "+") for bound in f.interval or ()) or "-",
         visible,
-        f"too noisy under {visible}" if f.verdict == TOO_NOISY else f.verdict,
+        f"too noisy under {visible}" if f.verdict == regression.TOO_NOISY else f.verdict,
     )
 
 
@@ -377,7 +327,7 @@ def _notes(findings: list[Finding]) -> list[str]:
     """Each note once, with the versions that share it. Of noisy metrics only the step's."""
     lines: dict[str, dict[str, None]] = {}
     for f in findings:
-        if f.note and (f.verdict != TOO_NOISY or f.metric == regression.STEP.name):
+        if f.note and (f.verdict != regression.TOO_NOISY or f.metric == regression.STEP.name):
             lines.setdefault(f.note, {})[f"{f.version} {f.variant}".strip()] = None
     return [printable(f"{', '.join(labels)}: {line}") for line, labels in lines.items()]
 
@@ -435,17 +385,17 @@ def as_junit(report: Report) -> str:
         where = ".".join(filter(None, (f.config, f.precision, f.version, f.variant)))
         names = {"classname": printable(where), "name": f.heading or "verdict"}
         case = xml.SubElement(suite, "testcase", names)
-        if f.verdict in (SAME, FASTER):
+        if f.verdict in (regression.SAME, regression.FASTER):
             xml.SubElement(case, "system-out").text = _sentence(f)
             continue
         tags.append("failure" if f.verdict in ALARMS else "skipped")
         kind = {"type": f.verdict} if f.verdict in ALARMS else {}
         xml.SubElement(case, tags[-1], kind, message=_sentence(f))
-    counts = {"tests": len(report.findings), "failures": tags.count("failure"), "errors": 0,
-              "skipped": tags.count("skipped")}  # fmt: skip
-    for element in (suites, suite):
-        for name, count in counts.items():
-            element.set(name, str(count))
+    counts = {"tests": len(report.findings), "errors": 0}
+    counts |= {"failures": tags.count("failure"), "skipped": tags.count("skipped")}
+    for name, count in counts.items():
+        suites.set(name, str(count))
+        suite.set(name, str(count))
     xml.indent(suites)
     text = xml.tostring(suites, encoding="unicode")
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}'

@@ -26,7 +26,7 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import instructor  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.collection import Collection  # noqa: E402
-from workshop.compare.markdown import table_line  # noqa: E402
+from workshop.compare.markdown import table as markdown_table  # noqa: E402
 from workshop.compare.rows import Row, build_rows, ordinary  # noqa: E402
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
@@ -35,7 +35,6 @@ from workshop.kernels import benchmark  # noqa: E402
 from workshop.kernels.cases import OURS  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
-from workshop.profilers.table import KernelTable  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
@@ -98,33 +97,29 @@ def render() -> dict[Path, str]:
     if problems:
         raise WorkshopError(problems[0])
     documents = _performance(collection)
-    devices = _runs_of_devices()
-    falls = waterfall.build([run for runs in devices for run in runs])
-    ladders = [build_rows(ordinary(runs)) for runs in devices]
+    folders = sorted(path for path in REFERENCE.iterdir() if (path / "runs").is_dir())
+    devices = [results.load_folder(folder) for folder in folders]
+    runs = [run for its in devices for run in its]
+    falls = waterfall.build(runs)
+    ladders = [build_rows(ordinary(its)) for its in devices]
+    shown = [_ladder(*pair) for pair in zip(ladders, devices, strict=True) if pair[0]]
     parts = {
-        ROOT / "README.md": {
-            LADDER: "\n\n".join(
-                _ladder(rows, runs) for rows, runs in zip(ladders, devices, strict=True) if rows
-            )
-        },
-        WORTH: _worth([run for runs in devices for run in runs], ladders),
+        ROOT / "README.md": {LADDER: "\n\n".join(shown)},
+        WORTH: _worth(runs, ladders),
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection),
     }
     for key, version in VERSIONS.items():
         folder = version.path.parent
         its = [one for one in sheets if folder in one.folder.parents]
+        profiles = sorted(REFERENCE.glob(SHOWN_PROFILES.format(version=key)))
         parts[folder / "README.md"] = {
-            PROFILES: "\n\n".join(map(_profile, _profiles(key))),
+            PROFILES: "\n\n".join(map(_profile, profiles)),
             EXERCISES: index.of_version(its, folder),
         }
         if version.key != BASELINE:
             parts[folder / "README.md"][IDEAS] = _ideas(folder / "README.md", key, falls)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
-
-
-def _profiles(version: str) -> list[Path]:
-    return sorted(REFERENCE.glob(SHOWN_PROFILES.format(version=version)))
 
 
 def with_parts(document: Path, parts: Mapping[str, str]) -> str:
@@ -158,11 +153,6 @@ def _read(path: Path) -> str:
 # --- the ladder ----------------------------------------------------------------------------------
 
 
-def _runs_of_devices() -> list[list[RunResult]]:
-    folders = sorted(path for path in REFERENCE.iterdir() if (path / "runs").is_dir())
-    return [results.load_folder(folder) for folder in folders]
-
-
 def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     """One device's ladder: a line a version or peer, step time and speed-up at two sizes."""
     chosen = {
@@ -174,23 +164,20 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     header = ["version", "what"]
     for config in configs:
         header += [f"{config}: step", "speed-up", "peak memory"]
-    lines = [table_line(header), "|" + " --- |" * 2 + " ---: |" * (3 * len(configs))]
+    lines = []
     for key, version in ALL.items():
         found = [chosen.get((key, config)) for config in configs]
-        if not any(found):
-            continue
-        name = key if key in PEERS else key.upper()
-        cells = [f"[{name}]({version.folder}/)", version.title]
-        for row in found:
-            cells += _ladder_cells(row)
-        lines.append(table_line(cells))
+        if any(found):
+            name = key if key in PEERS else key.upper()
+            cells = [cell for row in found for cell in _ladder_cells(row)]
+            lines.append([f"[{name}]({version.folder}/)", version.title, *cells])
     sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in configs]
     shapes = ", ".join(f"{r.config} is {r.batch_size} x {r.seq_len} tokens a step" for r in sizes)
     sessions = {row.session for (_, config), row in chosen.items() if config in configs}
     commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
     source = f"commit {', '.join(sorted(commits))}"
     caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
-    return "\n\n".join([caption, "\n".join(lines), *_spreads(runs, configs)])
+    return "\n\n".join([caption, markdown_table(header, lines, (0, 1)), *_spreads(runs, configs)])
 
 
 def _ladder_cells(row: Row | None) -> list[str]:
@@ -213,13 +200,16 @@ def _spreads(runs: list[RunResult], configs: list[str]) -> list[str]:
 
 def _spread(rows: list[Row]) -> str:
     """V1's step and the fastest version's, at one size, over all sessions."""
-    timed = [row for row in rows if row.step_ms and row.speedup and not row.variant]
+    timed = [
+        (row.step_ms, row.speedup, row.version)
+        for row in rows
+        if row.step_ms and row.speedup and not row.variant
+    ]
     first = [row.step_ms for row in rows if row.version == BASELINE and row.step_ms]
     if len(first) < 2 or not timed:
         return ""
-    fastest = min(timed, key=lambda row: row.step_ms or math.inf).version
-    steps = [row.step_ms for row in timed if row.version == fastest and row.step_ms]
-    ratios = [row.speedup for row in timed if row.version == fastest and row.speedup]
+    *_, fastest = min(timed)
+    steps, ratios, _ = zip(*(one for one in timed if one[2] == fastest), strict=True)
     return (
         f"In {len(first)} comparisons at {rows[0].config}, {fastest.upper()}'s speed-up was "
         f"{_range(ratios, 'x')} ({BASELINE.upper()} {_range(first, ' ms')}, "
@@ -227,7 +217,7 @@ def _spread(rows: list[Row]) -> str:
     )
 
 
-def _range(values: list[float], unit: str) -> str:
+def _range(values: Sequence[float], unit: str) -> str:
     low, high = f"{min(values):.2f}{unit}", f"{max(values):.2f}{unit}"
     return low if low == high else f"{low} to {high}"
 
@@ -260,14 +250,14 @@ def _startup(rows: list[Row]) -> str:
     if not rows:
         return ""
     header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
-    lines = [table_line(header), "| --- |" + " ---: |" * (len(header) - 1)]
+    lines = []
     for row in rows:
         what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
         cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
         # A later process finds the caches filled.
         cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
-        lines.append(table_line([what, *cells, row.break_even or "-"]))
-    return "\n".join(lines)
+        lines.append([what, *cells, row.break_even or "-"])
+    return markdown_table(header, lines)
 
 
 # --- the gain of each idea -----------------------------------------------------------------------
@@ -305,25 +295,23 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
 
 
 def _profile(folder: Path) -> str:
-    """The head of a profile's hot list, a step each, and what is said of it."""
+    """The head of a profile's hot list, a step each, and its summary."""
     table, run = load(folder), recorded_run(folder)
     if run is None or not table.steps:
         raise WorkshopError(f"{folder}: no run.json beside the profile, or no steps in it")
+    # Later commits may launch other kernels.
+    source = f"{table.tool}, commit {run.git_commit[:7]}" if run.git_commit else table.tool
     lines = [
-        f"`{run.config_name}`, {run.precision}, {run.device['name']} ({_source(table, run)}):",
+        f"`{run.config_name}`, {run.precision}, {run.device['name']} ({source}):",
         "",
         pages.References(folder).table(sections.hot_list(table, HOT_KERNELS)),
+        "",
+        *(f"- {line}" for line in show.summary(table)),
     ]
-    lines += ["", *(f"- {line}" for line in show.summary(table))]
     bound = advisor.headline(advisor.advise(table, run))
     if bound:
         lines.append(f"- `advise` says: {bound.sentence}")
     return "\n".join(lines)
-
-
-def _source(table: KernelTable, run: results.RunResult) -> str:
-    """The tool, and the commit that it looked at: later ones may launch other kernels."""
-    return f"{table.tool}, commit {run.git_commit[:7]}" if run.git_commit else str(table.tool)
 
 
 # --- PERFORMANCE_RESULTS.md ----------------------------------------------------------------------
@@ -363,7 +351,7 @@ def _best_kernels(path: Path) -> str:
     """V3's operators at the largest size of each against the fastest right contender there."""
     rows, run = benchmark.load(path)
     header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
-    lines = [table_line(header), "| --- | --- | ---: | --- | ---: | ---: |"]
+    lines = []
     for group in benchmark.by_op([row for row in rows if row.samples]):
         size = max(group, key=lambda row: sum(row.amounts.values())).size
         times = {
@@ -376,13 +364,18 @@ def _best_kernels(path: Path) -> str:
             continue
         best = min(times, key=lambda contender: times[contender])
         cells = [f"`{group[0].op}`", size, f"{ours:.3f} ms", best, f"{times[best]:.3f} ms"]
-        lines.append(table_line([*cells, f"{times[best] / ours:.2f}x as fast"]))
+        lines.append([*cells, f"{times[best] / ours:.2f}x as fast"])
     caption = (
         f"Forward and backward pass together, {run.precision}, {run.device['name']}, at the "
         "largest size of each operator, replayed from graphs, on data that the cache does not "
         "hold. Only contenders whose results and gradients are right have a time."
     )
-    return "\n\n".join(["## V3's kernels against the fastest other", caption, "\n".join(lines)])
+    parts = [
+        "## V3's kernels against the fastest other",
+        caption,
+        markdown_table(header, lines, (0, 1, 3)),
+    ]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

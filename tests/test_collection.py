@@ -123,7 +123,7 @@ def test_a_file_of_others_is_passed_over(folder: Path, place: str) -> None:
     assert (len(found.runs), len(found.profiles), found.broken) == (1, 1, [])
 
 
-def test_a_table_without_record_tells_its_version_by_its_folder(folder: Path) -> None:
+def test_a_table_without_record_has_its_version_from_its_folder(folder: Path) -> None:
     profile = folder / "profiles" / "v4" / "pytorch_profiler"
     (profile / "run.json").unlink()
     shutil.copytree(profile, folder / "mine")

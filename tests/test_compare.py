@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import io
-import itertools
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from test_results import files, make_result
 
 from analysis_tools import compare_versions
 from workshop import results, versions
-from workshop.compare import figures, rows, sessions, tables
+from workshop.compare import rows, sessions, sweep, tables, waterfall
 from workshop.compare.rows import Row
 from workshop.dashboard import data
 from workshop.dashboard import figures as pages
@@ -103,7 +102,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
 ) -> None:
     """Of either version: the scatter between its processes is unknown then."""
     once = {"setup_s": {"compile": 20.0, "capture": 0.5}}
-    slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)  # type: ignore[arg-type]
+    slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)
     for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
         row = by_label(runs)["v2"]
         assert (row.speedup, row.speedup_ci, row.verdict()) == (2.0, None, "2.00x (1 process)")
@@ -115,8 +114,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
         report.show(form)
         shown = capsys.readouterr().out
         assert "2.00x (1 process)" in shown and note in shown
-    _, record = json.loads(json.dumps(report.as_json()))["rows"]
-    assert (record["speedup"], record["speedup_ci"]) == (2.0, None)
+    assert report.as_json()["rows"][1]["speedup_ci"] is None
     _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
     assert found[1].short_verdict() == "2.00x\n1 process"  # on a bar
@@ -129,29 +127,21 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
 
 
 def test_a_session_has_one_peak_for_each_precision() -> None:
-    """A process measures an unlisted chip's in whatever minute it has: the highest counts."""
-    peaks = {("v1", "fp32", "s"): 0.5, ("v2", "fp32", "s"): 0.4, ("v2", "bf16", "s"): 0.8}
-    peaks |= {("v4", "fp32", "later"): 0.45}
+    """A process measures an unlisted chip's in whatever minute it has: the highest counts, also of
+    another size, which is shown in another table."""
     runs = [
-        make_result(version, precision=precision, session=session, peak_tflops=peak)
-        for (version, precision, session), peak in peaks.items()
+        make_result("v1", peak_tflops=0.5),
+        make_result("v2", peak_tflops=0.4),
+        make_result("v2", precision="bf16", peak_tflops=0.8),
+        make_result("v4", session="later", peak_tflops=0.45),
+        make_result("v1", seq_len=64, peak_tflops=0.6),
+        make_result("v1", device={"name": "Another"}, peak_tflops=9.0),
     ]
-    # Another size of the same session, which is shown in another table.
-    runs.append(make_result("v1", session="s", seq_len=64, peak_tflops=0.6))
-    runs.append(make_result("v1", session="s", device={"name": "Another"}, peak_tflops=9.0))
-    found = {
-        (r.version, r.precision): r
-        for r in rows.build_rows(runs)
-        if (r.device, r.seq_len) == ("Some CPU", 128)
-    }
-    assert {key: row.peak_tflops for key, row in found.items()} == {
-        ("v1", "fp32"): 0.6,
-        ("v2", "fp32"): 0.6,
-        ("v2", "bf16"): 0.8,
-        ("v4", "fp32"): 0.45,
-    }
-    v1 = found["v1", "fp32"]
-    assert v1.tflops and v1.peak_share == pytest.approx(v1.tflops / 0.6)
+    found = [r for r in rows.build_rows(runs) if (r.device, r.seq_len) == ("Some CPU", 128)]
+    peaks = {(r.version, r.precision): r.peak_tflops for r in found}
+    assert peaks == {("v1", "fp32"): 0.6, ("v2", "fp32"): 0.6, ("v2", "bf16"): 0.8,
+                     ("v4", "fp32"): 0.45}  # fmt: skip
+    assert all(r.tflops and r.peak_share == r.tflops / (r.peak_tflops or 0) for r in found)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +214,8 @@ def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
     gpu = {"type": "cuda", "name": "Some GPU"}
     found = by_label(
         [
-            make_result(),
-            v2(fuse_norm=True),
-            v2(fuse_norm=False, compile="none"),
-            v2(compile="default"),
-            make_result("v4", options=cpu_v4),
+            *(make_result(), v2(fuse_norm=True), v2(fuse_norm=False, compile="none")),
+            *(v2(compile="default"), make_result("v4", options=cpu_v4)),
             make_result("v4", options={"compile": "none"}),
             make_result("v4", options={"compile": "default", "cuda_graph": True}, device=gpu),
             make_result("v4", options=cpu_v4, device=gpu),
@@ -279,26 +266,12 @@ def test_no_time_of_an_interpreted_run_is_anywhere(changes: dict[str, object]) -
     assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
     assert row.peak_memory_mb == 150.0
     assert found["v2"].speedup == 2.0
+
+
+def test_a_compiled_run_of_v3_is_compared() -> None:
     compiled = {"compile": "none", "cuda_graph": True, "interpreted": False}
     row = by_label([make_result(), interpreted(options=compiled, device=GPU)])["v3"]
     assert (row.status, row.speedup, row.note) == ("timed", 2.0, "")
-
-
-def test_every_form_says_that_a_run_was_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "interpreted, not comparable"
-    found = rows.build_rows([make_result(), interpreted()])
-    report = tables.of_rows(found)
-    for form in ("table", "markdown"):
-        report.show(form)
-        *_, line = (line for line in capsys.readouterr().out.splitlines() if words in line)
-        assert line.lstrip("- ").startswith(f"v3: {words}: ")  # the last: below the tables
-    assert f"| v3 | {'- | ' * 6}{words} |" in markdown(found)
-    assert "| v3 | pass | 38/38 | 6.900 → 3.000 | 150 | - | - | - |" in markdown(found)
-    _, line = csv.DictReader(io.StringIO(report.as_csv()))
-    assert [line[name] for name in TIMES] == [""] * len(TIMES) and words in line["note"]
-    drawn = [[text.get_text() for text in axis.texts] for axis in figures.draw_rows([found]).axes]
-    place = words.replace(", ", ",\n")
-    assert drawn == [["baseline", "", place], ["100", place], ["200", "150"]]
 
 
 @pytest.mark.parametrize(
@@ -373,47 +346,58 @@ HOSTILE = "\ud800 $\\frac$ \x1b[31m | <b>"
 """A name that can't be encoded, is no formula, steers a terminal, and is markup."""
 
 
-def test_a_device_may_have_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    device = {"type": "cpu", "name": HOSTILE}
-    for version, options in itertools.product(("v1", "v2"), ({}, {"compile": HOSTILE})):
-        results.save(make_result(version, device=device, options=options), tmp_path / "in")
-    words = ["--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
+@pytest.mark.parametrize("words", [[], ["--waterfall"], ["--sweep", "seq-len"]], ids=str)
+def test_a_device_may_have_any_name(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = {"type": "cpu", "name": HOSTILE, "memory_gb": 1.0}
+    qkv_alone = {"fuse_qkv": True} | dict.fromkeys(waterfall.switches("v2")[1:], False)
+    red = {"gate": "fail", "status": "gate failed", "step_ms": []}
+    for kind, v2 in (("run", {}), (waterfall.KIND, qkv_alone), (sweep.KIND, {})):
+        for length in (128, 256):
+            own = {"device": device, "kind": kind, "seq_len": length}
+            results.save(make_result(**own), tmp_path / "in")
+            results.save(make_result("v2", options=v2, **own), tmp_path / "in")
+    results.save(
+        make_result("v4", options={"compile": HOSTILE}, device=device, **red), tmp_path / "in"
+    )
+    words = [*words, "--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
     for form in tables.FORMATS:
-        assert compare_versions.main([*words, "--format", form]) == 0
-        assert b"\x1b" not in capsys.readouterr().out.encode()  # as a terminal does
-    text = (tmp_path / "out" / "comparison.md").read_text()
-    assert text.count(r"\$\\frac\$ \[31m \| \<b\>") > 2
+        compare_versions.main([*words, "--format", form])
+        shown = capsys.readouterr()
+        assert "error" not in shown.err and b"\x1b" not in shown.out.encode()  # as a terminal does
+    (text,) = (path.read_text() for path in (tmp_path / "out").glob("*.md"))
+    assert r"\$\\frac\$ \[31m \| \<b\>" in text
+    assert len(files(tmp_path / "out")) == 4
 
 
-@pytest.mark.parametrize("spelling", ["--output-dir={}", "--output={}"])
+@pytest.mark.parametrize("flag", ["--output-dir", "--output"])
 def test_the_files_of_results_keep_the_contract(
-    spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The sessions and software that are shown head the Markdown; each size has its own table."""
-
-    def session(name: str, torch: str, *keys: str, **changes: Any) -> list[RunResult]:
-        return [make_result(k, session=name, software={"torch": torch}, **changes) for k in keys]
-
-    runs = [*session("1", "2.5", "v1"), *session("2", "2.6", "v1", "v2")]
-    runs += session("2", "2.6", "v4", gate="fail", status="gate failed", step_ms=[])
-    runs += session("2", "2.6", "v1", config_name="small", batch_size=16)
-    runs += session("2", "2.6", "v1", precision="bf16")
-    for run in runs:
+    new = {"session": "2", "software": {"torch": "2.6"}}
+    for run in (
+        make_result(session="1", software={"torch": "2.5"}),
+        *(make_result(key, **new) for key in ("v1", "v2")),
+        make_result("v4", gate="fail", status="gate failed", step_ms=[], **new),
+        make_result(config_name="small", batch_size=16, **new),
+        make_result(precision="bf16", **new),
+    ):
         results.save(run, tmp_path / "in")
-    flag = spelling.format(tmp_path / "out")
-    words = ["--from-results", str(tmp_path / "in"), "--format", "json", flag]
+    out = tmp_path / "out"
+    words = ["--from-results", str(tmp_path / "in"), "--format", "json", f"{flag}={out}"]
     assert compare_versions.main(words) == 1  # V4's gate is red
-    written = [f"comparison.{kind}" for kind in ("csv", "json", "md", "png")]
-    assert files(tmp_path / "out") == written
+    assert files(out) == [f"comparison.{kind}" for kind in ("csv", "json", "md", "png")]
     captured = capsys.readouterr()
-    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    content = json.loads(read(out, "json"))
     assert json.loads(captured.out)["rows"] == content["rows"]  # nothing but JSON for a program
     assert captured.err.startswith("Written: ")
     assert (content["schema_version"], content["session"]) == (tables.SCHEMA_VERSION, "2")
     found = {(r["version"], r["config"], r["precision"]): r for r in content["rows"]}
     assert len(found) == 5 and all(set(row) >= set(CONTRACT) for row in content["rows"])
     assert found["v4", "tiny", "fp32"]["parity"] == "fail"
-    text = (tmp_path / "out" / "comparison.md").read_text()
+    text = read(out, "md")
     assert text.startswith("# Comparison 2\n\ntorch 2.6\n\n### ")
     assert [line for line in text.splitlines() if line.startswith("##")] == [
         "### tiny: 8 x 128 tokens, bf16, Some CPU",
@@ -481,7 +465,7 @@ def find_present(name, path=None, target=None):
 
 PathFinder.find_spec = find_present
 """
-LACKS = "import sys\nsys.exit(print('error: it needs a widget', file=sys.stderr) or 77)\n"
+NEEDS_WIDGET = "import sys\nsys.exit(print('error: it needs a widget', file=sys.stderr) or 77)\n"
 FEW_STEPS = ("--num-steps", "2", "--warmup-steps", "1", "--repeats", "1")
 V2 = "version2_pytorch_fused/tiny_llama_v2.py"
 RED_V2 = {"workshop/run/presets.py": SHRINK_PRESET, V2: ("F.silu", "F.relu")}
@@ -504,7 +488,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path
     interpreted, V4 crashes, and `hf` can't run here."""
     folder = tmp_path_factory.mktemp("mixed")
     code, out = copy_repository(folder / "code", RED_V2), folder / "out"
-    others = {"v3": VERSIONS["v2"].path.read_text(), "v4": CRASH, "hf": LACKS}
+    others = {"v3": VERSIONS["v2"].path.read_text(), "v4": CRASH, "hf": NEEDS_WIDGET}
     words = ["--config", "tiny", "--num-steps", "2", "--warmup-steps", "1", "--repeats", "2"]
     words += ["--versions", *VERSIONS, "hf", "--device", "cpu", "--output-dir", str(out)]
     stdout, stderr = io.StringIO(), io.StringIO()
@@ -655,7 +639,20 @@ WRONG = {
     "empty results": (["--from-results", "EMPTY"], "no result files"),
     "truncated result": (["--from-results", "CUT"], "cut.json: no valid JSON at line 1"),
     "another format": (["--format", "xml"], "invalid choice: 'xml'"),
-}
+    "both": (["--waterfall", "--sweep", "seq-len", "1"], "not allowed with argument"),
+    "another end": (["--waterfall", "v2"], "--waterfall v2: choose from v4, v3"),
+    "versions too": (["--waterfall", "--versions", "v3"], "--versions: name a waterfall's end"),
+    "waterfall's repeats": (["--waterfall", "--repeats", "0"], "--repeats 0: it must be at least"),
+    "waterfall's preset": (["--waterfall", "--config", "giant"], "unknown preset 'giant'"),
+    "an end that no file has": (
+        ["--waterfall", "v4", "v9", "--from-results", "ONE"], "--waterfall v9: choose from v4, v3"),
+    "no waterfall": (["--waterfall", "--from-results", "ONE"], "no waterfall: V1 at fp32"),
+    "axis": (["--sweep", "width", "1", "2"], "--sweep width: choose from"),
+    "one size": (["--sweep", "seq-len", "128"], "--sweep seq-len: give two sizes or more"),
+    "heads": (["--sweep", "hidden-dim", "64", "100"], "must be a multiple of 64"),
+    "version": (["--sweep", "seq-len", "8", "16", "--versions", "v9"], "unknown version 'v9'"),
+    "no sweep": (["--sweep", "seq-len", "--from-results", "ONE"], "no sweep over seq-len"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
@@ -666,9 +663,9 @@ def test_wrong_input_is_one_line(
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "CUT").mkdir()
     (tmp_path / "CUT" / "cut.json").write_text('{"schema_version": 1, "vers')
+    results.save(make_result(), tmp_path / "ONE")
     before = files(tmp_path)
-    places = {name: str(tmp_path / name) for name in ("FILE", "EMPTY", "CUT")}
-    given = [places.get(word, word) for word in words]
+    given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
     defaults = ["--device", "cpu", "--output-dir", str(tmp_path / "out")]
     try:
         status: object = compare_versions.main(defaults + given)
@@ -677,15 +674,14 @@ def test_wrong_input_is_one_line(
     assert status == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert message in re.sub(re.escape(str(tmp_path)) + "/", "", captured.err)
+    assert message in captured.err.replace(f"{tmp_path}/", "")
     assert captured.err.count("error: ") == 1
     if captured.err.startswith("error: "):
         assert captured.err.count("\n") == 1
-    assert files(tmp_path) == before
-    assert not (tmp_path / "out").exists()
+    assert files(tmp_path) == before and not (tmp_path / "out").exists()
 
 
-def test_a_version_that_is_not_in_this_checkout_is_told(
+def test_a_version_that_is_not_in_this_checkout_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     gone = dataclasses.replace(versions.VERSIONS["v2"], folder="version2_elsewhere")
@@ -700,101 +696,50 @@ def test_a_version_that_is_not_in_this_checkout_is_told(
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
-# A terminal of our own: what is typed into it, Ctrl-C too, goes to the command as at a keyboard.
-# Whoever is started in the background ignores Ctrl-C, and hands that down: not to our command.
-TERMINAL = """
-import os, pty, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
-"""
-LONG = ("--config", "tiny", "--num-steps", "100000", "--repeats", "1")
 
-
-class Terminal:
-    """A command in a terminal: wait for what it shows, type, and read how it ended."""
-
-    def __init__(self, *words: str | Path, folder: Path) -> None:
-        command = [sys.executable if word == "python" else str(word) for word in words]
-        environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TERMINAL, *command],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self.shown = ""
-
-    def wait_for(self, text: str) -> None:
-        assert self._process.stdout is not None
-        while text not in self.shown:
-            block = os.read(self._process.stdout.fileno(), 65536)
-            assert block, f"it ended without {text!r}:\n{self.shown}"
-            self._add(block)
-
-    def type(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(text.encode())
-        self._process.stdin.flush()
-
-    def end_job(self, name: Path) -> None:
-        """As a batch system: SIGTERM to every process of the job, whose commands name something."""
-        pids = {int(line.split()[0]) for line in running(name)} - {self._process.pid}
-        assert len(pids) >= 2
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-
-    def end(self) -> int:
-        rest, _ = self._process.communicate(timeout=HANGS_S)
-        self._add(rest)
-        return self._process.returncode
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-
-    def _add(self, block: bytes) -> None:
-        text = block.decode(errors="replace")
-        self.shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-
-
-def running(text: str | Path) -> list[str]:
-    """Command lines of processes that name something."""
+def running(folder: Path) -> list[int]:
+    """The processes whose command lines name a folder."""
     listing = subprocess.run(["ps", "-ww", "-eo", "pid=,args="], capture_output=True, text=True)
     # ps writes letters that are not ASCII as the locale has it: the test's own folders have none.
-    tail = "/".join(Path(text).parts[-3:])
-    return [line for line in listing.stdout.splitlines() if tail in line]
+    tail = "/".join(folder.parts[-3:])
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if tail in line]
 
 
-@pytest.fixture(scope="module")
-def small_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small") / "code"
-    return copy_repository(folder, {"workshop/run/presets.py": SHRINK_PRESET})
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 @pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_ctrl_c_or_sigterm_keeps_what_was_completed(
-    how: str, small_copy: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) -> None:
+    code = copy_repository(tmp_path / "code", {"workshop/run/presets.py": SHRINK_PRESET})
     folder = tmp_path / "out"
-    words = ("--versions", "v1", *LONG, "--warmup-steps", "1", "--output-dir", folder)
-    terminal = Terminal(*tool(*words), folder=small_copy)
+    words = tool("--versions", "v1", "--config", "tiny", "--num-steps", "100000", "--repeats", "1")
+    words += ["--warmup-steps", "1", "--output-dir", folder]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words[1:])],
+        cwd=code,
+        env=os.environ | {"FORCE_COLOR": "1", "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    shown = b""
     try:
-        terminal.wait_for("v1 tiny fp32: step ")  # progress, as a terminal shows it
-        assert len(running(folder)) >= 2
+        while b"v1 tiny fp32: step " not in shown:  # progress, as a terminal shows it
+            shown += (block := os.read(process.stdout.fileno(), 65536))
+            assert block, shown.decode()
+        pids = running(folder)
+        assert len(pids) >= 2
         time.sleep(0.5)
-        if how == "Ctrl-C":
-            terminal.type("\x03")
-        else:
-            terminal.end_job(folder)
-        status = terminal.end()
+        if how == "Ctrl-C":  # a terminal's goes to the command's group
+            os.killpg(process.pid, signal.SIGINT)
+        else:  # a batch system's to all processes of the job
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+        shown += process.communicate(timeout=HANGS_S)[0]
     finally:
-        terminal.kill()
-    assert status == 130, terminal.shown
-    assert "interrupted: the table holds what was completed" in terminal.shown
-    assert "Traceback" not in terminal.shown
-    assert running(folder) == []
+        process.kill()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert process.returncode == 130, text
+    assert "interrupted: the table holds what was completed" in text
+    assert "Traceback" not in text and running(folder) == []
     (run,) = results.load_folder(folder)
     assert run.status == "interrupted" and 1 <= len(run.step_ms) < 100_000
     (row,) = json.loads((folder / "comparison.json").read_text())["rows"]
@@ -829,20 +774,27 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
-def test_ctrl_c_before_anything_is_complete_says_so(small_copy: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    words = ("--versions", "v1", *LONG, "--warmup-steps", "100000", "--output-dir", folder)
-    terminal = Terminal(*tool(*words), folder=small_copy)
-    try:
-        terminal.wait_for("v1 tiny fp32: warming up")
-        terminal.type("\x03")
-        status = terminal.end()
-    finally:
-        terminal.kill()
-    assert status == 130, terminal.shown
-    assert "interrupted before a run was complete: nothing saved" in terminal.shown
-    assert "Traceback" not in terminal.shown
-    assert running(folder) == []
-    assert files(folder) == []
+@pytest.mark.parametrize("runs", [[], [make_result(status="interrupted")]], ids=["none", "one"])
+@pytest.mark.parametrize(
+    "words", [[], ["--waterfall"], ["--sweep", "seq-len", "128", "256"]], ids=str
+)
+def test_ctrl_c_shows_what_was_completed(
+    words: list[str],
+    runs: list[RunResult],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = words[0].strip("-") if words else "comparison"
+    kind = {"waterfall": waterfall.KIND, "sweep": sweep.KIND}.get(name, "run")
+    runs = [dataclasses.replace(run, kind=kind) for run in runs]
+    monkeypatch.setattr(compare_versions, "run_plans", lambda *_, **__: (runs, True))
+    output = ["--device", "cpu", "--precision", "fp32", "--output-dir", str(tmp_path)]
+    assert compare_versions.main([*words, *output]) == 130
+    shown = capsys.readouterr()
+    if runs:
+        assert "interrupted: the table holds what was completed" in shown.err
+        assert "100.00" in shown.out and (tmp_path / f"{name}.json").is_file()
+    else:
+        assert "interrupted before a run was complete: nothing saved" in shown.err
+        assert shown.out == "" and files(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The regression tester: few false alarms, no slow-down missed in silence, everything told."""
+"""The regression tester: few false alarms, no slow-down missed in silence, nothing left out."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from test_compare import SHRINK_PRESET, copy_repository, use_versions_of
 from test_results import files, make_result
 
@@ -54,6 +55,12 @@ def test_quantiles_are_those_of_the_printed_tables(tail: float, freedom: int, va
     assert timing.t_quantile(tail, freedom) == pytest.approx(value, abs=6e-4)
 
 
+def some_steps(times: list[float], rng: random.Random, steps: int) -> float:
+    """The median of drawn steps, in stretches of five, as neighbours are alike."""
+    starts = [rng.randrange(len(times)) for _ in range(steps // 5)]
+    return statistics.median(times[(start + i) % len(times)] for start in starts for i in range(5))
+
+
 class Noise:
     """What the processes of one version and size did on the H200, to draw more of their kind:
     processes differ as the recorded ones do, and each has a recorded one's steps."""
@@ -65,15 +72,12 @@ class Noise:
         self.scatter = {name: statistics.stdev(logs[name]) for name in SAMPLES}
 
     def process(self, rng: random.Random, steps: int) -> dict[str, float]:
-        """The median of each of SAMPLES. Steps come in stretches of five, as neighbours are
-        alike; a process that is slow in one phase is so in the others, up to a point."""
+        """The median of each of SAMPLES. A process that is slow in one phase is so in the others,
+        up to a point."""
         recorded, common = rng.choice(self._runs), rng.gauss(0, 1)
         medians = {}
         for name in SAMPLES:
-            times = recorded[name]
-            starts = [rng.randrange(len(times)) for _ in range(steps // 5)]
-            drawn = [times[(start + i) % len(times)] for start in starts for i in range(5)]
-            shape = statistics.median(drawn) / statistics.median(times)
+            shape = some_steps(recorded[name], rng, steps) / statistics.median(recorded[name])
             own = math.sqrt(0.5) * (common + rng.gauss(0, 1))
             medians[name] = self._centre[name] * shape * math.exp(self.scatter[name] * own)
         return medians
@@ -87,13 +91,8 @@ class Drawn:
 
     def process(self, rng: random.Random, steps: int) -> dict[str, float]:
         """As Noise.process, of one that was recorded."""
-        recorded, medians = rng.choice(self._runs), {}
-        for name in SAMPLES:
-            times = recorded[name]
-            starts = [rng.randrange(len(times)) for _ in range(steps // 5)]
-            drawn = [times[(start + i) % len(times)] for start in starts for i in range(5)]
-            medians[name] = statistics.median(drawn)
-        return medians
+        recorded = rng.choice(self._runs)
+        return {name: some_steps(recorded[name], rng, steps) for name in SAMPLES}
 
 
 def recorded_noise() -> dict[str, Noise]:
@@ -112,7 +111,7 @@ def simulate(
     processes: int,
     steps: int,
 ) -> Counter[str]:
-    """How checks of one version end: `alarm` where the same code is said to be slower in any
+    """How checks of one version end: `alarm` where the same code is called slower in any
     metric; and the verdicts on a step slower by `slow_down`."""
     counts: Counter[str] = Counter()
     for _ in range(checks):
@@ -127,12 +126,11 @@ def simulate(
     return counts
 
 
-QUIET, LOUD = 0.02, 0.05
-"""Scatter of processes that keep the GPU busy stays below the one; that of those that wait for the
-host lies beyond the other, mostly."""
+QUIET = 0.02
+"""Scatter of processes that keep the GPU busy stays below it."""
 
 
-def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible() -> None:
+def test_false_alarms_are_rare_and_slow_downs_are_found_or_reported_as_invisible() -> None:
     quiet, noisy = Counter[str](), Counter[str]()
     for cell, noise in recorded_noise().items():
         rng = random.Random(cell)
@@ -143,26 +141,26 @@ def test_false_alarms_are_rare_and_slow_downs_are_found_or_said_to_be_invisible(
         (noisy if loud else quiet).update(counts | {"checks": checks})
     # A machine as quiet as a GPU that is kept busy: every 5% is found.
     assert quiet["checks"] >= 6 * 20 and quiet[SLOWER] == quiet["checks"]
-    # Times that scatter by more between processes: 5% drowns, which is said, or is found after all.
+    # Times that scatter by more between processes: 5% drowns, with a report, or is found after all.
     assert noisy["checks"] >= 4 * 250
     assert noisy[TOO_NOISY] + noisy[SLOWER] == noisy["checks"]
     assert noisy[TOO_NOISY] >= 0.95 * noisy["checks"]
-    for counts in (quiet, noisy):  # no more than 1% of the checks cry wolf
+    for counts in (quiet, noisy):
         assert counts["alarm"] <= 0.01 * counts["checks"]
 
 
 @pytest.mark.parametrize(
-    ("recording", "processes", "found", "told"),
+    ("recording", "processes", "found", "too_noisy"),
     [("shared CPU", 10, 91, 409), ("shared CPU", 40, 486, 9), ("busy shared CPU", 10, 2, 497)],
 )
-def test_a_cpu_cries_wolf_as_rarely_and_says_what_it_hides(
-    recording: str, processes: int, found: int, told: int
+def test_false_alarms_are_as_rare_on_a_cpu_and_noise_is_reported(
+    recording: str, processes: int, found: int, too_noisy: int
 ) -> None:
     """The figures are those of docs/regression.md."""
     noise = Drawn(json.loads(CPU_NOISE.read_text())[recording])
     rng = random.Random(recording)
     counts = simulate(noise, rng, checks=500, slow_down=0.05, processes=processes, steps=20)
-    assert (counts[SLOWER], counts[TOO_NOISY]) == (found, told)
+    assert (counts[SLOWER], counts[TOO_NOISY]) == (found, too_noisy)
     assert counts["alarm"] <= 5
 
 
@@ -210,7 +208,7 @@ def test_a_disturbed_process_does_not_hide_a_slow_down() -> None:
     assert regression.compare(calm, disturbed, comparisons=20).verdict(THRESHOLD) == SAME
 
 
-def test_what_is_too_noisy_is_told_with_what_would_help() -> None:
+def test_what_is_too_noisy_comes_with_what_would_help() -> None:
     noisy = [100.0, 103.0, 98.0, 105.0]
     change = regression.compare(noisy, [value * 1.05 for value in noisy], comparisons=4)
     assert change.verdict(THRESHOLD) == TOO_NOISY and 0.05 < change.visible < 0.25
@@ -309,29 +307,24 @@ def test_a_version_without_proven_times_is_judged_for_that(
     assert regression.exit_status(findings) != errors.DONE
 
 
-OTHER_MACHINE = {
-    "device": ({"device": {"type": "cpu", "name": "Another CPU"}}, "Some CPU then, Another CPU no"),
-    "threads": (
-        {"device": {"type": "cpu", "name": "Some CPU", "threads": 4}},
-        "device threads: 2 then, 4 now",
-    ),
-    "software": (
-        {"software": {"python": "3.11.7", "torch": "2.14.0", "cuda": None}},
-        "software torch: 2.13.0 then, 2.14.0 now",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "told"), OTHER_MACHINE.values(), ids=OTHER_MACHINE)
-def test_another_machine_is_told_and_compared_by_force(
-    changes: dict[str, object], told: str
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"device": {"type": "cpu", "name": "Another CPU"}}, "Some CPU then, Another CPU now"),
+        ({"device": {"type": "cpu", "name": "Some CPU", "threads": 4}}, "threads: 2 then, 4 now"),
+        ({"software": {"torch": "2.14.0"}}, "software torch: 2.13.0 then, 2.14.0 now"),
+    ],
+    ids=["device", "threads", "software"],
+)
+def test_another_machine_is_named_and_compared_by_force(
+    changes: dict[str, object], difference: str
 ) -> None:
     moved = session(factor=1.05, **changes)
     (finding,) = judge(session(), moved)
-    assert finding.verdict == NOT_COMPARABLE and told in finding.note
+    assert finding.verdict == NOT_COMPARABLE and difference in finding.note
     assert regression.exit_status([finding]) == errors.NOT_ON_THIS_MACHINE
     forced = judge(session(), moved, force=True)
-    assert verdicts(forced)["v1 step_ms"] == SLOWER and told in forced[0].note
+    assert verdicts(forced)["v1 step_ms"] == SLOWER and difference in forced[0].note
     with pytest.raises(WorkshopError, match="a baseline is of one machine"):
         regression.make_baseline([session() + session("v2", **changes)], [])
 
@@ -351,16 +344,15 @@ def test_the_newest_session_counts_and_one_of_this_machine_before_all_others() -
     assert Counter(run.session for run in baseline.runs) == {session()[0].session: 3, "20250301": 3}
 
 
-def test_one_process_tells_nothing_and_noise_in_every_step_is_no_pass() -> None:
+def test_one_process_proves_nothing_and_noise_in_every_step_is_no_pass() -> None:
     findings = judge(session(), session(count=1))
     assert {f.verdict for f in findings} == {NOT_COMPARABLE}
     assert regression.exit_status(findings) == errors.NOT_ON_THIS_MACHINE
     wild = [make_result(step_ms=[level]) for level in (60.0, 100.0, 140.0)]
     findings = judge(wild, wild)
     assert verdicts(findings)["v1 step_ms"] == TOO_NOISY
-    assert (
-        findings[0].note.startswith("can't see less than ") and "--repeats" not in findings[0].note
-    )
+    assert findings[0].note.startswith("can't see less than ")
+    assert "--repeats" not in findings[0].note
     assert regression.exit_status(findings) == errors.NOT_ON_THIS_MACHINE
     # One version that is too noisy does not silence the others.
     findings = judge(wild + session("v2"), wild + session("v2"))
@@ -373,18 +365,15 @@ def test_a_baseline_leaves_out_what_is_not_proven(
     for run in [*session("v1"), make_result("v2", "fail"), make_result("v4", "not run")]:
         results.save(run, tmp_path / "in")
     target = tmp_path / "new" / "b.json"
-    assert (
-        run_tool("baseline", "save", "--from-results", tmp_path / "in", "--baseline", target) == 1
-    )
+    assert save(tmp_path / "in", target) == 1
     captured = capsys.readouterr()
     assert "left out: v2 tiny fp32: failed, gate red: gradient of norm.weight" in captured.err
     assert "left out: v4 tiny fp32: failed, gate not run" in captured.err
     assert [run.version for run in regression.load_baseline(target).runs] == ["v1"] * 3
-    only_red = tmp_path / "red"
-    results.save(make_result("v2", "fail"), only_red)
-    assert run_tool("baseline", "save", "--from-results", only_red, "--baseline", target) == 2
+    results.save(make_result("v2", "fail"), tmp_path / "red")
+    assert save(tmp_path / "red", target) == 2
     assert "no run is fit for a baseline: v2 tiny fp32: gate red" in capsys.readouterr().err
-    assert len(regression.load_baseline(target).runs) == 3  # the old one stands
+    assert len(regression.load_baseline(target).runs) == 3  # the old one is kept
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -394,22 +383,25 @@ def run_tool(*words: str | Path) -> int:
     return regression_tester.main([str(word) for word in words])
 
 
+def save(folder: Path, path: Path, *words: str) -> int:
+    return run_tool("baseline", "save", "--from-results", folder, "--baseline", path, *words)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A baseline of V1 and V2."""
     for run in session("v1") + session("v2"):
         results.save(run, tmp_path / "in")
     path = tmp_path / "baseline.json"
-    assert run_tool("baseline", "save", "--from-results", tmp_path / "in", "--baseline", path) == 0
+    assert save(tmp_path / "in", path) == 0
     return path
 
 
 def test_a_baseline_of_some_versions_has_no_others(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
-    words = ["baseline", "save", "--from-results", tmp_path / "in", "--baseline", path]
-    assert run_tool(*words, "--versions", "v2") == 0
+    assert save(tmp_path / "in", path, "--versions", "v2") == 0
     assert {run.version for run in regression.load_baseline(path).runs} == {"v2"}
-    assert run_tool(*words, "--versions", "v4") == 2
+    assert save(tmp_path / "in", path, "--versions", "v4") == 2
 
 
 def test_a_baseline_is_read_as_it_was_written(saved: Path) -> None:
@@ -420,22 +412,26 @@ def test_a_baseline_is_read_as_it_was_written(saved: Path) -> None:
     assert str(saved.parent) not in baseline.command
 
 
+def with_run(baseline: dict, **changes: object) -> dict:
+    return {**baseline, "runs": [{**baseline["runs"][0], **changes}]}
+
+
 BROKEN_BASELINES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a result file": (lambda b: b["runs"][0], "no baseline of schema_version 1"),
     "another schema": (lambda b: {**b, "schema_version": 2}, "no baseline of schema_version 1"),
     "no runs": (lambda b: {**b, "runs": []}, "field runs is empty"),
     "wrong type": (lambda b: {**b, "device": 3}, "field device should be"),
     "wrong sample": (
-        lambda b: {**b, "runs": [{**b["runs"][0], "step_ms": ["x"]}]},
-        r"field runs\[0\].step_ms\[0\] should be float",
+        lambda b: with_run(b, step_ms=["x"]),
+        r"field runs\[0\].step_ms\[0\] should be",
     ),
-    "senseless sample": (
-        lambda b: {**b, "runs": [{**b["runs"][0], "step_ms": [-1.0]}]},
-        r"field runs\[0\].step_ms\[0\] should lie between",
+    "senseless": (
+        lambda b: with_run(b, step_ms=[-1.0]),
+        r"field runs\[0\].step_ms\[0\] should lie",
     ),
-    "unknown version": (
-        lambda b: {**b, "runs": [{**b["runs"][0], "version": "v9"}]},
-        r"field runs\[0\].version is 'v9', not one of v1",
+    "version": (
+        lambda b: with_run(b, version="v9"),
+        r"field runs\[0\].version is 'v9', not one of",
     ),
 }
 
@@ -490,22 +486,18 @@ def test_every_form_holds_the_verdicts_and_shows_names_as_text(
     for name, factor in (("then", 1.0), ("now", 1.5)):
         (tmp_path / name).mkdir()
         strange = session("v1", config_name=HOSTILE, options={"compile": "<i>|`x`\x1b[2J"})
-        runs = strange + session("v2", factor=factor)
-        for index, run in enumerate(runs):
+        for index, run in enumerate(strange + session("v2", factor=factor)):
             results.save_as(tmp_path / name / f"{index}.json", run)
-    names = {"junit": tmp_path / "j.xml", "markdown": tmp_path / "deep" / "m.md"}
+    junit, page = tmp_path / "j.xml", tmp_path / "deep" / "m.md"
     path, out = tmp_path / "b.json", tmp_path / "out"
-    assert (
-        run_tool("baseline", "save", "--from-results", tmp_path / "then", "--baseline", path) == 0
-    )
+    assert save(tmp_path / "then", path) == 0
     capsys.readouterr()
     words = ["check", "--from-results", tmp_path / "now", "--baseline", path, "--output-dir", out]
-    words += ["--junit", names["junit"], "--markdown", names["markdown"]]
+    words += ["--junit", junit, "--markdown", page]
     assert run_tool(*words, "--format", "json") == 1
-    printed = capsys.readouterr()
     assert files(out) == ["regression/check.json"]
     content = json.loads((out / "regression" / "check.json").read_text())
-    assert json.loads(printed.out)["findings"] == content["findings"]
+    assert json.loads(capsys.readouterr().out)["findings"] == content["findings"]
     assert len(content["findings"]) == 10 and content["threshold"] == THRESHOLD
     assert run_tool(*words) == 1
     table = capsys.readouterr().out
@@ -513,25 +505,20 @@ def test_every_form_holds_the_verdicts_and_shows_names_as_text(
     assert re.search(r"│ v2 +│ step +│ 100.\d+ ms │ 150.\d+ ms │ +\+50% │ .* │ slower ", table)
     assert "changes by 3% or more: 1 slower, 9 no significant difference" in table
 
-    text = names["markdown"].read_text()
-    assert (
-        "| v2 | step | 100.10 ms | 150.15 ms | +50% |" in text
-        and "- **v2 tiny fp32 step: slower: " in text
-    )
+    text = page.read_text()
+    assert "| v2 | step | 100.10 ms | 150.15 ms | +50% |" in text
+    assert "- **v2 tiny fp32 step: slower: " in text
     assert "\x1b" not in text and r"\<b\>\[red\]" in text and "<b>" not in text
     assert r"| v1 compile=\<i\>\|\`x\`\[2J | step |" in text
 
-    suites = ElementTree.parse(names["junit"]).getroot()
-    assert {key: suites.get(key) for key in ("tests", "failures", "errors", "skipped")} == {
-        "tests": "10",
-        "failures": "1",
-        "errors": "0",
-        "skipped": "0",
-    }
-    (failed,) = [case for case in suites.iter("testcase") if case.find("failure") is not None]
-    assert (failed.get("classname"), failed.get("name")) == ("tiny.fp32.v2", "step")
-    failure = failed.find("failure")
-    assert failure is not None and str(failure.get("message")).startswith("slower: +50% (+")
+    suites = ElementTree.parse(junit).getroot()
+    counts = {key: suites.get(key) for key in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "10", "failures": "1", "errors": "0", "skipped": "0"}
+    ((case, failure),) = (
+        (case, child) for case in suites.iter("testcase") for child in case.iter("failure")
+    )
+    assert (case.get("classname"), case.get("name")) == ("tiny.fp32.v2", "step")
+    assert str(failure.get("message")).startswith("slower: +50% (+")
 
 
 def test_junit_skips_what_has_no_verdict(saved: Path) -> None:
@@ -549,34 +536,8 @@ def test_junit_skips_what_has_no_verdict(saved: Path) -> None:
     assert outcomes["tiny.fp32.v1"][0] == "skipped"
     assert "software torch: 2.13.0 then, 9 now" in outcomes["tiny.fp32.v1"][1]
     assert outcomes["tiny.fp32.v2"] == ("skipped", "gone")
-    assert outcomes["tiny.fp32.v4"] == (
-        "failure",
-        "failed: gate red: gradient of norm.weight is missing",
-    )
-
-
-def test_the_reference_ladder_holds_against_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, ladder = tmp_path / "b.json", H200 / "runs"
-    assert run_tool("baseline", "save", "--from-results", ladder, "--baseline", path) == 0
-    assert len(regression.load_baseline(path).runs) == len(list(ladder.glob("*/*.json"))) == 60
-    capsys.readouterr()
-    words = ("check", "--from-results", ladder, "--baseline", path, "--format", "json")
-    assert run_tool(*words) == 0
-    found = json.loads(capsys.readouterr().out)["findings"]
-    steps = {
-        f"{f['version']} {f['config']} {f['precision']}": f["verdict"]
-        for f in found
-        if f["metric"] == "step_ms"
-    }
-    scatter = {cell: noise.scatter["step_ms"] for cell, noise in recorded_noise().items()}
-    assert set(steps) == set(scatter)
-    told = {cell for cell, verdict in steps.items() if verdict == TOO_NOISY}
-    # Three processes show 3% where they scatter by a twelfth of that.
-    assert {cell for cell in scatter if scatter[cell] > LOUD} <= told
-    assert not {cell for cell in scatter if scatter[cell] < THRESHOLD / 12} & told
-    assert not {f["verdict"] for f in found} & {SLOWER, FASTER, FAILED}
+    assert outcomes["tiny.fp32.v4"][0] == "failure"
+    assert "failed: gate red: gradient of norm.weight" in outcomes["tiny.fp32.v4"][1]
 
 
 # --- fresh runs -------------------------------------------------------------------------------
@@ -595,7 +556,7 @@ def test_a_check_runs_what_the_baseline_ran(
     assert {name: fresh[name] for name in wanted} == wanted
 
 
-def test_another_machine_is_told_before_anything_runs(
+def test_another_machine_is_refused_before_anything_runs(
     saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(regression_tester.compare_versions, "run_plans", pytest.fail)
@@ -606,18 +567,17 @@ def test_another_machine_is_told_before_anything_runs(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("command", ["save", "check"])
+@pytest.mark.parametrize("words", [["baseline", "save", "--config", "tiny"], ["check", "--force"]])
 def test_ctrl_c_judges_nothing(
-    command: str,
+    words: list[str | Path],
     saved: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tester, before = regression_tester, saved.read_text()
     monkeypatch.setattr(tester.compare_versions, "run_plans", lambda *_: (session(), True))
-    words = ["baseline", "save", "--config", "tiny"] if command == "save" else ["check", "--force"]
-    words += ["--device", "cpu", "--baseline", saved, "--output-dir", saved.parent / "out"]
-    assert run_tool(*words) == 130
+    output = ("--output-dir", saved.parent / "out")
+    assert run_tool(*words, "--device", "cpu", "--baseline", saved, *output) == 130
     assert "interrupted: nothing judged" in capsys.readouterr().err
     assert saved.read_text() == before and files(saved.parent / "out") == []
 
@@ -651,7 +611,8 @@ def test_a_planted_slow_down_is_found_in_real_runs(
             common = ("--num-steps", "10", "--baseline", tmp_path / "b.json")
             return run_tool(*words, *common)
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The check refuses another number of threads than its own.
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     save = ("baseline", "save", "--versions", "v1", "--config", "tiny", "--device", "cpu")
     assert run(20, *save, "--repeats", "3", "--output-dir", tmp_path / "a") == 0
     check = ("check", "--repeats", "2", "--output-dir", tmp_path / "b")

@@ -26,7 +26,7 @@ fail() { # fail STATUS MESSAGE
   exit "$1"
 }
 
-# try COMMAND...: 77 says that this machine lacks what it needs.
+# try COMMAND...: 77 says that this machine does not have what it needs.
 try() {
   local status=0
   "$@" || status=$?

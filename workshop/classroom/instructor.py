@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from workshop.compare.collection import Collection, Profile
-from workshop.compare.markdown import table_line
+from workshop.compare.markdown import table
 from workshop.gate import plausibility
 from workshop.profilers import kernel_file
 from workshop.report import comparisons, studies
@@ -38,8 +38,7 @@ def parts(recorded: Collection) -> dict[str, str]:
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]], texts: int = 2) -> str:
     """Markdown; the first `texts` columns are text, the others numbers."""
-    aligned = ["---"] * texts + ["---:"] * (len(header) - texts)
-    return "\n".join(map(table_line, [header, aligned, *rows]))
+    return table(header, rows, range(texts))
 
 
 def _link(path: Path) -> str:

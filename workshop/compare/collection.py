@@ -131,38 +131,31 @@ class Collection:
                 match = _SECOND_KEY.match(file.read(_START))
         except OSError as error:
             raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
-        if match and match[1] in (_OF_A_RUN, _OF_A_TABLE):
-            return match[1]
-        if match and match[1] == _OF_A_BENCHMARK and path.name == kernel_file.JSON_FILE:
-            return _OF_A_BENCHMARK
-        if meant := self._meant(path):
-            return meant
-        if path.parent in self.folders and not match:
-            return _OF_A_RUN if "config_name" in results.read_json(path) else None
-        return None
-
-    def _meant(self, path: Path) -> str | None:
-        """What a file is by its place and name."""
+        key = match[1] if match else ""
+        if key in (_OF_A_RUN, _OF_A_TABLE):
+            return key
+        if key == _OF_A_BENCHMARK and path.name == kernel_file.JSON_FILE:
+            return key
         top = next(folder for folder in self.folders if folder in path.parents)
         within = {top.name, *path.parent.relative_to(top).parts}
         if PROFILES_FOLDER in within:
-            return {kernel_file.JSON_FILE: _OF_A_TABLE, RUN_FILE: _OF_A_RUN}.get(path.name)
-        return _OF_A_RUN if RUNS_FOLDER in within and path.name not in results.DERIVED else None
+            meant = {kernel_file.JSON_FILE: _OF_A_TABLE, RUN_FILE: _OF_A_RUN}.get(path.name)
+        else:
+            is_run = RUNS_FOLDER in within and path.name not in results.DERIVED
+            meant = _OF_A_RUN if is_run else None
+        if not meant and not match and path.parent in self.folders:
+            return _OF_A_RUN if "config_name" in results.read_json(path) else None
+        return meant
 
     def _sort(self) -> None:
-        found = {path: file.content for path, file in self._files.items() if file.content}
-        stored = {path: c for path, c in found.items() if isinstance(c, StoredRun)}
-        self.runs = sorted(
-            (run for path, run in stored.items() if path.name != RUN_FILE),
-            key=lambda stored: (stored.run.session, stored.path),
-        )
-        self.profiles = [
-            _profile(path.parent, table, stored)
-            for path, table in sorted(found.items())
-            if isinstance(table, KernelTable)
-        ]
-        self.benchmarks = [c for _, c in sorted(found.items()) if isinstance(c, Benchmark)]
-        self.broken = [c for _, c in sorted(found.items()) if isinstance(c, Broken)]
+        found = [(path, self._files[path].content) for path in sorted(self._files)]
+        stored = {path: c for path, c in found if isinstance(c, StoredRun)}
+        runs = (run for path, run in stored.items() if path.name != RUN_FILE)
+        self.runs = sorted(runs, key=lambda one: (one.run.session, one.path))
+        tables = ((path.parent, c) for path, c in found if isinstance(c, KernelTable))
+        self.profiles = [_profile(folder, table, stored) for folder, table in tables]
+        self.benchmarks = [c for _, c in found if isinstance(c, Benchmark)]
+        self.broken = [c for _, c in found if isinstance(c, Broken)]
 
 
 def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
@@ -200,6 +193,7 @@ def _benchmark(path: Path) -> Benchmark | None:
 
 def _profile(folder: Path, table: KernelTable, stored: dict[Path, StoredRun]) -> Profile:
     record = stored.get(folder / RUN_FILE) or stored.get(folder.parent / RUN_FILE)
-    by_place = folder.parent.name if folder.parent.name in VERSIONS else ""
-    version = record.run.version if record else by_place
-    return Profile(folder, version, table.tool, table, record.run if record else None)
+    if record:
+        return Profile(folder, record.run.version, table.tool, table, record.run)
+    version = folder.parent.name if folder.parent.name in VERSIONS else ""
+    return Profile(folder, version, table.tool, table, None)

@@ -1,6 +1,5 @@
 """Comparisons, waterfalls and sweeps as pictures, for a projector."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,14 @@ _STYLE: Any = {
 _TITLE: Any = {"loc": "left", "fontweight": "bold", "fontsize": 15}
 
 
-def _save(draw: Callable[[], Any], target: Path) -> None:
+def _save(draw: Callable[[Any], Any], what: Any, target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     with plt.rc_context(_STYLE):
-        figure = draw()
+        figure = draw(what)
         figure.savefig(target, dpi=100)
         plt.close(figure)
 
@@ -58,7 +57,7 @@ def plot_rows(rows: list[Row], target: Path) -> None:
         for group in groups(rows)
         if any(row.step_ms for row in group)
     ]
-    _save(lambda: draw_rows(shown), target)
+    _save(draw_rows, shown, target)
 
 
 def draw_rows(shown: list[list[Row]]) -> Any:
@@ -140,7 +139,7 @@ _INCHES_A_RUNG, _INCHES_OF_LEGEND = 0.56, 0.4
 
 def plot_waterfalls(waterfalls: Sequence[Waterfall], target: Path) -> None:
     """A line of two panels each: time from V1 down to the version, and peak memory."""
-    _save(lambda: draw_waterfalls(waterfalls), target)
+    _save(draw_waterfalls, waterfalls, target)
 
 
 def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
@@ -222,16 +221,12 @@ def _plot_memory(axis: Any, waterfall: Waterfall) -> None:
 # --- sweeps --------------------------------------------------------------------------------------
 
 _INCHES_A_LINE = 0.3
-_MOST_LEVEL = 5
-"""Sizes whose labels fit side by side in a panel; those of more are turned."""
-_MOST_LABELS = 12
-_MARK_POINTS = 13
 
 
 def plot_sweeps(sweeps: Sequence[Sweep], target: Path) -> None:
     """A line of three panels each, and below it where each version's memory ends. A panel without
     measurements is empty."""
-    _save(lambda: draw_sweeps(sweeps), target)
+    _save(draw_sweeps, sweeps, target)
 
 
 def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
@@ -248,7 +243,7 @@ def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
         _panel(time, sweep, "ms a step, median", lambda point: point.row.step_ms)
         _panel(speed, sweep, "tokens a second", lambda point: point.row.tokens_per_s)
         _panel(memory, sweep, "peak memory, MB", lambda point: point.row.peak_memory_mb)
-        _mark_ends(memory, sweep)
+        _mark_memory(memory, sweep)
         speed.set_ylim(bottom=0)
         time.set_title(sweep.title, **_TITLE)
         time.legend(frameon=False)
@@ -258,25 +253,16 @@ def draw_sweeps(sweeps: Sequence[Sweep]) -> Any:
 def _panel(axis: Any, sweep: Sweep, label: str, value: Callable[[Point], float | None]) -> None:
     """Curves over sizes that double from tick to tick; only the throughput is not logarithmic."""
     for curve in sweep.curves:
-        points = [(point.size, value(point)) for point in curve.points if value(point)]
+        amounts = {point.size: value(point) for point in curve.points if value(point)}
         version = ALL[curve.version]
-        axis.plot(
-            [size for size, _ in points],
-            [amount for _, amount in points],
-            color=version.colour,
-            marker=MARKERS[version.marker],
-            markersize=9,
-            linewidth=2.5,
-            label=curve.label,
-        )
+        style = {"color": version.colour, "marker": MARKERS[version.marker], "label": curve.label}
+        axis.plot(list(amounts), list(amounts.values()), markersize=9, linewidth=2.5, **style)
     every = [point for curve in sweep.curves for point in curve.points]
     sizes = sorted({point.size for point in every})
     axis.set_xscale("log", base=2)
     axis.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
-    labelled = sizes[:: -(-len(sizes) // _MOST_LABELS)]
-    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    look = turned if len(labelled) > _MOST_LEVEL else {}
-    axis.set_xticks(labelled, [f"{size:,}" for size in labelled], **look)
+    labels = [f"{size:,}" for size in sizes]
+    axis.set_xticks(sizes, labels, rotation=45, ha="right", rotation_mode="anchor")
     if not any(value(point) for point in every):
         axis.set_yticks([])
     elif not label.startswith("tokens"):
@@ -290,28 +276,11 @@ def _panel(axis: Any, sweep: Sweep, label: str, value: Callable[[Point], float |
     axis.set_ylabel(label)
 
 
-def _mark_ends(axis: Any, sweep: Sweep) -> None:
-    """The device's memory as a line, and on it a cross where a version was out of memory, an open
-    ring where it was not tried."""
-    from matplotlib.transforms import offset_copy
-
-    every = [(curve.version, point) for curve in sweep.curves for point in curve.points]
-    free = [point.free_mb for _, point in every if point.free_mb]
-    memory_mb = sweep.memory_mb or next(iter(free), None)
-    ends = [(version, point) for version, point in every if point.beyond_memory]
-    if memory_mb is None or not ends:
-        return
-    axis.axhline(memory_mb, color=_LIMIT, linestyle="--", linewidth=2)
-    place = {"xycoords": ("axes fraction", "data"), "color": _LIMIT, "fontsize": 13}
-    _write_above(axis, "memory of the device", (0.02, memory_mb), 5, **place)
-    ends.sort(key=lambda end: end[1].size)
-    for _, beside in itertools.groupby(ends, key=lambda end: end[1].size):
-        own = list(beside)
-        for index, (version, point) in enumerate(own):
-            # Side by side, about their size: in points, since the sizes are logarithmic.
-            shift = (index - (len(own) - 1) / 2) * 0.7 * _MARK_POINTS
-            look = {"marker": "x"} if point.out_of_memory else {"marker": "o", "fillstyle": "none"}
-            axis.plot(point.size, memory_mb, color=ALL[version].colour,
-                      markersize=_MARK_POINTS, markeredgewidth=3, linestyle="none", clip_on=False,
-                      transform=offset_copy(axis.transData, axis.figure, x=shift, units="points"),
-                      **look)  # fmt: skip
+def _mark_memory(axis: Any, sweep: Sweep) -> None:
+    """The device's memory as a line, where a version went beyond it."""
+    points = [point for curve in sweep.curves for point in curve.points]
+    memory_mb = sweep.memory_mb or next((p.free_mb for p in points if p.free_mb), None)
+    if memory_mb is not None and any(point.beyond_memory for point in points):
+        axis.axhline(memory_mb, color=_LIMIT, linestyle="--", linewidth=2)
+        place = {"xycoords": ("axes fraction", "data"), "color": _LIMIT, "fontsize": 13}
+        _write_above(axis, "memory of the device", (0.02, memory_mb), 5, **place)

@@ -1,7 +1,7 @@
 """Names and sentences from files as Markdown shows them, so that none becomes markup."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from workshop.errors import printable
 
@@ -43,6 +43,10 @@ def code(text: str) -> Markdown:
     return Markdown(f"{fence}{space}{plain}{space}{fence}")
 
 
-def table_line(cells: Iterable[str]) -> str:
-    """A row of a table in Markdown, of cells that are Markdown."""
-    return f"| {' | '.join(cells)} |"
+def table(
+    header: Iterable[str], lines: Iterable[Iterable[str]], words: Collection[int] = (0,)
+) -> str:
+    """A table of cells that are Markdown; all columns but `words` are aligned at the right."""
+    names = list(header)
+    aligned = ["---" if i in words else "---:" for i in range(len(names))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, aligned, *lines))

@@ -114,10 +114,8 @@ class Row:
     def verdict(self) -> str:
         """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
         `1.80x (1 process)`, or a dash; or why there can be none."""
-        if self.status == "interpreted":
-            return NOT_COMPARABLE
-        if self.status == "skipped":
-            return self.status
+        if self.status in ("interpreted", "skipped"):
+            return NOT_COMPARABLE if self.status == "interpreted" else self.status
         if self.version == BASELINE and not self.variant and self.speedup is not None:
             return "baseline"
         return ratio(self.speedup, self.speedup_ci)
@@ -172,14 +170,21 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
         if run.version == BASELINE and not variant(run):
             baselines[_group(run), run.session].append(run)
     rows = []
+    peaks = session_peaks(runs) if peaks is None else peaks
     for (group, *_), sessions in by_row.items():
         newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
-        rows.append(build_row(sessions[newest], baselines.get((group, newest), [])))
-    peaks = session_peaks(runs) if peaks is None else peaks
-    for row in rows:
-        _fill_share(row, peaks)
-    order = {key: index for index, key in enumerate(ALL)}
-    return sorted(rows, key=lambda row: (*_size_order(row), order[row.version], row.variant))
+        row = build_row(sessions[newest], baselines.get((group, newest), []))
+        peak = peaks.get((row.device, row.session, row.precision))
+        if row.tflops is not None and peak is not None:
+            row.peak_tflops, row.peak_source = peak
+            row.peak_share = row.tflops / row.peak_tflops
+        rows.append(row)
+    return sorted(rows, key=_order)
+
+
+def _order(row: Row) -> tuple[object, ...]:
+    size = (presets.rank(row.config), row.batch_size * row.seq_len, row.config)
+    return (row.device, *size, row.precision, list(ALL).index(row.version), row.variant)
 
 
 def session_peaks(runs: Iterable[RunResult]) -> Peaks:
@@ -191,18 +196,6 @@ def session_peaks(runs: Iterable[RunResult]) -> Peaks:
         if run.peak_tflops and run.peak_tflops > found.get(key, (0.0, None))[0]:
             found[key] = run.peak_tflops, run.peak_source
     return found
-
-
-def _fill_share(row: Row, peaks: Peaks) -> None:
-    peak = peaks.get((row.device, row.session, row.precision))
-    if row.tflops is not None and peak is not None:
-        row.peak_tflops, row.peak_source = peak
-        row.peak_share = row.tflops / row.peak_tflops
-
-
-def _size_order(row: Row) -> tuple[object, ...]:
-    tokens = row.batch_size * row.seq_len
-    return (row.device, presets.rank(row.config), tokens, row.config, row.precision)
 
 
 def size_of(run: RunResult) -> tuple[object, ...]:
@@ -243,6 +236,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         baseline: what its speed-up is over; none is given without any.
     """
     first = runs[0]
+    shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
     row = Row(
         version=first.version,
         variant=variant(first),
@@ -255,7 +249,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         runs=len(runs),
         parity=_parity(runs),
         audit=_audit(runs),
-        gate_shape=_gate_shape(runs),
+        gate_shape=next(((b, t) for b, t in shapes if b is not None and t is not None), None),
     )
     refused = next((run.refused for run in runs if run.refused), None)
     if refused is not None:
@@ -278,7 +272,10 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         return row
     used = steady(timed)
     _fill_times(row, used)
-    row.note = join(row.note, _disturbance(timed))
+    if disturbed := sum(run.disturbed for run in timed):
+        effect = "the times are too long" if disturbed == len(timed) else "not in the times"
+        count = f"{disturbed} of {len(timed)} runs disturbed by other programs"
+        row.note = join(row.note, f"{count}: {effect}")
     _fill_speedup(row, used, baseline)
     _fill_startup(row, timed)
     return row
@@ -290,27 +287,17 @@ def steady(runs: list[RunResult]) -> list[RunResult]:
     return [run for run in runs if not run.disturbed] or runs
 
 
-def _disturbance(runs: list[RunResult]) -> str:
-    count = sum(run.disturbed for run in runs)
-    if count == 0:
-        return ""
-    effect = "the times are too long" if count == len(runs) else "not in the times"
-    return f"{count} of {len(runs)} runs disturbed by other programs: {effect}"
-
-
 def _parity(runs: list[RunResult]) -> str:
-    statuses = {run.parity.status for run in runs}
-    return next((status for status in ("fail", "pass") if status in statuses), "not run")
+    return _gravest((run.parity.status for run in runs), "fail", "pass")
 
 
 def _audit(runs: list[RunResult]) -> str:
-    statuses = {run.audit.status for run in runs if run.step_ms}
-    return next((status for status in ("fail", "not run", "pass") if status in statuses), "not run")
+    return _gravest((run.audit.status for run in runs if run.step_ms), "fail", "not run", "pass")
 
 
-def _gate_shape(runs: list[RunResult]) -> tuple[int, int] | None:
-    shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
-    return next(((b, t) for b, t in shapes if b is not None and t is not None), None)
+def _gravest(statuses: Iterable[str], *order: str) -> str:
+    found = set(statuses)
+    return next((status for status in order if status in found), "not run")
 
 
 def proof_notes(rows: Iterable[Row]) -> list[str]:
@@ -345,8 +332,7 @@ def _fill_proof(row: Row, timed: list[RunResult]) -> None:
         for name, value in dataclasses.asdict(first.gradients).items():
             setattr(row, name, value)
     row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
-    interrupted = sum(run.status == "interrupted" for run in timed)
-    if interrupted:
+    if interrupted := sum(run.status == "interrupted" for run in timed):
         row.note = f"{interrupted} of {len(timed)} runs interrupted"
 
 
@@ -413,9 +399,9 @@ def trained_differently(runs: Iterable[RunResult]) -> list[str]:
     """In which of seed, learning rate and data some runs differ: none if all started from the same
     weights and saw the same batches, so that their losses may be compared step by step."""
     runs = list(runs)
-    courses = {
+    values = {
         "seed": {str(run.options.get("seed")) for run in runs},
         "learning rate": {str(run.options.get("learning_rate")) for run in runs},
         "data": {str(run.data.get("sha256") or run.data.get("name")) for run in runs},
     }
-    return [name for name, values in courses.items() if len(values) > 1]
+    return [name for name, different in values.items() if len(different) > 1]

@@ -210,17 +210,12 @@ def _with_second_tries(plans: Iterable[Plan], disturbed: list[Plan]) -> Iterator
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
     """The results of a session so far."""
-    return [results.load(path) for path in sorted(_folder(output_dir, session).glob("*.json"))]
-
-
-def _folder(output_dir: Path, session: str) -> Path:
-    return output_dir / "runs" / session
+    return [results.load(path) for path in sorted((output_dir / "runs" / session).glob("*.json"))]
 
 
 def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> dict[str, str]:
     """What each version needs that is missing here. Prints it, and which will be interpreted."""
-    device = hardware.get_device(arguments.device)
-    found = {}
+    device, found = hardware.get_device(arguments.device), {}
     for key in dict.fromkeys(keys):
         version = versions.get_version(key)
         if missing := versions.missing(version):
@@ -282,32 +277,29 @@ class _Child:
 
     def _command(self) -> list[str]:
         plan, arguments = self.plan, self.arguments
-        command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
         # The gate has shown what an interpreted run can show.
         steps = (1, 1) if plan.interpreted else (arguments.num_steps, arguments.warmup_steps)
-        command += ["--num-steps", str(steps[0]), "--warmup-steps", str(steps[1])]
-        for name in ("device", "data", "seed", "output_dir"):
-            command += [_flag(name), str(getattr(arguments, name))]
-        command += ["--session", self.session, "--kind", plan.kind]
-        command += ["--result-file", str(self.result_file)]
+        values: dict[str, object] = {"num_steps": steps[0], "warmup_steps": steps[1]}
+        values |= {n: getattr(arguments, n) for n in ("device", "data", "seed", "output_dir")}
+        values |= {"session": self.session, "kind": plan.kind, "result_file": self.result_file}
         if not plan.interpreted:  # of which nothing is timed
-            command += ["--audit", str(self.audit)]
+            values["audit"] = self.audit
+        command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
+        for name, value in values.items():
+            command += [_flag(name), str(value)]
         # The first run has passed the gate, with the same code and sizes.
-        if plan.repeat > 0 or plan.again:
-            command.append("--no-gate")
-        return command
+        return [*command, "--no-gate"] if plan.repeat > 0 or plan.again else command
 
     def _environment(self) -> dict[str, str]:
         # What it prints is read here as UTF-8, in any locale.
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+        environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
         if hardware.get_device(self.arguments.device).type == "cpu":
             environment |= waiting.short_spin()
         if self.plan.interpreted:
-            environment[interpreter.VARIABLE] = "1"  # for a CPU that has a GPU beside it
-            # Its products are so small that threads take longer to meet than to multiply.
-            environment["OMP_NUM_THREADS"] = "1"
-        else:
-            environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
+            # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
+            # take longer to meet than to multiply.
+            environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
         return environment
 
     def _read_stderr(self) -> None:
@@ -344,19 +336,16 @@ class _Child:
             return f"{line}; {results.DISTURBED}" if result.disturbed else line
         if status == errors.ANSWER_IS_NO and self.result_file.exists():
             return self._verdict
-        reason = self._reason(status)
+        reason, kind = self._reason(status), "failed"
         if status == errors.NOT_ON_THIS_MACHINE:
-            save_record(self.plan, self.arguments, self.session, "skipped", reason)
-            return f"skipped: {reason}"
-        self._keep_log()
-        save_record(self.plan, self.arguments, self.session, "failed", reason)
-        return reason
-
-    def _keep_log(self) -> None:
-        folder = results.prepare_folder(self.result_file.parent)
-        name = re.sub(r"\W+", "_", self.plan.label)
-        text = "\n".join(self._stderr) + "\n"
-        results.write_text(folder / f"{name}_{self.plan.repeat + 1}.log", text)
+            kind = "skipped"
+        else:
+            folder = results.prepare_folder(self.result_file.parent)
+            name = re.sub(r"\W+", "_", self.plan.label)
+            log = folder / f"{name}_{self.plan.repeat + 1}.log"
+            results.write_text(log, "\n".join(self._stderr) + "\n")
+        save_record(self.plan, self.arguments, self.session, kind, reason)
+        return reason if kind == "failed" else f"skipped: {reason}"
 
     def _reason(self, status: int) -> str:
         if status == -signal.SIGKILL:

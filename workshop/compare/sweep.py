@@ -94,10 +94,8 @@ def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
 def _size(axis: Axis, word: str) -> int:
     # The length is looked at first: Python refuses to read a number of thousands of digits.
     if not re.fullmatch(r"[0-9]{1,10}", word) or not axis.least <= int(word) <= _MOST_SIZE:
-        raise WorkshopError(
-            f"--sweep {axis.flag} {word:.20}: a size is a whole number from {axis.least} on, up to "
-            f"{_MOST_SIZE:,}"
-        )
+        bounds = f"from {axis.least} on, up to {_MOST_SIZE:,}"
+        raise WorkshopError(f"--sweep {axis.flag} {word:.20}: a size is a whole number {bounds}")
     return int(word)
 
 
@@ -162,16 +160,10 @@ def plan(arguments: argparse.Namespace) -> Range:
         raise NotOnThisMachine(f"--sweep: {', '.join(keys)} can only be interpreted here")
     for config, size in itertools.product(configs, sizes):
         sizes_at(axis, size, presets.get_preset(config))
-    return Range(
-        axis=axis,
-        sizes=sizes,
-        keys=[key for key in keys if key not in slow],
-        presets=configs,
-        precisions=precisions,
-        device=device,
-        free_bytes=hardware.free_memory_bytes(device),
-        left_out=[f"{key}: left out: interpreted, it has no times to compare" for key in slow],
-    )
+    left_out = [f"{key}: left out: interpreted, it has no times to compare" for key in slow]
+    keys = [key for key in keys if key not in slow]
+    free = hardware.free_memory_bytes(device)
+    return Range(axis, sizes, keys, configs, precisions, device, free, left_out)
 
 
 def plans(scope: Range, arguments: argparse.Namespace, session: str) -> Iterator[Plan]:
@@ -213,11 +205,11 @@ def _plan(scope: Range, plan: Plan, size: int, runs: list[RunResult]) -> Plan:
     if predicted_mb is None and cautious:
         shape = sizes["batch_size"], sizes["seq_len"]
         predicted_mb = estimate_mb(plan.version, model_sizes(sizes), *shape)
-    if predicted_mb is not None and predicted_mb > LEEWAY[scope.device.type] * free_mb:
-        why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
-        prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
-        return dataclasses.replace(plan, left_out=why, prediction=prediction)
-    return plan
+    if predicted_mb is None or predicted_mb <= LEEWAY[scope.device.type] * free_mb:
+        return plan
+    why = f"not tried: predicted to take {predicted_mb:,.0f} MB of {free_mb:,.0f} MB free"
+    prediction = {"predicted_mb": predicted_mb, "free_mb": free_mb}
+    return dataclasses.replace(plan, left_out=why, prediction=prediction)
 
 
 def estimate_mb(version: str, model: flops.ModelSizes, batch_size: int, seq_len: int) -> float:
@@ -397,9 +389,8 @@ class Sweep:
 
     def includes(self, run: RunResult) -> bool:
         """Whether it shows a run."""
-        own = (self.session, self.device, self.precision, self.config)
-        place = (run.session, str(run.device.get("name")), run.precision)
-        return run.kind == KIND and (*place, preset_name(AXES[self.axis], run)) == own
+        own = (self.axis, self.config, self.precision, self.device, self.session)
+        return run.kind == KIND and (*_kind(AXES[self.axis], run), run.session) == own
 
 
 def build(
@@ -434,26 +425,19 @@ def _build(axis: Axis, runs: list[RunResult]) -> Sweep:
     memory = first.device.get("memory_gb")
     memory_mb = float(memory) * 1e3 if isinstance(memory, (int, float)) else None
     keys = sorted(by_curve, key=lambda key: (list(versions.ALL).index(key[0]), key[1]))
-    return Sweep(
-        axis=axis.flag,
-        config=preset_name(axis, first),
-        precision=first.precision,
-        device=str(first.device.get("name")),
-        memory_mb=memory_mb,
-        session=first.session,
-        curves=[_curve(axis, by_curve[key], baseline, memory_mb) for key in keys],
-    )
+    curves = [_curve(axis, by_curve[key], baseline, memory_mb) for key in keys]
+    return Sweep(*_kind(axis, first), memory_mb, first.session, curves)
 
 
-def preset_name(axis: Axis, run: RunResult) -> str:
-    """Of the preset whose sizes are kept along the sweep."""
+def _kind(axis: Axis, run: RunResult) -> tuple[str, str, str, str]:
+    """The axis, the preset whose sizes are kept along it, precision and device."""
     kept = kept_by(run, axis)
     found = (
         name
         for name, preset in PRESETS.items()
         if _kept(axis, preset.model(), preset.batch_size, preset.seq_len) == kept
     )
-    return next(found, "custom")
+    return axis.flag, next(found, "custom"), run.precision, str(run.device.get("name"))
 
 
 def _curve(
@@ -484,17 +468,8 @@ def _curve(
 
 
 def _point(size: int, runs: list[RunResult], baseline: list[RunResult]) -> Point:
-    predicted_mb, free_mb = (_megabytes(runs[0], name) for name in ("predicted_mb", "free_mb"))
-    known = predicted_mb is not None and free_mb is not None
-    return Point(
-        size=size,
-        row=rows.build_row(runs, baseline),
-        out_of_memory=any(out_of_memory(run) for run in runs),
-        predicted_mb=predicted_mb if known else None,
-        free_mb=free_mb if known else None,
-    )
-
-
-def _megabytes(run: RunResult, option: str) -> float | None:
-    amount = run.options.get(option)
-    return float(amount) if isinstance(amount, (int, float)) and 0 <= amount <= MOST else None
+    amounts = [runs[0].options.get(name) for name in ("predicted_mb", "free_mb")]
+    numbers = [float(mb) for mb in amounts if isinstance(mb, (int, float)) and 0 <= mb <= MOST]
+    predicted_mb, free_mb = numbers if len(numbers) == 2 else (None, None)
+    row, beyond = rows.build_row(runs, baseline), any(map(out_of_memory, runs))
+    return Point(size, row, beyond, predicted_mb, free_mb)

@@ -11,7 +11,8 @@ from typing import Any
 
 from workshop import results
 from workshop.compare import rows
-from workshop.compare.markdown import escape, escape_block, table_line
+from workshop.compare.markdown import escape, escape_block
+from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import Row, ratio
 from workshop.compare.sweep import Curve, Point, Sweep
 from workshop.compare.waterfall import Step, Waterfall
@@ -96,11 +97,9 @@ def markdown(tables: Iterable[Table], heading: str = "###") -> str:
     for table in tables:
         if not table.continues:
             parts += [f"{heading} {escape(table.title)}", ""]
-        parts.append(table_line(map(escape, table.header)))
-        aligned = (" --- " if i in table.left else " ---: " for i in range(len(table.header)))
-        parts.append(f"|{'|'.join(aligned)}|")
-        parts += [table_line(map(escape, line.cells)) for line in table.lines]
-        parts += ["", *(f"- {escape_block(note)}" for note in table.notes)]
+        cells = [map(escape, line.cells) for line in table.lines]
+        parts += [markdown_table(map(escape, table.header), cells, table.left), ""]
+        parts += [f"- {escape_block(note)}" for note in table.notes]
         parts += [""] if table.notes else []
     return "\n".join(parts).rstrip()
 
@@ -176,16 +175,14 @@ def title(group: list[Row]) -> str:
 
 def group_tables(group: list[Row]) -> list[Table]:
     """Speed, then proof and memory."""
-    styles = [_STYLES.get(row.status) for row in group]
-    speed, proof = (
-        [Line(cells(row), style) for row, style in zip(group, styles, strict=True)]
-        for cells in (_speed_cells, _proof_cells)
-    )
-    caption = "the same model? and at what cost"
-    return [
-        Table(title(group), SPEED_HEADER, speed),
-        Table(caption, PROOF_HEADER, proof, _row_notes(group), continues=True),
-    ]
+    tables: list[Table] = []
+    for name, header, cells, notes in (
+        (title(group), SPEED_HEADER, _speed_cells, []),
+        ("the same model? and at what cost", PROOF_HEADER, _proof_cells, _row_notes(group)),
+    ):
+        lines = [Line(cells(row), _STYLES.get(row.status)) for row in group]
+        tables.append(Table(name, header, lines, notes, continues=bool(tables)))
+    return tables
 
 
 def _speed_cells(row: Row) -> list[str]:
@@ -264,8 +261,7 @@ def of_waterfalls(found: Sequence[Waterfall]) -> Report:
         head = _fields(one, without="steps")
         steps = [_step_record(step) for step in one.steps]
         items.append(head | {"steps": steps})
-        for step in steps:
-            records.append(head | {k: v for k, v in step.items() if k != "plausibility"})
+        records += [head | {k: v for k, v in step.items() if k != "plausibility"} for step in steps]
     return Report("waterfalls", list(map(waterfall_table, found)), items, records)
 
 
@@ -273,8 +269,7 @@ def waterfall_table(one: Waterfall) -> Table:
     lines = []
     for step in one.steps:
         failed = step.row is not None and step.row.failed
-        style = "red" if failed else None if step.timed else "dim"
-        lines.append(Line(_step_cells(step), style))
+        lines.append(Line(_step_cells(step), "red" if failed else None if step.timed else "dim"))
     notes = [*_waterfall_notes(one), _WATERFALL_LEGEND]
     return Table(one.title, WATERFALL_HEADER, lines, notes, left=(0, 1))
 

@@ -10,15 +10,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from workshop.compare import rows, sessions
 from workshop.compare.rows import Row
 from workshop.compare.sessions import Options, Plan
 from workshop.errors import WorkshopError, printable
 from workshop.results import RunResult
 from workshop.run import interpreter, timing, trainer
-from workshop.versions import BASELINE, VERSIONS, get_version
+from workshop.versions import BASELINE, VERSIONS
 
 KIND = "waterfall rung"
 TARGETS = tuple(key for key, version in reversed(VERSIONS.items()) if version.rungs)
@@ -29,6 +27,7 @@ FULL = "fp32"
 HALF = ("bf16", "fp16")
 PRECISIONS = (FULL, "tf32", *HALF)
 NEEDS_GPU = "a graph needs a GPU"
+CANT_COMPILE = "torch.compile can't run here"
 NOT_RUN = "not run"
 
 
@@ -104,7 +103,7 @@ def rungs(to: str, precision: str, *, on_gpu: bool, compiles: bool) -> list[Rung
         if what == "compile" and compiles:
             rung = dataclasses.replace(rung, compile=VERSIONS[key].compile)
         elif what == "compile":
-            rung = dataclasses.replace(rung, needs="torch.compile can't run here")
+            rung = dataclasses.replace(rung, needs=CANT_COMPILE)
         elif what == "cuda_graph":
             needs = "" if on_gpu else NEEDS_GPU
             rung = dataclasses.replace(rung, cuda_graph=True, needs=needs)
@@ -128,11 +127,11 @@ def targets(requested: Sequence[str] | None, on_gpu: bool) -> list[str]:
     for key in requested:
         if key not in TARGETS:
             raise WorkshopError(f"--waterfall {key}: choose from {', '.join(TARGETS)}")
-    return [get_version(key).key for key in dict.fromkeys(requested)]
+    return list(dict.fromkeys(requested))
 
 
 @dataclass(frozen=True)
-class Climb:
+class Planned:
     """What to run: the requested waterfalls, their processes in an alternating order, and in
     sentences the rungs that can't run here."""
 
@@ -141,7 +140,7 @@ class Climb:
     left_out: list[str]
 
 
-def plan(arguments: argparse.Namespace) -> Climb:
+def plan(arguments: argparse.Namespace) -> Planned:
     """Turns compare_versions.py's arguments into processes.
 
     Raises:
@@ -157,22 +156,22 @@ def plan(arguments: argparse.Namespace) -> Climb:
     )
     plans: list[Plan] = []
     for preset in presets:
-        own = [_plan(rung, preset, device) for rung in found if not rung.needs]
+        own = [
+            Plan(
+                rung.version,
+                preset,
+                rung.precision,
+                kind=KIND,
+                interpreted=interpreter.serves(VERSIONS[rung.version], device),
+                options=rung.options(on_gpu),
+                name=rung.title,
+            )
+            for rung in found
+            if not rung.needs
+        ]
         plans += sessions.alternate(own, arguments.repeats)
     left_out = {f"{r.version}, {r.title}: left out: {r.needs}": None for r in found if r.needs}
-    return Climb(requested, plans, list(left_out))
-
-
-def _plan(rung: Rung, config: str, device: torch.device) -> Plan:
-    return Plan(
-        rung.version,
-        config,
-        rung.precision,
-        kind=KIND,
-        interpreted=interpreter.serves(VERSIONS[rung.version], device),
-        options=rung.options(device.type == "cuda"),
-        name=rung.title,
-    )
+    return Planned(requested, plans, list(left_out))
 
 
 # --- from results --------------------------------------------------------------------------------
@@ -264,7 +263,10 @@ def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     of its own were run."""
     ends: dict[tuple[str, str], bool] = {}
     for precision in PRECISIONS:
-        ran = {to: _ran(to, precision, runs) for to in TARGETS}
+        ran = {
+            to: frozenset(rung for rung, own in _gather(to, precision, runs) if own)
+            for to in TARGETS
+        }
         shared = frozenset.intersection(*ran.values())
         own = {(to, precision): True for to in TARGETS if ran[to] - shared}
         begun = any(not rung.is_first for rung in shared)
@@ -272,18 +274,18 @@ def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     return ends
 
 
-def _ran(to: str, precision: str, runs: Sequence[RunResult]) -> frozenset[Rung]:
-    return frozenset(rung for rung, own in _gather(to, precision, runs) if own)
-
-
 def _gather(
     to: str, precision: str, runs: Sequence[RunResult]
 ) -> list[tuple[Rung, list[RunResult]]]:
     """The rungs of a waterfall, each with its runs."""
+    # Where it can't be compiled, the last rung isn't; before that was run, nothing says that.
     mode = VERSIONS[to].compile
-    compiles = mode == "none" or any(
-        run.version == to and run.options.get("compile", mode) == mode for run in runs
-    )
+    modes = {
+        run.options.get("compile", mode)
+        for run in runs
+        if run.version == to and all(run.options.get(name, True) for name in switches(to))
+    }
+    compiles = mode in modes or not modes
     on_gpu = runs[0].device.get("type") == "cuda"
     return [
         (rung, [run for run in runs if not rung.needs and rung.ran(run)])
@@ -293,52 +295,32 @@ def _gather(
 
 def _build(to: str, precision: str, runs: Sequence[RunResult]) -> Waterfall:
     first = runs[0]
-    return Waterfall(
-        to=to,
-        precision=precision,
-        config=first.config_name,
-        batch_size=first.batch_size,
-        seq_len=first.seq_len,
-        device=str(first.device.get("name")),
-        session=first.session,
-        steps=_steps(_gather(to, precision, runs)),
-    )
+    size = first.config_name, first.batch_size, first.seq_len
+    steps = _steps(_gather(to, precision, runs))
+    return Waterfall(to, precision, *size, str(first.device.get("name")), first.session, steps)
 
 
 def _steps(by_rung: list[tuple[Rung, list[RunResult]]]) -> list[Step]:
     baseline = by_rung[0][1]
     steps: list[Step] = []
-    before: tuple[Step, list[RunResult]] | None = None
+    last: tuple[str, float, list[list[float]]] | None = None
     for rung, runs in by_rung:
-        step = _step(rung, runs, baseline, before)
+        if not runs:
+            steps.append(Step(rung, None, rung.needs or NOT_RUN))
+            continue
+        row = rows.build_row(runs, baseline)
+        step = Step(rung, row, row.note)
+        ms = step.step_ms
+        if ms is not None:
+            times = _times(runs)
+            if last is not None:
+                before, before_ms, before_times = last
+                ratio = timing.speedup(before_times, times)
+                gain = (before_ms - ms, ratio.value, ratio.interval)
+                step = Step(rung, row, row.note, before, *gain)
+            last = rung.title, ms, times
         steps.append(step)
-        if step.timed:
-            before = step, runs
     return steps
-
-
-def _step(
-    rung: Rung,
-    runs: list[RunResult],
-    baseline: list[RunResult],
-    before: tuple[Step, list[RunResult]] | None,
-) -> Step:
-    if not runs:
-        return Step(rung, None, rung.needs or NOT_RUN)
-    row = rows.build_row(runs, baseline)
-    step = Step(rung, row, row.note)
-    if before is None or step.step_ms is None:
-        return step
-    last, last_runs = before
-    assert last.step_ms is not None
-    ratio = timing.speedup(_times(last_runs), _times(runs))
-    return dataclasses.replace(
-        step,
-        before=last.rung.title,
-        saved_ms=last.step_ms - step.step_ms,
-        gain=ratio.value,
-        gain_ci=ratio.interval,
-    )
 
 
 def _times(runs: list[RunResult]) -> list[list[float]]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from workshop.compare.markdown import Markdown, code, escape, escape_block, table_line
+from workshop.compare.markdown import Markdown, code, escape, escape_block
+from workshop.compare.markdown import table as markdown_table
 from workshop.report.content import Progress
 from workshop.report.parts import Cell, Link, Report, Section, Table
 from workshop.report.pictures import Picture
@@ -108,10 +109,8 @@ class References:
 
     def table(self, table: Table) -> Markdown:
         """Its caption is left to the template."""
-        aligned = [" ---: |" if i >= table.texts else " --- |" for i in range(len(table.header))]
-        lines = [table_line(map(escape, table.header)), f"|{''.join(aligned)}"]
-        lines += [table_line(map(self._cell, line.cells)) for line in table.lines]
-        return Markdown("\n".join(lines))
+        cells = (map(self._cell, line.cells) for line in table.lines)
+        return Markdown(markdown_table(map(escape, table.header), cells, range(table.texts)))
 
     def definitions(self) -> str:
         lines = [f"[{name}]: {href(path, self._folder)}" for path, name in self._names.items()]
