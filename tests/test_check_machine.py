@@ -100,6 +100,7 @@ def test_a_script_that_gives_no_answer_is_a_finding(room, monkeypatch, tmp_path:
     assert machine.device == "1 x Test GPU"  # the other scripts' rows are there
 
 
+@pytest.mark.slow
 def test_the_gate_of_a_machine_is_the_real_one() -> None:
     assert check_machine.gate("v1") == (check_machine.PASS, "")
     status, why = check_machine.gate("v9")

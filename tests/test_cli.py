@@ -401,6 +401,7 @@ def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: 
     assert finished.stdout.endswith(f"Result: {tmp_path / name}\n")
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: compiles the kernels")
 def test_an_interpreted_run_shows_that_it_is_right_and_no_speed(run: Call, tmp_path: Path) -> None:
@@ -453,6 +454,7 @@ def test_without_triton_v3_says_what_it_needs(
         assert finished.stdout == ""
 
 
+@pytest.mark.slow
 def test_nothing_but_torch_is_needed(start: Call, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ONLY_TORCH)
     finished = start("v1", PYTHONPATH=str(tmp_path))
@@ -461,6 +463,7 @@ def test_nothing_but_torch_is_needed(start: Call, tmp_path: Path) -> None:
     assert {"speed", "batch", "loss", "memory", "rate", "gate"} <= summary(finished).keys()
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_text(type_command: TypeCommand, tmp_path: Path) -> None:
     words = "tiny_llama_v1.py --config tiny --num-steps 40 --device cpu --no-gate --output-dir"
     finished = type_command("python", *words.split(), tmp_path, **script("v1"), **ONE_CORE)

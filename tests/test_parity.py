@@ -496,6 +496,7 @@ def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() ->
     assert all(" moved by " in failure for failure in report.failures[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", versions.available())
 def test_the_true_versions_raise_no_alarm_over_20_seeds(key, odd_config) -> None:
     seeds = 20
@@ -588,6 +589,7 @@ def test_weights_that_do_not_fit_are_named(change, message, odd_config) -> None:
         canonical.load_canonical(model, state)
 
 
+@pytest.mark.slow
 def test_the_command_line(type_command) -> None:
     words = ("python", "-m", "workshop.parity", "--config", "tiny", "--precision", "fp32")
     green = type_command(*words, "--version", "v2")

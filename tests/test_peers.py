@@ -34,6 +34,7 @@ def test_it_is_one_graph_to_the_compiler(odd_config) -> None:
     assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item())
 
 
+@pytest.mark.slow
 def test_it_is_measured_like_a_version(tmp_path, type_command) -> None:
     flags = ("--config", "tiny", "--device", "cpu", "--compile", "none", "--num-layers", 1)
     small = ("--batch-size", 2, "--seq-len", 17, "--num-steps", 2, "--warmup-steps", 1)

@@ -101,6 +101,7 @@ def test_a_program_runs_as_python_would_run_it(
         assert "finalized" not in run_by_proton(how, program, "0").stdout, "it is not needed"
 
 
+@pytest.mark.slow
 @both
 def test_a_version_leaves_its_record_and_proton_its_profile(
     how: str, run_by_proton: RunByProton, tmp_path: Path

@@ -25,6 +25,7 @@ VERSION += [*SMALL.split(), "--num-steps", "1", "--warmup-steps", "1", "--output
 # --- threads that wait for each other ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's OpenMP runtime is GNU's on Linux")
 @pytest.mark.parametrize(
     ("of_the_user", "spin"),
@@ -116,6 +117,7 @@ FIRST_WAITS = (NEVER_WAITS[0], "    return 0.0 if '--no-gate' in __import__('sys
 ALL_WAIT = (NEVER_WAITS[0], "    return 0.9\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "waits", "note"),
     [

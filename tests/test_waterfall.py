@@ -162,13 +162,11 @@ def test_a_version_without_its_kernels_is_v1s_model(precision: str) -> None:
     assert not any("tiny_llama" in operation for operation in code_path(plain_v3()))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     "switch",
-    [
-        name if name == "fuse_norm" else pytest.param(name, marks=pytest.mark.slow)
-        for name in waterfall.switches("v3")[1:]
-    ],
+    waterfall.switches("v3")[1:],
 )
 def test_each_kernel_of_v3_can_be_switched_off_alone(switch: str) -> None:
     module = versions.load("v3")
