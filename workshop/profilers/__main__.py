@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,13 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    from rich.console import Console
-
     from workshop.profilers import diff
     from workshop.profilers.load import load_with_doubts, recorded_run
 
     a, b = arguments.a, arguments.b
     tables = load_with_doubts(a), load_with_doubts(b)
     difference = diff.compare(*tables, recorded_run(a), recorded_run(b))
-    Console().print(diff.render(difference))
-    return _write(arguments, "diff.json", diff.as_json(difference))
+    return _finish(arguments, "diff.json", diff.as_json(difference), [diff.render(difference)])
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -85,7 +83,7 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 def _advise(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    from rich.console import Console
+    from rich.text import Text
 
     from workshop.profilers import advisor
     from workshop.profilers.load import load_with_doubts, recorded_run
@@ -97,24 +95,30 @@ def _advise(arguments: argparse.Namespace) -> int:
         table = load_with_doubts(Path(path))
         warnings[path] = table.warnings
         advice[path] = advisor.advise(table, recorded_run(Path(path)))
-    console = Console()
+    shown: list[Any] = []
     for path, found in advice.items():
-        console.print(printable(path), markup=False, highlight=False, style="bold")
-        for warning in render_warnings(warnings[path]):
-            console.print(warning)
-        console.print(advisor.render(found))
+        shown.append(Text(printable(path), style="bold"))
+        shown += [*render_warnings(warnings[path]), advisor.render(found)]
     records = {path: list(map(dataclasses.asdict, found)) for path, found in advice.items()}
     content = {"schema_version": 1, "advice": records, "warnings": warnings}
-    return _write(arguments, "advice.json", content)
+    return _finish(arguments, "advice.json", content, shown)
 
 
-def _write(arguments: argparse.Namespace, name: str, content: dict[str, Any]) -> int:
-    """Writes a file to --output-dir, if one was given."""
+def _finish(
+    arguments: argparse.Namespace, name: str, content: dict[str, Any], shown: Sequence[Any]
+) -> int:
+    """Writes a file to --output-dir, if one was given, and then prints: an output that is closed
+    early costs no file."""
+    from rich.console import Console
+
     from workshop import results
 
+    target = None
     if arguments.output_dir is not None:
         target = results.prepare_folder(arguments.output_dir) / name
         results.write_json(target, content)
+    Console().print(*shown, sep="\n")
+    if target is not None:
         print(f"Written: {target}")
     return errors.DONE
 
