@@ -71,8 +71,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files whose commands follow one another first: the last to start would run alone.
-    first = {"test_readme.py": 0, "test_waterfall.py": 1, "test_sweep.py": 2}
+    # The longest files first: the last to start would run alone.
+    longest = ["readme", "waterfall", "sweep", "cli", "parity", "compare", "audit", "command_lines"]
+    first = {f"test_{name}.py": place for place, name in enumerate(longest)}
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
     if torch.cuda.is_available():
         return

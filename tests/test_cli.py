@@ -600,7 +600,9 @@ def interrupted(
     return Finished(typed, process.returncode, shown + rest, errors)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_or_sigterm_saves_the_completed_steps(
     number: signal.Signals, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from conftest import HANGS_S
 
 pytest.importorskip("triton")
 
-from workshop.exercises import frame, sheet
+from workshop.exercises import frame
 from workshop.exercises.frame import Item, Work
 from workshop.gate import canonical, plausibility
 from workshop.versions import ROOT
@@ -346,8 +346,6 @@ def test_the_sheet_shows_the_published_tables() -> None:
 
 
 def test_sheet_and_template_name_all_that_may_be_answered() -> None:
-    assert sheet.read(FOLDER).minutes == 25
-    assert len(sheet.read(FOLDER).hints) >= 8
     template = (FOLDER / "diagnosis.toml").read_text(encoding="utf-8")
     for name in (*debug_causes.CAUSES, *debug_causes.FIXES):
         assert re.search(rf"\b{name}\b", template), name

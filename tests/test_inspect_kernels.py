@@ -174,6 +174,7 @@ def test_nvidia(inspect) -> None:
     assert len(re.findall(r"\bHGMMA\.", sass.read_text())) == expected
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernel_that_spills(inspect) -> None:
     finished, (failing, spilling), _ = inspect("planted")

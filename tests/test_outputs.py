@@ -41,7 +41,11 @@ def commands(here: Path) -> dict[str, list[str | Path]]:
 
 
 TOOLS = list(commands(ROOT))
-pytestmark = pytest.mark.parametrize("tool", TOOLS)
+FAST = ("comparison", "advise")
+pytestmark = pytest.mark.parametrize(
+    "tool",
+    [tool if tool in FAST else pytest.param(tool, marks=pytest.mark.slow) for tool in TOOLS],
+)
 
 
 @pytest.fixture(scope="module")

@@ -480,6 +480,7 @@ def test_the_model_that_fp32_is_tried_on_is_small_and_of_the_same_kind(name: str
     assert math.log2(small.hidden_dim) % 1 or small == config  # odd: a kernel's tile must be cut
 
 
+@pytest.mark.slow
 def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() -> None:
     """V1's loss curve is 4e-7 from the truth, as its logits explain; 2e-6 at 8 times the rate."""
     module = versions.load("v1")
