@@ -29,6 +29,9 @@ CONFIG = V1.TinyLlamaConfig(
 STEPS, GATED = 26, 8
 """Of a run as compare_versions.py times it on a CPU, and how many of its own the gate trains."""
 RATE = 3e-4
+both_precisions = pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)]
+)
 Fault = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
@@ -71,7 +74,7 @@ def references() -> dict[tuple[str, int], Reference]:
     return References()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@both_precisions
 @pytest.mark.parametrize("key", ["v1", "v2", "v4"])
 def test_true_versions_pass_with_room(
     key: str, precision: str, references: dict[tuple[str, int], Reference]
@@ -200,7 +203,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@both_precisions
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_red(
     fault: str, precision: str, references: dict[tuple[str, int], Reference]

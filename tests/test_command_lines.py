@@ -27,6 +27,7 @@ from workshop.compare import regression
 from workshop.exercises import copies
 from workshop.gate import canonical, parity
 from workshop.run import trainer
+from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERNAL = {
@@ -55,6 +56,12 @@ def programs() -> list[str]:
 
 
 PROGRAMS = programs()
+LIKE_V1 = {
+    version.path.relative_to(ROOT).as_posix()
+    for version in (VERSIONS | PEERS).values()
+    if version.key != "v1"
+}
+"""They have V1's command line."""
 PROFILE = str(ROOT / "tests/fixtures/profilers/proton/h200_proton.hatchet")
 TRACE = str(ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz")
 NUMBERS = ("0", "-1", "nan", "inf", "1e23", "1" + 23 * "0", "1e400", "text")
@@ -264,7 +271,10 @@ def wrong(program: str, action: argparse.Action) -> Iterator[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # of runpy's
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_V1 else name for name in PROGRAMS],
+)
 def test_what_is_typed_wrong_is_refused_in_a_line(
     program: str, apart: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

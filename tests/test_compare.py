@@ -705,7 +705,8 @@ def running(folder: Path) -> list[int]:
     return [int(line.split()[0]) for line in listing.stdout.splitlines() if tail in line]
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) -> None:
     code = copy_repository(tmp_path / "code", {"workshop/run/presets.py": SHRINK_PRESET})
     folder = tmp_path / "out"

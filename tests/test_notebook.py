@@ -184,6 +184,7 @@ def test_the_gates_picture_has_a_dot_for_each_measure(monkeypatch: pytest.Monkey
     assert drawn[0].name == "gate-v2-severed"
 
 
+@pytest.mark.slow
 def test_pictures_of_a_folder_have_names_of_their_own() -> None:
     shown = [one.html for one in notebook.pictures(ROOT / "results" / "reference" / "nvidia_h200")]
     assert len(shown) == 1 + 3 * 12  # all speed-ups, and for each size time, memory and losses

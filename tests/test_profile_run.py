@@ -326,6 +326,7 @@ def test_two_runs_do_not_fill_one_folder(tmp_path: Path) -> None:
     assert run_into(folder, work) == 0 and not lock.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_that_the_folder_is_not_complete(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     words = ["run_pytorch_profiler.py", "--steps", "5000", "--output-dir", folder, "--", *SMALL]
