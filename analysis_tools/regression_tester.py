@@ -273,7 +273,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """How many of each verdict, the gravest first."""
+        """How many of each verdict, the worst first."""
         found = [finding.verdict for finding in self.findings]
         counts = [f"{found.count(v)} {v}" for v in regression.VERDICTS if v in found]
         return f"changes by {self.threshold * 100:.3g}% or more: {', '.join(counts)}"

@@ -91,7 +91,7 @@ def test_true_versions_pass_with_room(
 
 
 def from_step(first: int, change: Callable[[Callable[[], object]], object]) -> Fault:
-    """`change` stands between the optimizer's step and its callers from step `first` on."""
+    """From step `first` on the optimizer's step is called by `change`."""
 
     def plant(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         plain, done = optimizer.step, 0

@@ -1,4 +1,4 @@
-"""The statistics: how often they cry wolf, and what they find."""
+"""The statistics: how often they raise a false alarm, and what they find."""
 
 import random
 import time

@@ -21,7 +21,7 @@ class Version:
     title: str
     folder: str
     parent: str | None
-    """The version that its docstring's "Changed since" speaks of."""
+    """The version that its docstring's "Changed since" names."""
     changes: frozenset[str] = frozenset()
     """Top-level definitions that may differ from the parent's; all others are identical."""
     compile: str = "none"

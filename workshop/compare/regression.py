@@ -49,7 +49,7 @@ NEW = "new"
 GONE = "gone"
 FAILED = "failed"
 VERDICTS = (SLOWER, FAILED, NOT_COMPARABLE, TOO_NOISY, FASTER, GONE, NEW, NOT_TIMED, SAME)
-"""The gravest first."""
+"""The worst first."""
 ALARMS = (SLOWER, FAILED)
 
 

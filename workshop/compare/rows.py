@@ -288,14 +288,14 @@ def steady(runs: list[RunResult]) -> list[RunResult]:
 
 
 def _parity(runs: list[RunResult]) -> str:
-    return _gravest((run.parity.status for run in runs), "fail", "pass")
+    return _worst((run.parity.status for run in runs), "fail", "pass")
 
 
 def _audit(runs: list[RunResult]) -> str:
-    return _gravest((run.audit.status for run in runs if run.step_ms), "fail", "not run", "pass")
+    return _worst((run.audit.status for run in runs if run.step_ms), "fail", "not run", "pass")
 
 
-def _gravest(statuses: Iterable[str], *order: str) -> str:
+def _worst(statuses: Iterable[str], *order: str) -> str:
     found = set(statuses)
     return next((status for status in order if status in found), "not run")
 

@@ -111,7 +111,7 @@ class Advice:
     severity: str = NOTE
     """Or WARNING: the run does not do what it seems to."""
     at_stake_ns: float = 0.0
-    """The time in the profile that it speaks of."""
+    """The time in the profile that it is about."""
 
 
 def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:

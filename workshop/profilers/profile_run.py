@@ -171,7 +171,7 @@ def gradients_sentence(record: results.RunResult) -> str:
 
 @contextmanager
 def _nvidia_profiler(device: torch.device) -> Iterator[None]:
-    """Tells NVIDIA's profilers where to start and stop. ROCm has no counterpart: its tools watch
+    """Starts and stops NVIDIA's profilers around the block. ROCm has no counterpart: its tools see
     the whole run, and the ranges mark the steps."""
     if device.type != "cuda" or not torch.version.cuda:
         yield

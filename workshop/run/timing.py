@@ -107,7 +107,7 @@ def _half_width(*sides: Sequence[float]) -> float:
     """Of the 95% interval of the difference of two means, of two values or more each.
 
     The degrees of freedom are Welch's, estimated without bias (n + 1 and -2, where the usual
-    formula has n - 1): that one lets 2 processes a side cry wolf in 2.4% of the cases, not 5%.
+    formula has n - 1): with that one 2 processes a side differ in 2.4% of the cases, not in 5%.
     """
     squares = [statistics.variance(side) / len(side) for side in sides]
     error = sum(squares)

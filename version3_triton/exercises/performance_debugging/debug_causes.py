@@ -1,7 +1,7 @@
 """What a diagnosis may name, each with what a stage's own metrics say to it.
 
 No stage has its cause written down here. A cause holds where the metrics show it, and a wrong one
-is answered with the metric that speaks against it.
+is answered with the metric that contradicts it.
 """
 
 import math
