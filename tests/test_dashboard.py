@@ -20,7 +20,7 @@ from analysis_tools import performance_dashboard
 from workshop import results, versions
 from workshop.compare.collection import Collection
 from workshop.compare.rows import build_rows, ordinary
-from workshop.dashboard import blocks, export, server
+from workshop.dashboard import blocks, export, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
 from workshop.report import comparisons
 
@@ -310,6 +310,18 @@ def test_a_page_opened_after_news_shows_them(tmp_path: Path) -> None:
     stored_runs.write(tmp_path, stored_runs.reference())
     page = str(app.layout())
     assert "NVIDIA H200" in page and f"data={live.refresh()}" in page.replace("'", "")
+
+
+def test_the_bars_are_the_rows_numbers() -> None:
+    runs = ordinary(results.load_folder(REFERENCE / "nvidia_h200" / "runs"))
+    rows = [row for row in build_rows(runs) if row.config == "medium"]
+    phases = {bars.name: bars for bars in figures.phases(rows).data}
+    shown = {"tokens_per_s": figures.throughput(rows).data[0]}
+    shown |= {"speedup": figures.speedups(rows).data[0], "step_ms": phases["whole step"]}
+    shown |= {f"{part}_ms": phases[part] for part in ("forward", "backward", "optimizer")}
+    for field, bars in shown.items():
+        expected = {row.label: getattr(row, field) for row in rows}
+        assert dict(zip(bars.x, bars.y, strict=True)) == expected, field
 
 
 def test_all_sizes_of_a_session_have_one_peak(tmp_path: Path) -> None:
