@@ -367,6 +367,7 @@ def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: 
     for value in (saved.device["name"], saved.precision, compile_mode, data_name):
         assert f"{value}\n" in finished.stdout
     assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
+    assert (saved.setup_s["compile"] > 0) == (compile_mode != "none")
 
     steps = [tuple(map(number, line)) for line in STEP_LINE.findall(finished.stdout)]
     assert [step for step, *_ in steps] == [1, 2, 3]
