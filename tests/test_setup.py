@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -146,10 +147,16 @@ REFUSED: dict[str, tuple[list[str], str, int, str]] = {
 }
 
 
+PYTHON_3_9 = (
+    f"exec {shlex.quote(sys.executable)} -c "
+    '"import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])" "$2"'
+)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_one_line(case: str, tmp_path: Path) -> None:
     arguments, prepare, status, message = REFUSED[case]
-    make_program(tmp_path, "old", "exit 1")
+    make_program(tmp_path, "old", PYTHON_3_9)
     subprocess.run(["bash", "-c", prepare.format(tmp_path)], check=True)
     before = sorted(tmp_path.rglob("*"))
     result = set_up("--venv", tmp_path / "venv", *(word.format(tmp_path) for word in arguments))

@@ -229,12 +229,15 @@ at_least() { # at_least VERSION WANTED
 # unless this is a dry run.
 
 run() { # run COMMAND...: the script ends if it fails
-  local status=0
+  local status=0 reason
   announce "$(quoted "$@")"
   execute "$@" || status=$?
   case $status in
     0) ;;
-    77) skip "$(sed -n 's/^error: //p' "$OUT/$OUTPUT_FILE" | tail -n 1)" ;; # our program's
+    77) # our program's, which says why; a tool may end so without a word
+      reason=$(sed -n 's/^error: //p' "$OUT/$OUTPUT_FILE" | tail -n 1)
+      skip "${reason:-$TOOL ended with exit status 77; its output is in $OUT/$OUTPUT_FILE}"
+      ;;
     130) exit 130 ;;
     *)
       fail 1 "$TOOL failed with exit status $status; its output is in $OUT/$OUTPUT_FILE"
