@@ -84,7 +84,7 @@ def test_a_program_that_is_killed_leaves_no_process(program: str, tmp_path: Path
         assert is_running(child)
         process.kill()
         process.wait()
-        wait_for(lambda: not is_running(child))
+        wait_for(lambda: not is_running(child), limit_s=60)
     finally:
         process.kill()
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

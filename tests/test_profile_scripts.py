@@ -696,8 +696,8 @@ def test_two_runs_do_not_fill_one_folder(tool: str, machine: Machine) -> None:
     assert tool == "all_profilers" or not lock_of(folder).exists()  # run_all deletes that one
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANGS_S
+def wait_for(condition: Callable[[], bool], limit_s: float = HANGS_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
