@@ -45,7 +45,7 @@ report: environment ## write a report of all results: one page that needs no net
 
 # The copy is the reader's: with predictions and outputs in it, the checkout stays as it is. Jupyter
 # listens on this machine alone and asks for a token; it sends root away, who is the user of most
-# containers, unless it is told not to.
+# containers, unless asked not to.
 notebook: notebook-environment ## open the tour of the workshop in JupyterLab
 	@mkdir -p $(dir $(MY_TOUR))
 	@[ -e $(MY_TOUR) ] || cp $(TOUR) $(MY_TOUR)

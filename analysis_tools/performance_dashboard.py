@@ -24,7 +24,7 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
-    from workshop.compare.collection import Collection
+    from workshop.collection import Collection
 
 PORT = 8050
 NEEDS = ("dash", "plotly", "jinja2")
@@ -59,7 +59,7 @@ def _show(arguments: argparse.Namespace) -> int:
     import torch
 
     from workshop import results
-    from workshop.compare.collection import Collection
+    from workshop.collection import Collection
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(arguments.results or [results.DEFAULT_FOLDER])

@@ -24,7 +24,7 @@ from workshop.errors import WorkshopError  # noqa: E402
 
 if TYPE_CHECKING:
     from workshop import results
-    from workshop.compare.collection import Collection
+    from workshop.collection import Collection
     from workshop.report.content import Progress
 
 PAGE, MARKDOWN, TEMPLATE = "report.html", "report.md", "my_results.md"
@@ -69,7 +69,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from workshop import results
-    from workshop.compare.collection import Collection
+    from workshop.collection import Collection
 
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(arguments.results or [results.DEFAULT_FOLDER])

@@ -24,8 +24,8 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import instructor  # noqa: E402
+from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
-from workshop.compare.collection import Collection  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
 from workshop.compare.rows import Row, build_rows, ordinary  # noqa: E402
 from workshop.compare.waterfall import Waterfall  # noqa: E402

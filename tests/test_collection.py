@@ -9,7 +9,7 @@ import pytest
 import stored_runs
 
 from workshop import results
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.errors import WorkshopError
 
 ROOT = Path(__file__).resolve().parents[1]

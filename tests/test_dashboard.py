@@ -18,7 +18,7 @@ import stored_runs
 
 from analysis_tools import performance_dashboard
 from workshop import results, versions
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, export, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot

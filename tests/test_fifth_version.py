@@ -30,7 +30,7 @@ from pathlib import Path
 from analysis_tools import compare_versions, report_generator
 from workshop import versions
 from workshop.compare import waterfall
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.dashboard import figures
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity

@@ -16,7 +16,7 @@ from stored_runs import PARTS, REFERENCE, reference, select, write
 
 from analysis_tools import report_generator
 from workshop import versions
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.report import content, pages
 
 H200 = REFERENCE / "nvidia_h200"

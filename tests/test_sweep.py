@@ -14,8 +14,8 @@ from test_results import files, make_result
 
 from analysis_tools import compare_versions
 from workshop import cli, results, versions
+from workshop.collection import Collection
 from workshop.compare import figures, sessions, sweep, tables
-from workshop.compare.collection import Collection
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.dashboard import blocks
 from workshop.dashboard.data import Choice, Snapshot, group_of

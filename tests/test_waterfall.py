@@ -25,8 +25,8 @@ from torch import nn
 from analysis_tools import compare_versions
 from workshop import cli, results, versions
 from workshop.classroom import instructor
+from workshop.collection import Collection
 from workshop.compare import rows, sessions, tables, waterfall
-from workshop.compare.collection import Collection
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from workshop.compare.collection import Collection, Profile
+from workshop.collection import Collection, Profile
 from workshop.compare.markdown import table
 from workshop.gate import plausibility
 from workshop.profilers import kernel_file

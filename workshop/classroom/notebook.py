@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop import versions
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.errors import DONE, WorkshopError
 from workshop.exercises.frame import Item
 from workshop.gate import parity

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from workshop.collection import Profile
 from workshop.compare import tables
-from workshop.compare.collection import Profile
 from workshop.compare.rows import Row, without_interval
 from workshop.compare.sweep import AXES
 from workshop.dashboard import data, figures

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from workshop.collection import Collection, Profile, StoredRun
 from workshop.compare import rows as compared
 from workshop.compare import sweep
-from workshop.compare.collection import Collection, Profile, StoredRun
 from workshop.compare.rows import Row, variant
 from workshop.profilers.names import printable
 from workshop.results import RunResult

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from workshop import results
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.dashboard import blocks, data, layout
 from workshop.dashboard.data import Choice, Group, Snapshot
 

@@ -22,7 +22,7 @@ from workshop.exercises.answers import Answers
 from workshop.versions import ROOT
 
 if TYPE_CHECKING:
-    from workshop.compare.collection import StoredRun
+    from workshop.collection import StoredRun
     from workshop.profilers.table import KernelTable
     from workshop.results import RunResult
     from workshop.run.flops import Sizes
@@ -148,7 +148,7 @@ class Work:
 
     @cached_property
     def _all_runs(self) -> list["StoredRun"]:
-        from workshop.compare.collection import Collection
+        from workshop.collection import Collection
 
         if not self.results.is_dir():
             return []

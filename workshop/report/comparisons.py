@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from workshop import results
+from workshop.collection import StoredRun
 from workshop.compare import rows as measured
 from workshop.compare import tables as compared
-from workshop.compare.collection import StoredRun
 from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
 from workshop.compare.rows import Row, variant
 from workshop.profilers.names import printable

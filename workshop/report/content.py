@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from workshop.compare.collection import Collection
+from workshop.collection import Collection
 from workshop.profilers.names import printable
 from workshop.report import comparisons, sections, studies
 from workshop.report.comparisons import Group

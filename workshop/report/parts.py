@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workshop.collection import StoredRun
 from workshop.compare import tables
-from workshop.compare.collection import StoredRun
 from workshop.compare.rows import Row
 from workshop.profilers.names import printable
 from workshop.report.pictures import Picture, read_roofline, roofline_picture

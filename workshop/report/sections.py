@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from workshop import results
-from workshop.compare.collection import Collection, Profile
+from workshop.collection import Collection, Profile
 from workshop.errors import WorkshopError
 from workshop.kernels import benchmark
 from workshop.profilers import advisor, kernel_file, show

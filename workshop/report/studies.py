@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from workshop.collection import StoredRun
 from workshop.compare import figures, sweep, tables, waterfall
-from workshop.compare.collection import StoredRun
 from workshop.compare.rows import Row
 from workshop.compare.sweep import AXES, Point, Sweep
 from workshop.compare.waterfall import Waterfall

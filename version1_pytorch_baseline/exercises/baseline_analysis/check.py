@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.compare.collection import StoredRun
+from workshop.collection import StoredRun
 from workshop.exercises.frame import Item, Missing, Work, setting, sizes
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
 from workshop.results import RunResult
