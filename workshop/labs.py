@@ -1,0 +1,215 @@
+"""Result files of the labs: one JSON a run, with everything needed to print its numbers again.
+
+A lab measures something else than the training of a Tiny-LLaMA: a network's inference, a pipeline
+of data, a generation of text. What all have in common is here: a step that was timed, how many
+units of work it does (images, tokens), what proves that it does the work, and how much memory it
+takes. Rows pool the processes of a session, as those of a comparison of versions do.
+"""
+
+import dataclasses
+import math
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workshop import results
+from workshop.errors import WorkshopError
+from workshop.results import Parity
+from workshop.run import timing
+
+SCHEMA_VERSION = 1
+STATUSES = ("complete", "interrupted", "proof failed", "failed", "skipped", "profiled")
+Value = str | int | float | bool | None
+
+
+@dataclass
+class LabRun:
+    """One process of a lab. Times in ms, memory in MB (10^6 bytes)."""
+
+    lab: str
+    """The lab's folder, such as "inference_benchmark"."""
+    session: str
+    subject: str
+    """What ran: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
+    variant: str
+    """How it ran, such as "fp16, channels-last, compiled"."""
+    unit: str
+    """What a step works on, in the plural: "images"."""
+    units_per_step: int
+    device: dict[str, Value]
+    software: dict[str, str | None]
+    git_commit: str | None
+    created: str
+    schema_version: int = SCHEMA_VERSION
+    baseline: str = ""
+    """The variant of the same session whose time every speed-up is derived from, if there is
+    one."""
+    status: str = "complete"
+    """One of STATUSES."""
+    error: str | None = None
+    """Why it failed or was skipped."""
+    options: dict[str, Value] = field(default_factory=dict)
+    command: list[str] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    setup_s: dict[str, float] = field(default_factory=dict)
+    memory_mb: dict[str, float | str] = field(default_factory=dict)
+    """`peak`, and what it is made of; `source` says how it was found."""
+    losses: list[float | None] = field(default_factory=list)
+    proof: Parity = field(default_factory=Parity)
+    """What shows that the timed steps did the work."""
+    flops_per_step: float | None = None
+    peak_tflops: float | None = None
+    """The data sheet's, at the precision of the run."""
+    peak_source: str | None = None
+    ceiling_tflops: float | None = None
+    """What a large matrix product reached on this device at this precision."""
+    metrics: dict[str, Value] = field(default_factory=dict)
+    """What only this lab measures."""
+    plausibility: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LabRow:
+    """The runs of one variant in one session."""
+
+    runs: tuple[LabRun, ...]
+    speedup: timing.Ratio | None = None
+    """Units a second over the baseline's; None without one, and for the baseline."""
+
+    @property
+    def first(self) -> LabRun:
+        return self.runs[0]
+
+    @property
+    def failed(self) -> bool:
+        return any(run.status in ("proof failed", "failed") for run in self.runs)
+
+    @property
+    def times(self) -> list[list[float]]:
+        """Step times in ms, a list for each process; none for a row that is not proven."""
+        if any(run.proof.status != "pass" for run in self.runs):
+            return []
+        return [run.step_ms for run in self.runs if run.step_ms]
+
+    @property
+    def pooled(self) -> list[float]:
+        return sorted(ms for run in self.times for ms in run)
+
+    @property
+    def step_ms(self) -> float | None:
+        return timing.median(self.pooled) if self.times else None
+
+    @property
+    def units_per_s(self) -> float | None:
+        ms = self.step_ms
+        return self.first.units_per_step / ms * 1e3 if ms else None
+
+    @property
+    def tflops(self) -> float | None:
+        """Useful operations a second, in TFLOP/s."""
+        ms, flops = self.step_ms, self.first.flops_per_step
+        return flops / ms / 1e9 if ms and flops else None
+
+    @property
+    def peak_memory_mb(self) -> float | None:
+        peaks = [run.memory_mb["peak"] for run in self.runs if "peak" in run.memory_mb]
+        return max(float(peak) for peak in peaks) if peaks else None
+
+    def percentile_ms(self, share: float) -> float | None:
+        return percentile(self.pooled, share) if self.times else None
+
+    def note(self) -> str:
+        """Why there is no time, or nothing."""
+        for run in self.runs:
+            if run.proof.status == "fail":
+                return "proof red: " + "; ".join(run.proof.failures)
+            if run.error:
+                return run.error
+        return ""
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """Of sorted values; the smallest that `share` of them do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def build_rows(runs: Iterable[LabRun]) -> list[LabRow]:
+    """A row for each session, subject and variant, in the order in which they first ran."""
+    groups: dict[tuple[str, ...], list[LabRun]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: (run.session, run.created)):
+        groups[run.lab, run.session, run.subject, run.variant].append(run)
+    rows = {key: LabRow(tuple(group)) for key, group in groups.items()}
+    return [_with_speedup(row, rows.get((*key[:3], row.first.baseline)))
+            for key, row in rows.items()]  # fmt: skip
+
+
+def _with_speedup(row: LabRow, baseline: LabRow | None) -> LabRow:
+    if baseline is None or baseline is row or not (row.times and baseline.times):
+        return row
+    return dataclasses.replace(row, speedup=timing.speedup(_per_unit(baseline), _per_unit(row)))
+
+
+def _per_unit(row: LabRow) -> list[list[float]]:
+    return [[ms / row.first.units_per_step for ms in times] for times in row.times]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def new_path(run: LabRun, folder: Path) -> Path:
+    """`folder/runs/SESSION/LAB_SUBJECT_VARIANT_ID.json`, which no other run takes."""
+    words = re.sub(r"[^A-Za-z0-9]+", "_", f"{run.lab} {run.subject} {run.variant}").strip("_")
+    return folder / "runs" / run.session / f"{words[:80]}_{uuid.uuid4().hex[:6]}.json"
+
+
+def save(run: LabRun, path: Path) -> Path:
+    """Writes a result file; its path."""
+    results.prepare_folder(path.parent)
+    content = dataclasses.asdict(run)
+    results.write_json(path, {"schema_version": content.pop("schema_version")} | content)
+    return path
+
+
+def load(path: Path) -> LabRun:
+    """Reads one result file.
+
+    Raises:
+        WorkshopError: it can't be read, has another schema, or a field is missing, has the wrong
+            type or an impossible value; the message names the file and the field.
+    """
+    content: dict[str, Any] = results.read_json(path)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise WorkshopError(
+            f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; "
+            "run it again with this checkout"
+        )
+    run = results.decode(LabRun, content, path, "")
+    for where, wrong in _senseless(run):
+        raise WorkshopError(f"{path}: field {where} {wrong}")
+    return run
+
+
+def _senseless(run: LabRun) -> Iterator[tuple[str, str]]:
+    for where, value, known in (
+        ("status", run.status, STATUSES),
+        ("proof.status", run.proof.status, results.PARITY_STATUSES),
+    ):
+        if value not in known:
+            yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
+    if run.status == "complete" and not run.step_ms:
+        yield "step_ms", "is empty in a complete run"
+    numbers = [("units_per_step", float(run.units_per_step))]
+    numbers += [(f"step_ms[{i}]", ms) for i, ms in enumerate(run.step_ms)]
+    numbers += [
+        (f"memory_mb.{part}", amount)
+        for part, amount in run.memory_mb.items()
+        if not isinstance(amount, str) and amount
+    ]
+    for where, number in numbers:
+        if not results.LEAST <= number <= results.MOST:
+            yield where, f"should lie between {results.LEAST:g} and {results.MOST:g}: {number!r}"
