@@ -1,0 +1,321 @@
+"""Times a network, in inference or training, and checks what the timed iterations gave."""
+
+import copy
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from labs.inference_benchmark import counts, networks, proof
+from labs.inference_benchmark.modes import (
+    Setting,
+    Training,
+    Variant,
+    inference_step,
+    prepare,
+    set_arithmetic,
+)
+from workshop.labs import LabRun
+from workshop.run import memory, startup, timing
+from workshop.run.timing import StepClock
+
+BATCHES = 2
+"""Different batches of images, which take turns: each iteration reads a new one."""
+KEPT_BYTES = 256e6
+"""Of logits that are kept of the timed iterations."""
+PLAIN_ITERATIONS = 5
+Notify = Callable[[str], object]
+Iteration = Callable[[int], object]
+
+
+@dataclass
+class Measured:
+    """What one process measured. Times in ms."""
+
+    warmup_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Of the warm-up iterations, then of the timed ones; of a timed one whose logits were not kept
+    NaN."""
+    interrupted: bool = False
+
+
+@dataclass
+class Bench:
+    """A network in one variant, ready to run."""
+
+    setting: Setting
+    variant: Variant
+    model: nn.Module
+    """fp32."""
+    counts: counts.Counts
+    run: LabRun
+    iteration: Iteration = lambda index: None
+    profile_hook: Callable[[str], None] = lambda what: None
+
+
+def make_bench(setting: Setting, variant: Variant, run: LabRun, training: bool) -> Bench:
+    """Builds the network and counts its operations."""
+    start = time.perf_counter()
+    set_arithmetic("fp32")
+    model = networks.build(setting.network, setting.seed, setting.device)
+    counted = counts.count(model, setting.network.images(1, setting.seed).to(setting.device))
+    run.flops_per_step = counted.flops * setting.batch_size * (3 if training else 1)
+    run.setup_s["model"] = time.perf_counter() - start
+    set_arithmetic(variant.precision)
+    return Bench(setting, variant, model, counted, run)
+
+
+# --- inference -----------------------------------------------------------------------------------
+
+
+class Inference:
+    """Iterations of inference: a batch comes in, its logits go out."""
+
+    def __init__(self, bench: Bench) -> None:
+        setting, variant = bench.setting, bench.variant
+        self.bench = bench
+        network, batch = setting.network, setting.batch_size
+        seeds = [setting.seed + 10 * i for i in range(BATCHES)]
+        self.images = [network.images(batch, seed) for seed in seeds]
+        self.targets = [network.targets(batch, seed) for seed in seeds]
+        layout = variant.layout()
+        self._batches = [
+            images.to(setting.device, variant.dtype).to(memory_format=layout)
+            for images in self.images
+        ]
+        self._input = torch.empty_like(self._batches[0], memory_format=torch.preserve_format)
+        self._input.copy_(self._batches[0])
+        model = prepare(bench.model, variant)
+        self.weights_bytes = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+        self._step = inference_step(model, variant, self._input, setting.device)
+        self._kept: list[Tensor] = []
+        self._ring = 1
+
+    def keep(self, iterations: int) -> None:
+        """Makes room for the logits of the iterations, or of as many as fit."""
+        output = self._step()
+        each = output.numel() * output.element_size()
+        self._ring = min(iterations, max(BATCHES, int(KEPT_BYTES / each)))
+        self._kept = [torch.empty_like(output) for _ in range(self._ring)]
+
+    def __call__(self, index: int) -> None:
+        self._input.copy_(self._batches[index % BATCHES], non_blocking=True)
+        output = self._step()
+        if self._kept:
+            self._kept[index % self._ring].copy_(output, non_blocking=True)
+
+    def live_bytes(self) -> int:
+        return self.weights_bytes + memory.tensor_bytes([*self._batches, self._input, *self._kept])
+
+    def losses(self, done: int) -> list[float]:
+        """Of each iteration whose logits are kept, else NaN."""
+        found = [math.nan] * done
+        for index in range(max(0, done - self._ring), done):
+            output = self._kept[index % self._ring].detach().cpu().float()
+            targets = self.targets[index % BATCHES]
+            found[index] = float(self.bench.setting.network.loss(output, targets))
+        return found
+
+    def sample(self, done: int) -> tuple[Tensor, Tensor]:
+        """Some images of the last batches, fp32, and their logits of the last timed iterations."""
+        setting = self.bench.setting
+        chosen = proof.sample_of(setting.batch_size, setting.seed)
+        indices = range(max(0, done - BATCHES), done)
+        images = torch.cat([self.images[i % BATCHES][chosen] for i in indices])
+        outputs = [self._kept[i % self._ring][chosen.to(setting.device)] for i in indices]
+        return images.to(setting.device), torch.cat(outputs)
+
+
+def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -> Measured:
+    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run."""
+    run, device = bench.run, bench.setting.device
+    startup.watch_compilers(torch_compile=bench.variant.compile is not None)
+    if bench.variant.compile is not None or bench.variant.export:
+        say("Compiling model (this may take minutes the first time) ...")
+    count_peak_anew(device)
+    start = time.perf_counter()
+    inference = Inference(bench)
+    prepared_s = time.perf_counter() - start
+    measured = Measured()
+    _warm_up(inference, device, warmup, measured)
+    inference.keep(iterations)
+    compile_s = startup.compile_seconds()
+    if bench.variant.export:
+        compile_s = prepared_s
+    run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
+    if not (bench.variant.cuda_graph or bench.variant.captures_itself):
+        count_peak_anew(device)  # a graph's memory is seen only while it is captured
+    _timed(inference, device, iterations, measured)
+    done = len(measured.step_ms)
+    measured.losses = [math.nan] * warmup + inference.losses(done)
+    run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
+    images, timed = inference.sample(done)
+    run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
+    run.metrics["top1_agreement"] = agreement
+    bench.iteration = inference
+    return measured
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def measure_training(
+    bench: Bench,
+    iterations: int,
+    warmup: int,
+    say: Notify,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Measured:
+    """As `measure_inference`. The network learns one batch, without dropout, so that its losses can
+    be compared; `wrap` makes it a part of a group of processes."""
+    run, setting, device = bench.run, bench.setting, bench.setting.device
+    startup.watch_compilers(torch_compile=bench.variant.compile is not None)
+    without_chance(bench.model)
+    images = setting.network.images(setting.batch_size, setting.seed).to(device)
+    images = images.to(memory_format=bench.variant.layout())
+    targets = setting.network.targets(setting.batch_size, setting.seed).to(device)
+    model = wrap(copy.deepcopy(bench.model))
+    training = Training(model, bench.variant, setting, images, targets)
+    losses: list[Tensor] = []
+
+    def iteration(index: int) -> None:
+        losses.append(training.step())
+
+    measured = Measured()
+    _warm_up(iteration, device, warmup, measured)
+    run.setup_s |= {
+        "compile": startup.compile_seconds(),
+        "warm_up": sum(measured.warmup_ms) / 1e3,
+    }
+    count_peak_anew(device)
+    _timed(iteration, device, iterations, measured)
+    measured.losses = [float(loss) for loss in losses]
+    weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+    run.memory_mb = _memory(bench, iteration, weights, lambda: _training_bytes(training), training)
+    run.proof = proof.of_training(
+        bench.model, bench.variant, setting, images, targets, training, measured.losses
+    )
+    bench.iteration = iteration
+    return measured
+
+
+def without_chance(model: nn.Module) -> None:
+    """Switches off dropout and its like."""
+    for module in model.modules():
+        if "Drop" in type(module).__name__ or "StochasticDepth" in type(module).__name__:
+            for name in ("p", "drop_prob"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        for name in ("drop_rate", "dropout_p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _training_bytes(training: Training) -> int:
+    tensors = [*training.model.parameters(), *training.model.buffers(), training.images]
+    return memory.tensor_bytes([*tensors, *memory.optimizer_tensors(training.optimizer)])
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
+    """Runs iterations, waiting for each: in them compilers and allocators settle."""
+    for index in range(count):
+        start = time.perf_counter()
+        iteration(index)
+        wait(device)
+        measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
+
+
+def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
+    """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
+    is complete."""
+    clock = StepClock(device)
+    clock.mark()
+    try:
+        for index in range(count):
+            iteration(index)
+            clock.mark()
+    except KeyboardInterrupt:
+        measured.interrupted = True
+    measured.step_ms = clock.durations_ms()
+    if not measured.step_ms:
+        raise KeyboardInterrupt
+
+
+def time_plain(bench: Bench) -> float | None:
+    """The median ms of a few iterations of the plain network at the same precision: what compiling
+    has to win against. None for the plain network itself."""
+    if bench.variant == bench.variant.plain():
+        return None
+    plain = Bench(bench.setting, bench.variant.plain(), bench.model, bench.counts, bench.run)
+    measured = Measured()
+    inference = Inference(plain)
+    _warm_up(inference, bench.setting.device, 2, measured)
+    _timed(inference, bench.setting.device, PLAIN_ITERATIONS, measured)
+    return timing.median(measured.step_ms)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def count_peak_anew(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        wait(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _memory(
+    bench: Bench,
+    iteration: Iteration,
+    weights: int,
+    live: Callable[[], int],
+    training: Training | None = None,
+) -> dict[str, float | str]:
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images, and
+    the rest: activations, workspaces, logits."""
+    device = bench.setting.device
+    parts = {"weights": weights}
+    if training is not None:
+        gradients = [p.grad for p in training.model.parameters() if p.grad is not None]
+        parts["gradients"] = memory.tensor_bytes(gradients)
+        state = memory.optimizer_tensors(training.optimizer)
+        parts["optimizer_state"] = memory.tensor_bytes(state)
+    edge, images = bench.setting.network.edge, bench.setting.batch_size
+    copies = 1 if training else BATCHES + 1
+    size = 4 if training else bench.variant.dtype.itemsize
+    parts["images"] = copies * images * 3 * edge * edge * size
+    if device.type == "cuda":
+        peak, source = torch.cuda.max_memory_allocated(device), "allocator"
+    else:
+        peak = memory.cpu_step_peak(lambda: iteration(0), live)
+        source = "profiled allocations"
+    found: dict[str, float | str] = {"peak": peak / memory.MB}
+    found |= {name: amount / memory.MB for name, amount in parts.items()}
+    found["rest"] = (peak - sum(parts.values())) / memory.MB
+    if device.type == "cuda":
+        found["reserved"] = torch.cuda.max_memory_reserved(device) / memory.MB
+    return found | {"source": source}
+
+
+def one_iteration(model: nn.Module, variant: Variant, setting: Setting, training: bool) -> None:
+    """Runs one iteration as the benchmark would, to see what memory it takes."""
+    images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
+    images = images.to(memory_format=variant.layout())
+    if training:
+        targets = setting.network.targets(setting.batch_size, setting.seed).to(setting.device)
+        Training(copy.deepcopy(model), variant, setting, images, targets).step()
+    else:
+        images = images.to(variant.dtype)
+        inference_step(prepare(model, variant), variant, images, setting.device)()
+    wait(setting.device)

@@ -1,0 +1,312 @@
+"""What the benchmark switches on: arithmetic, layout, folding, compiler, graph, export.
+
+A `Variant` says how a network runs; `inference_step` and `training_step` make a step of it that
+reads static tensors, as a server's or a captured graph's does.
+"""
+
+import ast
+import contextlib
+import copy
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labs.inference_benchmark.networks import Network, logits
+from workshop.errors import WorkshopError
+from workshop.run.precision import PRECISIONS, supported
+from workshop.run.trainer import missing_for_compile
+
+MEANT = {"static-memory": "triton.cudagraphs", "matmul-padding": "shape_padding"}
+"""Names of options in early texts on torch.compile, and what they are called."""
+_ARGUMENTS = ("mode", "fullgraph", "dynamic", "options")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+WARM_UP_BEFORE_CAPTURE = 3
+
+InferenceStep = Callable[[], Tensor]
+"""Runs the network on the present images; its logits, in memory that the next call may reuse."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a network runs. All of it is off in the plain one."""
+
+    precision: str = "fp32"
+    autocast: bool = False
+    """Weights stay fp32 and each operation gets the precision that suits it."""
+    channels_last: bool = False
+    fold: bool = False
+    """Batch norms are folded into the convolutions before them."""
+    compile: Mapping[str, Any] | None = None
+    """torch.compile's arguments."""
+    cuda_graph: bool = False
+    export: bool = False
+    """Compiled ahead of time, by AOTInductor."""
+
+    @property
+    def label(self) -> str:
+        words = [self.precision + (" autocast" if self.autocast else "")]
+        words += ["channels-last"] if self.channels_last else []
+        words += ["folded norms"] if self.fold else []
+        if self.compile is not None:
+            words.append(f"compile {_compile_words(self.compile)}".rstrip())
+        words += ["AOTInductor"] if self.export else []
+        words += ["graph"] if self.cuda_graph else []
+        return ", ".join(words)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of images and weights."""
+        dtype = PRECISIONS[self.precision].autocast_dtype
+        return torch.float32 if dtype is None or self.autocast else dtype
+
+    @property
+    def captures_itself(self) -> bool:
+        """Whether torch.compile captures graphs of its own."""
+        context = self.compile or {}
+        options = context.get("options") or {}
+        return context.get("mode") in GRAPH_MODES or bool(options.get("triton.cudagraphs"))
+
+    def plain(self) -> "Variant":
+        """As users run that precision without another thought."""
+        return Variant(self.precision, self.autocast)
+
+    def layout(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return PRECISIONS[self.precision].autocast(device.type)
+
+
+def _compile_words(context: Mapping[str, Any]) -> str:
+    words = [str(context.get("mode", ""))]
+    words += [f"{name}={value}" for name, value in (context.get("options") or {}).items()]
+    return " ".join([*words, "fullgraph"] if context.get("fullgraph") else words).strip()
+
+
+@dataclass
+class Setting:
+    """What a step is made of besides its variant."""
+
+    network: Network
+    device: torch.device
+    batch_size: int
+    seed: int
+    setup_s: dict[str, float] = field(default_factory=dict)
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def parse_context(text: str) -> tuple[dict[str, Any], list[str]]:
+    """torch.compile's arguments from `--compileContext`, a Python literal, and a sentence for each
+    option that is called something else today. 'True' and 'False' may be texts.
+
+    Raises:
+        WorkshopError: no dict, or an argument, mode or option that torch.compile does not know.
+    """
+    try:
+        given = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise WorkshopError(
+            f"--compileContext {text!r:.60}: give a dict, as in \"{{'mode': 'max-autotune'}}\""
+        )
+    context = {str(name): _truth(value) for name, value in given.items()}
+    for name in context:
+        _known("argument", name, _ARGUMENTS)
+    if context.get("mode") is not None:
+        _known("mode", context["mode"], torch._inductor.list_mode_options())
+    if "options" not in context:
+        return context, []
+    if context.get("mode") is not None:
+        raise WorkshopError("--compileContext: torch.compile takes mode or options, not both")
+    if not isinstance(context["options"], dict):
+        raise WorkshopError("--compileContext: options must be a dict of names and values")
+    options, notes = {}, []
+    for name, value in context["options"].items():
+        true_name = MEANT.get(name, name.replace("-", "_"))
+        if true_name != name:
+            notes.append(f"--compileContext: {name} is called {true_name} today")
+        _known("option", true_name, torch._inductor.list_options())
+        options[true_name] = _truth(value)
+    return context | {"options": options}, notes
+
+
+def _truth(value: object) -> object:
+    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+
+
+def _known(what: str, name: object, known: Any) -> None:
+    if name not in known:
+        raise WorkshopError(
+            f"--compileContext: torch.compile has no {what} {name!r:.40}; it has "
+            f"{', '.join(sorted(known))}"
+        )
+
+
+def check(variant: Variant, device: torch.device, *, training: bool) -> None:
+    """Raises WorkshopError for a variant that can't run on this device or in this mode."""
+    check_precision(variant.precision, device)
+    compiled = variant.compile is not None or variant.export
+    missing = missing_for_compile(device) if compiled else None
+    if missing:
+        raise WorkshopError(f"--compile and --export need {missing}; install it")
+    if variant.compile is not None and variant.export:
+        raise WorkshopError("--export aoti compiles ahead of time: leave out --compile")
+    if variant.cuda_graph and device.type == "cpu":
+        raise WorkshopError("--cuda-graph needs a GPU")
+    if variant.cuda_graph and variant.captures_itself:
+        raise WorkshopError(
+            "--cuda-graph: torch.compile captures graphs of its own in this mode; leave one out"
+        )
+    if training and (variant.fold or variant.export):
+        raise WorkshopError("--fold-norms and --export are for --mode inference")
+
+
+def check_precision(name: str, device: torch.device) -> None:
+    if name == "fp16" and device.type == "cpu":
+        if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            raise WorkshopError(
+                "fp16: this CPU does not have fp16 units; use --precision bf16, or a GPU"
+            )
+    elif name not in supported(device):
+        raise WorkshopError(
+            f"--precision {name}: this device does not have it; it has "
+            f"{', '.join(supported(device))}"
+        )
+
+
+def set_arithmetic(precision: str) -> None:
+    """For the whole process: fp32 is real fp32 unless it is tf32, in convolutions too, for which
+    PyTorch takes tf32 by default; and convolutions try their algorithms once for each shape."""
+    PRECISIONS[precision].set_matmul_mode()
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.benchmark = True
+
+
+# --- inference -----------------------------------------------------------------------------------
+
+
+def prepare(model: nn.Module, variant: Variant) -> nn.Module:
+    """A copy of an fp32 network in the variant's precision and layout, with its norms folded."""
+    model = copy.deepcopy(model).eval()
+    if variant.fold:
+        model = fold_norms(model)
+    return laid_out(model.to(variant.dtype), variant).requires_grad_(False)
+
+
+def laid_out(model: nn.Module, variant: Variant) -> nn.Module:
+    """The network with its weights in the variant's layout."""
+    moved: nn.Module = model.to(memory_format=variant.layout())  # type: ignore[call-overload]
+    return moved
+
+
+def fold_norms(model: nn.Module) -> nn.Module:
+    """The network with each batch norm that follows a convolution made part of its weights: in
+    inference it is a product and a sum with constants.
+
+    y = g * (w x + b - mean) / sqrt(variance + eps) + beta
+      = (w g / sqrt(variance + eps)) x + (b - mean) g / sqrt(variance + eps) + beta
+    """
+    from torch.fx.experimental.optimization import fuse
+
+    try:
+        folded: nn.Module = fuse(model.eval())
+    except Exception as error:  # of torch.fx, for control flow that depends on data
+        raise WorkshopError(
+            f"--fold-norms: this network can't be traced ({error!s:.100})"
+        ) from None
+    return folded
+
+
+def inference_step(
+    model: nn.Module, variant: Variant, images: Tensor, device: torch.device
+) -> InferenceStep:
+    """A step of a prepared network on static images, warmed up and captured where wanted."""
+    run = _runnable(model, variant, images, device)
+
+    def step() -> Tensor:
+        with torch.no_grad(), variant.context(device):
+            return logits(run(images))
+
+    if not variant.cuda_graph:
+        return step
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_BEFORE_CAPTURE):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        output = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _runnable(
+    model: nn.Module, variant: Variant, images: Tensor, device: torch.device
+) -> Callable[[Tensor], Any]:
+    if variant.export:
+        return _exported(model, variant, images)
+    if variant.compile is None:
+        return model
+    # Frozen weights may be laid out anew for the kernels that read them.
+    import torch._inductor.config
+
+    torch._inductor.config.freezing = True
+    compiled: Callable[[Tensor], Any] = torch.compile(model, **variant.compile)
+    return compiled
+
+
+def _exported(model: nn.Module, variant: Variant, images: Tensor) -> Callable[[Tensor], Any]:
+    with torch.no_grad(), variant.context(images.device):
+        program = torch.export.export(model, (images,))
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "network.pt2"))
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+        loaded: Callable[[Tensor], Any] = torch._inductor.aoti_load_package(path)
+    return loaded
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class Training:
+    """A network that learns one batch by heart: forward, loss, backward, SGD. Weights and momentum
+    are fp32 at every precision, as autocast has it; in fp16 the loss is scaled."""
+
+    def __init__(
+        self, model: nn.Module, variant: Variant, setting: Setting, images: Tensor, targets: Tensor
+    ) -> None:
+        self.device, self.variant, self.network = setting.device, variant, setting.network
+        self.images, self.targets = images, targets
+        self.model = laid_out(model.train(), variant)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        precision = PRECISIONS[variant.precision]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision.loss_scaling)
+        self.run: Callable[[Tensor], Any] = self.model
+        if variant.compile is not None:
+            self.run = torch.compile(self.model, **variant.compile)
+
+    def step(self) -> Tensor:
+        """Trains one step; its loss, a scalar on the device."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with PRECISIONS[self.variant.precision].autocast(self.device.type):
+            loss = self.network.loss(self.run(self.images), self.targets)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()

@@ -1,0 +1,222 @@
+"""The networks of the benchmark: their names, what they take, what they give, their losses.
+
+Weights are random, from a seed. The batch norms' statistics are taken from random images, since
+with those of a fresh network (mean 0, variance 1) activations double from block to block and
+overflow fp16 after fifty of them.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workshop.errors import NotOnThisMachine, WorkshopError
+
+CLASSES, PIXEL_CLASSES = 1000, 21
+"""Of ImageNet, and of Pascal VOC, which torchvision's segmentation networks are made for."""
+CALIBRATION_IMAGES = 8
+
+ALIASES = {
+    "resnext50": "resnext50_32x4d",
+    "resnext101": "resnext101_32x8d",
+    "shufflenet_v2": "shufflenet_v2_x1_0",
+    "shufflenet_v2_x05": "shufflenet_v2_x0_5",
+    "shufflenet_v2_x10": "shufflenet_v2_x1_0",
+    "shufflenet_v2_x15": "shufflenet_v2_x1_5",
+    "shufflenet_v2_x20": "shufflenet_v2_x2_0",
+    "SqueezeNet": "squeezenet1_0",
+    "SqueezeNet1.1": "squeezenet1_1",
+}
+"""Other names for torchvision's."""
+ELSEWHERE = {
+    "xception": ("timm", "legacy_xception"),
+    "shufflenet": ("pytorchcv", "shufflenet_g3_w1"),
+}
+"""Networks that torchvision does not have: the package, and the name there."""
+
+NAMES = tuple(
+    "alexnet densenet121 densenet161 densenet169 densenet201 googlenet inception_v3"
+    " mnasnet0_5 mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large"
+    " mobilenet_v3_small resnet18 resnet34 resnet50 resnet101 resnet152 resnext50 resnext50_32x4d"
+    " resnext101 resnext101_32x8d shufflenet shufflenet_v2 shufflenet_v2_x05 shufflenet_v2_x10"
+    " shufflenet_v2_x15 shufflenet_v2_x20 shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5"
+    " shufflenet_v2_x2_0 SqueezeNet squeezenet1_0 SqueezeNet1.1 squeezenet1_1 vgg11 vgg13 vgg16"
+    " vgg19 vgg11_bn vgg13_bn vgg16_bn vgg19_bn wide_resnet50_2 wide_resnet101_2 xception swin_t"
+    " swin_s swin_b swin_v2_t swin_v2_s swin_v2_b vit_b_16 vit_b_32 vit_l_16 vit_l_32 vit_h_14"
+    " efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4"
+    " efficientnet_b5 efficientnet_b6 efficientnet_b7 maxvit_t fcn_resnet50 fcn_resnet101"
+    " deeplabv3_resnet50 deeplabv3_resnet101 deeplabv3_mobilenet_v3_large"
+    " lraspp_mobilenet_v3_large".split()
+)
+"""The benchmark's 74. Any other classification or segmentation network of torchvision runs too."""
+
+LARGE_IMAGES = {"inception_v3": 299, "xception": 299}
+"""Edges of images, in pixels, that are not 224."""
+AUXILIARY_WEIGHT = {"googlenet": 0.3, "inception_v3": 0.4}
+"""Of the auxiliary classifiers in the loss, from the papers of the two networks."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network that can be built, and the shapes of its inputs and outputs."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    edge: int = 224
+    segments: bool = False
+    """Whether it gives a class for each pixel."""
+
+    @property
+    def classes(self) -> int:
+        return PIXEL_CLASSES if self.segments else CLASSES
+
+    def images(self, count: int, seed: int) -> Tensor:
+        """Random images, (count, 3, edge, edge) fp32 on the CPU: large patches of colour, so that
+        no two look alike to a network, and noise."""
+        generator = torch.Generator().manual_seed(seed)
+        patches = torch.randn(count, 3, 8, 8, generator=generator)
+        noise = torch.randn(count, 3, self.edge, self.edge, generator=generator)
+        return F.interpolate(patches, size=self.edge, mode="bilinear").add_(noise, alpha=0.25)
+
+    def targets(self, count: int, seed: int) -> Tensor:
+        """Random classes, int64 (count,), of segmentation (count, edge, edge)."""
+        generator = torch.Generator().manual_seed(seed + 1)
+        shape = (count, self.edge, self.edge) if self.segments else (count,)
+        return torch.randint(self.classes, shape, generator=generator)
+
+    def loss(self, output: Any, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, in fp32, with that of the auxiliary classifiers in training."""
+        loss = F.cross_entropy(logits(output).float(), targets)
+        weight = AUXILIARY_WEIGHT.get(self.name, 0.0)
+        if isinstance(output, tuple):
+            extra = [F.cross_entropy(one.float(), targets) for one in output[1:] if one is not None]
+            loss = loss + weight * sum(extra, torch.zeros_like(loss))
+        return loss
+
+
+def logits(output: Any) -> Tensor:
+    """Of whatever a network gives: a tensor, a tuple with auxiliary logits, a dict of segmentation;
+    (N, classes) or (N, classes, H, W)."""
+    if isinstance(output, dict):
+        output = output["out"]
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def import_torchvision() -> ModuleType:
+    """torchvision, also a build for GPUs beside a PyTorch for the CPU: that one fails at import,
+    since its two operators for detection are not declared.
+
+    Raises:
+        NotOnThisMachine: it is not installed.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise NotOnThisMachine(
+            "torchvision is missing: run `make setup`, or pip install the torchvision that "
+            f"belongs to PyTorch {torch.__version__}"
+        )
+    try:
+        import torchvision.models
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)  # the declarations live as long as it does
+        import torchvision.models
+    found: ModuleType = torchvision
+    return found
+
+
+_declared: list[torch.library.Library] = []
+
+
+def get_network(name: str) -> Network:
+    """A network by its name.
+
+    Raises:
+        NotOnThisMachine: the package that has it is not installed.
+        WorkshopError: no package has it; the message gives the nearest names.
+    """
+    edge = LARGE_IMAGES.get(name, 224)
+    if name in ELSEWHERE:
+        return Network(name, _of_package(name, *ELSEWHERE[name]), edge)
+    models = import_torchvision().models
+    segmentation = set(models.list_models(module=models.segmentation))
+    known = set(models.list_models(module=models)) | segmentation
+    true_name = ALIASES.get(name, name)
+    if true_name not in known:
+        near = difflib.get_close_matches(name, {*NAMES, *known}, n=4, cutoff=0.4)
+        hint = f"the nearest are {', '.join(near)}" if near else "--help lists the names"
+        raise WorkshopError(f"--network {name}: no such network; {hint}")
+    arguments: dict[str, Any] = {"weights": None}
+    if true_name in segmentation:
+        arguments["weights_backbone"] = None
+    if true_name in AUXILIARY_WEIGHT:
+        arguments["init_weights"] = False  # it takes seconds, and norms follow every convolution
+    build = models.get_model_builder(true_name)
+    return Network(true_name, lambda: build(**arguments), edge, true_name in segmentation)
+
+
+def _of_package(name: str, package: str, true_name: str) -> Callable[[], nn.Module]:
+    if importlib.util.find_spec(package) is None:
+        raise NotOnThisMachine(
+            f"--network {name} needs the package {package}: pip install {package}"
+        )
+
+    def build() -> nn.Module:
+        import_torchvision()  # timm imports it
+        if package == "timm":
+            import timm
+
+            model: nn.Module = timm.create_model(true_name)
+        else:
+            from pytorchcv.model_provider import get_model
+
+            model = get_model(true_name)
+        return model
+
+    return build
+
+
+def build(network: Network, seed: int, device: torch.device) -> nn.Module:
+    """The network with random weights and the statistics of random images, in fp32, ready for
+    inference."""
+    torch.manual_seed(seed)
+    model = network.build().to(device)
+    for parameter in model.parameters():  # a vision transformer's head gives nothing but zeros
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.trunc_normal_(parameter, std=0.02)
+    images = network.images(CALIBRATION_IMAGES, seed + 2).to(device)
+    with torch.no_grad(), _norms_that_average(model):
+        model.train()(images)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _norms_that_average(model: nn.Module) -> Iterator[None]:
+    """The batch norms' statistics become those of what they see in the block; nothing is random
+    meanwhile, as in dropout."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for norm, momentum in zip(norms, before, strict=True):
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.zero_()

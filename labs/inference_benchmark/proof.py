@@ -1,0 +1,137 @@
+"""What shows that the timed iterations did the network's work.
+
+Inference: the logits that the timed iterations left are compared with the fp32 network's in fp64,
+and may be no further from them than a small multiple of what plain eager mode loses at the same
+precision. Training: the losses of the first steps are compared with those of plain fp32 in the
+same way, the loss must fall, and every weight must have a gradient.
+"""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from labs.inference_benchmark.modes import Setting, Training, Variant, prepare, set_arithmetic
+from labs.inference_benchmark.networks import logits
+from workshop.results import Parity
+
+MOST_TIMES = 3.0
+"""The plain network's error at the same precision, of which the timed one may have this many."""
+FLOOR = 8 * 2.0**-24
+"""Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
+SAMPLE = 8
+"""Images of each batch that are compared, drawn at random."""
+FIRST_STEPS = 3
+"""Training steps whose losses are compared: later ones amplify the rounding of earlier ones."""
+
+
+def sample_of(batch_size: int, seed: int) -> Tensor:
+    """Indices of the images that are compared, int64 (at most SAMPLE,)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(batch_size, generator=generator)[:SAMPLE]
+
+
+@torch.no_grad()
+def of_inference(
+    model: nn.Module, variant: Variant, images: Tensor, timed: Tensor
+) -> tuple[Parity, float]:
+    """The verdict on logits of the timed iterations, and the share of images (of segmentation:
+    pixels) for which the class with the largest logit is the truth's.
+
+    Args:
+        model: the fp32 network.
+        images: fp32 (N, 3, H, W).
+        timed: the logits for them, (N, classes) or (N, classes, H, W), any precision.
+    """
+    truth = logits(copy.deepcopy(model).double()(images.double()))
+    set_arithmetic(variant.precision)
+    plain = variant.plain()
+    with plain.context(images.device):
+        eager = logits(prepare(model, plain)(images.to(plain.dtype))).double()
+    timed = timed.double()
+    # What all images have in common says nothing of whether each was looked at.
+    scale = (truth - truth.mean(0, keepdim=True)).square().mean().sqrt()
+    if len(truth) == 1:
+        scale = truth.square().mean().sqrt()
+    error, lost = (float((x - truth).square().mean().sqrt() / scale) for x in (timed, eager))
+    allowed = MOST_TIMES * lost + FLOOR
+    agreement = float((timed.argmax(1) == truth.argmax(1)).double().mean())
+    parity = Parity(
+        status="pass" if error <= allowed else "fail",
+        batch_size=len(images),
+        reference=f"fp64; plain eager {variant.precision} is {lost:.1e} from it",
+        measures={"logits": {"error": _number(error), "allowed": allowed}},
+    )
+    if not error <= allowed:
+        parity.failures.append(
+            f"the timed logits are {error:.1e} from the fp32 network's in fp64, "
+            f"{allowed:.1e} allowed"
+        )
+    return parity, agreement
+
+
+def of_training(
+    model: nn.Module,
+    variant: Variant,
+    setting: Setting,
+    images: Tensor,
+    targets: Tensor,
+    trained: Training,
+    losses: list[float],
+) -> Parity:
+    """The verdict on a training run.
+
+    Args:
+        model: the fp32 network before the first step.
+        images, targets: the batch that was learned.
+        trained: after its last step.
+        losses: of all its steps.
+    """
+    count = min(FIRST_STEPS, len(losses))
+    true_losses = _plain_losses(model, Variant(), setting, images, targets, count)
+    plain_losses = _plain_losses(model, variant.plain(), setting, images, targets, count)
+    set_arithmetic(variant.precision)
+    lost = max(abs(a - b) for a, b in zip(plain_losses, true_losses, strict=True))
+    error = max(abs(a - b) for a, b in zip(losses[:count], true_losses, strict=True))
+    allowed = MOST_TIMES * lost + 2.0**-16 * abs(true_losses[0])
+    parameters = [p for p in trained.model.parameters() if p.requires_grad]
+    reached = sum(p.grad is not None and bool(p.grad.isfinite().all()) for p in parameters)
+    failures = []
+    if not error <= allowed:
+        failures.append(
+            f"the losses of the first {count} steps are {error:.1e} from plain fp32's, "
+            f"{allowed:.1e} allowed"
+        )
+    if not losses[-1] < losses[0]:
+        failures.append(f"the loss does not fall: {losses[0]:.4f} to {losses[-1]:.4f}")
+    if reached < len(parameters):
+        failures.append(f"{len(parameters) - reached} of {len(parameters)} weights get no gradient")
+    return Parity(
+        status="fail" if failures else "pass",
+        failures=failures,
+        batch_size=len(images),
+        reference=f"plain fp32; plain {variant.precision} is {lost:.1e} from it",
+        measures={
+            "losses": {"error": _number(error), "allowed": allowed},
+            "tensors with a gradient": {"error": len(parameters) - reached, "allowed": 1},
+        },
+    )
+
+
+def _plain_losses(
+    model: nn.Module,
+    variant: Variant,
+    setting: Setting,
+    images: Tensor,
+    targets: Tensor,
+    count: int,
+) -> list[float]:
+    set_arithmetic(variant.precision)
+    plain = Training(copy.deepcopy(model), variant, setting, images, targets)
+    return [float(plain.step()) for _ in range(count)]
+
+
+def _number(error: float) -> float | None:
+    """JSON has no NaN: null is an infinite error."""
+    return error if math.isfinite(error) else None

@@ -1,0 +1,154 @@
+"""The benchmark's command line."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labs.inference_benchmark import networks
+from workshop import results
+from workshop.arguments import count
+
+LAB = "inference_benchmark"
+COMPARISONS = ("precision", "compile", "memory-format", "batch-size")
+DESCRIPTION = """\
+Benchmarks vision networks: throughput, latency and memory, of inference or training.
+
+Every number is of a run whose results were compared with the fp32 network's: an optimised run that
+computes something else gets no throughput. Inference is the default: evaluation mode, no
+gradients. Training is forward, loss, backward and SGD, with fp32 weights at every precision.
+
+    python micro_benchmarking_pytorch.py --network resnet50 --batch-size 32 --iterations 20
+    python micro_benchmarking_pytorch.py --network resnet50 --fp16 1 --channels-last --compile
+    python micro_benchmarking_pytorch.py --network resnet50 --compare precision
+    torchrun --nproc-per-node 2 micro_benchmarking_pytorch.py --network resnet50 --batch-size 128
+"""
+Add = Callable[..., Any]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"networks: {' '.join(networks.NAMES)}; and any other classification or "
+        "segmentation network of torchvision.\n\nExit status: 0 done, 1 the proof is red or memory "
+        "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
+    )
+    add = parser.add_argument
+    add("--network", required=True, metavar="NAME", help="see below")
+    add(
+        "--batch-size",
+        type=count,
+        default=64,
+        metavar="N",
+        help="images an iteration, of all GPUs together (default 64)",
+    )
+    add("--iterations", type=count, default=20, metavar="N", help="timed ones (default 20)")
+    add(
+        "--warmup-iterations",
+        type=count,
+        default=5,
+        metavar="N",
+        help="not timed, before them (default 5)",
+    )
+    add("--mode", choices=("inference", "training"), default="inference", help="default inference")
+    add("--seed", type=int, default=42, help="of weights and images (default 42)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / LAB,
+        metavar="FOLDER",
+        help=f"for result files and traces (default: results/{LAB} of this checkout)",
+    )
+    _add_speed(parser.add_argument_group("what makes it fast").add_argument)
+    _add_profilers(parser.add_argument_group("profilers").add_argument)
+    _add_studies(parser.add_argument_group("several runs").add_argument)
+    _add_processes(parser.add_argument_group("several GPUs (torchrun sets these)").add_argument)
+    return parser
+
+
+def _add_speed(add: Add) -> None:
+    add(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp16"),
+        help="of weights and images; in training of the operations (default fp32)",
+    )
+    add("--fp16", type=int, choices=(0, 1), default=0, help="1: as --precision fp16 (default 0)")
+    add(
+        "--amp-opt-level",
+        type=int,
+        choices=range(6),
+        default=0,
+        metavar="0-5",
+        help="mixed precision by torch.autocast, as APEX's levels: 1 to 3 fp16, 4 and 5 bf16",
+    )
+    add("--compile", action="store_true", help="compile with torch.compile")
+    add(
+        "--compileContext",
+        dest="compile_context",
+        metavar="DICT",
+        help="torch.compile's arguments, as in \"{'mode': 'max-autotune', 'fullgraph': 'True'}\"",
+    )
+    add("--channels-last", action="store_true", help="images and weights as NHWC")
+    add("--fold-norms", action="store_true", help="batch norms become part of the convolutions")
+    add("--cuda-graph", action="store_true", help="capture the whole network in a graph")
+    add("--export", choices=("aoti",), help="compile ahead of time, by AOTInductor")
+
+
+def _add_profilers(add: Add) -> None:
+    add(
+        "--autograd-profiler",
+        "--autograd_profiler",
+        action="store_true",
+        help="tables of operations by CPU time, GPU time and memory; ranges for ROCTX and NVTX",
+    )
+    add("--kineto", action="store_true", help="write a trace of torch.profiler, one a rank")
+    add(
+        "--flops-prof-step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="operations and times of each layer, at iteration N (default 0: not)",
+    )
+
+
+def _add_studies(add: Add) -> None:
+    add("--compare", choices=COMPARISONS, help="run its variants in alternating processes")
+    add(
+        "--ladder",
+        action="store_true",
+        help="from fp32 in eager mode to the fastest, one change at a time",
+    )
+    add("--find-max-batch", action="store_true", help="the largest batch that fits in memory")
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        metavar="N",
+        help="processes a variant, of --compare and --ladder (default 3)",
+    )
+    # What a study passes to its processes.
+    add("--session", help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)
+    add("--baseline", default="-", help=argparse.SUPPRESS)
+    add("--batch-varies", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_processes(add: Add) -> None:
+    add(
+        "--distributed_dataparallel",
+        action="store_true",
+        help="join a group of processes by --rank, --world-size and --dist-url",
+    )
+    add("--dataparallel", action="store_true", help="one process drives all GPUs of --device_ids")
+    add("--device_ids", metavar="0,1", help="GPUs, by number")
+    add("--rank", type=int, default=0, metavar="N", help="this process's number (default 0)")
+    add("--world-size", type=count, default=1, metavar="N", help="all processes (default 1)")
+    add("--dist-backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, else gloo")
+    add(
+        "--dist-url",
+        default="tcp://127.0.0.1:29500",
+        metavar="URL",
+        help="where rank 0 listens (default tcp://127.0.0.1:29500)",
+    )

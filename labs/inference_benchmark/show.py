@@ -1,0 +1,169 @@
+"""What a run prints: what it is, its iterations, its summary."""
+
+import argparse
+import math
+from collections.abc import Callable
+
+from labs.inference_benchmark.group import Group
+from labs.inference_benchmark.measure import Bench, Measured
+from labs.inference_benchmark.modes import Setting, Variant
+from workshop.labs import LabRun, percentile
+from workshop.run import hardware, timing
+
+RULE = "=" * 40
+UNSTEADY = 0.1
+"""Of the mean: a standard deviation above it says that something disturbed the run."""
+Say = Callable[[str], object]
+
+
+def speaker(group: Group) -> Say:
+    """Prints lines, with the process's number where there are several."""
+    head = f"[GPU {group.rank}] " if group.world_size > 1 else ""
+    return lambda line: print(f"{head}{line}" if line else line, flush=True)
+
+
+def configuration(
+    say: Say, arguments: argparse.Namespace, setting: Setting, variant: Variant, group: Group
+) -> None:
+    say(f"Using network: {setting.network.name}")
+    say(f"Batch size: {arguments.batch_size}")
+    if group.world_size > 1:
+        say(f"Local batch size: {setting.batch_size}")
+        say(f"Global batch size: {arguments.batch_size}")
+    say(f"Iterations: {arguments.iterations}")
+    say(f"FP16: {variant.precision == 'fp16'}")
+    say(f"Precision: {variant.precision.upper()}{' autocast' if variant.autocast else ''}")
+    say(f"Mode: {arguments.mode}")
+    say(f"Device: {setting.device} ({hardware.device_name(setting.device)})")
+    if variant.compile is not None:
+        say(f"PyTorch Compile: ENABLED (mode={variant.compile.get('mode') or 'default'})")
+    say(f"Variant: {variant.label}")
+    say("")
+    say(f"Warming up ({arguments.warmup_iterations} iterations) ...")
+
+
+def iterations(say: Say, measured: Measured) -> None:
+    warmups = len(measured.warmup_ms)
+    for i, ms in enumerate(measured.warmup_ms):
+        say(f"Warmup iteration {i}: {_loss(measured.losses[i])}Time = {ms / 1e3:.4f} seconds")
+    say("Warmup complete.")
+    say("")
+    say("Running timed iterations...")
+    for i, ms in enumerate(measured.step_ms):
+        say(f"Epoch {i}: {_loss(measured.losses[warmups + i])}Time = {ms / 1e3:.4f} seconds")
+    say("")
+
+
+def _loss(loss: float) -> str:
+    return "" if math.isnan(loss) else f"Loss = {loss:.4f}, "
+
+
+def summary(say: Say, bench: Bench, measured: Measured, group: Group) -> None:
+    """The guide's lines, and what else the run has measured; of a red run only why it is red."""
+    run = bench.run
+    say(RULE)
+    say("Performance Summary:" if group.world_size == 1 else "Performance Summary (all GPUs):")
+    say(RULE)
+    for line in (*_identity(run, bench, measured, group), "", *_proof(run)):
+        say(line)
+    if run.proof.status == "pass":
+        for line in ("", *_speed(run, group), "", *_memory(run), "", *_work(run, bench)):
+            say(line)
+    for sentence in run.plausibility:
+        say(sentence)
+    say(RULE)
+
+
+def _identity(run: LabRun, bench: Bench, measured: Measured, group: Group) -> list[str]:
+    lines = [
+        f"Network: {bench.setting.network.name}",
+        f"Batch size: {run.units_per_step}",
+        f"Iterations: {len(measured.step_ms)} (excluding warmup)",
+        f"Precision: {bench.variant.precision.upper()}",
+    ]
+    if group.world_size > 1:
+        lines += [
+            f"Global batch size: {run.units_per_step}",
+            f"Local batch size: {bench.setting.batch_size}",
+            f"World size: {group.world_size}",
+        ]
+    return lines
+
+
+def _proof(run: LabRun) -> list[str]:
+    closest = run.proof.closest()
+    words = f"Proof: {run.proof.status}"
+    if closest is not None:
+        name, error, allowed = closest
+        words += f"; {name}: error {error:.1e} of {allowed:.1e} allowed ({run.proof.reference})"
+    lines = [words, *(f"PROOF RED, no throughput: {why}" for why in run.proof.failures)]
+    if "top1_agreement" in run.metrics:
+        lines.append(f"Top-1 agreement with fp32: {run.metrics['top1_agreement']:.1%}")
+    return lines
+
+
+def _speed(run: LabRun, group: Group) -> list[str]:
+    ordered = sorted(run.step_ms)
+    mean = sum(ordered) / len(ordered)
+    deviation = math.sqrt(sum((ms - mean) ** 2 for ms in ordered) / max(1, len(ordered) - 1))
+    per_s = run.units_per_step / timing.median(ordered) * 1e3
+    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+    whole = " (global)" if group.world_size > 1 else ""
+    lines = [
+        f"Average time per iteration: {mean / 1e3:.4f} seconds",
+        f"Standard deviation: {deviation / 1e3:.4f} seconds ({deviation / mean:.1%})",
+        f"Latency: p50 {p50:.3f} ms, p90 {p90:.3f} ms, p99 {p99:.3f} ms",
+        f"Throughput: {per_s:,.1f} samples/sec{whole}, from the median",
+        f"Images per second: {per_s:,.1f}",
+        f"Milliseconds per batch: {p50:.3f}",
+        f"Microseconds per sample: {p50 / run.units_per_step * 1e3:,.1f}",
+    ]
+    if deviation / mean > UNSTEADY:
+        lines.append(f"Unsteady: the times scatter by more than {UNSTEADY:.0%}; run it again")
+    if group.world_size > 1:
+        lines += [
+            f"Per-GPU throughput: {per_s / group.world_size:,.1f} samples/sec",
+            f"One GPU alone: {run.metrics['one_process_per_s']:,.1f} samples/sec",
+            f"Scaling efficiency: {run.metrics['scaling_efficiency']:.1%}",
+        ]
+    if compile_s := run.setup_s.get("compile"):
+        lines.append(f"Compilation time: {compile_s:.1f} seconds")
+    if "plain_ms" in run.metrics:
+        batches = run.metrics["break_even_batches"]
+        after = f"after {batches:,} batches" if batches else "never: it is not faster"
+        lines.append(f"Break-even: {after} (plain {run.metrics['plain_ms']:.3f} ms a batch)")
+    return lines
+
+
+def _memory(run: LabRun) -> list[str]:
+    peak = run.memory_mb["peak"]
+    parts = {
+        name: amount
+        for name, amount in run.memory_mb.items()
+        if name not in ("peak", "source", "reserved") and amount
+    }
+    words = ", ".join(f"{name.replace('_', ' ')} {amount:,.0f}" for name, amount in parts.items())
+    per_s = run.units_per_step / timing.median(run.step_ms) * 1e3
+    where = "GPU " if run.device["type"] == "cuda" else ""
+    return [
+        f"{where}Memory Usage: {peak:,.0f} MB at its peak ({words})",
+        f"Images per second per GB: {per_s / float(peak) * 1e3:,.1f}",
+    ]
+
+
+def _work(run: LabRun, bench: Bench) -> list[str]:
+    flops = run.flops_per_step or 0.0
+    rate = flops / timing.median(run.step_ms) / 1e9
+    lines = [
+        f"Operations of a batch: {flops / 1e9:,.1f} GFLOP "
+        f"({flops / run.units_per_step / 1e9:.2f} an image)",
+        f"Achieved: {rate:,.3g} TFLOP/s",
+        f"Arithmetic intensity: {run.metrics['flop_per_byte']:,.1f} FLOP a byte, layer by layer",
+    ]
+    if run.peak_tflops:
+        share = rate / run.peak_tflops / float(run.metrics.get("processes") or 1)
+        lines.append(f"Share of the data sheet's {run.peak_tflops:,.0f} TFLOP/s: {share:.1%}")
+    if run.ceiling_tflops:
+        share = rate / run.ceiling_tflops / float(run.metrics.get("processes") or 1)
+        lines.append(f"Share of a large product's {run.ceiling_tflops:,.3g} TFLOP/s: {share:.1%}")
+    return lines

@@ -1,0 +1,277 @@
+"""One run of the benchmark: its arguments checked, its output as it goes, its result file."""
+
+import argparse
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from labs.inference_benchmark import group as groups
+from labs.inference_benchmark import measure, modes, networks, request, show
+from labs.inference_benchmark.group import Group
+from labs.inference_benchmark.measure import Bench, Measured
+from labs.inference_benchmark.modes import Setting, Variant
+from workshop import errors, labs, results
+from workshop.errors import OutOfMemory, WorkshopError
+from workshop.labs import LabRun
+from workshop.roofline import ceilings
+from workshop.run import hardware, timing, trainer
+
+AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
+"""APEX's levels of mixed precision, as torch.autocast does them; 4 and 5 are ROCm's."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures once, in this process or as one of a group; its exit status."""
+    group = groups.find(arguments)
+    variant = variant_of(arguments)
+    network = networks.get_network(arguments.network)
+    device = groups.device_of(group, arguments.device)
+    training = arguments.mode == "training"
+    check(arguments, variant, device)
+    folder = results.prepare_folder(arguments.output_dir)
+    setting = Setting(network, device, group.part(arguments.batch_size), arguments.seed)
+    record = new_run(arguments, network, variant, device)
+    path = arguments.result_file or labs.new_path(record, folder)
+    groups.join(group, device, arguments.dist_backend)
+    try:
+        with trainer.memory_failure_as(lambda asked: _too_large(arguments, asked)):
+            return _measure(arguments, setting, variant, record, group, path, training)
+    finally:
+        groups.leave(group)
+
+
+def variant_of(arguments: argparse.Namespace) -> Variant:
+    """Raises WorkshopError for flags that contradict each other."""
+    precision = arguments.precision or ("fp16" if arguments.fp16 else "fp32")
+    if arguments.fp16 and precision != "fp16":
+        raise WorkshopError(f"--fp16 1 and --precision {precision}: give one of them")
+    autocast = False
+    if arguments.amp_opt_level:
+        precision, autocast = AMP[arguments.amp_opt_level], True
+    context = None
+    if arguments.compile_context is not None and not arguments.compile:
+        raise WorkshopError("--compileContext goes with --compile")
+    if arguments.compile:
+        context, notes = modes.parse_context(arguments.compile_context or "{}")
+        for note in notes:
+            print(note)
+    training = arguments.mode == "training"
+    return Variant(
+        precision=precision,
+        # Training keeps fp32 weights at every precision.
+        autocast=autocast or (training and precision in ("bf16", "fp16")),
+        channels_last=arguments.channels_last,
+        fold=arguments.fold_norms,
+        compile=context,
+        cuda_graph=arguments.cuda_graph,
+        export=arguments.export == "aoti",
+    )
+
+
+def check(arguments: argparse.Namespace, variant: Variant, device: torch.device) -> None:
+    """Raises WorkshopError for arguments that can't be."""
+    training = arguments.mode == "training"
+    modes.check(variant, device, training=training)
+    if training and variant.cuda_graph:
+        raise WorkshopError("--cuda-graph is for --mode inference")
+    step = arguments.flops_prof_step
+    if step < 0 or (step and arguments.iterations <= step):
+        raise WorkshopError(
+            f"--flops-prof-step {step}: it must be smaller than --iterations "
+            f"{arguments.iterations}, which counts from 0"
+        )
+    if not 0 <= arguments.seed < 2**62:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
+
+
+def _too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"{arguments.network} at batch {arguments.batch_size} does not fit in memory ({asked}): "
+        "take a smaller --batch-size, or find the largest with --find-max-batch"
+    )
+
+
+def new_run(
+    arguments: argparse.Namespace,
+    network: networks.Network,
+    variant: Variant,
+    device: torch.device,
+) -> LabRun:
+    """A record of a run that has not measured yet."""
+    edge = network.edge
+    batch, label = f", batch {arguments.batch_size}", variant.label
+    if arguments.batch_varies:
+        batch, label = "", f"{label}{batch}"
+    record = LabRun(
+        lab=request.LAB,
+        session=arguments.session or results.new_session(),
+        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}",
+        variant=label,
+        unit="images",
+        units_per_step=arguments.batch_size,
+        device=hardware.describe(device),
+        software=results.describe_software(),
+        git_commit=results.git_commit(),
+        created=results.now(),
+        baseline=arguments.baseline.strip("-"),
+        command=_command(),
+        options={
+            "network": network.name,
+            "batch_size": arguments.batch_size,
+            "mode": arguments.mode,
+            **{
+                name: str(value) if name == "compile" and value is not None else value
+                for name, value in dataclasses.asdict(variant).items()
+            },
+        },
+    )
+    if sheet := hardware.peaks(device):
+        record.peak_tflops = sheet.tflops.get(variant.precision)
+        record.peak_source = sheet.source
+    notes: list[str] = []
+    known = ceilings.find(
+        hardware.device_name(device), record.device.get("threads"), arguments.output_dir, notes
+    )
+    rates = [one.rate / 1e12 for one in known if one.name == variant.precision]
+    record.ceiling_tflops = rates[-1] if rates else None
+    return record
+
+
+def planned(flags: list[str]) -> LabRun:
+    """The record of a run that a command line asks for, before it measures."""
+    arguments = request.build_parser().parse_args(flags)
+    device = hardware.get_device(arguments.device)
+    network = networks.get_network(arguments.network)
+    return new_run(arguments, network, variant_of(arguments), device)
+
+
+def _command() -> list[str]:
+    """What was typed, without the folders in which this machine keeps things."""
+    words = sys.argv[1:]
+    hidden = {"--output-dir", "--result-file"}
+    kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
+    return ["micro_benchmarking_pytorch.py", *(w for w in kept if w not in hidden)]
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    setting: Setting,
+    variant: Variant,
+    record: LabRun,
+    group: Group,
+    path: Path,
+    training: bool,
+) -> int:
+    say = show.speaker(group)
+    show.configuration(say, arguments, setting, variant, group)
+    bench = measure.make_bench(setting, variant, record, training)
+    groups.meet(group)
+    if training:
+        wrap = groups.wrapper(group, setting.device)
+        measured = measure.measure_training(
+            bench, arguments.iterations, arguments.warmup_iterations, say, wrap
+        )
+    else:
+        measured = measure.measure_inference(
+            bench, arguments.iterations, arguments.warmup_iterations, say
+        )
+    record.step_ms = measured.step_ms
+    record.losses = results.finite(measured.losses)
+    show.iterations(say, measured)
+    if not groups.all_pass(group, record.proof.status == "pass"):
+        record.status = "proof failed"
+        if record.proof.status == "pass":  # another process's is not
+            record.proof.status = "fail"
+            record.proof.failures.append("the proof of another process is red")
+    elif measured.interrupted:
+        record.status = "interrupted"
+    _finish(bench, measured, group, arguments, training)
+    if group.is_first:
+        labs.save(record, path)
+        show.summary(say, bench, measured, group)
+        say(f"Written: {path}")
+    if record.status == "complete":
+        _profile(arguments, bench, group, say, training)
+    return {
+        "complete": errors.DONE,
+        "proof failed": errors.ANSWER_IS_NO,
+        "interrupted": errors.INTERRUPTED,
+    }[record.status]
+
+
+def _finish(
+    bench: Bench,
+    measured: Measured,
+    group: Group,
+    arguments: argparse.Namespace,
+    training: bool,
+) -> None:
+    """Fills in what follows from the times: those of the whole group, percentiles, break-even,
+    physics."""
+    record = bench.run
+    by_rank = groups.slowest(group, measured.step_ms)
+    record.step_ms = [max(times) for times in zip(*by_rank, strict=False)]
+    record.flops_per_step = (
+        (record.flops_per_step or 0.0) / bench.setting.batch_size * record.units_per_step
+    )
+    if group.world_size > 1:
+        record.metrics["processes"] = group.world_size
+        record.variant += f", {group.world_size} processes"
+        _compare_with_one(bench, group, arguments, training)
+    element = 4 if training else bench.variant.dtype.itemsize
+    record.metrics["flop_per_byte"] = bench.counts.intensity(bench.setting.batch_size, element)
+    if record.status != "complete":
+        return
+    record.plausibility = implausible(record, group.world_size)
+    if record.setup_s.get("compile") and not training:
+        plain_ms = measure.time_plain(bench)
+        if plain_ms is not None:
+            record.metrics["plain_ms"] = plain_ms
+            saved = plain_ms - timing.median(record.step_ms)
+            batches = math.ceil(record.setup_s["compile"] * 1e3 / saved) if saved > 0 else None
+            record.metrics["break_even_batches"] = batches
+
+
+def _compare_with_one(
+    bench: Bench, group: Group, arguments: argparse.Namespace, training: bool
+) -> None:
+    """Measures the first process's part again while the others wait: efficiency is the group's
+    throughput over that of as many processes alone."""
+    groups.meet(group)
+    if group.is_first:
+        alone = dataclasses.replace(bench, run=dataclasses.replace(bench.run))
+        counts = arguments.iterations, arguments.warmup_iterations
+        again = measure.measure_training if training else measure.measure_inference
+        measured = again(alone, *counts, lambda line: None)
+        one_ms = timing.median(measured.step_ms) / bench.setting.batch_size
+        all_ms = timing.median(bench.run.step_ms) / bench.run.units_per_step
+        bench.run.metrics["one_process_per_s"] = 1e3 / one_ms
+        bench.run.metrics["scaling_efficiency"] = one_ms / all_ms / group.world_size
+    groups.meet(group)
+
+
+def implausible(record: LabRun, devices: int) -> list[str]:
+    """A sentence if the operations a second are more than the chips can do."""
+    if not (record.peak_tflops and record.flops_per_step and record.step_ms):
+        return []
+    rate = record.flops_per_step / timing.median(record.step_ms) / 1e9
+    limit = record.peak_tflops * devices
+    if rate <= limit:
+        return []
+    return [f"IMPLAUSIBLE: {rate:,.0f} TFLOP/s, more than the data sheet's {limit:,.0f}"]
+
+
+def _profile(
+    arguments: argparse.Namespace, bench: Bench, group: Group, say: show.Say, training: bool
+) -> None:
+    from labs.inference_benchmark import profiling
+
+    if arguments.flops_prof_step:
+        profiling.flops(bench, arguments.flops_prof_step, group, say, training)
+    if arguments.autograd_profiler:
+        profiling.tables(bench, say)
+    if arguments.kineto:
+        profiling.trace(bench, arguments.output_dir, group, print)
