@@ -94,7 +94,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
     info = f"{module}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += f"Requires-Dist: {requires}\n" if requires else ""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{module}/__init__.py", "")
         archive.writestr(f"{info}/METADATA", metadata)
