@@ -381,9 +381,7 @@ def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     ]  # fmt: skip
     if any(row.times for row in found):
         title = f"{printable(found[0].first.unit).capitalize()} a second"
-        colours = (
-            "Green is faster than the baseline, orange slower; pale: no significant difference."
-        )
+        colours = "Green is faster than the baseline, orange slower, and pale without a verdict."
         after = [colours] if any(row.speedup for row in found) else []
         blocks.append(Block("lab-rates", title, figures.lab_rates(found), after=after, wide=True))
     return blocks
