@@ -16,8 +16,8 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
-from workshop.roofline import ceilings
 from workshop.run import hardware, timing, trainer
+from workshop.run.precision import PRECISIONS
 
 AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
 """APEX's levels of mixed precision, as torch.autocast does them; 4 and 5 are ROCm's."""
@@ -131,12 +131,6 @@ def new_run(
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(variant.precision)
         record.peak_source = sheet.source
-    notes: list[str] = []
-    known = ceilings.find(
-        hardware.device_name(device), record.device.get("threads"), arguments.output_dir, notes
-    )
-    rates = [one.rate / 1e12 for one in known if one.name == variant.precision]
-    record.ceiling_tflops = rates[-1] if rates else None
     return record
 
 
@@ -168,6 +162,8 @@ def _measure(
     say = show.speaker(group)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
+    dtype = PRECISIONS[variant.precision].autocast_dtype
+    record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     groups.meet(group)
     if training:
         wrap = groups.wrapper(group, setting.device)
