@@ -1,6 +1,7 @@
 """One run of the benchmark: its arguments checked, its output as it goes, its result file."""
 
 import argparse
+import copy
 import dataclasses
 import math
 import sys
@@ -32,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     training = arguments.mode == "training"
     check(arguments, variant, device)
     folder = results.prepare_folder(arguments.output_dir)
-    setting = Setting(network, device, group.part(arguments.batch_size), arguments.seed)
+    parts = group.parts(arguments.batch_size)
+    setting = Setting(network, device, parts[group.rank], arguments.seed, parts, group.rank)
     record = new_run(arguments, network, variant, device)
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
@@ -191,6 +193,7 @@ def _measure(
         say(f"Written: {path}")
     if record.status == "complete":
         _profile(arguments, bench, group, say, training)
+    groups.meet(group)  # torchrun ends the others when one has gone with an error
     return {
         "complete": errors.DONE,
         "proof failed": errors.ANSWER_IS_NO,
@@ -238,7 +241,8 @@ def _compare_with_one(
     throughput over that of as many processes alone."""
     groups.meet(group)
     if group.is_first:
-        alone = dataclasses.replace(bench, run=dataclasses.replace(bench.run))
+        setting = dataclasses.replace(bench.setting, parts=())
+        alone = dataclasses.replace(bench, setting=setting, run=copy.deepcopy(bench.run))
         counts = arguments.iterations, arguments.warmup_iterations
         again = measure.measure_training if training else measure.measure_inference
         measured = again(alone, *counts, lambda line: None)
