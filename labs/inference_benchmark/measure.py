@@ -92,6 +92,7 @@ class Inference:
         self._input.copy_(self._batches[0])
         model = prepare(bench.model, variant)
         self.weights_bytes = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+        model = setting.spread(model)
         self._step = inference_step(model, variant, self._input, setting.device)
         self._kept: list[Tensor] = []
         self._ring = 1

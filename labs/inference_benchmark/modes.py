@@ -103,6 +103,12 @@ class Setting:
     parts: tuple[int, ...] = ()
     """Images of each process of a group, by rank; empty outside one."""
     rank: int = 0
+    gpus: tuple[int, ...] = ()
+    """GPUs that this one process drives, for --dataparallel."""
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """The network on all GPUs of this process, each with a part of the batch."""
+        return nn.DataParallel(model, list(self.gpus)) if self.gpus else model
 
     def images_seed(self, rank: int | None = None) -> int:
         """Of a process's images, its own by default: no two processes have the same."""
@@ -314,7 +320,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         precision = PRECISIONS[variant.precision]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision.loss_scaling)
-        self.run: Callable[[Tensor], Any] = self.model
+        self.run: Callable[[Tensor], Any] = setting.spread(self.model)
         if variant.compile is not None:
             self.run = torch.compile(self.model, **variant.compile)
 

@@ -35,7 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     parts = group.parts(arguments.batch_size)
     setting = Setting(network, device, parts[group.rank], arguments.seed, parts, group.rank)
+    setting.gpus = dataparallel(arguments, variant)
     record = new_run(arguments, network, variant, device)
+    if setting.gpus:
+        record.variant += f", {len(setting.gpus)} GPUs of one process"
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
     try:
@@ -87,6 +90,23 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
         )
     if not 0 <= arguments.seed < 2**62:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
+
+
+def dataparallel(arguments: argparse.Namespace, variant: Variant) -> tuple[int, ...]:
+    """The GPUs of --dataparallel: all, or those of --device_ids.
+
+    Raises:
+        WorkshopError: they are fewer than two, or not there, or the variant is for one GPU.
+    """
+    if not arguments.dataparallel:
+        return ()
+    count = torch.cuda.device_count()
+    gpus = tuple(groups.device_ids(arguments.device_ids) or range(count))
+    if len(gpus) < 2 or max(gpus) >= count:
+        raise WorkshopError(f"--dataparallel needs two GPUs or more; this machine has {count}")
+    if variant.compile is not None or variant.cuda_graph or variant.export:
+        raise WorkshopError("--dataparallel runs in eager mode: use torchrun, a process a GPU")
+    return gpus
 
 
 def _too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
