@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
     )
     add = parser.add_argument
-    add("--network", required=True, metavar="NAME", help="see below")
+    add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them")
     add(
         "--batch-size",
         type=count,
