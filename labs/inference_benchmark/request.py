@@ -132,7 +132,7 @@ def _add_studies(add: Add) -> None:
     add("--session", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--baseline", default="-", help=argparse.SUPPRESS)
-    add("--batch-varies", action="store_true", help=argparse.SUPPRESS)
+    add("--study", default="", help=argparse.SUPPRESS)
 
 
 def _add_processes(add: Add) -> None:

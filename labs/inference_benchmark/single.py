@@ -124,13 +124,14 @@ def new_run(
 ) -> LabRun:
     """A record of a run that has not measured yet."""
     edge = network.edge
+    study = f", {arguments.study}" if arguments.study else ""
     batch, label = f", batch {arguments.batch_size}", variant.label
-    if arguments.batch_varies:
+    if arguments.study == "compare batch-size":
         batch, label = "", f"{label}{batch}"
     record = LabRun(
         lab=request.LAB,
         session=arguments.session or results.new_session(),
-        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}",
+        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}{study}",
         variant=label,
         unit="images",
         units_per_step=arguments.batch_size,

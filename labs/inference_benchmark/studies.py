@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise WorkshopError("--compare, --ladder, --find-max-batch: one at a time, and no torchrun")
     device = hardware.get_device(arguments.device)
     if arguments.network == ALL:
+        arguments.study = "all networks"
         errors.require("rich")
         return _all_networks(arguments, device)
     networks.get_network(arguments.network)
@@ -46,10 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.find_max_batch:
         return _find_max_batch(arguments, device)
     errors.require("rich", "matplotlib")
-    name = f"compare_{arguments.compare}" if arguments.compare else "ladder"
-    name = name.replace("-", "_")
+    arguments.study = f"compare {arguments.compare}" if arguments.compare else "ladder"
     plans = ladder(arguments, device) if arguments.ladder else compared(arguments, device)
-    return _alternate(plans, arguments, name)
+    return _alternate(plans, arguments)
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
 # --- alternating processes -----------------------------------------------------------------------
 
 
-def _alternate(plans: list[Flags], arguments: argparse.Namespace, name: str) -> int:
+def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     common = _common_flags(arguments, results.new_session())
     common += ["--baseline", single.planned([*common, *plans[0]]).variant]
@@ -148,7 +148,7 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace, name: str) -> 
         if not runs:
             raise
     rows = labs.build_rows(runs)
-    _write(rows, folder, name)
+    _write(rows, folder, arguments.study.replace(" ", "_").replace("-", "_"))
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -166,7 +166,7 @@ def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
     flags = ["--network", arguments.network, "--mode", arguments.mode, "--session", session]
     for name in ("batch_size", "iterations", "warmup_iterations", "seed", "device", "output_dir"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    return [*flags, "--batch-varies"] if arguments.compare == "batch-size" else flags
+    return [*flags, "--study", arguments.study]
 
 
 def _child(flags: list[str], folder: Path) -> LabRun:
