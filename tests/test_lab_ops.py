@@ -174,6 +174,16 @@ def test_a_wrong_sparse_addition_is_red(fault, monkeypatch) -> None:
     assert row.status == "WRONG" and not row.samples_ms
 
 
+def test_one_wrong_element_of_many_parts_is_red(monkeypatch) -> None:
+    monkeypatch.setattr(tensor_ops, "PART", 100)
+    case = make_case("exp", None, "60-20", None)
+    inputs = tensor_ops.draw(case, CPU, torch.float32)
+    result = inputs[0].exp()
+    assert tensor_ops.error_roundings(case, inputs, result, 2.0**-24) < 8
+    result[30, 7] = torch.nan
+    assert tensor_ops.error_roundings(case, inputs, result, 2.0**-24) == float("inf")
+
+
 def test_a_result_of_another_shape_is_red(monkeypatch) -> None:
     case = make_case("add", None, "4-5", None)
     inputs = tensor_ops.draw(case, CPU, torch.float32)
@@ -262,6 +272,23 @@ def test_the_cache_is_emptied_and_inputs_are_restored_outside_of_the_clock(monke
     )
     assert events == 3 * ["prepare", "mark", "call", "mark"]
     assert samples == [2.0, 3.0]  # the first is the warm-up
+
+
+def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch) -> None:
+    case = make_case("exp_", None, DIM, None)
+    begins_with: list[Tensor] = []
+
+    def note(call: Any, prepare: Any, _: bench.Setting) -> list[float]:
+        for _ in range(2):
+            prepare()
+            begins_with.append(call.args[0].clone())
+            call()
+        return [1.0]
+
+    monkeypatch.setattr(bench, "time_calls", note)
+    bench.measure_row(case, setting())
+    (drawn,) = tensor_ops.draw(case, CPU, torch.float32)
+    assert all(torch.equal(begun, drawn) for begun in begins_with) and len(begins_with) == 2
 
 
 # --- files and errors ----------------------------------------------------------------------------
