@@ -25,7 +25,15 @@ import pytest
 from conftest import HANGS_S
 
 from workshop import versions
-from workshop.profilers import amd_counters, kernel_file, ncu, profile_run, run_all, summary
+from workshop.profilers import (
+    amd_counters,
+    kernel_file,
+    ncu,
+    profile_run,
+    programs,
+    run_all,
+    summary,
+)
 from workshop.profilers.table import Kernel, KernelTable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,7 +190,7 @@ def test_the_folder_of_the_link_chooses_the_version(capsys: pytest.CaptureFixtur
     assert done.returncode == 0, done.stderr
     for path in (folder / "run_x.py", other / ".." / folder.name / "run_x.py"):
         arguments = profile_run.runner_arguments("x", steps=1, argv=[str(path)])
-        assert arguments.version.key == "v2"
+        assert arguments.program.key == "v2"
     done = run(str(RUNNERS / "run_ncu.sh"), cwd=ROOT)
     with pytest.raises(SystemExit, match=r"^2$"):
         profile_run.runner_arguments("x", steps=1, argv=[str(RUNNERS / "run_x.py")])
@@ -841,7 +849,7 @@ def finished(tool: str, status: str = "ok", **more: Any) -> summary.Outcome:
 
 
 def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
-    version = versions.VERSIONS["v1"]
+    program = programs.PROGRAMS["v1"]
     folder = tmp_path / "v1"
     reference = ROOT / "results" / "reference" / "cpu_amd_epyc" / "profiles" / "v1"
     shutil.copytree(reference / "pytorch_profiler", folder / "pytorch_profiler")
@@ -854,7 +862,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
         finished("ncu", "failed", reason="<b>lost</b>", exit_status=1),
     ]
     (folder / "pytorch_profiler" / "command.txt").write_text("# run_x\n# exit status 3\n")
-    content = summary.sum_up(version, outcomes, ["--config", "<small>"], folder)
+    content = summary.sum_up(program, outcomes, ["--config", "<small>"], folder)
     written = summary.write(content, folder)
     assert written == [folder / "summary.json", folder / "index.html", tmp_path / "index.html"]
     page, overview = (path.read_text() for path in written[1:])

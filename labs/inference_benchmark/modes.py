@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
+from workshop.run.markers import Range
 from workshop.run.precision import PRECISIONS, supported
 from workshop.run.trainer import missing_for_compile
 
@@ -301,12 +302,15 @@ class Training:
         if variant.compile is not None:
             self.run = torch.compile(self.model, **variant.compile)
 
-    def step(self) -> Tensor:
-        """Trains one step; its loss, a scalar on the device."""
+    def step(self, range_: Range = contextlib.nullcontext) -> Tensor:
+        """Trains one step, with a marker range around each part; its loss, a scalar on the
+        device."""
         self.optimizer.zero_grad(set_to_none=True)
-        with PRECISIONS[self.variant.precision].autocast(self.device.type):
+        with range_("forward"), PRECISIONS[self.variant.precision].autocast(self.device.type):
             loss = self.network.loss(self.run(self.images), self.targets)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        with range_("backward"):
+            self.scaler.scale(loss).backward()
+        with range_("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         return loss.detach()
