@@ -39,6 +39,7 @@ from workshop.profilers.table import Kernel, KernelTable
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = ROOT / "workshop" / "profilers" / "runners"
 FOLDERS = [ROOT / version.folder for version in versions.VERSIONS.values()]
+APPLICATIONS = ("tiny_llama_v1.py", "micro_benchmarking_pytorch.py")
 TOOLS = ("rocprofv3", "rocprof_sys", "rocprof_compute", "ncu", "nsys", "proton")
 
 Run = subprocess.CompletedProcess[str]
@@ -367,7 +368,7 @@ def _rules(program: str, given: Options, application: list[str]) -> Iterator[str
     rules = {
         "Triton up to 3.6 runs no script that ends with sys.exit": program == "proton"
         and Path(application[0]).name != "proton_app.py",
-        "the application is not the version's": script != "tiny_llama_v1.py"
+        "the application is not the folder's": script not in APPLICATIONS
         or "--profile-steps" not in application,
         "no output format: its default depends on the version": v3 and not formats,
         f"{formats} is no output format": v3
@@ -406,7 +407,7 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
         ("nsys", "--capture-range=", "--capture=", "unknown option --capture"),
         ("nsys", "--report=cuda_api_sum", "", "--report=cuda_api_sum is missing"),
         ("rocprof_sys", "TIME_OUTPUT=OFF", "PRESET=x", "TIME_OUTPUT=OFF is missing"),
-        ("proton", '"${TRAIN[@]:1}"', '"${TRAIN[@]}"', "not the version's"),
+        ("proton", '"${TRAIN[@]:1}"', '"${TRAIN[@]}"', "not the folder's"),
     ],
 )
 def test_planted_fault_in_a_command_is_found(

@@ -66,10 +66,10 @@ def median(samples: Sequence[float]) -> float:
 
 def spread(samples: Sequence[float]) -> float:
     """Interquartile range over the median: 0.02 says that half of the samples lie within 2%."""
-    low, mid, high = torch.tensor(samples, dtype=torch.float64).quantile(
-        torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
-    )
-    return float((high - low) / mid)
+    if len(samples) == 1:
+        return 0.0
+    low, mid, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / mid
 
 
 @dataclass(frozen=True)
