@@ -20,7 +20,7 @@ from test_lab_inference import SMALL, Variant, bench
 from test_profile_run import Ranges
 from test_profile_scripts import NVIDIA_GPU, RUNNERS, TOOLS, Machine, finished, problems
 
-from labs.inference_benchmark import group, measure, networks, profiling, watched
+from labs.inference_benchmark import group, measure, networks, profiling
 from workshop import labs
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
@@ -113,9 +113,9 @@ def test_flags_that_do_not_go_with_a_profiler(
 # A Python that says it sees the GPU, and is one.
 REAL_PYTHON = f'case "$1$2" in -c*is_available*) exit 0 ;; esac\nexec "{sys.executable}" "$@"\n'
 RUN_PROGRAM = 'while case $1 in */my_python) false ;; esac; do shift; done; "$@" || exit\n'
-NSYS_ROWS = """Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name
-80.0,8000000,40,200000,1,100000,300000,1,void cudnn::implicit_convolve_sgemm<float>()
-20.0,2000000,60,33333,1,10000,60000,1,void at::native::batch_norm_kernel<float>()
+NSYS_ROWS = """Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),Name
+80.0,8000000,40,200000,1,100000,300000,void cudnn::implicit_convolve_sgemm<float>()
+20.0,2000000,60,33333,1,10000,60000,void at::native::batch_norm_kernel<float>()
 """
 NSYS = f"""case $1 in
 stats) for word; do case $word in --output=*) out=${{word#*=}} ;; esac; done
@@ -293,7 +293,7 @@ def counted(flops: float, bytes_: float) -> list[Kernel]:
         ("launches", {}, "It runs 35 kernels a step (70 in 2), 1.43 ms each on average."),
         ("launches", {"steps": None}, "It runs 70 kernels, 1.43 ms"),
         ("copies", {}, "10 copies a step; between host and device 6.0%, on the device 4.0%"),
-        ("host-and-gpu", {}, "calls take 7 ms a step; the GPU works 80% of the time (50 ms a step)"),
+        ("host-and-gpu", {}, "take 7 ms a step; the GPU works 80% of the time (50 ms a step)"),
         ("host-and-gpu", {"span_ms": None}, "the kernels take 50 ms a step; this tool has no"),
         ("host-and-gpu", {"what": "operator"}, "No GPU took part: 50 ms a step"),
         # The H200's fp16 rate and bandwidth meet at 206 FLOP a byte, its fp32 ones at 14.
