@@ -23,7 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
     arguments = parse(request.build_parser(), argv)
     several = arguments.compare or arguments.ladder or arguments.find_max_batch
-    if several or arguments.network == "all":
+    if arguments.profile_steps:
+        from labs.inference_benchmark import watched
+
+        work = watched.run
+    elif several or arguments.network == "all":
         from labs.inference_benchmark import studies
 
         work = studies.run

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
+from workshop.run.markers import Range
 from workshop.run.precision import PRECISIONS, supported
 from workshop.run.trainer import missing_for_compile
 
@@ -324,18 +325,27 @@ class Training:
         if variant.compile is not None:
             self.run = torch.compile(self.model, **variant.compile)
 
-    def step(self) -> Tensor:
-        """Trains one step; its loss, a scalar on the device."""
+    def step(self, range_: Range = contextlib.nullcontext) -> Tensor:
+        """Trains one step, with a marker range around each part; its loss, a scalar on the
+        device."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward(self.images, self.targets, self.weight)
-        self.update()
+        loss = self.backward(self.images, self.targets, self.weight, range_)
+        with range_("optimizer"):
+            self.update()
         return loss
 
-    def backward(self, images: Tensor, targets: Tensor, weight: float) -> Tensor:
+    def backward(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        weight: float,
+        range_: Range = contextlib.nullcontext,
+    ) -> Tensor:
         """Adds the gradients of the weighted loss; returns the loss as it is, a scalar."""
-        with PRECISIONS[self.variant.precision].autocast(self.device.type):
+        with range_("forward"), PRECISIONS[self.variant.precision].autocast(self.device.type):
             loss = self.network.loss(self.run(images), targets)
-        self.scaler.scale(loss if weight == 1 else weight * loss).backward()
+        with range_("backward"):
+            self.scaler.scale(loss if weight == 1 else weight * loss).backward()
         return loss.detach()
 
     def update(self) -> None:

@@ -10,6 +10,7 @@ from workshop import results
 from workshop.arguments import count
 
 LAB = "inference_benchmark"
+OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
 COMPARISONS = ("precision", "compile", "memory-format", "batch-size")
 DESCRIPTION = """\
 Benchmarks vision networks: throughput, latency and memory, of inference or training.
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--output-dir",
         type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
+        default=OUTPUT_DIR,
         metavar="FOLDER",
         help=f"for result files and traces (default: results/{LAB} of this checkout)",
     )
@@ -92,7 +93,12 @@ def _add_speed(add: Add) -> None:
     )
     add("--channels-last", action="store_true", help="images and weights as NHWC")
     add("--fold-norms", action="store_true", help="batch norms become part of the convolutions")
-    add("--cuda-graph", action="store_true", help="capture the whole network in a graph")
+    add(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="capture the whole network in a graph",
+    )
     add("--export", choices=("aoti",), help="compile ahead of time, by AOTInductor")
 
 
@@ -110,6 +116,14 @@ def _add_profilers(add: Add) -> None:
         default=0,
         metavar="N",
         help="operations and times of each layer, at iteration N (default 0: not)",
+    )
+    add(
+        "--profile-steps",
+        type=count,
+        metavar="N",
+        help="for the run_* scripts' profilers: after the warm-up run N iterations in marker "
+        "ranges, with no proof and no clock; what was profiled goes to OUTPUT_DIR/run.json "
+        f"(default there: results/profiles/{LAB}/steps)",
     )
 
 

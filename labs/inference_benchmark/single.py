@@ -17,6 +17,8 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
+from workshop.roofline import ceilings
+from workshop.roofline.model import MAIN_MEMORY
 from workshop.run import hardware, timing, trainer
 from workshop.run.precision import PRECISIONS
 
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
     try:
-        with trainer.memory_failure_as(lambda asked: _too_large(arguments, asked)):
+        with trainer.memory_failure_as(lambda asked: too_large(arguments, asked)):
             return _measure(arguments, setting, variant, record, group, path, training)
     finally:
         groups.leave(group)
@@ -109,7 +111,7 @@ def dataparallel(arguments: argparse.Namespace, variant: Variant) -> tuple[int, 
     return gpus
 
 
-def _too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
+def too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
     return OutOfMemory(
         f"{arguments.network} at batch {arguments.batch_size} does not fit in memory ({asked}): "
         "take a smaller --batch-size, or find the largest with --find-max-batch"
@@ -154,6 +156,13 @@ def new_run(
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(variant.precision)
         record.peak_source = sheet.source
+    notes: list[str] = []
+    known = ceilings.find(hardware.device_name(device), record.device.get("threads"), None, notes)
+    rates = {one.name: one.rate for one in known}
+    if variant.precision in rates:
+        record.ceiling_tflops = rates[variant.precision] / 1e12
+    if MAIN_MEMORY in rates:
+        record.metrics["ceiling_gbs"] = rates[MAIN_MEMORY] / 1e9
     return record
 
 
