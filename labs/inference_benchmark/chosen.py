@@ -65,13 +65,13 @@ def of_group(runs: Sequence[LabRun], mode: str) -> LabRun | None:
 
 def comparisons(runs: Sequence[LabRun], option: str) -> list[list[LabRow]]:
     """The rows of sessions in which this option varies and no other, newest first; in a session
-    they come in the order in which they first ran."""
+    the baseline comes first."""
     found = []
     for session in dict.fromkeys(run.session for run in runs):
         rows = labs.build_rows(run for run in runs if run.session == session)
         others = {tuple(row.first.options[n] for n in _VARIANT if n != option) for row in rows}
         if len(rows) > 1 and len(others) == 1:
-            found.append(rows)
+            found.append(sorted(rows, key=lambda row: not row.is_baseline))
     return found
 
 

@@ -190,7 +190,7 @@ def _section(title: str, flags: str, fields: Fields[T], subject: T | None) -> Se
 
 
 def _line(label: str, value: str) -> str:
-    return f"{label + ':':<24}{printable(value)}"
+    return f"{label + ':':<23} {printable(value)}"
 
 
 def _row(run: LabRun | None) -> LabRow | None:
@@ -309,8 +309,8 @@ def _compiled_row(row: LabRow, plain: LabRow) -> str:
     if row is not plain and row.step_ms and plain.step_ms:
         seconds = chosen.compile_seconds(row)
         batches = chosen.break_even(seconds, plain.step_ms, row.step_ms)
-        paid = f"after {batches:,.0f} batches" if batches else "never"
-        words += [f"compiled in {seconds:.1f} s", f"paid back {paid}"]
+        paid = f"paid back after {batches:,.0f} batches" if batches else "never paid back"
+        words += [f"compiled in {seconds:.1f} s", paid]
     return ", ".join(words)
 
 
