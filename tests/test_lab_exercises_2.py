@@ -12,9 +12,9 @@ from labs.inference_benchmark import results_sheet
 from workshop import labs
 from workshop.labs import LabRun
 
-NAMES = ("several_gpus", "compilation", "kernel_profile")
+NAMES = ("inference_5_gpus", "inference_6_compile", "inference_7_kernels")
 WRONG = {
-    "several_gpus": [
+    "inference_5_gpus": [
         ({"efficiency_percent": 113.4}, "divide it by the number of processes"),
         ({"most_percent": 100}, "the process with fewer images waits"),
         ({"second_has": 3}, "together they have the whole batch"),
@@ -23,7 +23,7 @@ WRONG = {
         ({"with_batch": "grow"}, "says the network, not the batch"),
         ({"training_percent": 25}, "times too low"),
     ],
-    "compilation": [
+    "inference_6_compile": [
         ({"compile_s": 1}, "Compilation time"),
         ({"break_even_s": 0.001}, "plain network's time"),
         ({"speedup_resnet50": 9}, "times too high"),
@@ -32,7 +32,7 @@ WRONG = {
         ({"short_script": "yes"}, "until it is paid back"),
         ({"both": 0.1}, "over those of plain fp32"),
     ],
-    "kernel_profile": [
+    "inference_7_kernels": [
         ({"launches": 856}, "it holds several iterations"),
         ({"launches": 34}, "a row has many calls"),
         ({"hottest": "aten::native_batch_norm"}, "number 3 by its total time"),
@@ -67,14 +67,14 @@ def is_training(run: LabRun) -> bool:
 
 
 MISSING = [
-    ("several_gpus", lambda run: False, "--batch-size 8"),
-    ("several_gpus", lambda run: run.units_per_step == 8, "--batch-size 5"),
-    ("several_gpus", lambda run: not is_training(run), "--mode training"),
-    ("compilation", lambda run: bool(run.baseline), "--compile"),
-    ("compilation", lambda run: run.options["network"] == "resnet18", "resnet50"),
-    ("compilation", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
-    ("kernel_profile", lambda run: False, "--kineto"),
-    ("kernel_profile", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
+    ("inference_5_gpus", lambda run: False, "--batch-size 8"),
+    ("inference_5_gpus", lambda run: run.units_per_step == 8, "--batch-size 5"),
+    ("inference_5_gpus", lambda run: not is_training(run), "--mode training"),
+    ("inference_6_compile", lambda run: bool(run.baseline), "--compile"),
+    ("inference_6_compile", lambda run: run.options["network"] == "resnet18", "resnet50"),
+    ("inference_6_compile", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
+    ("inference_7_kernels", lambda run: False, "--kineto"),
+    ("inference_7_kernels", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
 ]
 
 
