@@ -169,7 +169,11 @@ def test_a_red_run_has_no_throughput(mine: Path) -> None:
 
 def test_precisions_of_a_comparison_are_shown_with_their_speed_ups(mine: Path) -> None:
     run_of(mine, step_ms=[400.0, 400.0], baseline="fp32")
-    half = {"step_ms": [100.0, 100.0], "baseline": "fp32", "options": {"precision": "bf16"}}
+    half: dict[str, Any] = {
+        "step_ms": [100.0, 100.0],
+        "baseline": "fp32",
+        "options": {"precision": "bf16"},
+    }
     run_of(mine, variant="bf16", memory_mb={"peak": 40.0}, **half)
     text = section(written(mine), 2)
     assert "fp32:                   10.0 images/s, top-1" in text

@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = new_run(arguments, network, variant, device)
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
+    record.session = groups.of_first(group, record.session)
     try:
         with trainer.memory_failure_as(lambda asked: _too_large(arguments, asked)):
             return _measure(arguments, setting, variant, record, group, path, training)
