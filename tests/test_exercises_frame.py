@@ -1,6 +1,7 @@
 """The exercises' frame: commands, checks of broken files, answers, progress; the sheets and their
 index; V1's three measuring exercises."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,14 +17,16 @@ import torch
 from conftest import HANGS_S
 from exercise_cases import checked, only_fault, red, solution, unanswered, with_answers
 
+from workshop import labs
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.exercises import frame, runner, sheet, terminal
+from workshop.exercises import frame, index, runner, sheet, terminal
 from workshop.exercises.__main__ import main
 from workshop.exercises.answers import Answers, Unanswered
 from workshop.exercises.compare import first_difference
 from workshop.exercises.frame import Item, Work
 from workshop.exercises.predict import Found, prediction
 from workshop.exercises.progress import FILE, Progress
+from workshop.labs import LabRun
 
 ROOT = Path(__file__).resolve().parents[1]
 SOLUTIONS = ROOT / "exercises" / "solutions"
@@ -45,6 +48,15 @@ Add it to itself.
 
 </details>
 """
+LAB_RUN = LabRun(
+    *("a_lab", "s", "a network", "fp32", "images"),
+    units_per_step=4,
+    device={},
+    software={},
+    git_commit=None,
+    created="2030-01-01",
+    step_ms=[1.0],
+)
 STARTER = "def double(x):\n    raise NotImplementedError  # YOUR CODE\n"
 QUESTIONS = 'time_ms = nan\n[cause]\nfirst = ""\n'
 CHECK = """
@@ -433,6 +445,35 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path:
     assert work.profile("v1") is None
 
 
+def test_own_runs_of_a_lab_are_found_newest_first(tmp_path: Path) -> None:
+    def store(lab: str, created: str, **changes: Any) -> None:
+        run = dataclasses.replace(LAB_RUN, lab=lab, created=created, **changes)
+        labs.save(run, labs.new_path(run, tmp_path / lab))
+
+    store("a_lab", "2030-01-01", options={"precision": "fp32"})
+    store("a_lab", "2030-01-02", options={"precision": "bf16", "batch_size": 4})
+    store("a_lab", "2030-01-03", status="interrupted")
+    store("b_lab", "2030-01-04")
+    broken = tmp_path / "a_lab" / "runs" / "s" / "broken.json"
+    broken.write_text("{")
+    work = Work(tmp_path, results=tmp_path)
+    assert [run.created for run in work.lab_runs("a_lab")] == ["2030-01-02", "2030-01-01"]
+    assert [run.created for run in work.lab_runs("a_lab", precision="fp32")] == ["2030-01-01"]
+    assert len(work.lab_runs("a_lab", status="interrupted")) == 1
+    assert work.lab_runs("a_lab", device="gpu") == work.lab_runs("c_lab") == []
+
+
+def test_exercises_of_labs_are_found(demo: Path) -> None:
+    write(demo)
+    text = SHEET.replace("session 1", "lab")
+    folder = demo.parents[2] / "labs" / "a_lab" / "exercises" / "of_a_lab"
+    shutil.copytree(demo, folder)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    found, problems = sheet.read_all(demo.parents[2])
+    assert not problems and [one.when for one in found] == ["session 1", "lab"]
+    assert "of_a_lab" in index.tables(found, demo.parents[2])
+
+
 @pytest.mark.parametrize(
     "missing", [NotOnThisMachine("no GPU"), ModuleNotFoundError("gone", name="triton")]
 )
@@ -468,7 +509,7 @@ SECTIONS = (
 def test_the_sessions_minutes_are_those_of_their_sheets() -> None:
     sheets, problems = sheet.read_all()
     assert not problems
-    assert [one.name for one in sheets] == sheet.ORDER
+    assert [one.name for one in sheets if one.session != sheet.LAB] == sheet.ORDER
     for session, minutes in sheet.SESSION_MINUTES.items():
         assert sum(one.minutes for one in sheets if one.session == session) == minutes
 

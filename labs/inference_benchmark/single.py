@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         record.variant += f", {len(setting.gpus)} GPUs of one process"
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
+    record.session = groups.of_first(group, record.session)
     try:
         with trainer.memory_failure_as(lambda asked: too_large(arguments, asked)):
             return _measure(arguments, setting, variant, record, group, path, training)

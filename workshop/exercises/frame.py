@@ -7,6 +7,7 @@ yields an Item for everything that it looked at. An error becomes a red Item by 
 line of the participant's file that it comes from.
 """
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from workshop.versions import ROOT
 
 if TYPE_CHECKING:
     from workshop.collection import StoredRun
+    from workshop.labs import LabRun
     from workshop.profilers.table import KernelTable
     from workshop.results import RunResult
     from workshop.run.flops import Sizes
@@ -156,6 +158,25 @@ class Work:
         collection = Collection([path for path in below if path.name not in _NOT_OWN])
         collection.refresh()
         return collection.runs
+
+    def lab_runs(self, lab: str, *, status: str = "complete", **options: object) -> list["LabRun"]:
+        """The participant's own result files of a lab, newest first; one that can't be read is left
+        out.
+
+        Args:
+            lab: the lab's folder, such as "inference_benchmark".
+            options: entries of LabRun.options and the values that they must have, such as
+                precision="fp32".
+        """
+        from workshop import labs
+
+        found = []
+        for path in (self.results / lab / "runs").glob("*/*.json"):
+            with contextlib.suppress(WorkshopError):
+                run = labs.load(path)
+                if run.status == status and options.items() <= run.options.items():
+                    found.append(run)
+        return sorted(found, key=lambda run: (run.created, run.session), reverse=True)
 
     def profile(
         self, version: str, tool: str = "pytorch_profiler"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.exercises.sheet import SESSIONS, TAKE_HOME, Sheet
+from workshop.exercises.sheet import LAB, SESSIONS, TAKE_HOME, Sheet
 
 
 def tables(sheets: Sequence[Sheet], folder: Path) -> str:
@@ -19,7 +19,7 @@ def tables(sheets: Sequence[Sheet], folder: Path) -> str:
 
 
 def _session(number: int, sheets: Sequence[Sheet], folder: Path) -> str:
-    name = "To take home" if number == TAKE_HOME else f"Session {number}"
+    name = {TAKE_HOME: "To take home", LAB: "The labs"}.get(number, f"Session {number}")
     lines = [
         f"### {name}: {sum(one.minutes for one in sheets)} minutes",
         "",

@@ -8,10 +8,12 @@ from workshop.errors import WorkshopError
 from workshop.versions import ROOT
 
 README, CHECK = "README.md", "check.py"
+PLACES = ("version*_*/exercises", "labs/*/exercises")
 SESSION_MINUTES = {1: 45, 2: 60, 3: 60, 4: 45}
-TAKE_HOME = 5
-"""What comes after the sessions."""
-SESSIONS = (*SESSION_MINUTES, TAKE_HOME)
+TAKE_HOME, LAB = 5, 6
+"""What comes after the sessions; and what belongs to a lab, which has hours of its own."""
+SESSIONS = (*SESSION_MINUTES, TAKE_HOME, LAB)
+_NAMES = {TAKE_HOME: "take home", LAB: "lab"}
 ORDER = (
     "baseline_analysis memory_analysis bottleneck_identification "
     "fusion_analysis flash_attention rocm_tools_intro "
@@ -19,10 +21,10 @@ ORDER = (
     "ultra_fusion register_optimization production_deployment "
     "performance_tuning"
 ).split()
-"""Within a session each builds on the one before."""
+"""Within a session each builds on the one before. Those of a lab follow by name."""
 _TITLE = re.compile(r"# (\S.*)")
 _HEAD = re.compile(
-    r"\*\*(\d+) minutes\*\* · (?:session ([1-4])|(take home)) · "
+    r"\*\*(\d+) minutes\*\* · (?:session ([1-4])|(take home|lab)) · "
     r"(no GPU needed|better with a GPU) · (coding and measuring|coding|measuring)"
 )
 _FORM = "**45 minutes** · session 2 · no GPU needed · coding"
@@ -47,7 +49,7 @@ class Sheet:
     title: str
     minutes: int
     session: int
-    """1 to 4, or TAKE_HOME."""
+    """1 to 4, TAKE_HOME or LAB."""
     needs: str
     kind: str
     hints: tuple[Hint, ...]
@@ -58,7 +60,11 @@ class Sheet:
 
     @property
     def when(self) -> str:
-        return "take home" if self.session == TAKE_HOME else f"session {self.session}"
+        return session_name(self.session)
+
+
+def session_name(number: int) -> str:
+    return _NAMES.get(number, f"session {number}")
 
 
 def read(folder: Path) -> Sheet:
@@ -81,7 +87,7 @@ def read(folder: Path) -> Sheet:
         folder=folder,
         title=title[1],
         minutes=int(head[1]),
-        session=int(head[2]) if head[2] else TAKE_HOME,
+        session=int(head[2]) if head[2] else {"lab": LAB}.get(head[3], TAKE_HOME),
         needs=head[4],
         kind=head[5],
         hints=tuple(Hint(m["title"].strip(), m["text"].strip()) for m in _HINT.finditer(text)),
@@ -90,7 +96,7 @@ def read(folder: Path) -> Sheet:
 
 def folders(root: Path = ROOT) -> list[Path]:
     """Of all exercises, by path; a folder without a check is none."""
-    found = root.glob(f"version*_*/exercises/*/{README}")
+    found = (path for place in PLACES for path in root.glob(f"{place}/*/{README}"))
     return sorted(path.parent for path in found if (path.parent / CHECK).is_file())
 
 

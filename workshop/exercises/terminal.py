@@ -15,7 +15,7 @@ from workshop.errors import printable
 from workshop.exercises.frame import Item
 from workshop.exercises.progress import Progress, State
 from workshop.exercises.runner import Outcome
-from workshop.exercises.sheet import README, SESSIONS, TAKE_HOME, Sheet
+from workshop.exercises.sheet import README, SESSIONS, Sheet, session_name
 from workshop.versions import ROOT
 
 COMMAND = "python -m workshop.exercises"
@@ -44,7 +44,7 @@ def table(sheets: Sequence[Sheet], progress: Progress) -> Table:
             drawn.add_row()
         before = sheet.session
         drawn.add_row(
-            _session(sheet.session) if first else "",
+            session_name(sheet.session).removeprefix("session ") if first else "",
             sheet.name,
             str(sheet.minutes),
             "better" if sheet.needs == "better with a GPU" else "",
@@ -52,10 +52,6 @@ def table(sheets: Sequence[Sheet], progress: Progress) -> Table:
             _so_far(progress[sheet.name]),
         )
     return drawn
-
-
-def _session(number: int) -> str:
-    return "take home" if number == TAKE_HOME else str(number)
 
 
 def _so_far(state: State) -> Text:
@@ -71,8 +67,9 @@ def summary(sheets: Sequence[Sheet], progress: Progress) -> Group:
         its = [sheet for sheet in sheets if sheet.session == number]
         if its:
             passed = sum(progress[sheet.name].passed is not None for sheet in its)
-            name = f"session {number}" if number != TAKE_HOME else _session(number)
-            lines.add_row(name, _bar(passed, len(its)), f"{passed} of {len(its)} passed")
+            lines.add_row(
+                session_name(number), _bar(passed, len(its)), f"{passed} of {len(its)} passed"
+            )
     return Group(lines, "", what_comes_next(sheets, progress))
 
 
