@@ -1,18 +1,21 @@
 """The lab's exercises on several GPUs, on compilation and on kernels; my_workshop_results.txt."""
 
 import dataclasses
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from exercise_cases import SOLUTIONS, checked, only_fault, red, solution, unanswered
+from exercise_cases import FOLDERS, SOLUTIONS, checked, only_fault, red, solution, unanswered
 
-from labs.inference_benchmark import results_sheet
+from labs.inference_benchmark import request, results_sheet
 from workshop import labs
 from workshop.labs import LabRun
 
 NAMES = ("inference_5_gpus", "inference_6_compile", "inference_7_kernels")
+LAB = Path(results_sheet.__file__).parent
 WRONG = {
     "inference_5_gpus": [
         ({"efficiency_percent": 113.4}, "divide it by the number of processes"),
@@ -88,6 +91,19 @@ def test_what_is_not_measured_is_named_with_its_command(
         if not kept(labs.load(path)):
             path.unlink()
     assert command in red(checked(name, answers=solution(name)["answers"], results=mine))
+
+
+DOCUMENTS = [*(FOLDERS[name] / "README.md" for name in NAMES), LAB / "CHECKLIST.md"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.parent.name)
+def test_the_benchmark_knows_the_flags_of_all_commands(path: Path) -> None:
+    text = re.sub(r"\n +", " ", path.read_text(encoding="utf-8"))
+    commands = re.findall(r"(?:micro_benchmarking_pytorch\.py|run_\w+\.sh --) ([^`\n]+)", text)
+    commands += [f"--network resnet50 {flags}" for flags in re.findall(r"`B ([^`]+)`", text)]
+    assert len(commands) >= 4
+    for command in commands:
+        request.build_parser().parse_args(shlex.split(command))
 
 
 # --- my_workshop_results.txt ---------------------------------------------------------------------
