@@ -1,4 +1,5 @@
-"""Shows all results on a page in the browser: throughput, memory, losses, roofline, kernels.
+"""Shows all results on a page in the browser: throughput, memory, losses, roofline, kernels,
+labs.
 
 The page is served on this machine only (127.0.0.1), needs no network, and shows new results as they
 are written. On a node without a browser, forward the port: ssh -L 8050:127.0.0.1:8050 NODE

@@ -32,9 +32,9 @@ def installed_version(name: str) -> str:
         return ""
 
 
-def locate_torch() -> str:
-    """Where `import torch` would find it, without importing it (which can take many seconds)."""
-    spec = importlib.util.find_spec("torch")
+def locate(module: str) -> str:
+    """Where an import would find a module, without importing it (torch can take many seconds)."""
+    spec = importlib.util.find_spec(module)
     return (spec and spec.origin) or ""
 
 
@@ -58,16 +58,17 @@ def sees_base_packages() -> bool:
     return bool(re.search(r"include-system-site-packages\s*=\s*true", configuration))
 
 
-def triton_version() -> str:
-    """The version of the Triton that `import triton` would find, or an empty string."""
-    if importlib.util.find_spec("triton") is None:
+def module_version(module: str, *names: str) -> str:
+    """The version of the module that an import would find, which came as one of these
+    distributions, or an empty string."""
+    if not locate(module):
         return ""
-    return next((version for name in TRITON_NAMES if (version := installed_version(name))), "there")
+    return next((version for name in names if (version := installed_version(name))), "there")
 
 
 def torch_facts() -> dict[str, str]:
     """Version, kind (cpu, cuda, rocm) and pip pins of the torch that this Python imports."""
-    location = locate_torch()
+    location = locate("torch")
     if not location:
         return {}
     try:
@@ -95,7 +96,8 @@ def describe() -> None:
         "python_version": platform.python_version(),
         "parent_environment": parent_environment(),
         "sees_base_packages": "yes" if sees_base_packages() else "no",
-        "triton_version": triton_version(),
+        "triton_version": module_version("triton", *TRITON_NAMES),
+        "torchvision_version": module_version("torchvision", "torchvision"),
         **torch_facts(),
     }
     for key, value in facts.items():
@@ -135,9 +137,9 @@ def applies(requirement: str) -> bool:
 
 def packages(*paths: str) -> None:
     """What shows that the packages of this environment, and those of the requirements files, are
-    there: lines of a requirement, a tab and a path. Not torch, which has its own check, nor pip."""
+    there: lines of a requirement, a tab and a path. Not pip, nor those with their own check."""
     wanted = {name: line for path in paths for name, line in requirements(path).items()}
-    seen = {"torch", "pip"}
+    seen = {"torch", "torchvision", "pip"}
     for package in sorted(importlib.metadata.distributions(), key=is_ours, reverse=True):
         found = re.search(r"(?m)^Name: *(\S+)", package.read_text("METADATA") or "")
         name = re.sub(r"[-_.]+", "-", found[1]).lower() if found else ""
@@ -191,7 +193,7 @@ def reachable(url: str) -> int:
 COMMANDS = {
     "describe": describe,
     "device": device,
-    "locate": lambda: print(locate_torch()),
+    "locate": lambda module: print(locate(module)),
     "missing": missing,
     "packages": packages,
     "lock": lock,

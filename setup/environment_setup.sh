@@ -17,6 +17,7 @@ PYTHON=""
 BUILD=auto
 EXTRAS="" # of test and notebook: requirements-NAME.txt is installed as well
 DRY_RUN=no
+INDEX="" # where PyTorch comes from, once that is chosen
 UNFINISHED=no
 
 usage() {
@@ -158,10 +159,10 @@ index_reachable() { probe "$PY" reachable "$1/torch/"; }
 # Sets STATE: complete (nothing to do), add (install into it) or fresh (start over). EXTRAS that
 # were installed once belong to the environment.
 assess_venv() {
-  local torch_now extra requirement path
+  local torch_now extra requirement path vision
   STATE=fresh LOST=()
   if [[ -f $STAMP && $(stamped root) == "$ROOT" ]]; then
-    torch_now=$(probe "$VENV/bin/python" locate 2>/dev/null) || torch_now=""
+    torch_now=$(probe "$VENV/bin/python" locate torch 2>/dev/null) || torch_now=""
     if [[ -z $torch_now && $(stamped origin) == existing && $BUILD == auto && -z $PYTHON ]]; then
       fail 1 "the PyTorch that $VENV was built on is gone ($(stamped torch)): load its module" \
         "again, or install one with --build cpu, cuda or rocm"
@@ -174,12 +175,15 @@ assess_venv() {
   done
   REQUIREMENTS=("$SETUP/requirements.txt")
   for extra in $EXTRAS; do REQUIREMENTS+=("$SETUP/requirements-$extra.txt"); done
-  FINGERPRINT=$({ echo "$TORCH_VERSION" && cat "${REQUIREMENTS[@]}" "$SETUP/requirements-triton.txt"; } | cksum)
+  FINGERPRINT=$({ echo "$TORCH_VERSION" &&
+    cat "${REQUIREMENTS[@]}" "$SETUP/requirements-triton.txt" "$SETUP/requirements-labs.txt"; } | cksum)
   [[ $STATE == add && -f $PACKAGES ]] || return 0
   while IFS=$'\t' read -r requirement path; do # packages that are gone since the last set-up
     [[ -e $path || " ${LOST[*]-} " == *" $requirement "* ]] || LOST+=("$requirement")
   done <"$PACKAGES"
-  [[ ${#LOST[@]} -gt 0 || $(stamped fingerprint) != "$FINGERPRINT" ]] || STATE=complete
+  vision=$(stamped torchvision) # not in PACKAGES: it must come from its PyTorch's index again
+  [[ ${#LOST[@]} -gt 0 || $(stamped fingerprint) != "$FINGERPRINT" ]] ||
+    [[ -n $vision && ! -e $vision ]] || STATE=complete
 }
 
 same_python() {
@@ -212,15 +216,22 @@ choose_build() {
 at_least() { [[ $(printf '%s\n%s\n' "$2" "$1" | sort -t. -k1,1n -k2,2n | head -n 1) == "$2" ]]; }
 
 # Sets INDEX to PyTorch's own index for this build, or to "default" for the one pip is set up with.
-choose_index() {
-  case $BUILD in
-    cpu) INDEX=$TORCH_INDEX/cpu ;;
-    rocm) INDEX=$TORCH_INDEX/$ROCM_WHEELS ;;
-    cuda) INDEX=default && return ;; # the default index holds the CUDA build
-  esac
-  index_reachable "$INDEX" && return
-  note "$INDEX cannot be reached: taking torch==$TORCH_VERSION from pip's default index"
+choose_index() { # choose_index PACKAGE
+  local own=""
   INDEX=default
+  case $BUILD in
+    cpu) own=$TORCH_INDEX/cpu ;;
+    rocm) own=$TORCH_INDEX/$ROCM_WHEELS ;;
+    cuda) return ;; # the default index holds the CUDA build
+  esac
+  if index_reachable "$own"; then
+    INDEX=$own
+  else
+    note "$own cannot be reached: taking $1 from pip's default index"
+  fi
+}
+
+warn_of_default_index() {
   if [[ $BUILD == rocm ]]; then
     warn "unless your pip is given a ROCm wheel, the PyTorch installed now will NOT use the AMD" \
       "GPU. Load your site's PyTorch module and run this again, or see 'No network' in" \
@@ -329,16 +340,21 @@ install_requirements() {
   fi
 }
 
+pip_from_index() { # pip_from_index ARGUMENTS-OF-PIP...
+  local -a from=()
+  [[ $INDEX == default ]] || from=(--index-url "$INDEX")
+  pip install ${from[@]+"${from[@]}"} "$@"
+}
+
 install_torch() {
   local size="about 1 minute; 200 MB"
-  local -a from=()
   [[ $ORIGIN == installed ]] || return 0
   if [[ $STATE == add && $(fact torch_version) == "$TORCH_VERSION"* ]]; then return; fi
-  choose_index
+  choose_index "torch==$TORCH_VERSION"
+  [[ $INDEX != default || $BUILD == cuda ]] || warn_of_default_index
   [[ $BUILD == cpu ]] || size="5 to 20 minutes; several GB"
   step "Installing PyTorch $TORCH_VERSION, $BUILD build ($size), index: $INDEX"
-  [[ $INDEX == default ]] || from=(--index-url "$INDEX")
-  pip install ${from[@]+"${from[@]}"} "torch==$TORCH_VERSION"
+  pip_from_index "torch==$TORCH_VERSION"
 }
 
 # GPU builds bring the one Triton that they were released with, which nothing may replace; a CPU
@@ -357,6 +373,42 @@ install_triton() {
     warn "Triton cannot be installed (see above), so V3 will be skipped; all else works." \
       "To try again: $VENV/bin/python -m pip install -r setup/requirements-triton.txt"
   fi
+}
+
+torchvision_for() { # torchvision_for TORCH-VERSION: 0.(X + 15).Y goes with 2.X.Y
+  local minor patch
+  IFS=. read -r _ minor patch <<<"${1%%[!0-9.]*}"
+  echo "0.$((minor + 15)).$patch"
+}
+
+# Only the inference lab needs it, so one that cannot be had is a warning. It asks for PyTorch, which
+# --no-deps keeps as it is; the requirements bring what else it needs.
+install_torchvision() {
+  local torch=$TORCH_VERSION there="" version # what a dry run expects of a fresh environment
+  if [[ $DRY_RUN == no || $STATE == add || $ORIGIN == existing ]]; then
+    there=$(fact torchvision_version)
+  fi
+  if [[ $ORIGIN == existing ]]; then
+    [[ -z $there ]] || return 0
+    torch=$(fact torch_version) INDEX=default
+  fi
+  version=$(torchvision_for "$torch")
+  [[ ${there%%+*} != "$version" ]] || return 0
+  [[ -n $INDEX ]] || choose_index "torchvision==$version"
+  step "Installing torchvision $version, for the inference lab (some seconds; 10 MB), index: $INDEX"
+  pip_from_index --no-deps --force-reinstall "torchvision==$version" ||
+    warn "torchvision cannot be installed (see above), so the inference lab will be skipped; all" \
+      "else works. To try again: $VENV/bin/python -m pip install --no-deps torchvision==$version"
+}
+
+# After PyTorch and torchvision, which it asks for. Only the tests need it.
+install_timm() {
+  local file=$SETUP/requirements-labs.txt
+  [[ " $EXTRAS " == *" test "* ]] || return 0
+  [[ $ORIGIN == installed || -n $(probe "$PROBE_PY" missing "$file") ]] || return 0
+  step "Installing timm, the inference lab's peer (some seconds; 3 MB)"
+  pip install --no-deps -r "$file" ||
+    warn "timm cannot be installed (see above), so the tests that need it will be skipped"
 }
 
 # Looks from inside the finished environment: PYTHONPATH, for one, can put another torch in front.
@@ -385,6 +437,7 @@ torch=$(fact torch_file)
 torch_version=$(fact torch_version)
 torch_kind=$(fact torch_kind)
 triton_version=$(fact triton_version)
+torchvision=$(probe "$VENV/bin/python" locate torchvision)
 extras=$EXTRAS
 fingerprint=$FINGERPRINT
 END
@@ -474,6 +527,8 @@ main() {
   install_torch
   [[ $DRY_RUN == yes ]] || verify
   install_triton
+  install_torchvision
+  install_timm
   [[ $DRY_RUN == no ]] || exit 0
   write_stamp
   UNFINISHED=no

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from workshop import labs
+from workshop.labs import LabRun
+from workshop.results import Parity
+
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
 PARTS = (
@@ -28,10 +32,11 @@ _TIMES = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
 
 
 def select(folder: Path) -> Path:
-    """Fills a folder with PARTS and a profile of a CPU."""
+    """Fills a folder with PARTS, a profile of a CPU and a session of a lab."""
     cpu = Path("cpu_amd_epyc", "profiles", "v1")
     for part in (cpu, *(Path("nvidia_h200", part) for part in PARTS)):
         shutil.copytree(REFERENCE / part, folder / part)
+    write_lab(folder / "lab", *lab_session())
     return folder
 
 
@@ -73,3 +78,46 @@ def _many() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             times = {name: [factor * ms for ms in content[name]] for name in _TIMES}
             named = content["device"] | {"name": f"NVIDIA H200 {device}"}
             yield content, times | {"session": f"2027-{session:04d}", "device": named}
+
+
+def lab_run(variant: str = "fp32", ms: float = 10.0, **changes: Any) -> LabRun:
+    """A run of a lab as its program writes it, its steps around `ms`."""
+    fields: dict[str, Any] = {
+        "lab": "inference_benchmark",
+        "session": "20261123-100000-aaaaaa",
+        "subject": "resnet50, 32 x 3 x 224 x 224",
+        "variant": variant,
+        "unit": "images",
+        "units_per_step": 32,
+        "device": {"type": "cuda", "name": "NVIDIA H200"},
+        "software": {"torch": "2.13.0"},
+        "git_commit": "0123456789ab",
+        "created": "2026-11-23T10:00:00+00:00",
+        "baseline": "fp32",
+        "command": ["python", "micro_benchmarking_pytorch.py"],
+        "step_ms": [ms, 0.9 * ms, 1.1 * ms],
+        "memory_mb": {"peak": 2000.0, "weights": 100.0, "source": "allocator"},
+        "proof": Parity(status="pass"),
+        "flops_per_step": 2.64e11,
+        "peak_tflops": 60.0,
+        "peak_source": "data sheet",
+        "ceiling_tflops": 52.8,
+    }
+    return LabRun(**(fields | changes))
+
+
+def lab_session(**changes: Any) -> list[LabRun]:
+    """Two processes each of a baseline and of a variant twice as fast, and one with a red proof."""
+    red = Parity(status="fail", failures=["logits: 0.3 of allowed 0.01"])
+    found = [
+        *(lab_run("fp32", ms, **changes) for ms in (10.0, 10.1)),
+        *(lab_run("fp16, channels-last", ms, **changes) for ms in (5.0, 5.05)),
+        lab_run("fp16, wrong", 1.0, status="proof failed", proof=red, **changes),
+    ]
+    for second, run in enumerate(found):
+        run.created = f"2026-11-23T10:00:0{second}+00:00"
+    return found
+
+
+def write_lab(folder: Path, *runs: LabRun) -> list[Path]:
+    return [labs.save(run, labs.new_path(run, folder)) for run in runs]

@@ -118,6 +118,7 @@ WORDS = {
     "Sweeps": "over batch size",
     ROOFLINE: "V3's kernels",
     KERNELS: "elementwise_kernel<masked_fill_kernel>",
+    blocks.LABS: "6,368.2",
 }
 
 
@@ -210,6 +211,7 @@ def test_names_are_text(window: Any, hostile: Path) -> None:
         assert AS_SHOWN in text(window, "#device") and AS_SHOWN in text(window, "#preset")
         until(lambda: f"IMPLAUSIBLE: {AS_SHOWN}" in text(window, "#alarms"), "an alarm")
         show(window, KERNELS, AS_SHOWN)
+        show(window, blocks.LABS, f"IMPLAUSIBLE: fp32: {AS_SHOWN}")
         harmless(window)
 
 
@@ -233,6 +235,11 @@ def hostile(tmp_path: Path) -> Path:
         ("v4", {"options": content["options"] | {"compile": HOSTILE}}),
     ):
         stored_runs.write(tmp_path, named | {"version": version}, **changes)
+    stored_runs.write_lab(tmp_path, *stored_runs.lab_session(
+        lab=HOSTILE, subject=HOSTILE, unit=HOSTILE, baseline="", plausibility=[HOSTILE],
+        device={"name": HOSTILE}, peak_source=HOSTILE, error=HOSTILE,
+    ), stored_runs.lab_run(HOSTILE, created="3", lab=HOSTILE, subject=HOSTILE,
+                           device={"name": HOSTILE}))  # fmt: skip
     profile = tmp_path / "profiles" / "v1" / "tool"
     shutil.copytree(PROFILE, profile)
     table = json.loads((profile / "kernels.json").read_text())

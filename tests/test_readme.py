@@ -15,7 +15,7 @@ from workshop import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [ROOT, *(versions.get_version(key).path.parent for key in versions.available())]
-REPLACED = ("profiles", "roofline", "regression")
+REPLACED = ("profiles", "roofline", "regression", "inference_benchmark")
 """Folders of results/ that the documents' commands write into."""
 STEPS = "--num-steps 2 --warmup-steps 1"
 SHORT = f"--batch-size 1 --seq-len 33 {STEPS}"
@@ -28,6 +28,7 @@ DOCUMENTS = [
     *(folder / "README.md" for folder in FOLDERS),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("exercises/*.md")),
+    *sorted(ROOT.glob("labs/*/README.md")),
 ]
 
 

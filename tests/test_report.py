@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from browser import complaints, open_browser, requested, resize, wear
-from stored_runs import PARTS, REFERENCE, reference, select, write
+from stored_runs import PARTS, REFERENCE, lab_run, reference, select, write, write_lab
 
 from analysis_tools import report_generator
 from workshop import versions
 from workshop.collection import Collection
 from workshop.report import content, pages
+from workshop.results import Parity
 
 H200 = REFERENCE / "nvidia_h200"
 TOOL = "analysis_tools/report_generator.py"
@@ -198,7 +199,14 @@ def test_each_kind_of_result_is_in_both_forms(written: Written) -> None:
     commands = page.tables["device-1", "Command lines"][1:]
     assert len(commands) == 3 * 6 + 3 * 4
     assert all(re.search(r"tiny_llama_v|hugging_face_l", row[1]) for row in commands)
-    for part in ("waterfall-1", "sweep-1", "benchmark-1", "harness-2", "device-2-profile-1"):
+    for part in (
+        "waterfall-1",
+        "sweep-1",
+        "lab-1",
+        "benchmark-1",
+        "harness-2",
+        "device-2-profile-1",
+    ):
         assert part in page.ids and f'<a id="{part}">' in markdown
     # All speed-ups; phases, memory and losses of each size; categories of each tool and device.
     assert page.tags.count("svg") == 1 + 3 * len(SIZES) + 4
@@ -236,6 +244,9 @@ def write_evil(folder: Path) -> None:
              "git_commit": EVIL, "command": [EVIL], "data": {"name": EVIL}}  # fmt: skip
     write(folder, run, "evil", config_name=EVIL, parity=red, plausibility=[EVIL], **names)
     write(folder, run, "plain", config_name=EVIL, plausibility=[EVIL])
+    odd = dict.fromkeys(("lab", "subject", "unit", "peak_source"), EVIL)
+    odd |= {"proof": Parity(status="fail", failures=[EVIL]), "device": {"name": EVIL}}
+    write_lab(folder, lab_run(EVIL, session=EVIL.replace("/", "∕"), plausibility=[EVIL], **odd))
     profile = folder / "profiles" / EVIL.replace("/", "∕") / "tool"
     profile.mkdir(parents=True)
     source = next(REFERENCE.glob("*/profiles/v1/*/kernels.json"))

@@ -94,7 +94,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
     info = f"{module}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += f"Requires-Dist: {requires}\n" if requires else ""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{module}/__init__.py", "")
         archive.writestr(f"{info}/METADATA", metadata)
@@ -215,13 +215,14 @@ def test_existing_gpu_build_is_kept(
 ) -> None:
     site = make_torch(tmp_path / "site", "2.9.0+gpu", **build)
     make_distribution(site, "pytorch-triton-rocm", "3.5.0")
+    make_distribution(site, "torchvision", "0.20.0", "torchvision.py")
     text = plan(make_python(tmp_path / "python", *options), tmp_path, torch=site)
     # Our environment sees what the Python that it is built on sees, no more and no less.
     assert ("-m venv --system-site-packages" in text) == bool(options)
     assert "site.addsitedir" in text
     assert "torch==2.9.0+gpu" in text
     assert "pytorch-triton-rocm==3.5.0" in text
-    assert "torch==2.13.0" not in text
+    assert "torch==2.13.0" not in text and "torchvision==" not in text
 
 
 @pytest.mark.parametrize(
@@ -268,13 +269,14 @@ def test_pytorch_index_first_then_the_default(
     index = f"https://download.pytorch.org/whl/{folder}"
 
     reached = set_up_with("index_reachable() { true; }", *arguments)
-    assert f"--index-url {index} torch==2.13.0" in reached.stdout
+    _, after = reached.stdout.split(f"--index-url {index} torch==2.13.0\n")
+    assert f"--index-url {index} --no-deps --force-reinstall torchvision==0.28.0\n" in after
     assert not reached.stderr
 
     fallen_back = set_up(*arguments)
     assert f"{index} cannot be reached" in fallen_back.stdout
     assert "--index-url" not in fallen_back.stdout
-    assert "torch==2.13.0" in fallen_back.stdout
+    assert re.search(r" torch==2\.13\.0\n(.*\n)*.* torchvision==0\.28\.0\n", fallen_back.stdout)
     assert ("will NOT use the AMD" in fallen_back.stderr) == (build == "rocm")
 
 
@@ -287,7 +289,7 @@ def test_a_gpu_that_the_environment_ignores_is_reported(tmp_path: Path) -> None:
         assert ("--build rocm" in result.stderr) == bool(warned), (asked, kind)
 
 
-# --- Triton ---------------------------------------------------------------------------------------
+# --- Triton, torchvision, timm --------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
@@ -301,12 +303,12 @@ def test_a_cpu_build_gets_a_triton_and_a_gpu_build_keeps_its_own(
     assert "requirements-triton" not in plan(bare_python, tmp_path, torch=site)
 
 
-def install_triton(facts: str, functions: str) -> Run:
+def install(package: str, facts: str, functions: str) -> Run:
     """That step alone, after the PyTorch of `facts` is in."""
-    state = f'ORIGIN=installed STATE=fresh VENV=/venv CONSTRAINTS=/constraints FACTS="{facts}"'
+    state = 'ORIGIN=installed STATE=fresh BUILD=cpu VENV=/venv CONSTRAINTS=/constraints PROBE_PY=""'
     stand_ins = 'uname() { echo Linux; }; pip() { echo "pip $*"; }; probe() { echo facts; }'
-    command = f'source "$1"; {state}; {stand_ins}; {functions}; install_triton; echo "$FACTS"'
-    return run(["bash", "-c", command, "bash", SCRIPT])
+    command = f'source "$1"; {state} FACTS="{facts}"; {stand_ins}; {functions}; '
+    return run(["bash", "-c", f'{command} install_{package}; echo "$FACTS"', "bash", SCRIPT])
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def install_triton(facts: str, functions: str) -> Run:
 def test_triton_is_added_only_where_pytorch_brings_none(
     facts: str, functions: str, installed: bool
 ) -> None:
-    result = install_triton(facts, functions)
+    result = install("triton", facts, functions)
     assert result.returncode == 0, result.stderr
     # Under PyTorch's own constraints; what is there now is then asked anew.
     pip = f"pip install -c /constraints -r {SETUP}/requirements-triton.txt"
@@ -329,11 +331,51 @@ def test_triton_is_added_only_where_pytorch_brings_none(
     assert result.stdout.endswith("facts\n" if installed else f"{facts}\n")
 
 
-def test_a_triton_that_cannot_be_had_is_a_warning() -> None:
-    result = install_triton("torch_kind=cpu", "pip() { false; }")
+VISION = "--no-deps --force-reinstall torchvision=="
+LABS = f"--no-deps -r {SETUP}/requirements-labs.txt"
+EXISTING = "ORIGIN=existing INDEX=https://not.this"
+
+
+@pytest.mark.parametrize(
+    ("package", "facts", "functions", "pip"),
+    [
+        ("torchvision", "", "INDEX=https://a.b/cpu", f"--index-url https://a.b/cpu {VISION}0.28.0"),
+        ("torchvision", "", "INDEX=default", f"{VISION}0.28.0"),
+        # The PyTorch is from an earlier set-up, of this script's version or of one with another.
+        ("torchvision", "", "probe() { false; }; PY=", f"{VISION}0.28.0"),
+        ("torchvision", "torchvision_version=0.27.0+cpu", "INDEX=default", f"{VISION}0.28.0"),
+        ("torchvision", "torchvision_version=0.28.0+cpu", "INDEX=default", ""),
+        ("torchvision", "torch_version=2.9.1+rocm7.2", EXISTING, f"{VISION}0.24.1"),
+        ("torchvision", "torch_version=2.10.0a0+b4e4ee8", EXISTING, f"{VISION}0.25.0"),
+        ("torchvision", "torch_version=2.9.1\ntorchvision_version=0.20.0", EXISTING, ""),
+        ("timm", "", "EXTRAS=' test notebook'", LABS),
+        ("timm", "", "EXTRAS=' notebook'", ""),
+        ("timm", "", f"EXTRAS=' test' {EXISTING}", LABS),
+        ("timm", "", f"EXTRAS=' test' {EXISTING}; probe() {{ :; }}", ""),  # the site has one
+    ],
+)
+def test_the_labs_packages_fit_pytorch_and_leave_a_sites_own(
+    package: str, facts: str, functions: str, pip: str
+) -> None:
+    result = install(package, facts, functions)
+    assert result.returncode == 0, result.stderr
+    called = [line for line in result.stdout.splitlines() if line.startswith("pip ")]
+    assert called == ([f"pip install {pip}"] if pip else [])
+
+
+@pytest.mark.parametrize(
+    ("package", "consequence", "again"),
+    [
+        ("triton", "Triton cannot be installed (see above), so V3", "-r setup/requirements-triton"),
+        ("torchvision", "so the inference lab will be skipped", "--no-deps torchvision==0.28.0"),
+        ("timm", "so the tests that need it will be skipped", ""),
+    ],
+)
+def test_one_that_cannot_be_had_is_a_warning(package: str, consequence: str, again: str) -> None:
+    result = install(package, "torch_kind=cpu", "pip() { false; }; INDEX=default EXTRAS=' test'")
     assert result.returncode == 0
-    assert "WARNING: Triton cannot be installed" in result.stderr
-    assert "/venv/bin/python -m pip install -r setup/requirements-triton.txt" in result.stderr
+    assert result.stderr.startswith("WARNING: ") and consequence in result.stderr
+    assert not again or f"/venv/bin/python -m pip install {again}" in result.stderr
 
 
 # --- A real environment, on a site's own PyTorch --------------------------------------------------
@@ -346,7 +388,8 @@ class Site:
     """
 
     def __init__(self, folder: Path, **environment: str) -> None:
-        self.environment = environment
+        make_wheel(folder / "wheels", "torchvision", "0.24.0")
+        self.environment = {"PIP_FIND_LINKS": str(folder / "wheels"), **environment}
         self.root = folder / "repository"
         shutil.copytree(SETUP, self.root / "setup")
         (self.root / "workshop").mkdir()
@@ -444,6 +487,16 @@ def test_a_package_that_has_gone_is_noticed(site: Site) -> None:
     assert "is ready" in site.set_up().stdout
 
 
+def test_a_torchvision_that_has_gone_comes_back(site: Site) -> None:
+    module = packages_of(site.venv / "bin" / "python") / "torchvision" / "__init__.py"
+    module.unlink()
+    again = site.set_up()
+    assert (again.returncode, module.exists()) == (0, True), again.stderr
+    # Not as the other packages, which come from pip's default index.
+    assert "Installing torchvision 0.24.0" in again.stdout and "is gone" not in again.stdout
+    assert "is ready" in site.set_up().stdout
+
+
 @pytest.mark.slow
 def test_a_package_that_has_gone_comes_back(tmp_path: Path) -> None:
     """Its files, all of it, or what it needs; below a folder whose name ASCII does not have."""
@@ -491,8 +544,9 @@ def test_of_two_at_once_the_second_waits(site: Site, tmp_path: Path) -> None:
         site.stamp.write_text(stamp)
 
 
-def test_an_environment_from_before_a_new_triton_is_looked_at_again(site: Site) -> None:
-    stamp, path = site.stamp.read_text(), site.root / "setup" / "requirements-triton.txt"
+@pytest.mark.parametrize("of", ["triton", "labs"])
+def test_an_environment_from_before_a_new_version_is_looked_at_again(of: str, site: Site) -> None:
+    stamp, path = site.stamp.read_text(), site.root / "setup" / f"requirements-{of}.txt"
     path.write_text(path.read_text() + "# newer\n")
     again = site.set_up()
     assert (again.returncode, "is ready" in again.stdout) == (0, False), again.stderr
@@ -584,6 +638,7 @@ def test_environment_is_in_order_here() -> None:
     assert rows["torch.compile"]["found"] == "untried"
     if find_spec("triton"):
         assert str(rows["triton"]["version"]).endswith(", interprets V3's kernels")
+    assert rows["torchvision"]["found"] == ("yes" if find_spec("torchvision") else "no")
 
 
 @pytest.mark.parametrize("fault", ["raise OSError('libamdhip64.so: no such file')", "os.abort()"])

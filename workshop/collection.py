@@ -1,17 +1,18 @@
 """All results below some folders, kept up to date while new ones are written.
 
-Result files, and the kernel tables of profilers with the record of what was profiled. A file is
-read once, and again when it has changed. One that is broken is listed, and harms no other.
+Result files of versions and labs, and the kernel tables of profilers with the record of what was
+profiled. A file is read once, and again when it has changed. One that is broken is listed, and
+harms no other.
 """
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import results
+from workshop import labs, results
 from workshop.errors import WorkshopError
+from workshop.labs import LabRun
 from workshop.profilers import kernel_file
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
@@ -22,10 +23,7 @@ from workshop.versions import VERSIONS
 RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
 """Files below them are taken for results; those below the second if they have the name of a kernel
 table or of its run's record."""
-_SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
 _OF_A_RUN, _OF_A_TABLE, _OF_A_BENCHMARK = "version", "kernel_table", "session"
-_START = 4096
-"""Characters of a file that are read to find its kind."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,14 @@ class StoredRun:
 
     path: Path
     run: RunResult
+
+
+@dataclass(frozen=True)
+class StoredLab:
+    """A result file of a lab."""
+
+    path: Path
+    run: LabRun
 
 
 @dataclass(frozen=True)
@@ -69,17 +75,21 @@ class Broken:
     reason: str
 
 
+_Content = StoredRun | StoredLab | KernelTable | Benchmark | Broken | None
+
+
 @dataclass(frozen=True)
 class _File:
     """A file as it was read; `content` is None if it is none of this workshop's."""
 
     stamp: tuple[int, int]
-    content: StoredRun | KernelTable | Benchmark | Broken | None
+    content: _Content
 
 
 class Collection:
-    """The results below some folders. `refresh` replaces `runs` (oldest session first), `profiles`
-    (by folder), `benchmarks` and `broken` (by path) by new lists; a reader may keep the old ones.
+    """The results below some folders. `refresh` replaces `runs` and `lab_runs` (oldest session
+    first), `profiles` (by folder), `benchmarks` and `broken` (by path) by new lists; a reader may
+    keep the old ones.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -89,6 +99,7 @@ class Collection:
                 raise WorkshopError(f"results {folder}: no such folder")
         self.folders = tuple(dict.fromkeys(folder.resolve() for folder in folders))
         self.runs: list[StoredRun] = []
+        self.lab_runs: list[StoredLab] = []
         self.profiles: list[Profile] = []
         self.benchmarks: list[Benchmark] = []
         self.broken: list[Broken] = []
@@ -109,11 +120,13 @@ class Collection:
         self._sort()
         return True
 
-    def _read(self, path: Path) -> StoredRun | KernelTable | Benchmark | Broken | None:
+    def _read(self, path: Path) -> _Content:
         try:
             kind = self._kind(path)
             if kind == _OF_A_TABLE:
                 return kernel_file.read(path)
+            if kind == results.LAB:
+                return StoredLab(path, labs.load(path))
             if kind == _OF_A_BENCHMARK:
                 return _benchmark(path)
             return StoredRun(path, results.load(path)) if kind == _OF_A_RUN else None
@@ -126,13 +139,8 @@ class Collection:
         Raises:
             WorkshopError: it has the place of a result file, and is not even JSON.
         """
-        try:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                match = _SECOND_KEY.match(file.read(_START))
-        except OSError as error:
-            raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
-        key = match[1] if match else ""
-        if key in (_OF_A_RUN, _OF_A_TABLE):
+        key = results.second_key(path)
+        if key in (_OF_A_RUN, _OF_A_TABLE, results.LAB):
             return key
         if key == _OF_A_BENCHMARK and path.name == kernel_file.JSON_FILE:
             return key
@@ -143,7 +151,7 @@ class Collection:
         else:
             is_run = RUNS_FOLDER in within and path.name not in results.DERIVED
             meant = _OF_A_RUN if is_run else None
-        if not meant and not match and path.parent in self.folders:
+        if not meant and not key and path.parent in self.folders:
             return _OF_A_RUN if "config_name" in results.read_json(path) else None
         return meant
 
@@ -152,6 +160,8 @@ class Collection:
         stored = {path: c for path, c in found if isinstance(c, StoredRun)}
         runs = (run for path, run in stored.items() if path.name != RUN_FILE)
         self.runs = sorted(runs, key=lambda one: (one.run.session, one.path))
+        of_labs = (c for _, c in found if isinstance(c, StoredLab) and c.path.name != RUN_FILE)
+        self.lab_runs = sorted(of_labs, key=lambda one: (one.run.session, one.path))
         tables = ((path.parent, c) for path, c in found if isinstance(c, KernelTable))
         self.profiles = [_profile(folder, table, stored) for folder, table in tables]
         self.benchmarks = [c for _, c in found if isinstance(c, Benchmark)]

@@ -85,13 +85,29 @@ class LabRow:
         return self.runs[0]
 
     @property
+    def device(self) -> str:
+        return _device(self.first)
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.first.variant == self.first.baseline
+
+    @property
+    def proof(self) -> str:
+        """Of all processes: "pass", "fail", or "not run" if one of them was not proven."""
+        found = {run.proof.status for run in self.runs}
+        return next((status for status in ("fail", "not run") if status in found), "pass")
+
+    @property
     def failed(self) -> bool:
-        return any(run.status in ("proof failed", "failed") for run in self.runs)
+        ended = any(run.status in ("proof failed", "failed") for run in self.runs)
+        return ended or self.proof == "fail"
 
     @property
     def times(self) -> list[list[float]]:
-        """Step times in ms, a list for each process; none for a row that is not proven."""
-        if any(run.proof.status != "pass" for run in self.runs):
+        """Step times in ms, a list for each process; none for a row that failed or is not
+        proven."""
+        if self.failed or self.proof != "pass":
             return []
         return [run.step_ms for run in self.runs if run.step_ms]
 
@@ -116,8 +132,37 @@ class LabRow:
 
     @property
     def peak_memory_mb(self) -> float | None:
+        """Of the largest process; None for a row that failed, which has no numbers."""
+        if self.failed:
+            return None
         peaks = [run.memory_mb["peak"] for run in self.runs if "peak" in run.memory_mb]
         return max(float(peak) for peak in peaks) if peaks else None
+
+    @property
+    def units_per_s_per_gb(self) -> float | None:
+        """Units a second for each 10^9 bytes of peak memory."""
+        rate, peak_mb = self.units_per_s, self.peak_memory_mb
+        return rate / peak_mb * 1e3 if rate and peak_mb else None
+
+    @property
+    def peak_share(self) -> float | None:
+        """Useful operations a second, as a share of the data sheet's peak."""
+        return self._share(run.peak_tflops for run in self.runs)
+
+    @property
+    def ceiling_share(self) -> float | None:
+        """The same, of what a large matrix product reached."""
+        return self._share(run.ceiling_tflops for run in self.runs)
+
+    def _share(self, limits: Iterable[float | None]) -> float | None:
+        # Each process measures anew: a busy minute must not give a greater share.
+        limit, rate = max((limit for limit in limits if limit), default=None), self.tflops
+        return rate / limit if rate and limit else None
+
+    @property
+    def plausibility(self) -> list[str]:
+        """What contradicts the physics, in sentences."""
+        return sorted({sentence for run in self.runs for sentence in run.plausibility})
 
     def percentile_ms(self, share: float) -> float | None:
         return percentile(self.pooled, share) if self.times else None
@@ -129,7 +174,8 @@ class LabRow:
                 return "proof red: " + "; ".join(run.proof.failures)
             if run.error:
                 return run.error
-        return ""
+        untimed = "no times" if any(run.step_ms for run in self.runs) else "no timed step"
+        return "" if self.times else f"proof {self.proof}: {untimed}"
 
 
 def percentile(ordered: list[float], share: float) -> float:
@@ -138,13 +184,26 @@ def percentile(ordered: list[float], share: float) -> float:
 
 
 def build_rows(runs: Iterable[LabRun]) -> list[LabRow]:
-    """A row for each session, subject and variant, in the order in which they first ran."""
+    """A row for each session, device, subject and variant, in the order in which they first ran."""
     groups: dict[tuple[str, ...], list[LabRun]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: (run.session, run.created)):
-        groups[run.lab, run.session, run.subject, run.variant].append(run)
+        groups[_device(run), run.lab, run.session, run.subject, run.variant].append(run)
     rows = {key: LabRow(tuple(group)) for key, group in groups.items()}
-    return [_with_speedup(row, rows.get((*key[:3], row.first.baseline)))
+    return [_with_speedup(row, rows.get((*key[:-1], row.first.baseline)))
             for key, row in rows.items()]  # fmt: skip
+
+
+def newest(runs: Iterable[LabRun]) -> list[list[LabRow]]:
+    """The rows of the newest session of each device, lab and subject, in the order of these names:
+    a list holds what may be compared. Runs under a profiler are passed over."""
+    groups: dict[tuple[str, ...], dict[str, list[LabRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in build_rows(run for run in runs if run.status != "profiled"):
+        groups[row.device, row.first.lab, row.first.subject][row.first.session].append(row)
+    return [sessions[max(sessions)] for _, sessions in sorted(groups.items())]
+
+
+def _device(run: LabRun) -> str:
+    return str(run.device.get("name"))
 
 
 def _with_speedup(row: LabRow, baseline: LabRow | None) -> LabRow:
@@ -201,15 +260,25 @@ def _senseless(run: LabRun) -> Iterator[tuple[str, str]]:
     ):
         if value not in known:
             yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
+    if run.proof.status == "fail" and not run.proof.failures:
+        yield "proof.failures", "is empty, though the proof is red"
     if run.status == "complete" and not run.step_ms:
         yield "step_ms", "is empty in a complete run"
-    numbers = [("units_per_step", float(run.units_per_step))]
-    numbers += [(f"step_ms[{i}]", ms) for i, ms in enumerate(run.step_ms)]
-    numbers += [
-        (f"memory_mb.{part}", amount)
-        for part, amount in run.memory_mb.items()
-        if not isinstance(amount, str) and amount
-    ]
-    for where, number in numbers:
+    for part, amount in run.memory_mb.items():
+        if isinstance(amount, str) != (part == "source"):
+            yield f"memory_mb.{part}", f"should be a number, and source a text: {amount!r:.40}"
+    for where, number in _bounded_numbers(run):
         if not results.LEAST <= number <= results.MOST:
             yield where, f"should lie between {results.LEAST:g} and {results.MOST:g}: {number!r}"
+
+
+def _bounded_numbers(run: LabRun) -> Iterator[tuple[str, float]]:
+    """Numbers that others divide by. A part of the memory may be 0."""
+    yield "units_per_step", run.units_per_step
+    yield from ((f"step_ms[{i}]", ms) for i, ms in enumerate(run.step_ms))
+    for part, amount in run.memory_mb.items():
+        if not isinstance(amount, str) and (amount or part == "peak"):
+            yield f"memory_mb.{part}", amount
+    for rate in ("peak_tflops", "ceiling_tflops"):
+        if (number := getattr(run, rate)) is not None:
+            yield rate, number

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,11 @@ GATE_ONLY = "gate only"
 DEFAULT_FOLDER = ROOT / "results"
 DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
 """Files that tools write beside runs, made from them."""
+LAB = "lab"
+"""The second key of a lab's result file; workshop.labs reads it."""
+_SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
+_START = 4096
+"""Characters of a file that are read to find its kind."""
 
 NEWER = {"newer": True}
 """Marks a field that older files don't have."""
@@ -391,7 +397,7 @@ def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
 
 def load_folder(folder: Path) -> list[RunResult]:
     """All runs of a folder, oldest session first: `folder/*.json` and what lies in any `runs`
-    folder below it. Comparisons, which are derived from runs, are passed over.
+    folder below it. Comparisons, which are derived from runs, and runs of labs are passed over.
 
     Raises:
         WorkshopError: there is none, or one of them is broken.
@@ -403,12 +409,27 @@ def load_folder(folder: Path) -> list[RunResult]:
     found = set(folder.glob("*.json"))
     for runs in [folder] if folder.name == "runs" else folder.rglob("runs"):
         found |= set(runs.rglob("*.json"))
-    paths = sorted(path for path in found if path.name not in DERIVED and path.name[0] != ".")
+    named = (path for path in sorted(found) if path.name not in DERIVED and path.name[0] != ".")
+    paths = [path for path in named if second_key(path) != LAB]
     if not paths:
         raise WorkshopError(
             f"results {folder}: no result files (*.json, runs/SESSION/*.json) in it"
         )
     return sorted(map(load, paths), key=lambda result: result.session)
+
+
+def second_key(path: Path) -> str:
+    """The key after `schema_version`, by which files of this workshop differ; empty in another's.
+
+    Raises:
+        WorkshopError: it can't be read.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            match = _SECOND_KEY.match(file.read(_START))
+    except OSError as error:
+        raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
+    return match[1] if match else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

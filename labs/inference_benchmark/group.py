@@ -29,10 +29,10 @@ class Group:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def part(self, batch_size: int) -> int:
-        """Images of this process: the first ones take the remainder, one each."""
+    def parts(self, batch_size: int) -> tuple[int, ...]:
+        """Images of each process, by rank: the first ones take the remainder, one each."""
         whole, rest = divmod(batch_size, self.world_size)
-        return whole + (self.rank < rest)
+        return tuple(whole + (rank < rest) for rank in range(self.world_size))
 
 
 def find(arguments: argparse.Namespace) -> Group:

@@ -80,7 +80,7 @@ class Inference:
         setting, variant = bench.setting, bench.variant
         self.bench = bench
         network, batch = setting.network, setting.batch_size
-        seeds = [setting.seed + 10 * i for i in range(BATCHES)]
+        seeds = [setting.images_seed() + 10 * i for i in range(BATCHES)]
         self.images = [network.images(batch, seed) for seed in seeds]
         self.targets = [network.targets(batch, seed) for seed in seeds]
         layout = variant.layout()
@@ -176,9 +176,9 @@ def measure_training(
     run, setting, device = bench.run, bench.setting, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     without_chance(bench.model)
-    images = setting.network.images(setting.batch_size, setting.seed).to(device)
+    images = setting.network.images(setting.batch_size, setting.images_seed()).to(device)
     images = images.to(memory_format=bench.variant.layout())
-    targets = setting.network.targets(setting.batch_size, setting.seed).to(device)
+    targets = setting.network.targets(setting.batch_size, setting.images_seed()).to(device)
     model = wrap(copy.deepcopy(bench.model))
     training = Training(model, bench.variant, setting, images, targets)
     losses: list[Tensor] = []

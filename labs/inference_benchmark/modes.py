@@ -9,7 +9,7 @@ import contextlib
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ MEANT = {"static-memory": "triton.cudagraphs", "matmul-padding": "shape_padding"
 _ARGUMENTS = ("mode", "fullgraph", "dynamic", "options")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WARM_UP_BEFORE_CAPTURE = 3
+RANK_STRIDE = 1000
 
 InferenceStep = Callable[[], Tensor]
 """Runs the network on the present images; its logits, in memory that the next call may reuse."""
@@ -97,8 +98,23 @@ class Setting:
     network: Network
     device: torch.device
     batch_size: int
+    """Images of this process."""
     seed: int
-    setup_s: dict[str, float] = field(default_factory=dict)
+    parts: tuple[int, ...] = ()
+    """Images of each process of a group, by rank; empty outside one."""
+    rank: int = 0
+
+    def images_seed(self, rank: int | None = None) -> int:
+        """Of a process's images, its own by default: no two processes have the same."""
+        return self.seed + RANK_STRIDE * (self.rank if rank is None else rank)
+
+    @property
+    def loss_weight(self) -> float:
+        """DDP averages the processes' gradients: by this weight of its loss, a process with more
+        images than others counts more."""
+        if not self.parts:
+            return 1.0
+        return self.batch_size * len(self.parts) / sum(self.parts)
 
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -292,6 +308,7 @@ class Training:
         self, model: nn.Module, variant: Variant, setting: Setting, images: Tensor, targets: Tensor
     ) -> None:
         self.device, self.variant, self.network = setting.device, variant, setting.network
+        self.weight = setting.loss_weight
         self.images, self.targets = images, targets
         self.model = laid_out(model.train(), variant)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
@@ -304,9 +321,17 @@ class Training:
     def step(self) -> Tensor:
         """Trains one step; its loss, a scalar on the device."""
         self.optimizer.zero_grad(set_to_none=True)
+        loss = self.backward(self.images, self.targets, self.weight)
+        self.update()
+        return loss
+
+    def backward(self, images: Tensor, targets: Tensor, weight: float) -> Tensor:
+        """Adds the gradients of the weighted loss; returns the loss as it is, a scalar."""
         with PRECISIONS[self.variant.precision].autocast(self.device.type):
-            loss = self.network.loss(self.run(self.images), self.targets)
-        self.scaler.scale(loss).backward()
+            loss = self.network.loss(self.run(images), targets)
+        self.scaler.scale(loss if weight == 1 else weight * loss).backward()
+        return loss.detach()
+
+    def update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss.detach()

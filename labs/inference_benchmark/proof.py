@@ -127,9 +127,32 @@ def _plain_losses(
     targets: Tensor,
     count: int,
 ) -> list[float]:
+    """Of this process's images. Of a group's training one process does all: the gradients of a
+    step are those of all parts, each with its share of the whole batch."""
     set_arithmetic(variant.precision)
     plain = Training(copy.deepcopy(model), variant, setting, images, targets)
-    return [float(plain.step()) for _ in range(count)]
+    parts = setting.parts or (setting.batch_size,)
+    batches = [
+        (images, targets) if rank == setting.rank else _batch_of(setting, rank)
+        for rank in range(len(parts))
+    ]
+    losses = []
+    for _ in range(count):
+        plain.optimizer.zero_grad(set_to_none=True)
+        step = [
+            plain.backward(*batch, part / sum(parts))
+            for batch, part in zip(batches, parts, strict=True)
+        ]
+        plain.update()
+        losses.append(float(step[setting.rank]))
+    return losses
+
+
+def _batch_of(setting: Setting, rank: int) -> tuple[Tensor, Tensor]:
+    """The images and targets of another process of the group."""
+    network, count, seed = setting.network, setting.parts[rank], setting.images_seed(rank)
+    both = network.images(count, seed), network.targets(count, seed)
+    return both[0].to(setting.device), both[1].to(setting.device)
 
 
 def _number(error: float) -> float | None:

@@ -1,6 +1,7 @@
 """One run of the benchmark: its arguments checked, its output as it goes, its result file."""
 
 import argparse
+import copy
 import dataclasses
 import math
 import sys
@@ -16,8 +17,8 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
-from workshop.roofline import ceilings
 from workshop.run import hardware, timing, trainer
+from workshop.run.precision import PRECISIONS
 
 AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
 """APEX's levels of mixed precision, as torch.autocast does them; 4 and 5 are ROCm's."""
@@ -32,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     training = arguments.mode == "training"
     check(arguments, variant, device)
     folder = results.prepare_folder(arguments.output_dir)
-    setting = Setting(network, device, group.part(arguments.batch_size), arguments.seed)
+    parts = group.parts(arguments.batch_size)
+    setting = Setting(network, device, parts[group.rank], arguments.seed, parts, group.rank)
     record = new_run(arguments, network, variant, device)
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
@@ -131,12 +133,6 @@ def new_run(
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(variant.precision)
         record.peak_source = sheet.source
-    notes: list[str] = []
-    known = ceilings.find(
-        hardware.device_name(device), record.device.get("threads"), arguments.output_dir, notes
-    )
-    rates = [one.rate / 1e12 for one in known if one.name == variant.precision]
-    record.ceiling_tflops = rates[-1] if rates else None
     return record
 
 
@@ -168,6 +164,8 @@ def _measure(
     say = show.speaker(group)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
+    dtype = PRECISIONS[variant.precision].autocast_dtype
+    record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     groups.meet(group)
     if training:
         wrap = groups.wrapper(group, setting.device)
@@ -195,6 +193,7 @@ def _measure(
         say(f"Written: {path}")
     if record.status == "complete":
         _profile(arguments, bench, group, say, training)
+    groups.meet(group)  # torchrun ends the others when one has gone with an error
     return {
         "complete": errors.DONE,
         "proof failed": errors.ANSWER_IS_NO,
@@ -242,7 +241,8 @@ def _compare_with_one(
     throughput over that of as many processes alone."""
     groups.meet(group)
     if group.is_first:
-        alone = dataclasses.replace(bench, run=dataclasses.replace(bench.run))
+        setting = dataclasses.replace(bench.setting, parts=())
+        alone = dataclasses.replace(bench, setting=setting, run=copy.deepcopy(bench.run))
         counts = arguments.iterations, arguments.warmup_iterations
         again = measure.measure_training if training else measure.measure_inference
         measured = again(alone, *counts, lambda line: None)

@@ -223,7 +223,8 @@ def draw(rows: list[LabRow], target: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * most)
     axes.set_xlabel(f"{rows[0].first.unit} a second, median", fontsize=12)
-    axes.set_title(lab_table.title(rows), loc="left", fontsize=13, fontweight="bold")
+    title = lab_table.title(rows)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     with results.atomic_path(target) as path:
         figure.savefig(path, dpi=120)

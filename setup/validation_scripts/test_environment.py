@@ -59,6 +59,13 @@ def probe_package(name: str) -> Facts:
     return {"version": metadata.version(name)}
 
 
+def probe_torchvision() -> Facts:
+    """Not imported: beside a CPU build, a wheel for CUDA imports only the way the lab does it."""
+    from importlib import metadata
+
+    return {"version": metadata.version("torchvision")}
+
+
 def probe_triton() -> Facts:
     """Its version, and whether V3's kernels are compiled here or run in its interpreter."""
     import torch
@@ -172,8 +179,9 @@ def probed_rows(compile_too: bool) -> List[Row]:
     remedy = "exists for Linux alone"
     if sys.platform.startswith("linux"):
         remedy = "requirements-triton.txt in setup/ says which one belongs where"
-    # Not needed: without it V3 is skipped, and nothing else.
+    # Not needed: without them V3 and the inference lab are skipped, and nothing else.
     triton = Row("triton", "V3's kernels; torch.compile on a GPU", remedy)
+    vision = Row("torchvision", "the inference lab", SETUP)
     compiler = Row("torch.compile", "V4, and --compile everywhere")
     if compile_too:
         compiler = compiler._replace(remedy="see the compilers and headers above")
@@ -185,6 +193,7 @@ def probed_rows(compile_too: bool) -> List[Row]:
     return [
         *packages,
         probed_row(triton, "triton", probe_triton),
+        probed_row(vision, "torchvision", probe_torchvision),
         compiler,
         probed_row(workshop, "workshop", probe_workshop),
     ]

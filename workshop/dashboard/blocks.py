@@ -9,12 +9,13 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from workshop.collection import Profile
-from workshop.compare import tables
+from workshop.compare import lab_table, tables
 from workshop.compare.rows import Row, without_interval
 from workshop.compare.sweep import AXES
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import Choice, Group, Snapshot
 from workshop.errors import WorkshopError
+from workshop.labs import LabRow
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.show import summary
@@ -26,6 +27,9 @@ from workshop.versions import ALL, BASELINE
 
 ROOFLINE, KERNELS = "Roofline", "Kernels"
 """The views that show a profile."""
+LABS = "Labs"
+_WITHOUT_GROUP = (KERNELS, LABS)
+"""The views that show no runs of versions."""
 _HOT = 15
 """Kernels of a hot list, and points of a roofline's table."""
 GOOD, BAD, WARN, DIM = "good", "bad", "warn", "dim"
@@ -74,12 +78,17 @@ class Block:
 def view(name: str, snapshot: Snapshot, choice: Choice) -> list[Block]:
     """The blocks of one of VIEWS, for a settled choice."""
     rows = snapshot.chosen(choice)
-    if name != KERNELS and choice.group not in snapshot.groups:
+    if name not in _WITHOUT_GROUP and choice.group not in snapshot.groups:
         return [_note("empty", "No results yet", "make compare writes the first ones; this page "
                       "shows them as they come.")]  # fmt: skip
-    if name != KERNELS and not rows:
+    if name not in _WITHOUT_GROUP and not rows:
         return [_note("none", "No version is chosen", "Choose one above.")]
     return VIEWS[name](snapshot, choice, rows)
+
+
+def first_view(snapshot: Snapshot) -> str:
+    """What a visitor sees first: labs, where nothing else was measured."""
+    return LABS if snapshot.labs and not snapshot.groups else next(iter(VIEWS))
 
 
 def _note(key: str, title: str, *lines: str) -> Block:
@@ -352,6 +361,42 @@ def _hot_list(table: KernelTable) -> Table:
     return Table((table.what, "category", "calls", "total ms", "mean µs", "share"), rows, texts=2)
 
 
+# --- labs ----------------------------------------------------------------------------------------
+
+
+def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
+    found = snapshot.labs.get(choice.lab)
+    if found is None:
+        programs = "python labs/inference_benchmark/micro_benchmarking_pytorch.py"
+        return [_note("labs", "No run of a lab yet", f"The labs' programs write them: {programs}")]
+    table = lab_table.lab_table(found)
+    lines = [_lab_cells(row, line.cells) for row, line in zip(found, table.lines, strict=True)]
+    alarms = lab_table.alarms(found)
+    notes = [note for note in table.notes if note not in alarms]
+    title = f"{choice.lab}, session {printable(found[0].first.session)}"
+    blocks = [
+        Block("lab", title, table=Table(table.header, lines, texts=2),
+              before=[(line, BAD) for line in alarms],
+              after=[*notes, *data.files_in_words(snapshot.lab_paths(found))], wide=True)
+    ]  # fmt: skip
+    if any(row.times for row in found):
+        title = f"{printable(found[0].first.unit).capitalize()} a second"
+        colours = "Green is faster than the baseline, orange slower, and pale without a verdict."
+        after = [colours] if any(row.speedup for row in found) else []
+        blocks.append(Block("lab-rates", title, figures.lab_rates(found), after=after, wide=True))
+    return blocks
+
+
+def _lab_cells(row: LabRow, cells: Sequence[str]) -> Cells:
+    proof, note = lab_table.proof(row), printable(row.note())
+    look = {lab_table.GREEN: GOOD}.get(proof, BAD if row.failed else WARN)
+    speedup = row.speedup
+    faster = speedup is not None and speedup.value > 1
+    verdict = (GOOD if faster else BAD) if speedup and speedup.significant else ""
+    name = Cell(printable(cells[0]), "name")
+    return [name, Cell(proof, look, note), *cells[2:6], Cell(cells[6], verdict), *cells[7:]]
+
+
 VIEWS: dict[str, Callable[[Snapshot, Choice, list[Row]], list[Block]]] = {
     "Speed and memory": _overview,
     "Same model?": _proof,
@@ -359,4 +404,5 @@ VIEWS: dict[str, Callable[[Snapshot, Choice, list[Row]], list[Block]]] = {
     "Sweeps": _sweeps,
     ROOFLINE: _roofline,
     KERNELS: _kernels,
+    LABS: _labs,
 }

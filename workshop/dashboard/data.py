@@ -1,5 +1,6 @@
 """The results that a page can show, and the choice among them."""
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from workshop import labs
 from workshop.collection import Collection, Profile, StoredRun
+from workshop.compare import lab_table, sweep
 from workshop.compare import rows as compared
-from workshop.compare import sweep
 from workshop.compare.rows import Row, variant
+from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.results import RunResult
 from workshop.roofline import ceilings
@@ -34,8 +37,8 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user chose: a group, the labels of versions, a profile's key; empty where nothing
-    was chosen yet."""
+    """What the user chose: a group, the labels of versions, keys of a profile and of a lab's
+    subject; empty where nothing was chosen yet."""
 
     device: str = ""
     preset: str = ""
@@ -43,6 +46,7 @@ class Choice:
     shape: str = ""
     versions: tuple[str, ...] = ()
     profile: str = ""
+    lab: str = ""
 
     @property
     def group(self) -> Group:
@@ -57,9 +61,11 @@ class Snapshot:
         self.profiles = {str(profile.folder): profile for profile in collection.profiles}
         self.benchmarks = collection.benchmarks
         self.folders = collection.folders
+        self.runs = len(collection.runs) + len(collection.lab_runs)
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
+        self._lab_files = {id(stored.run): stored for stored in collection.lab_runs}
         self._peaks = compared.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
         self._rooflines: dict[tuple[Path, ...], Roofline] = {}
@@ -96,6 +102,16 @@ class Snapshot:
             if stored.run.session == row.session and label_of(stored.run) == row.label
         ]
 
+    @functools.cached_property
+    def labs(self) -> dict[str, list[LabRow]]:
+        """The rows of the newest session of each lab, subject and device, by their title."""
+        found = labs.newest(stored.run for stored in self._lab_files.values())
+        return {lab_table.title(rows): rows for rows in found}
+
+    def lab_paths(self, rows: Iterable[LabRow]) -> list[Path]:
+        """The result files that rows of a lab are made of."""
+        return [self._lab_files[id(run)].path for row in rows for run in row.runs]
+
     def settle(
         self, choice: Choice, *, seen: Iterable[str] = (), of_its_device: bool = False
     ) -> Choice:
@@ -106,9 +122,13 @@ class Snapshot:
                 if they are versions as they are by default.
             of_its_device: whether the profile must be of the chosen device.
         """
+        lab = choice.lab
+        if lab not in self.labs:
+            lab = max(self.labs, key=lambda key: self.labs[key][0].first.session, default="")
         if not self.groups:
             profile = choice.profile if choice.profile in self.profiles else ""
-            return replace(choice, versions=(), profile=profile or next(iter(self.profiles), ""))
+            profile = profile or next(iter(self.profiles), "")
+            return replace(choice, versions=(), profile=profile, lab=lab)
         group = max(self.groups, key=lambda group: self._nearness(group, choice.group))
         labels = [row.label for row in self.rows(group)]
         offered = set(seen)
@@ -116,7 +136,7 @@ class Snapshot:
         ours = self.profiles_of(group.device)
         profiles = ours if of_its_device else ours | self.profiles
         profile = choice.profile if choice.profile in profiles else next(iter(profiles), "")
-        return Choice(*group, tuple(kept), profile)
+        return Choice(*group, tuple(kept), profile, lab)
 
     def _nearness(self, group: Group, wanted: Group) -> tuple[object, ...]:
         """The more of the wanted group's parts it has, the first ones first; then those of whole
@@ -260,7 +280,12 @@ def doubts(rows: Iterable[Row]) -> list[str]:
 
 def sources(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[str]:
     """The files that rows are made of, a sentence for each folder of them."""
-    files = Counter(s.path.parent for row in rows for s in snapshot.stored(group, row))
+    return files_in_words(s.path for row in rows for s in snapshot.stored(group, row))
+
+
+def files_in_words(paths: Iterable[Path]) -> list[str]:
+    """A sentence for each folder of some result files."""
+    files = Counter(path.parent for path in paths)
     return [
         f"From {count} result file{'s' if count > 1 else ''} in {shown_path(folder)}."
         for folder, count in files.items()

@@ -1,13 +1,14 @@
 "use strict";
-// Shows the chosen view of the chosen group or profile. A figure is drawn when it is first seen.
-const {figures, config, ofProfiles} = JSON.parse(document.getElementById("data").textContent);
+// Shows the chosen view of the chosen group, profile or lab. A figure is drawn when it is first seen.
+const {figures, config, chosenBy} = JSON.parse(document.getElementById("data").textContent);
 const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`).value;
 
 function show() {
-  const view = chosen("view"), ofProfile = ofProfiles.includes(view);
-  document.getElementById("group-field").hidden = ofProfile;
-  document.getElementById("profile-field").hidden = !ofProfile;
-  const key = document.getElementById(ofProfile ? "profile" : "group").value;
+  const view = chosen("view"), list = chosenBy[view] ?? "group";
+  for (const name of ["group", ...Object.values(chosenBy)]) {
+    document.getElementById(`${name}-field`).hidden = name !== list;
+  }
+  const key = document.getElementById(list).value;
   for (const part of document.querySelectorAll("[data-view]")) {
     part.hidden = part.dataset.view !== view || part.dataset.key !== key;
     if (part.hidden) continue;

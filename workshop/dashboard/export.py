@@ -22,11 +22,13 @@ from workshop.dashboard.data import Choice, Group, Snapshot
 
 _FOLDER = Path(__file__).parent
 _ATTRIBUTES = {"className": "class", "tabIndex": "tabindex"}
+_CHOSEN_BY = {blocks.KERNELS: "profile", blocks.LABS: "lab"}
+"""The list from which a view's content is chosen, where that is not a group."""
 
 
 def page(collection: Collection) -> str:
-    """The HTML of all groups and profiles of a collection, with its style and all of plotly.js.
-    The reader chooses groups and profiles; each shows all its versions."""
+    """The HTML of all groups, profiles and labs of a collection, with its style and all of
+    plotly.js. The reader chooses among them; a group shows all its versions."""
     snapshot = Snapshot(collection)
     first = snapshot.settle(Choice(), of_its_device=True)
     figures: list[Any] = []
@@ -41,14 +43,18 @@ def page(collection: Collection) -> str:
         script=(_FOLDER / "export.js").read_text(encoding="utf-8"),
         plotly=plotly.offline.get_plotlyjs(),
         data=_as_json({
-            "figures": figures, "config": layout.GRAPH_CONFIG, "ofProfiles": [blocks.KERNELS]
+            "figures": figures, "config": layout.GRAPH_CONFIG, "chosenBy": _CHOSEN_BY
         }),
-        radios={"theme": ("Colours", layout.THEMES), "view": ("View", dict.fromkeys(blocks.VIEWS))},
+        radios={
+            "theme": ("Colours", "auto", layout.THEMES),
+            "view": ("View", blocks.first_view(snapshot), dict.fromkeys(blocks.VIEWS)),
+        },
         selects={
             "group": ("Device, size, precision, batch × sequence", _key(first.group),
                       {_key(group): " · ".join(group) for group in snapshot.sizes()}),
             "profile": ("Profile", first.profile,
                         {key: data.profile_label(p) for key, p in snapshot.profiles.items()}),
+            "lab": ("Lab", first.lab, {key: key for key in snapshot.labs}),
         },
         views=views,
         broken=Markup(_markup(layout.broken(snapshot), figures)),
@@ -56,14 +62,18 @@ def page(collection: Collection) -> str:
 
 
 def _views(snapshot: Snapshot, figures: list[Any]) -> Iterator[dict[str, Any]]:
-    """Each view of each group, and the hot lists of each profile, as HTML; their figures are
-    appended to `figures`."""
+    """Each view of each group, the hot lists of each profile and the rows of each lab, as HTML;
+    their figures are appended to `figures`. A view without any has a note, under an empty key."""
+    of_groups = [name for name in blocks.VIEWS if name not in _CHOSEN_BY]
     choices: list[tuple[str, str, Choice]] = []
     for group in snapshot.sizes():
         labels = tuple(row.label for row in snapshot.rows(group))
         choice = snapshot.settle(Choice(*group, labels), of_its_device=True)
-        choices += [(name, _key(group), choice) for name in blocks.VIEWS if name != blocks.KERNELS]
-    choices += [(blocks.KERNELS, key, Choice(profile=key)) for key in snapshot.profiles]
+        choices += [(name, _key(group), choice) for name in of_groups]
+    if not snapshot.groups:
+        choices += [(name, "", Choice()) for name in of_groups]
+    choices += [(blocks.KERNELS, key, Choice(profile=key)) for key in snapshot.profiles or [""]]
+    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.labs or [""]]
     console = Console(stderr=True)
     for name, key, choice in track(
         choices, "drawing", console=console, disable=not console.is_terminal, transient=True

@@ -11,10 +11,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from workshop.compare.figures import LOST, MEMORY_COLOURS, PHASE_COLOURS, SAVED
+from workshop.compare.figures import LOST, MEMORY_COLOURS, NEITHER, PHASE_COLOURS, SAVED
 from workshop.compare.rows import Row
 from workshop.compare.sweep import Axis, Point
 from workshop.dashboard.data import Curve
+from workshop.labs import LabRow
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
@@ -337,6 +338,33 @@ def categories(tables: Sequence[tuple[str, KernelTable]]) -> go.Figure:
                            hovertemplate="%{x:,.3g} ms")  # fmt: skip
     figure.update_xaxes(showgrid=True, gridcolor=_GRID)
     return figure
+
+
+def lab_rates(rows: Sequence[LabRow]) -> go.Figure:
+    """Units a second of a lab's variants that have a time, coloured by their verdicts."""
+    timed = [row for row in rows if row.times]
+    unit = text(rows[0].first.unit)
+    figure = _horizontal(f"{unit} a second", 150 + 55 * len(timed), legend=False)
+    rates = [row.units_per_s or 0.0 for row in timed]
+    figure.add_bar(
+        y=[text(row.first.variant) for row in timed],
+        x=rates,
+        orientation="h",
+        marker_color=list(map(_verdict_colour, timed)),
+        text=[f"<b>{rate:,.4g}</b>" if rate < 1e4 else f"<b>{rate:,.0f}</b>" for rate in rates],
+        textposition="outside",
+        cliponaxis=False,
+        hovertemplate=f"%{{y}}: %{{x:,.1f}} {unit}/s<extra></extra>",
+    )
+    return figure.update_xaxes(range=[0, 1.2 * max(rates)], showgrid=True, gridcolor=_GRID)
+
+
+def _verdict_colour(row: LabRow) -> str:
+    if row.is_baseline:
+        return ALL[BASELINE].colour
+    if row.speedup is None or not row.speedup.significant:
+        return NEITHER
+    return SAVED if row.speedup.value > 1 else LOST
 
 
 def fit_for_both_themes(figure: go.Figure) -> go.Figure:

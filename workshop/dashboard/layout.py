@@ -7,7 +7,17 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from workshop.dashboard import data
-from workshop.dashboard.blocks import BAD, KERNELS, ROOFLINE, VIEWS, Block, Cell, view
+from workshop.dashboard.blocks import (
+    BAD,
+    KERNELS,
+    LABS,
+    ROOFLINE,
+    VIEWS,
+    Block,
+    Cell,
+    first_view,
+    view,
+)
 from workshop.dashboard.data import Choice, Snapshot
 from workshop.profilers.names import printable
 
@@ -22,14 +32,18 @@ CONTROLS = {
     "shape": "Batch × sequence",
     "versions": "Versions",
     "profile": "Profile",
+    "lab": "Lab",
 }
 """Ids of the controls that depend on what there is, and their labels."""
+_OF_VERSIONS = ("device", "preset", "precision", "shape", "versions")
+_CONTROLS_OF = {ROOFLINE: (*_OF_VERSIONS, "profile"), KERNELS: ("profile",), LABS: ("lab",)}
+"""Of the views that have others than the versions' controls."""
 
 
 def page(snapshot: Snapshot, generation: int) -> Component:
     """The whole page with what a first visitor sees."""
     choice = snapshot.settle(Choice())
-    first = next(iter(VIEWS))
+    first = first_view(snapshot)
     return html.Div(
         [
             html.Header(
@@ -63,7 +77,8 @@ def options(snapshot: Snapshot, choice: Choice, key: str, name: str) -> dict[str
         of_device = snapshot.profiles_of(choice.device)
         offered = of_device if name == ROOFLINE else snapshot.profiles
         return {key: data.profile_label(profile) for key, profile in offered.items()}
-    return {value: value for value in snapshot.offered(key, choice)}
+    values = snapshot.labs if key == "lab" else snapshot.offered(key, choice)
+    return {value: value for value in values}
 
 
 def value_of(choice: Choice, key: str) -> Any:
@@ -72,9 +87,7 @@ def value_of(choice: Choice, key: str) -> Any:
 
 def hidden(snapshot: Snapshot, choice: Choice, key: str, name: str) -> bool:
     """Whether a control has nothing to choose in a view."""
-    if key == "profile" and name not in (ROOFLINE, KERNELS):
-        return True
-    if key != "profile" and name == KERNELS:
+    if key not in _CONTROLS_OF.get(name, _OF_VERSIONS):
         return True
     return len(options(snapshot, choice, key, name)) < (2 if key == "shape" else 1)
 
@@ -142,9 +155,8 @@ def broken(snapshot: Snapshot) -> list[Component]:
 
 
 def footer(snapshot: Snapshot) -> list[Component]:
-    runs = sum(len(stored) for stored in snapshot.groups.values())
     folders: Sequence[str] = [data.shown_path(folder) for folder in snapshot.folders]
     return [
-        html.P(f"{runs:,} runs and {len(snapshot.profiles)} profiles, from {', '.join(folders)}. "
-               "New ones appear by themselves.")
+        html.P(f"{snapshot.runs:,} runs and {len(snapshot.profiles)} profiles, from "
+               f"{', '.join(folders)}. New ones appear by themselves.")
     ]  # fmt: skip

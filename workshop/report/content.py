@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from workshop.collection import Collection
+from workshop.labs import LabRun
 from workshop.profilers.names import printable
-from workshop.report import comparisons, sections, studies
+from workshop.report import comparisons, lab_sections, sections, studies
 from workshop.report.comparisons import Group
 from workshop.report.parts import Cell, Device, Line, Link, Report, Section, Table, cells, count
 from workshop.results import RunResult
@@ -34,7 +35,10 @@ def build(
     groups = comparisons.groups(of_ladders)
     others, broken = sections.others(collection)
     study_sections, study_rows = studies.build(of_studies)
-    others = [*study_sections, *others]
+    of_labs = lab_sections.build(collection.lab_runs)
+    lab_rows = [row for _, rows in of_labs for row in rows]
+    measurements = len(study_sections) + len(others)
+    others = [*study_sections, *((rows[0].device, section) for section, rows in of_labs), *others]
     names = dict.fromkeys(group.device for group in groups)
     names |= dict.fromkeys(found.device for found in collection.profiles)
     names |= dict.fromkeys(name for name, _ in others)
@@ -43,17 +47,19 @@ def build(
         progress(printable(name))
         own = [section for of, section in others if of == name]
         ladder = [group for group in groups if group.device == name]
-        devices.append(_device(f"device-{number}", name, ladder, own, collection, top))
+        of_lab = [run for row in lab_rows if row.device == name for run in row.runs]
+        devices.append(_device(f"device-{number}", name, ladder, of_lab, own, collection, top))
     broken = sorted([*((one.path, one.reason) for one in collection.broken), *broken])
     return Report(
         title=title,
         devices=devices,
         rows=[*(row for group in groups for row in group.rows), *study_rows],
+        lab_rows=lab_rows,
         broken=[
             (Link(printable(path.name), path), printable(why.removeprefix(f"{path}: ")))
             for path, why in broken
         ],
-        counts=_counts(collection, groups, len(of_studies), len(others), len(broken)),
+        counts=_counts(collection, groups, len(of_studies), measurements, len(broken)),
         glance=comparisons.at_a_glance(groups),
     )
 
@@ -64,8 +70,13 @@ def _counts(
     older = len(collection.runs) - of_studies - sum(len(group.files) for group in groups)
     counts = [count(len(collection.runs), "result file")]
     counts += [f"{older} of them older than another of their kind, and not shown"] if older else []
-    kinds = ((len(collection.profiles), "profile"), (others, "other measurement"))
-    return counts + [count(n, what) for n, what in (*kinds, (broken, "broken file")) if n]
+    kinds = (
+        (len(collection.lab_runs), "lab run"),
+        (len(collection.profiles), "profile"),
+        (others, "other measurement"),
+        (broken, "broken file"),
+    )
+    return counts + [count(n, what) for n, what in kinds if n]
 
 
 # --- a device ------------------------------------------------------------------------------------
@@ -75,6 +86,7 @@ def _device(
     anchor: str,
     name: str,
     groups: list[Group],
+    lab_runs: list[LabRun],
     others: list[Section],
     collection: Collection,
     top: int,
@@ -84,7 +96,7 @@ def _device(
     return Device(
         anchor=anchor,
         name=printable(name),
-        facts=facts([*runs, *(found.run for found in profiles if found.run)]),
+        facts=facts([*runs, *(found.run for found in profiles if found.run), *lab_runs]),
         sessions=_sessions(groups) if groups else None,
         commands=_commands(groups) if groups else None,
         pictures=comparisons.speedup_pictures(anchor, groups),
@@ -101,7 +113,7 @@ def _device(
     )
 
 
-def facts(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
+def facts(runs: Sequence[RunResult | LabRun]) -> list[tuple[str, str]]:
     """Hardware, software, code and days of some runs: a name and a text each."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
@@ -117,7 +129,7 @@ def facts(runs: Sequence[RunResult]) -> list[tuple[str, str]]:
     return [(what, "; ".join(sorted(texts))) for what, texts in found.items()]
 
 
-def _hardware(run: RunResult) -> str:
+def _hardware(run: RunResult | LabRun) -> str:
     known = [form.format(run.device[key]) for key, form in _HARDWARE if run.device.get(key)]
     return ", ".join(["CPU" if run.device.get("type") == "cpu" else "GPU", *known])
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop.collection import StoredRun
-from workshop.compare import tables
+from workshop.collection import StoredLab, StoredRun
+from workshop.compare import lab_table, tables
 from workshop.compare.rows import Row
+from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.report.pictures import Picture, read_roofline, roofline_picture
 from workshop.roofline.inputs import STEP
@@ -101,7 +102,7 @@ class Device:
     """Over all sizes."""
     sizes: list[Section]
     others: list[Section]
-    """Waterfalls, sweeps, V3's benchmark and the harness's cost."""
+    """Waterfalls, sweeps, labs, V3's benchmark and the harness's cost."""
     profiles: list[Section]
     profile_pictures: list[Picture]
 
@@ -118,6 +119,7 @@ class Report:
     devices: list[Device]
     rows: list[Row]
     """Of all ladders, waterfalls and sweeps."""
+    lab_rows: list[LabRow]
     broken: list[tuple[Link, str]]
     counts: list[str]
     glance: Table | None
@@ -130,14 +132,31 @@ class Report:
 
     @property
     def proof(self) -> str:
-        """How many rows have passed the gate and the audit, in a sentence."""
+        """How many rows have passed the gate and the audit, and how many of labs their proofs, in
+        sentences; empty without rows."""
+        return " ".join([*self._proof_of_versions(), *self._proof_of_labs()])
+
+    def _proof_of_versions(self) -> Iterator[str]:
+        if not self.rows:
+            return
         verdicts = [row.proof(red="fail").removesuffix(" *") for row in self.rows]
         texts = [f"{verdicts.count('pass')} of {count(len(verdicts), 'row')} passed gate and audit"]
         for verdict, what in _VERDICTS.items():
             number = verdicts.count(verdict)
             texts += [f"{number} {what}"] if number else []
-        flagged = sum(bool(row.plausibility) for row in self.rows)
-        return f"{', '.join(texts)}; {f'{flagged} with' if flagged else 'no'} implausible numbers."
+        yield f"{', '.join(texts)}; {_flagged(row.plausibility for row in self.rows)}."
+
+    def _proof_of_labs(self) -> Iterator[str]:
+        if not self.lab_rows:
+            return
+        green = sum(lab_table.proof(row) == lab_table.GREEN for row in self.lab_rows)
+        flagged = _flagged(row.plausibility for row in self.lab_rows)
+        yield f"Labs: {green} of {count(len(self.lab_rows), 'row')} passed their proof; {flagged}."
+
+
+def _flagged(found: Iterable[list[str]]) -> str:
+    number = sum(map(bool, found))
+    return f"{f'{number} with' if number else 'no'} implausible numbers"
 
 
 def count(number: int, what: str) -> str:
@@ -149,7 +168,7 @@ def cells(*texts: str) -> list[Cell]:
     return [Cell(printable(text)) for text in texts]
 
 
-def links(stored: Iterable[StoredRun]) -> tuple[Link, ...]:
+def links(stored: Iterable[StoredRun | StoredLab]) -> tuple[Link, ...]:
     return tuple(Link(str(i), one.path) for i, one in enumerate(stored, 1))
 
 

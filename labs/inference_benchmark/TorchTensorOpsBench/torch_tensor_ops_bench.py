@@ -1,0 +1,858 @@
+"""Times single PyTorch operators and holds each against what the machine can do.
+
+A row is one operator at one size. First its result is compared with the same operator in fp64; a
+row that is wrong is red and gets no time. Then it is timed, and its rate is shown with two limits:
+what a large copy or product reached on this device in this run, and the data sheet.
+
+Bytes are counted from the shapes, each tensor once: what is read and what is written. `add` of two
+tensors of n elements reads 2n and writes n; in place it moves as much. A tensor that is broadcast
+counts with its own size. A comparison writes one byte an element, a reduction one element. A
+sparse `add_` reads indices (8 bytes) and values, and reads and writes a row for each index.
+Operations: one an element, two for `norm`, three for `std` and `var`, 2 n k m for a product.
+
+A small tensor lives in the cache, where it seems faster than memory can be. So before each call,
+outside of the clock, a buffer of twice the last-level cache is read: the inputs then come from
+memory. The result may still be in the cache when the clock stops. So a row is called IMPLAUSIBLE
+only for bytes that must have crossed: all that is read, and of all bytes what the cache can't hold.
+
+    python torch_tensor_ops_bench.py --op add --input1-dim 64-1024-1024
+    python torch_tensor_ops_bench.py --run-predefined --dtype bf16
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from workshop import errors, results  # noqa: E402
+from workshop.arguments import count, parse  # noqa: E402
+from workshop.errors import WorkshopError  # noqa: E402
+from workshop.gate import plausibility  # noqa: E402
+from workshop.roofline import ceilings, model  # noqa: E402
+from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Point, Roofline  # noqa: E402
+from workshop.run import hardware, timing  # noqa: E402
+from workshop.run.precision import Precision, get_precision, kept_matmul_mode  # noqa: E402
+from workshop.run.timing import StepClock  # noqa: E402
+
+SCHEMA_VERSION = 1
+DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
+DEFAULT_DIM = "64-1024-1024"
+SEED = 42
+
+UNARY, BINARY, REDUCTION, SPARSE = "unary", "binary", "reduction", "sparse"
+COPY, MATRIX = "copy", "matrix"
+OK, WRONG, NO_MEMORY, ABSENT = "ok", "WRONG", "no memory", "absent"
+CACHED = "ok, cached"
+"""Correct and timed, but so small that its result may stay in the cache."""
+IMPLAUSIBLE = "IMPLAUSIBLE"
+
+NORMAL, POSITIVE, INTEGERS, FACTORS = "normal", "positive", "integers", "factors"
+"""Values that an operator is tried on: so that a wrong one shows, and rounding does not."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """A method of torch.Tensor."""
+
+    kind: str
+    values: str = NORMAL
+    operations: int = 1
+    """For each element of the result, or of what is reduced."""
+
+
+OPS = {
+    # The predefined ones, in the order in which they run.
+    **dict.fromkeys(("add", "mul"), Op(BINARY)),
+    "div": Op(BINARY, POSITIVE),
+    "sub": Op(BINARY),
+    "eq": Op(BINARY, INTEGERS),
+    "exp": Op(UNARY),
+    "relu": Op(UNARY),
+    "tanh": Op(UNARY),
+    "sqrt": Op(UNARY, POSITIVE),
+    "sum": Op(REDUCTION, POSITIVE),
+    "prod": Op(REDUCTION, FACTORS),
+    "norm": Op(REDUCTION, POSITIVE, 2),
+    "max": Op(REDUCTION),
+    "mean": Op(REDUCTION, POSITIVE),
+    **dict.fromkeys(("std", "var"), Op(REDUCTION, POSITIVE, 3)),
+    **dict.fromkeys(("argmax", "argmin"), Op(REDUCTION)),
+    # By name only.
+    **dict.fromkeys(("maximum", "minimum"), Op(BINARY)),
+    **dict.fromkeys(("ne", "lt", "gt"), Op(BINARY, INTEGERS)),
+    **dict.fromkeys(("abs", "neg", "sigmoid", "erf"), Op(UNARY)),
+    **dict.fromkeys(("log2", "rsqrt", "reciprocal"), Op(UNARY, POSITIVE)),
+    **dict.fromkeys(("min", "amax", "amin"), Op(REDUCTION)),
+    **dict.fromkeys(("clone", "copy"), Op(COPY, operations=0)),
+    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), Op(MATRIX)),
+}
+PREDEFINED = tuple(OPS)[:18]
+ONLY_INPLACE = ("copy",)
+WITH_BIAS = ("addmm", "baddbmm")
+"""Add a vector of the product's last size: the fused bias of a linear layer."""
+
+# What BERT and DLRM call, with their sizes.
+_TOKENS = ("32-128-1024", "64-128-1024", "4-512-1024", "8-512-1024")
+_SCORES = {
+    "32-16-128-128": "32-1-1-128",
+    "64-16-128-128": "64-1-1-128",
+    "4-16-512-512": "4-1-1-512",
+    "8-16-512-512": "8-1-1-512",
+}
+"""Attention scores, and the mask that is added to them."""
+_WEIGHTS = (
+    "512-13", "512-512", "256-512", "256-256", "128-256", "128-128", "1024-480", "1024-1024",
+    "512-1024", "1-256", "1",
+)  # fmt: skip
+MODEL_OPS: tuple[tuple[str, str | None, str, str | None], ...] = (
+    *(
+        pair
+        for tokens, (scores, mask) in zip(_TOKENS, _SCORES.items(), strict=True)
+        for pair in (("add", None, tokens, tokens), ("add", None, scores, mask))
+    ),
+    *(("add_", None, tokens, "1024") for tokens in _TOKENS),
+    *(("add_", None, weight, weight) for weight in _WEIGHTS),
+    *(("div", None, scores, "1") for scores in _SCORES),
+    *(("sum", None, tokens, None) for tokens in _TOKENS),
+    ("add_", SPARSE, "32709138-128", "851968"),
+    *(("relu_", None, f"32768-{width}", None) for width in (512, 256, 128, 1024)),
+)
+"""Name, type (None: the operator's own), dimensions of both inputs."""
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator at one size. `dims` are the shapes of what it is called with; for a sparse one
+    the table's and (rows that are added, width)."""
+
+    name: str
+    inplace: bool
+    sparse: bool
+    dims: tuple[tuple[int, ...], ...]
+
+    @property
+    def op(self) -> Op:
+        return OPS[self.name]
+
+    @property
+    def method(self) -> str:
+        return self.name + "_" * self.inplace
+
+    @property
+    def shapes(self) -> str:
+        return ", ".join("-".join(map(str, dim)) for dim in self.dims)
+
+    @property
+    def is_product(self) -> bool:
+        return self.op.kind == MATRIX
+
+
+def make_case(
+    op: str, op_type: str | None, dim1: str, dim2: str | None, *, inplace: bool = False
+) -> Case:
+    """Raises WorkshopError for an unknown operator, a type that is not its own, or dimensions that
+    do not fit."""
+    name = op.removesuffix("_")
+    if name not in OPS:
+        near = difflib.get_close_matches(name, OPS, n=3)
+        hint = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(OPS)}"
+        raise WorkshopError(f"--op {op}: not known; {hint}?" if near else f"--op {op}: {hint}")
+    own = OPS[name].kind
+    sparse = op_type == SPARSE
+    if op_type not in (None, own) and not (sparse and name == "add"):
+        raise WorkshopError(f"--op-type {op_type}: {name} is {own}; only add may be sparse")
+    inplace = inplace or op.endswith("_") or sparse or name in ONLY_INPLACE
+    if inplace and not hasattr(Tensor, f"{name}_"):
+        raise WorkshopError(f"--op {op}: {name} has no in-place form; leave out --inplace and _")
+    first = _parse_dim(dim1, "--input1-dim")
+    if sparse:
+        rows = _parse_dim(dim2 or "", "--input2-dim")
+        if len(first) != 2 or len(rows) != 1:
+            raise WorkshopError("--op-type sparse: give ROWS-WIDTH as --input1-dim, and the number "
+                                "of rows that are added as --input2-dim")  # fmt: skip
+        dims: tuple[tuple[int, ...], ...] = (first, (*rows, first[1]))
+    elif own in (BINARY, MATRIX) or name == "copy":
+        dims = (first, _parse_dim(dim2 or dim1, "--input2-dim"))
+        dims = ((dims[1][-1],), *dims) if name in WITH_BIAS else dims
+    else:
+        dims = (first,)
+    case = Case(name, inplace, sparse, dims)
+    try:
+        result_like(case, torch.float32)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise WorkshopError(f"{case.method}({case.shapes}): {reason}") from None
+    return case
+
+
+def _parse_dim(text: str, flag: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d{0,11}(-[1-9]\d{0,11})*", text):
+        raise WorkshopError(f"{flag} {text!r}: sizes of 1 or more with - between them, as in "
+                            f"{DEFAULT_DIM}")  # fmt: skip
+    return tuple(map(int, text.split("-")))
+
+
+def result_like(case: Case, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory, of the result's shape and type; RuntimeError if nothing fits."""
+    inputs = [torch.empty(dim, dtype=dtype, device="meta") for dim in case.dims]
+    return inputs[0] if case.sparse else find_function(case)(*inputs)
+
+
+def find_function(case: Case) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = getattr(Tensor, case.method)
+    return function
+
+
+def make_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Raises WorkshopError for what does not fit together."""
+    dim1, dim2 = arguments.input1_dim, arguments.input2_dim
+    if arguments.run_model_ops:
+        if arguments.inplace:
+            raise WorkshopError("--inplace: --run-model-ops has both forms; leave it out")
+        return [make_case(*model_op) for model_op in MODEL_OPS]
+    if arguments.run_predefined:
+        has_form = [arguments.inplace and hasattr(Tensor, f"{name}_") for name in PREDEFINED]
+        return [
+            make_case(name, None, dim1, dim2, inplace=inplace)
+            for name, inplace in zip(PREDEFINED, has_form, strict=True)
+        ]
+    return [make_case(arguments.op, arguments.op_type, dim1, dim2, inplace=arguments.inplace)]
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Of one call."""
+
+    read: int
+    """Bytes."""
+    written: int
+    """Bytes."""
+    operations: int
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+    def must_cross(self, cache: int) -> int:
+        """Bytes that memory has moved when the clock stops; of a result the rest may be cached."""
+        return max(self.read, self.moved - cache)
+
+
+def count_amounts(case: Case, dtype: torch.dtype) -> Amounts:
+    size = dtype.itemsize
+    elements = [math.prod(dim) for dim in case.dims]
+    if case.sparse:
+        indices, added = 8 * case.dims[1][0], elements[1]
+        return Amounts(indices + 2 * added * size, added * size, added)
+    result = result_like(case, dtype)
+    written = result.numel() * result.element_size()
+    if case.name == "copy":
+        return Amounts(elements[1] * size, written, 0)
+    read = sum(elements) * size
+    if case.is_product:
+        bias = result.numel() if case.name in WITH_BIAS else 0
+        return Amounts(read, written, 2 * result.numel() * case.dims[-2][-1] + bias)
+    each = elements[0] if case.op.kind == REDUCTION else result.numel()
+    return Amounts(read, written, each * case.op.operations)
+
+
+# --- the check -----------------------------------------------------------------------------------
+
+PART = 2**24
+"""Elements that are compared at a time: fp64 takes several times the memory of what is tested."""
+FUNCTION_ROUNDINGS = 8.0
+"""That a function of one element may be off by: four units in the last place."""
+PRODUCT_ROUNDINGS = 16.0
+"""Of a product's typical element: its largest have five times that size, and partial sums may be
+rounded as well."""
+SUM_ROUNDINGS = 8.0
+"""Of fp32, for each of the log2(n) levels at which a tree adds n numbers."""
+
+
+def draw(case: Case, setting: "Setting") -> list[Tensor]:
+    """The arguments, random but the same in every run."""
+    generator = torch.Generator(setting.device).manual_seed(SEED)
+    values = POSITIVE if case.sparse else case.op.values  # whose sums cancel nothing
+    tensors = [_draw(dim, values, setting, generator) for dim in case.dims]
+    if case.sparse:
+        rows, added = case.dims[0][0], case.dims[1][0]
+        at = torch.randint(rows, (1, added), device=setting.device, generator=generator)
+        tensors[1] = torch.sparse_coo_tensor(at, tensors[1], case.dims[0], check_invariants=False)
+    return tensors
+
+
+def _draw(
+    dim: tuple[int, ...], values: str, setting: "Setting", generator: torch.Generator
+) -> Tensor:
+    options: dict[str, Any] = {"dtype": setting.dtype, "device": setting.device}
+    if values == INTEGERS:  # of which a fifth are equal
+        return torch.randint(-2, 3, dim, generator=generator, **options)
+    if values == FACTORS:  # ones, and few others: a product that neither overflows nor vanishes
+        factors = torch.ones(dim, **options).view(-1)
+        few = torch.randint(factors.numel(), (16,), device=setting.device, generator=generator)
+        factors[few] = 0.5 + 1.5 * torch.rand(16, generator=generator, **options)
+        return factors.view(dim)
+    drawn = torch.randn(dim, generator=generator, **options)
+    return drawn.abs_().add_(0.5) if values == POSITIVE else drawn
+
+
+def allowed_roundings(case: Case, dtype: torch.dtype, roundoff: float) -> float:
+    """How far a result may be from fp64's, in roundings of one number of its type. Sums are taken
+    in fp32 or better, whatever the type."""
+    of_fp32 = 2.0**-24 / roundoff
+    if case.is_product:
+        return PRODUCT_ROUNDINGS + 4 * math.sqrt(case.dims[-2][-1]) * of_fp32
+    if case.op.kind == REDUCTION:
+        levels = math.log2(max(2, math.prod(case.dims[0])))
+        return FUNCTION_ROUNDINGS + SUM_ROUNDINGS * levels * of_fp32
+    return FUNCTION_ROUNDINGS
+
+
+def error_roundings(case: Case, inputs: list[Tensor], result: Tensor, roundoff: float) -> float:
+    """The largest distance from fp64's result, in roundings of the true number (a product: of its
+    typical element); infinite for a result of another shape."""
+    if result.shape != result_like(case, inputs[0].dtype).shape:
+        return math.inf
+    if case.sparse:
+        return _error_of_sparse(inputs, result, roundoff)
+    if case.name in ("argmax", "argmin"):  # of equal elements any
+        found = inputs[0].view(-1)[result.clamp(0, inputs[0].numel() - 1)]
+        return _roundings(found, getattr(torch, case.name[3:])(inputs[0].double()), roundoff)
+    if case.is_product or case.op.kind == REDUCTION:
+        true = _truth(case, inputs)
+        scale = true.square().mean().sqrt() if case.is_product else None
+        return _roundings(result, true, roundoff, scale)
+    shaped = [tensor.broadcast_to(result.shape) for tensor in inputs]
+    return max(
+        _roundings(found, _truth(case, own), roundoff) for found, *own in _in_parts(result, *shaped)
+    )
+
+
+def _truth(case: Case, inputs: Iterable[Tensor]) -> Tensor:
+    doubles = [tensor.double() for tensor in inputs]
+    if case.name == "copy":
+        return doubles[1]
+    true: Tensor = getattr(torch, case.name)(*doubles)
+    return true.double()  # of a comparison too
+
+
+def _in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, along their first dimension."""
+    shape = tensors[0].shape
+    if not shape:
+        return iter([tensors])
+    parts = min(shape[0], math.ceil(tensors[0].numel() / PART))
+    return zip(*(tensor.tensor_split(parts) for tensor in tensors), strict=True)
+
+
+def _roundings(found: Tensor, true: Tensor, roundoff: float, scale: Tensor | None = None) -> float:
+    """|found - true| in units of roundoff x scale (default: |true|), at its largest. A number too
+    small for the type's full precision may be off by its last place."""
+    limits = torch.finfo(found.dtype if found.is_floating_point() else torch.float32)
+    unit = (true.abs() if scale is None else scale) * roundoff + limits.tiny * limits.eps
+    worst = float(((found.double() - true).abs() / unit).max())
+    return math.inf if math.isnan(worst) else worst
+
+
+def _error_of_sparse(inputs: list[Tensor], result: Tensor, roundoff: float) -> float:
+    """Of the rows that were added to; infinite if another one changed."""
+    table, added = inputs
+    rows, which = added._indices()[0].unique(return_inverse=True)
+    true = table[rows].double().index_add_(0, which, added._values().double())
+    parts = [(now != before).any(1) for now, before in _in_parts(result, table)]
+    changed = torch.cat(parts)
+    changed[rows] = False
+    return math.inf if changed.any() else _roundings(result[rows], true, roundoff)
+
+
+# --- a row ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What holds for all rows."""
+
+    device: torch.device
+    precision: Precision
+    cache: int
+    """Bytes of the last-level cache."""
+    iterations: int
+    warm_ups: int
+    append_dtype: bool
+    traces: Path | None
+    """The folder for traces of torch.profiler; None: nothing is profiled."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.precision.autocast_dtype or torch.float32
+
+
+@dataclass
+class Row:
+    """An operator at one size, and what was measured of it."""
+
+    op: str
+    shapes: str
+    dtype: str
+    inplace: bool
+    kind: str
+    """MEMORY or COMPUTE: whether its rate is in bytes or operations."""
+    category: str
+    """The roofline's."""
+    amounts: Amounts
+    allowed: float
+    """Roundings."""
+    error: float | None = None
+    """Roundings."""
+    status: str = OK
+    note: str = ""
+    samples_ms: list[float] = field(default_factory=list)
+    trace: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.op} {self.shapes}"
+
+    @property
+    def seconds(self) -> float | None:
+        """The median of a call."""
+        return timing.median(self.samples_ms) / 1e3 if self.samples_ms else None
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes or operations a second."""
+        amount = self.amounts.moved if self.kind == MEMORY else self.amounts.operations
+        return amount / self.seconds if self.seconds else None
+
+    def point(self, moved: int) -> Point:
+        """On the roofline, with so many bytes."""
+        seconds = self.seconds or math.inf
+        amounts = self.amounts.operations, moved
+        return model.point(self.label, self.category, self.dtype, seconds, *amounts, calls=1)
+
+
+def new_row(case: Case, setting: Setting) -> Row:
+    suffix = "(sparse)" * case.sparse + f"({setting.precision.name})" * setting.append_dtype
+    categories = {MATRIX: "GEMM", COPY: "copy"}
+    return Row(
+        op=case.method + suffix,
+        shapes=case.shapes,
+        dtype=setting.precision.name,
+        inplace=case.inplace,
+        kind=COMPUTE if case.is_product else MEMORY,
+        category="other" if case.sparse else categories.get(case.op.kind, "elementwise"),
+        amounts=count_amounts(case, setting.dtype),
+        allowed=allowed_roundings(case, setting.dtype, setting.precision.unit_roundoff),
+    )
+
+
+def measure_row(case: Case, setting: Setting) -> Row:
+    """Checks, then times. What this device has no memory or no kernel for gets a note."""
+    row = new_row(case, setting)
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    needed = needed_bytes(case, row.amounts, setting)
+    free = hardware.free_memory_bytes(setting.device)
+    if free is not None and needed > free:
+        row.status, row.note = NO_MEMORY, _no_memory(needed, free)
+        return row
+    try:
+        _fill(row, case, setting)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            row.status, row.note = NO_MEMORY, _no_memory(needed, free)
+        elif "not implemented for" in str(error):
+            row.status, row.note = ABSENT, str(error).splitlines()[0]
+        else:
+            raise
+    return row
+
+
+def needed_bytes(case: Case, amounts: Amounts, setting: Setting) -> int:
+    """Of inputs, result, what is restored, the fp64 check, and the buffer for the cache. (About:
+    how much a check takes depends on PyTorch.)"""
+    elements = sum(math.prod(dim) for dim in case.dims)
+    tensors = elements * setting.dtype.itemsize + amounts.written
+    restored = math.prod(case.dims[0]) * setting.dtype.itemsize if case.inplace else 0
+    at_once = elements if case.is_product or case.op.kind == REDUCTION else min(elements, 3 * PART)
+    if case.sparse:
+        at_once = 3 * math.prod(case.dims[1])
+    return tensors + restored + 2 * 8 * at_once + 2 * setting.cache
+
+
+def _no_memory(needed: int, free: int | None) -> str:
+    available = "" if free is None else f", {free / 1e9:,.1f} GB are free"
+    return f"needs about {needed / 1e9:,.1f} GB{available}; choose smaller dimensions"
+
+
+def _fill(row: Row, case: Case, setting: Setting) -> None:
+    inputs = draw(case, setting)
+    original = inputs[0].clone() if case.inplace else inputs[0]
+    call = partial(find_function(case), *inputs)
+    roundoff = setting.precision.unit_roundoff
+    row.error = error_roundings(case, [original, *inputs[1:]], call(), roundoff)
+    if not row.error <= row.allowed:
+        row.status = WRONG
+        row.note = f"off by {row.error:,.3g} roundings of {row.dtype}, allowed {row.allowed:,.3g}"
+        return
+    buffer = torch.ones(max(1, 2 * setting.cache // 4), device=setting.device)
+
+    def prepare() -> None:
+        if case.inplace:
+            inputs[0].copy_(original)
+        buffer.sum()
+
+    row.samples_ms = time_calls(call, prepare, setting)
+    if row.amounts.moved <= setting.cache:
+        row.status = CACHED
+    if setting.traces:
+        row.trace = write_trace(call, setting, row, setting.traces)
+
+
+def time_calls(
+    call: Callable[[], object], prepare: Callable[[], None], setting: Setting
+) -> list[float]:
+    """ms of each call after the warm-ups. `prepare` runs before each, outside of the clock; it
+    also keeps a GPU busy until the call has been launched."""
+    clock = StepClock(setting.device)
+    for _ in range(setting.warm_ups + setting.iterations):
+        prepare()
+        clock.mark()
+        result = call()
+        clock.mark()
+        del result  # not within the clock
+    return clock.durations_ms()[::2][setting.warm_ups :]
+
+
+def write_trace(call: Callable[[], object], setting: Setting, row: Row, folder: Path) -> str:
+    """A trace of calls that are not timed, from a warm cache; its path."""
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
+    activities = [ProfilerActivity.CPU]
+    if setting.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(setting.iterations):
+            call()
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize()
+    words = re.sub(r"\W+", "-", f"trace {row.op} {row.shapes} {row.dtype}")
+    path = folder / f"{words}.json"
+    with results.atomic_path(path) as temporary:
+        profiler.export_chrome_trace(str(temporary))
+    return str(path)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The last-level cache; where the system does not say, more than most have."""
+    unknown = int(plausibility.LAST_LEVEL_CACHE_BYTES)
+    if device.type == "cuda":  # ROCm leaves out the cache between L2 and memory
+        return (
+            unknown if torch.version.hip else torch.cuda.get_device_properties(device).L2_cache_size
+        )
+    listed = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    size = listed.read_text().strip() if listed.is_file() else ""
+    return int(size[:-1]) * 1024 if re.fullmatch(r"\d+K", size) else unknown
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "bound", "error (allowed)",
+          "status")  # fmt: skip
+STYLES = {WRONG: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", ABSENT: "dim"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows under the ceilings of this run."""
+
+    rows: list[Row]
+    measurement: ceilings.Measurement
+    cache: int
+
+    @property
+    def title(self) -> str:
+        return f"PyTorch operators, {self.rows[0].dtype}"
+
+    @cached_property
+    def limits(self) -> Roofline:
+        """Without points."""
+        name = str(self.measurement.device["name"])
+        on_gpu = self.measurement.device["type"] == "cuda"
+        listed = ceilings.from_data_sheet(name) if on_gpu else []
+        return Roofline(self.title, name, [], listed + self.measurement.ceilings())
+
+    @cached_property
+    def roofline(self) -> Roofline:
+        """Of the rows that have a time."""
+        points = [self.point(row) for row in self.rows if row.samples_ms]
+        return dataclasses.replace(self.limits, points=points)
+
+    def point(self, row: Row) -> Point:
+        """With all bytes; where memory can't move those in the time, with those that it must have
+        moved."""
+        point = row.point(row.amounts.moved)
+        cached = model.exceeded(self.limits, point)
+        return row.point(row.amounts.must_cross(self.cache)) if cached else point
+
+    def share(self, row: Row, origin: str) -> float | None:
+        """Of the copy's or product's rate (MEASURED), or of the DATA_SHEET's."""
+        limit = self.limits.limit(self.point(row), row.kind, (origin,))
+        return row.rate / limit.rate if row.rate and limit else None
+
+    def status(self, row: Row) -> str:
+        too_fast = row.samples_ms and model.exceeded(self.limits, self.point(row))
+        return IMPLAUSIBLE if too_fast else row.status
+
+    def cells(self, row: Row) -> list[str]:
+        error = "-" if row.error is None else f"{row.error:,.2g} ({row.allowed:,.0f})"
+        if row.seconds is None or row.rate is None:
+            return [row.op, row.shapes, "-", "-", "-", "-", "-", error, self.status(row)]
+        half = timing.spread(row.samples_ms) / 2
+        shares = [self.share(row, origin) for origin in (MEASURED, DATA_SHEET)]
+        return [
+            row.op,
+            row.shapes,
+            f"{row.seconds * 1e3:,.4g} ±{half:.1%}",
+            model.rate_text(row.rate, row.kind),
+            *("-" if share is None else f"{share:.1%}" for share in shares),
+            model.bound(self.limits, self.point(row)),
+            error,
+            self.status(row),
+        ]
+
+    def notes(self) -> list[str]:
+        """Each once, with its rows; then the ceilings."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.note:
+                found.setdefault(row.note, []).append(row.label)
+        lines = [f"{'; '.join(labels)}: {note}" for note, labels in found.items()]
+        if any(row.status == CACHED for row in self.rows):
+            lines.append(f"{CACHED}: it fits in the cache, where its result may stay")
+        measured = ", ".join(map(model.ceiling_text, self.measurement.ceilings()))
+        return [
+            *lines,
+            *model.flags(self.roofline),
+            f"ceilings of this run (a large copy, a large product): {measured}",
+            f"before each call the cache of {self.cache / 1e6:,.0f} MB is emptied",
+        ]
+
+    def as_markdown(self) -> str:
+        table = [HEADER, ("---",) * len(HEADER), *map(self.cells, self.rows)]
+        lines = [f"# {self.title}, {self.measurement.device['name']}", ""]
+        lines += [f"| {' | '.join(cells)} |" for cells in table]
+        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes())]) + "\n"
+
+    def as_json(self) -> dict[str, Any]:
+        records = [
+            dataclasses.asdict(row)
+            | {
+                "error": row.error if row.error is None or math.isfinite(row.error) else None,
+                "status": self.status(row),
+                "median_ms": row.seconds and row.seconds * 1e3,
+                "gbs": row.amounts.moved / row.seconds / 1e9 if row.seconds else None,
+                "tflops": row.amounts.operations / row.seconds / 1e12 if row.seconds else None,
+                "of_ceiling": self.share(row, MEASURED),
+                "of_data_sheet": self.share(row, DATA_SHEET),
+            }
+            for row in self.rows
+        ]
+        command = ["python", Path(__file__).name]
+        command += [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "lab": "inference_benchmark/TorchTensorOpsBench",
+            "command": command,
+            "cache_bytes": self.cache,
+            "rows": records,
+        } | dataclasses.asdict(self.measurement)
+
+    def show(self) -> None:
+        if importlib.util.find_spec("rich") is None:
+            print(self.as_markdown())
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(highlight=False, markup=False)
+        if not console.is_terminal:
+            console = Console(width=160, highlight=False, markup=False)
+        title = f"{self.title}, {self.measurement.device['name']}"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for index, name in enumerate(HEADER):
+            table.add_column(name, justify="right" if 2 <= index < 8 else "left")
+        for row in self.rows:
+            table.add_row(*self.cells(row), style=STYLES.get(self.status(row)))
+        console.print(table)
+        for line in self.notes():
+            console.print(f"  {line}", soft_wrap=True)
+
+    def write(self, folder: Path) -> list[Path]:
+        """All files, or none; the picture where there is matplotlib and a time."""
+        contents: dict[Path, results.Content] = {
+            folder / "ops.json": results.json_text(self.as_json()),
+            folder / "ops.md": self.as_markdown(),
+        }
+        picture = folder / "roofline.png"
+        if importlib.util.find_spec("matplotlib") and self.roofline.points:
+            from workshop.roofline import figures
+
+            labels = len(self.roofline.points)
+            contents[picture] = lambda path: figures.draw(self.roofline, path, labels=labels)
+        results.write_together(contents, gone=[picture])
+        return list(contents)
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"operators: {', '.join(OPS)}\n\n"
+        "Exit status: 0 done, 1 a row is wrong or nothing fits into memory, 2 wrong usage,\n"
+        "130 interrupted (what was completed is saved and shown).",
+    )
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
+    add("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default %(default)s")
+    add("--input1-dim", "--input-dim", default=DEFAULT_DIM, metavar="DIM",
+        help="sizes with - between them (default %(default)s)")  # fmt: skip
+    add("--input2-dim", metavar="DIM",
+        help="of the second input (default: as the first); sparse: how many rows")  # fmt: skip
+    add("--op", default="add", metavar="NAME", help="NAME_ is in place (default %(default)s)")
+    add("--op-type", choices=(UNARY, BINARY, REDUCTION, SPARSE, COPY, MATRIX),
+        help="the operator's own; only add has a second one, sparse")  # fmt: skip
+    add("--inplace", action="store_true", help="the in-place form of those that have one")
+    many = parser.add_mutually_exclusive_group()
+    many.add_argument("--run-predefined", action="store_true",
+                      help=f"these {len(PREDEFINED)}: {', '.join(PREDEFINED)}")  # fmt: skip
+    many.add_argument("--run-model-ops", action="store_true",
+                      help=f"{len(MODEL_OPS)} operators and sizes of BERT and DLRM")  # fmt: skip
+    add("--num-iters", type=count, default=20, metavar="N", help="timed calls (default 20)")
+    add("--num-warmup-iters", type=count, default=5, metavar="N", help="default 5")
+    add("--enable-profiling", action="store_true",
+        help="then run the calls again under torch.profiler, and write a trace")  # fmt: skip
+    add("--append-dtype", action="store_true", help="to the operator's name, as in add(fp32)")
+    add("--output-dir", type=Path, default=DEFAULT_FOLDER, metavar="DIR",
+        help="for ops.json, ops.md, roofline.png and traces (default: results/inference_benchmark/"
+        "ops of this checkout)")  # fmt: skip
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(
+        lambda: _benchmark(arguments),
+        interrupted="interrupted before a row was complete: nothing saved",
+    )
+
+
+def _benchmark(arguments: argparse.Namespace) -> int:
+    cases = make_cases(arguments)
+    device = hardware.get_device(arguments.device)
+    precision = get_precision(arguments.dtype, device)
+    folder = results.prepare_folder(arguments.output_dir)
+    setting = Setting(
+        device,
+        precision,
+        cache_bytes(device),
+        arguments.num_iters,
+        arguments.num_warmup_iters,
+        arguments.append_dtype,
+        folder if arguments.enable_profiling else None,
+    )
+    rows: list[Row] = []
+    interrupted = False
+    with kept_matmul_mode():
+        precision.set_matmul_mode()
+        measurement = measure_ceilings(setting)
+        try:
+            for row in measure_rows(cases, setting):
+                rows.append(row)
+        except KeyboardInterrupt:
+            interrupted = True
+            if not rows:
+                raise
+    report = Report(rows, measurement, setting.cache)
+    written = report.write(folder)
+    report.show()
+    print(f"Written: {', '.join(map(str, written))}")
+    traces = [row.trace for row in rows if row.trace]
+    if traces:
+        more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""
+        print(f"Trace: python -m workshop.profilers show {traces[0]}{more}")
+    if interrupted:
+        print("interrupted: the table holds what was completed", file=sys.stderr)
+        return errors.INTERRUPTED
+    return exit_code(rows)
+
+
+def exit_code(rows: list[Row]) -> int:
+    wrong = any(row.status == WRONG for row in rows)
+    no_room = all(row.status == NO_MEMORY for row in rows)
+    return errors.ANSWER_IS_NO if wrong or no_room else errors.DONE
+
+
+def measure_ceilings(setting: Setting) -> ceilings.Measurement:
+    """A large copy and product on this device at this precision."""
+    tflops = hardware.measure_matmul_tflops(setting.device, setting.precision.autocast_dtype)
+    return ceilings.Measurement(
+        device=hardware.describe(setting.device),
+        software=results.describe_software(),
+        created=results.now(),
+        copy_gbs=hardware.measure_copy_gbs(setting.device),
+        tflops={setting.precision.name: tflops},
+        session=results.new_session(),
+        git_commit=results.git_commit(),
+    )
+
+
+def measure_rows(cases: list[Case], setting: Setting) -> Iterator[Row]:
+    """One after the other, with progress on a terminal."""
+    if importlib.util.find_spec("rich") is None:
+        yield from (measure_row(case, setting) for case in cases)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in progress.track(cases, task_id=task):
+            progress.update(task, description=f"{case.method} {case.shapes}")
+            yield measure_row(case, setting)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The commands that guides to this benchmark give, as they are typed, on a network and a batch that
+a CPU takes in a second; and the studies of several runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from labs.inference_benchmark.micro_benchmarking_pytorch import main
+from workshop.versions import ROOT
+
+PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
+SMALL = ["--network", "resnet18", "--batch-size", "2", "--warmup-iterations", "1"]
+"""Behind a command, whose own values they replace."""
+COMMANDS = [
+    "--network resnet18 --batch-size 16 --iterations 5",
+    "--network resnet50 --batch-size 32 --iterations 10 --fp16 0 --autograd-profiler",
+    "--network densenet121 --batch-size 2048 --iterations 3 --autograd_profiler --kineto",
+    "--network resnet50 --batch-size 32 --iterations 12 --fp16 0 --flops-prof-step 10",
+    "--network densenet121 --batch-size 2048 --fp16 1 --iterations 3",
+]
+COMPILED = [
+    "--network densenet121 --batch-size 2048 --compile --iterations 3",
+    "--network densenet121 --batch-size 2048 --compile --iterations 3"
+    """ --compileContext "{'mode': 'max-autotune', 'fullgraph': 'True'}" """,
+    "--network densenet121 --batch-size 2048 --compile --iterations 3"
+    """ --compileContext "{'options': {'static-memory': 'True', 'matmul-padding': 'True'}}" """,
+    "--network resnet50 --compile --iterations 3"
+    """ --compileContext "{'mode': 'reduce-overhead'}" """,
+]
+EXPECTED = {
+    "--autograd": ("PyTorch Profiler Results", "by total CPU time", "Memory Profiling"),
+    "--kineto": (r"Trace: python -m workshop.profilers show .*trace5\.json",),
+    "--flops-prof-step": ("Profile Summary at step|Profile step: *10", "fwd FLOPS per GPU"),
+    "--compile ": ("PyTorch Compile: ENABLED", "Compilation time: ", "Break-even: "),
+}
+
+
+def words(command: str) -> list[str]:
+    import shlex
+
+    return shlex.split(command)
+
+
+def run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    flags = [*words(command), *SMALL, "--device", "cpu", "--output-dir", str(tmp_path), *more]
+    status = main(flags)
+    printed = capsys.readouterr()
+    if "--fp16 1" in command and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        assert status == 2 and "does not have fp16 units" in printed.err
+        return ""
+    assert status == 0, printed.err
+    for flag, lines in EXPECTED.items():
+        for line in lines if flag in command else ():
+            assert re.search(line, printed.out), line
+    assert "Proof: pass" in printed.out and "Throughput: " in printed.out
+    return printed.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_guides_command(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(command, tmp_path, capsys)
+    for trace in tmp_path.rglob("trace5.json"):
+        shown = subprocess.run(
+            [sys.executable, "-m", "workshop.profilers", "show", str(trace)],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "convolution" in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMPILED)
+def test_a_guides_command_with_the_compiler(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(command, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("study", "variants"),
+    [
+        ("--compare memory-format", ["fp32", "fp32, channels-last"]),
+        ("--compare batch-size", ["fp32, batch 1", "fp32, batch 4", "fp32, batch 16"]),
+    ],
+)
+def test_a_study_alternates_processes_and_writes_its_table(
+    study: str, variants: list[str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *SMALL, "--iterations", "2", *study.split(),
+         "--repeats", "2", "--device", "cpu", "--output-dir", str(tmp_path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    order = re.findall(r"^(.*), run \d of 2: .* proof pass$", done.stdout, re.MULTILINE)
+    assert order == [*variants, *variants[::-1]]
+    name = study.split()[0].strip("-") + "_" + study.split()[1].replace("-", "_")
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == variants
+    assert rows[1]["speedup_ci"] and rows[0]["speedup"] is None
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000
+    assert all(variant in (tmp_path / f"{name}.md").read_text() for variant in variants)
+
+
+def test_a_variant_that_fails_is_a_row_without_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import sys; print('error: no more disk', file=sys.stderr); sys.exit(1)")
+    monkeypatch.setattr("labs.inference_benchmark.studies.PROGRAM", broken)
+    flags = [*SMALL, "--compare", "memory-format", "--device", "cpu"]
+    assert main([*flags, "--output-dir", str(tmp_path / "out")]) == 1
+    output = capsys.readouterr().out
+    assert output.count("failed; no more disk") == 2  # not tried again
+    assert output.count("FAILED") == 2
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--network", "resnet18", "--find-max-batch", "--device", "cpu"]
+    assert main([*flags, "--output-dir", str(tmp_path)]) == 0
+    assert re.search(r"Largest batch: [\d,]+ \(fp32, inference\)", capsys.readouterr().out)

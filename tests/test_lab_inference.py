@@ -1,0 +1,350 @@
+"""The inference benchmark: its networks, what makes them fast, the proof, the command line."""
+
+import copy
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from labs.inference_benchmark import counts, measure, modes, networks, request, single
+from labs.inference_benchmark.modes import Setting, Variant
+from workshop import labs
+from workshop.errors import WorkshopError
+from workshop.labs import LabRun
+from workshop.versions import ROOT
+
+PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
+CPU = torch.device("cpu")
+
+
+class Small(nn.Module):
+    """A network of two convolutions: what the benchmark does to a network, in milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=4, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(256, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(images))
+        return out
+
+
+SMALL = networks.Network("small", Small)
+
+
+def arguments(*words: str) -> Any:
+    return request.build_parser().parse_args(["--network", "resnet18", "--device", "cpu", *words])
+
+
+def bench(variant: Variant, training: bool = False, batch: int = 6) -> measure.Bench:
+    setting = Setting(SMALL, CPU, batch, seed=1)
+    record = single.new_run(arguments("--batch-size", str(batch)), SMALL, variant, CPU)
+    return measure.make_bench(setting, variant, record, training)
+
+
+VARIANTS = {
+    variant.label: variant
+    for variant in (
+        Variant(),
+        Variant("bf16"),
+        Variant("bf16", autocast=True),
+        Variant(channels_last=True),
+        Variant(fold=True),
+        Variant("bf16", channels_last=True, fold=True),
+    )
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_true_variant_is_proven_and_timed(variant: Variant) -> None:
+    one = bench(variant)
+    measured = measure.measure_inference(one, iterations=3, warmup=1, say=print)
+    run = one.run
+    assert run.proof.status == "pass", run.proof.failures
+    assert len(measured.step_ms) == 3 and min(measured.step_ms) > 0
+    assert run.metrics["top1_agreement"] == 1.0 or variant.precision == "bf16"
+    first, second, third = measured.losses[1:]
+    assert first == third != second  # two batches take turns
+    weights = sum(p.numel() for p in one.model.parameters()) * variant.dtype.itemsize
+    assert run.memory_mb["weights"] == pytest.approx(weights / 1e6, rel=0.02)
+
+
+def stale_images(inference: measure.Inference) -> None:
+    inference._batches[1] = inference._batches[0]
+
+
+def stale_output(inference: measure.Inference) -> None:
+    output = inference._step().clone()
+    inference._step = lambda: output
+
+
+def half_a_batch(inference: measure.Inference) -> None:
+    step = inference._step
+
+    def half() -> Tensor:
+        output = step().clone()
+        output[len(output) // 2 :] = output[: len(output) // 2]
+        return output
+
+    inference._step = half
+
+
+def in_bf16(inference: measure.Inference) -> None:
+    step = inference._step
+    inference._step = lambda: step().bfloat16()
+
+
+def no_head_bias(inference: measure.Inference) -> None:
+    step, bias = inference._step, inference.bench.model.head.bias  # type: ignore[union-attr]
+    inference._step = lambda: step() - bias  # type: ignore[operator]
+
+
+FAULTS: tuple[Callable[[measure.Inference], None], ...] = (
+    stale_images, stale_output, half_a_batch, in_bf16, no_head_bias,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_run_that_does_other_work_is_red(
+    fault: Callable[[measure.Inference], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = measure.Inference.keep
+
+    def spoil(self: measure.Inference, iterations: int) -> None:
+        keep(self, iterations)
+        fault(self)
+
+    monkeypatch.setattr(measure.Inference, "keep", spoil)
+    one = bench(Variant())
+    measure.measure_inference(one, iterations=4, warmup=1, say=print)
+    assert one.run.proof.status == "fail"
+
+
+def wrong_fold(model: nn.Module) -> nn.Module:
+    folded = modes_fold(model)
+    with torch.no_grad():
+        next(folded.parameters()).mul_(1.01)
+    return folded
+
+
+modes_fold = modes.fold_norms
+
+
+def test_norms_that_are_folded_wrongly_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "fold_norms", wrong_fold)
+    one = bench(Variant(fold=True))
+    measure.measure_inference(one, iterations=2, warmup=1, say=print)
+    assert one.run.proof.status == "fail"
+
+
+def test_training_is_proven_and_learns() -> None:
+    for variant in (Variant(), Variant("bf16", autocast=True), Variant(channels_last=True)):
+        one = bench(variant, training=True)
+        measured = measure.measure_training(one, iterations=4, warmup=2, say=print)
+        assert one.run.proof.status == "pass", one.run.proof.failures
+        assert len(measured.losses) == 6 and measured.losses[-1] < measured.losses[0]
+
+
+def frozen_weights(training: modes.Training) -> None:
+    training.optimizer.step = lambda *_: None  # type: ignore[assignment, method-assign]
+
+
+def severed_gradient(training: modes.Training) -> None:
+    run = training.run
+    training.run = lambda images: training.model.head(training.model.body(images).detach())  # type: ignore[operator, union-attr]
+    assert run is not None
+
+
+def wrong_rate(training: modes.Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = 0.02
+
+
+@pytest.mark.parametrize("fault", (frozen_weights, severed_gradient, wrong_rate))
+def test_training_that_does_other_work_is_red(
+    fault: Callable[[modes.Training], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bench(Variant(), training=True)
+    made: list[modes.Training] = []
+
+    class Spoilt(modes.Training):
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            if not made:  # the proof's own are as they should be
+                fault(self)
+            made.append(self)
+
+    monkeypatch.setattr(measure, "Training", Spoilt)
+    measure.measure_training(one, iterations=4, warmup=2, say=print)
+    assert one.run.proof.status == "fail"
+
+
+# --- networks and counts -------------------------------------------------------------------------
+
+
+def test_all_names_are_known() -> None:
+    assert len(set(networks.NAMES)) == 74
+    models = networks.import_torchvision().models
+    known = {*models.list_models(module=models), *models.list_models(module=models.segmentation)}
+    for name in networks.NAMES:
+        assert name in networks.ELSEWHERE or networks.ALIASES.get(name, name) in known
+    with pytest.raises(WorkshopError, match=r"nearest are.*resnet50"):
+        networks.get_network("resnet5")
+
+
+@pytest.mark.parametrize("name", ("resnet18", "vit_b_32", "lraspp_mobilenet_v3_large", "googlenet"))
+def test_logits_differ_between_images_and_are_of_ordinary_size(name: str) -> None:
+    network = networks.get_network(name)
+    model = networks.build(network, 3, CPU)
+    with torch.no_grad():
+        output = networks.logits(model(network.images(2, 5)))
+    assert output.shape[:2] == (2, network.classes)
+    assert 1e-3 < output.std() < 100
+    assert (output[0] - output[1]).std() > 0.01 * output.std()
+
+
+def test_operations_are_those_of_the_formula() -> None:
+    counted = counts.count(Small().eval(), SMALL.images(1, 0))
+    first, second = 56 * 56 * 8 * 27, 14 * 14 * 16 * 72
+    assert counted.flops == 2 * (first + second + 256 * 1000)
+    by_name = {layer.name: layer for layer in counted.layers}
+    head = by_name["head"]
+    assert (head.flops, head.moved, head.weights) == (2 * 256000, 256 + 1000, 257000)
+    assert head.intensity(4, 2) == 4 * 512000 / (2 * (4 * 1256 + 257000))
+
+
+def test_resnet50_has_the_published_operations() -> None:
+    """4.09 billion products an image and 25.6 million weights (torchvision's documentation)."""
+    network = networks.get_network("resnet50")
+    counted = counts.count(network.build(), network.images(1, 0))
+    assert counted.flops / 2e9 == pytest.approx(4.09, abs=0.005)
+    assert counted.parameters == 25_557_032
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "context"),
+    [
+        ("{'mode': 'max-autotune', 'fullgraph': 'True'}",
+         {"mode": "max-autotune", "fullgraph": True}),
+        ("{'options': {'static-memory': 'True', 'matmul-padding': 'True'}}",
+         {"options": {"triton.cudagraphs": True, "shape_padding": True}}),
+        ("{}", {}),
+    ],
+)  # fmt: skip
+def test_compile_context(text: str, context: dict[str, Any]) -> None:
+    assert modes.parse_context(text)[0] == context
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--compile --compileContext __import__('os')", "give a dict"),
+        ("--compile --compileContext {'mode':'fast'}", "no mode 'fast'.*max-autotune"),
+        ("--compile --compileContext {'options':{'a_b':1}}", "no option 'a_b'"),
+        ("--compileContext {}", "goes with --compile"),
+        ("--fp16 1 --precision bf16", "give one of them"),
+        ("--flops-prof-step 20", "smaller than --iterations 20"),
+        ("--cuda-graph", "needs a GPU"),
+        ("--network resnet5O", "nearest are"),
+        ("--precision tf32", "does not have it"),
+        ("--mode training --fold-norms", "for --mode inference"),
+        ("--distributed_dataparallel --world-size 8 --batch-size 4", "batch of all 8"),
+        ("--distributed_dataparallel --rank 2 --world-size 2", "between 0 and --world-size"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from labs.inference_benchmark.micro_benchmarking_pytorch import main
+
+    flags = ["--network", "resnet18", "--device", "cpu", "--output-dir", str(tmp_path)]
+    assert main([*flags, *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(message, error)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
+    """As a user types it, from the program's own folder."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM.name, "--network", "resnet18", "--batch-size", "2",
+         "--iterations", "3", "--warmup-iterations", "1", "--device", "cpu",
+         "--output-dir", str(tmp_path)],
+        cwd=PROGRAM.parent, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for line in (
+        r"Using network: resnet18\nBatch size: 2\nIterations: 3\nFP16: False\n",
+        r"Epoch 2: Loss = \d\.\d{4}, Time = \d+\.\d{4} seconds\n",
+        r"Average time per iteration: \d", r"Standard deviation: \d", r"Throughput: [\d.]+ samples",
+        r"Latency: p50 .* p90 .* p99", r"Memory Usage: \d+ MB", r"Images per second per GB",
+        r"Operations of a batch: 7\.3 GFLOP", r"Proof: pass",
+    ):  # fmt: skip
+        assert re.search(line, done.stdout), line
+    (path,) = tmp_path.rglob("*.json")
+    run = labs.load(path)
+    assert run.status == "complete" and len(run.step_ms) == 3
+    assert run.command[0] == PROGRAM.name and str(tmp_path) not in json.dumps(run.command)
+    assert run.flops_per_step == pytest.approx(2 * 3.63e9, rel=0.01)
+
+
+def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    from labs.inference_benchmark import show
+    from labs.inference_benchmark.group import Group
+
+    one = bench(Variant())
+    measured = measure.measure_inference(one, iterations=2, warmup=1, say=print)
+    one.run.step_ms = measured.step_ms
+    one.run.metrics["flop_per_byte"] = 1.0
+    show.summary(print, one, measured, Group())
+    assert "Throughput" in capsys.readouterr().out
+    one.run.proof = dataclasses.replace(one.run.proof, status="fail", failures=["other logits"])
+    show.summary(print, one, measured, Group())
+    output = capsys.readouterr().out
+    assert "PROOF RED, no throughput: other logits" in output
+    assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
+
+
+@pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097))
+def test_the_largest_batch_is_found_by_bisection(limit: int) -> None:
+    from labs.inference_benchmark import studies
+
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= limit
+
+    found = studies.largest(fits)
+    assert found <= limit and limit - found <= max(0, limit // 32)
+    assert len(tried) <= 24
+
+
+def test_copies_share_nothing_with_the_proofs_network() -> None:
+    model = Small().eval()
+    before = copy.deepcopy(model.state_dict())
+    modes.prepare(model, Variant("bf16", channels_last=True, fold=True))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) and value.dtype == before[name].dtype
+
+
+def test_an_implausible_rate_is_a_sentence() -> None:
+    record = single.new_run(arguments(), SMALL, Variant(), CPU)
+    assert isinstance(record, LabRun)
+    record.peak_tflops, record.flops_per_step, record.step_ms = 10.0, 1e12, [1.0]
+    assert "more than the data sheet's 10" in single.implausible(record, 1)[0]
+    assert single.implausible(record, 200) == []

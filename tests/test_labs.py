@@ -1,0 +1,286 @@
+"""Labs: their result files, their rows, and where these are shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_runs import lab_run, lab_session, reference, write, write_lab
+
+from analysis_tools import performance_dashboard, report_generator
+from workshop import labs, results, versions
+from workshop.collection import Collection
+from workshop.compare import lab_table, tables
+from workshop.compare.figures import SAVED
+from workshop.dashboard import blocks, layout
+from workshop.dashboard.data import Choice, Snapshot
+from workshop.errors import WorkshopError
+from workshop.labs import LabRow, LabRun
+from workshop.report import content, pages
+from workshop.results import Parity
+
+RED = Parity(status="fail", failures=["logits differ"])
+LABS = blocks.LABS
+
+
+def rows_of(*runs: LabRun) -> dict[str, LabRow]:
+    return {row.first.variant: row for row in labs.build_rows(runs)}
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_row_pools_its_processes() -> None:
+    runs = [lab_run(step_ms=ms) for ms in ([1.0, 2.0, 3.0], [10.0], [7.0])]
+    runs[1].memory_mb["peak"], runs[2].peak_tflops = 4000.0, 132.0
+    (row,) = labs.build_rows(runs)
+    assert (row.step_ms, row.units_per_s) == (3.0, pytest.approx(32 / 3e-3))
+    assert [row.percentile_ms(share) for share in (0.5, 0.9, 0.99)] == [3.0, 10.0, 10.0]
+    assert row.units_per_s_per_gb == pytest.approx(32 / 3e-3 / 4)
+    assert row.tflops == pytest.approx(88.0)
+    assert (row.peak_share, row.ceiling_share) == (pytest.approx(2 / 3), pytest.approx(5 / 3))
+
+
+@pytest.mark.parametrize(("count", "share", "expected"), [
+    (100, 0.5, 50), (100, 0.9, 90), (100, 0.99, 99), (100, 1.0, 100), (3, 0.5, 2), (1, 0.99, 1),
+    (2, 0.5, 1), (10, 0.99, 10), (10, 0.0, 1),
+])  # fmt: skip
+def test_percentiles(count: int, share: float, expected: int) -> None:
+    assert labs.percentile([float(i) for i in range(1, count + 1)], share) == expected
+
+
+def test_a_speedup_is_per_unit_and_within_a_session() -> None:
+    rows = rows_of(
+        *(lab_run("fp32", ms) for ms in (10.0, 10.1)),
+        *(lab_run("batch 64", ms, units_per_step=64) for ms in (10.0, 10.1)),
+        lab_run("once", 5.0),
+        lab_run("no baseline", 5.0, baseline="bf16"),
+        lab_run("another day", 5.0, session="2"),
+        lab_run("another device", 5.0, device={"name": "CPU"}),
+    )
+    double = rows["batch 64"].speedup
+    assert double is not None and double.value == pytest.approx(2.0)
+    assert double.interval is not None and double.interval[0] < 2.0 < double.interval[1]
+    assert [name for name, row in rows.items() if row.speedup] == ["batch 64", "once"]
+    verdicts = {name: lab_table.verdict(row) for name, row in rows.items()}
+    assert verdicts["fp32"] == "baseline" and verdicts["once"] == "2.01x (1 process)"
+    assert verdicts["batch 64"].startswith("2.00x [1.9") and verdicts["another day"] == "-"
+
+
+@pytest.mark.parametrize(("changes", "proof", "note"), [
+    ({"proof": RED, "status": "proof failed"}, "RED", "proof red: logits differ"),
+    ({"proof": RED}, "RED", "proof red: logits differ"),
+    ({"status": "failed", "error": "out of memory"}, "FAILED", "out of memory"),
+    ({"status": "skipped", "error": "no fp16", "step_ms": [], "proof": Parity()}, "skipped",
+     "no fp16"),
+    ({"proof": Parity()}, "not run", "proof not run: no times"),
+    ({"status": "interrupted", "step_ms": []}, "green", "proof pass: no timed step"),
+])  # fmt: skip
+def test_without_proof_there_are_no_times(changes: dict[str, Any], proof: str, note: str) -> None:
+    """Nor where one process of several is without."""
+    for others in ([], [lab_run("fp16", 5.0)] if changes.get("step_ms") != [] else []):
+        rows = rows_of(lab_run(), lab_run("fp16", **changes), *others)
+        row, line = rows["fp16"], lab_table.lab_table(list(rows.values())).lines[1]
+        assert (row.units_per_s, row.step_ms, row.speedup) == (None, None, None)
+        assert lab_table.proof(row) == proof and row.note() == note
+        assert list(line.cells[1:7]) == [proof, "-", "-", "-", "-", "-"]
+        assert (line.cells[7] == "-") == row.failed
+        rates = [blocks.figures.lab_rates(list(rows.values())).data[0]]
+        assert list(rates[0].y) == ["fp32"]
+        # A baseline without a time is none.
+        rows = rows_of(lab_run(**changes), *others, lab_run("faster", 5.0))
+        assert rows["faster"].speedup is None
+        notes = lab_table.lab_table(list(rows.values())).notes
+        assert "faster: no speed-up, since fp32 has no time in this session" in notes
+
+
+def test_the_newest_session_of_each_subject_is_shown() -> None:
+    other = {"subject": "resnet18", "session": "20260101"}
+    found = labs.newest([
+        *lab_session(), *lab_session(session="20261124"), lab_run(**other),
+        lab_run(session="20261125", status="profiled", step_ms=[]),
+    ])  # fmt: skip
+    assert [(rows[0].first.subject[:8], rows[0].first.session, len(rows)) for rows in found] == [
+        ("resnet18", "20260101", 1),
+        ("resnet50", "20261124", 3),
+    ]
+
+
+def test_the_table_has_each_number_once_and_all_forms() -> None:
+    rows = labs.build_rows(
+        [*lab_session(), lab_run("odd", 10.05, created="3", plausibility=["too fast"])]
+    )
+    table = lab_table.lab_table(rows)
+    assert table.title == "inference_benchmark: resnet50, 32 x 3 x 224 x 224, NVIDIA H200"
+    cells = dict(zip(table.header, table.lines[1].cells, strict=True))
+    assert cells.pop("speed-up [95%]").startswith("2.00x [1.9")
+    assert cells == {
+        "variant": "fp16, channels-last", "proof": "green", "images/s": "6,368.2",
+        "p50 ms": "5.025", "p90": "5.555", "p99": "5.555", "peak MB": "2,000",
+        "images/s per GB": "3,184.1", "of peak": "87.6%", "of ceiling": "99.5%",
+    }  # fmt: skip
+    assert table.notes[:2] == [
+        "fp16, wrong: proof red: logits: 0.3 of allowed 0.01",
+        "IMPLAUSIBLE: odd: too fast",
+    ]
+    assert table.notes[-1] == "peak: 60 TFLOP/s (data sheet)"
+    report = lab_table.of_labs([rows])
+    assert report.items[1]["speedup_ci"][0] < 2 < report.items[1]["speedup_ci"][1]
+    assert len(report.as_csv().splitlines()) == 5 and json.dumps(report.as_json())
+    assert "| fp16, wrong | RED | - |" in tables.markdown([table])
+
+
+def test_the_table_fits_its_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [lab_run("fp16, channels-last, compiled", ms) for ms in (9.0, 11.0)]
+    lab_table.of_labs(labs.newest([*lab_session(), *slow])).show("table")
+    out = capsys.readouterr().out
+    assert "no significant difference" in out and "channels-last, compiled" in out
+    assert "6,368.2" in out and "87.6%" in out and max(map(len, out.splitlines())) <= 120
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_the_whole_run(tmp_path: Path) -> None:
+    for run in lab_session():
+        (path,) = write_lab(tmp_path, run)
+        assert labs.load(path) == run
+    assert len(list(tmp_path.glob("runs/*/*.json"))) == 5
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"schema_version": 2}, "schema_version is 2"),
+    ({"step_ms": ["1"]}, r"step_ms\[0\] should be float"),
+    ({"step_ms": [1.0, 0.0]}, r"step_ms\[1\] should lie between"),
+    ({"step_ms": []}, "step_ms is empty in a complete run"),
+    ({"units_per_step": 0}, "units_per_step should lie"),
+    ({"status": "fine"}, "status is 'fine'"),
+    ({"proof": {"status": "maybe"}}, "proof.failures is missing"),
+    ({"memory_mb": {"peak": "much"}}, "memory_mb.peak should be a number"),
+    ({"memory_mb": {"peak": 0.0}}, "memory_mb.peak should lie"),
+    ({"peak_tflops": -1.0}, "peak_tflops should lie"),
+    ({"ceiling_tflops": 0}, "ceiling_tflops should lie"),
+    ({"more": 1}, "more is unknown"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN)
+def test_a_broken_file_is_named_with_its_field(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    good, path = write_lab(tmp_path, lab_run(), lab_run())
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(WorkshopError, match=message) as caught:
+        labs.load(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+    found = collect(tmp_path)
+    assert [stored.path for stored in found.lab_runs] == [good]
+    assert [broken.path for broken in found.broken] == [path]
+
+
+def test_a_red_proof_says_why(tmp_path: Path) -> None:
+    (path,) = write_lab(tmp_path, lab_run(proof=Parity(status="fail")))
+    with pytest.raises(WorkshopError, match=r"proof\.failures is empty, though the proof is red"):
+        labs.load(path)
+
+
+# --- where they are shown ------------------------------------------------------------------------
+
+
+def collect(*folders: Path) -> Collection:
+    collection = Collection(folders)
+    collection.refresh()
+    return collection
+
+
+def test_a_collection_keeps_labs_apart(tmp_path: Path) -> None:
+    """As do the tools that read the runs of versions, in any folder."""
+    paths = write_lab(tmp_path, lab_run(session="2"), lab_run(session="1"))
+    record = tmp_path / "profiles" / "resnet" / "tool" / "run.json"
+    labs.save(lab_run(status="profiled", step_ms=[]), record)
+    own = write(tmp_path, reference())
+    found = collect(tmp_path)
+    assert [stored.path for stored in found.lab_runs] == paths[::-1]
+    assert [stored.path for stored in found.runs] == [own] and not found.broken
+    assert len(results.load_folder(tmp_path)) == 1
+    with pytest.raises(WorkshopError, match="no result files"):
+        results.load_folder(tmp_path / "runs" / "1")
+
+
+def dashboard(folder: Path) -> Snapshot:
+    return Snapshot(collect(folder))
+
+
+def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
+    write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", session="1"))
+    snapshot = dashboard(tmp_path)
+    choice = snapshot.settle(Choice())
+    assert blocks.first_view(snapshot) == LABS and choice.lab in snapshot.labs
+    assert "resnet50" in choice.lab and len(snapshot.labs) == 2
+    summary, rates = blocks.view(LABS, snapshot, choice)
+    assert summary.before == [("fp16, wrong: proof red: logits: 0.3 of allowed 0.01", blocks.BAD)]
+    assert summary.table is not None and rates.figure is not None
+    red = summary.table.rows[2][1]
+    assert isinstance(red, blocks.Cell) and (red.text, red.look) == ("RED", blocks.BAD)
+    bars = rates.figure.data[0]
+    assert list(bars.marker.color) == [versions.ALL["v1"].colour, SAVED]
+    assert dict(zip(bars.y, bars.x, strict=True)) == {
+        "fp32": pytest.approx(32 / 10.05e-3), "fp16, channels-last": pytest.approx(32 / 5.025e-3)
+    }  # fmt: skip
+    assert any(line.startswith("From 5 result files in") for line in summary.after)
+    page = str(layout.page(snapshot, 1))
+    assert "6,368.2" in page and "6 runs and 0 profiles" in page
+    shown = [key for key in layout.CONTROLS if not layout.hidden(snapshot, choice, key, LABS)]
+    assert shown == ["lab"]
+    other = snapshot.settle(Choice(lab=next(iter(snapshot.labs))))
+    assert [block.key for block in blocks.view(LABS, snapshot, other)] == ["lab", "lab-rates"]
+    for name in blocks.VIEWS:
+        assert blocks.view(name, snapshot, choice)
+
+
+def test_the_dashboard_without_labs(tmp_path: Path) -> None:
+    for _ in ("an empty folder", "a version's run"):
+        snapshot = dashboard(tmp_path)
+        (note,) = blocks.view(LABS, snapshot, snapshot.settle(Choice()))
+        assert "labs/inference_benchmark/micro_benchmarking_pytorch.py" in note.before[0][0]
+        assert blocks.first_view(snapshot) == next(iter(blocks.VIEWS))
+        assert layout.hidden(snapshot, Choice(), "lab", LABS)
+        write(tmp_path, reference())
+
+
+def test_the_exported_page_of_labs_alone(tmp_path: Path) -> None:
+    write_lab(tmp_path, *lab_session())
+    file = tmp_path / "a.html"
+    assert performance_dashboard.main(["--results", str(tmp_path), "--export", str(file)]) == 0
+    page = file.read_text(encoding="utf-8")
+    assert 'value="Labs" checked' in page and "6,368.2" in page
+    (key,) = dashboard(tmp_path).labs
+    assert f'<option value="{key}" selected>' in page
+    assert f'data-view="Labs" data-key="{key}"' in page and "No results yet" in page
+
+
+def test_the_report_of_labs_alone(tmp_path: Path) -> None:
+    paths = write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", plausibility=["odd"]))
+    write_lab(tmp_path, lab_run(session="0"))
+    report = content.build(collect(tmp_path), title="Labs")
+    html, markdown = pages.html_page(report, tmp_path), pages.markdown_page(report, tmp_path)
+    for text in (html, markdown.replace("\\", "")):
+        assert "Labs: 3 of 4 rows passed their proof; 1 with implausible numbers." in text
+        assert "7 lab runs" in text and "No timed runs" not in text and "torch 2.13.0" in text
+        assert text.index("PROOF RED") < text.index("6,368.2") and "IMPLAUSIBLE" in text
+        assert all(str(path.relative_to(tmp_path)) in text for path in paths)
+        assert "20261123-100000-aaaaaa: percentiles" in text and "session 0" not in text
+    red = next(line for line in markdown.splitlines() if line.startswith("| fp16, wrong"))
+    assert red.split(" | ")[1:6] == ["RED", "-", "-", "-", "-"]
+    assert '<section class="part" id="lab-2">' in html and '<a id="lab-2">' in markdown
+    assert report_generator.main(["--results", str(tmp_path), "--output-dir", str(tmp_path)]) == 0
+
+
+def test_labs_do_not_change_what_is_said_of_versions(tmp_path: Path) -> None:
+    write(tmp_path, reference())
+    before = content.build(collect(tmp_path), title="")
+    write_lab(tmp_path, *lab_session())
+    after = content.build(collect(tmp_path), title="")
+    assert (before.rows, before.glance) == (after.rows, after.glance)
+    assert before.counts == [after.counts[0], *after.counts[2:]]
+    assert after.proof.startswith(before.proof)

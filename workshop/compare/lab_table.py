@@ -1,0 +1,154 @@
+"""The rows of a lab as a table for the terminal, Markdown, the dashboard and the report; as JSON
+and CSV."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from workshop.compare.rows import ONE_PROCESS, ratio
+from workshop.compare.tables import Line, Report, Table, number
+from workshop.errors import printable
+from workshop.labs import LabRow
+
+RED, GREEN = "RED", "green"
+_STYLES = {RED: "red", "FAILED": "red", "skipped": "dim", "not run": "dim"}
+_ONE_PROCESS = (
+    f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each variant"
+)
+
+
+def of_labs(groups: Sequence[Sequence[LabRow]]) -> Report:
+    """All forms of some groups' rows: `labs.newest` makes groups, or `[labs.build_rows(runs)]` is
+    one. A terminal has no room for all columns, so that a group has two tables."""
+    items = [_record(row) for group in groups for row in group]
+    records = [{k: v for k, v in item.items() if k != "plausibility"} for item in items]
+    tables = [table for group in groups for table in _in_two(lab_table(group))]
+    return Report("rows", tables, items, records)
+
+
+def lab_table(rows: Sequence[LabRow]) -> Table:
+    """A line for each row; these are of one session, device and subject, as in `labs.newest`."""
+    lines = [Line(_cells(row), _STYLES.get(proof(row))) for row in rows]
+    unit = printable(rows[0].first.unit)
+    header = ("variant", "proof", f"{unit}/s", "p50 ms", "p90", "p99", "speed-up [95%]", "peak MB",
+              f"{unit}/s per GB", "of peak", "of ceiling")  # fmt: skip
+    return Table(title(rows), header, lines, _notes(rows), left=(0, 1))
+
+
+def _in_two(table: Table) -> list[Table]:
+    """Speed, then memory and the shares of peak and ceiling."""
+    speed, cost = (_columns(table, columns) for columns in (range(7), (0, *range(7, 11))))
+    return [
+        dataclasses.replace(speed, notes=(), only_wide=(4,), wraps=(0, 6)),
+        dataclasses.replace(cost, title="at what cost", left=(0,), wraps=(0,), continues=True),
+    ]
+
+
+def _columns(table: Table, columns: Sequence[int]) -> Table:
+    lines = [
+        dataclasses.replace(line, cells=[line.cells[i] for i in columns]) for line in table.lines
+    ]
+    return dataclasses.replace(table, header=[table.header[i] for i in columns], lines=lines)
+
+
+def title(rows: Sequence[LabRow]) -> str:
+    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, NVIDIA H200"."""
+    row = rows[0]
+    return printable(f"{row.first.lab}: {row.first.subject}, {row.device}")
+
+
+def proof(row: LabRow) -> str:
+    """Whether the row's times count, in a word."""
+    if row.proof == "fail":
+        return RED
+    if row.failed:
+        return "FAILED"
+    if any(run.status == "skipped" for run in row.runs):
+        return "skipped"
+    return GREEN if row.proof == "pass" else row.proof
+
+
+def verdict(row: LabRow) -> str:
+    """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
+    `1.80x (1 process)`, `baseline`, or a dash."""
+    if row.is_baseline and row.times:
+        return "baseline"
+    return ratio(row.speedup.value, row.speedup.interval) if row.speedup else "-"
+
+
+def _cells(row: LabRow) -> list[str]:
+    return [
+        row.first.variant,
+        proof(row),
+        number(row.units_per_s, ",.1f"),
+        *(number(ms, ",.3f") for ms in _percentiles(row)),
+        verdict(row),
+        number(row.peak_memory_mb, ",.0f"),
+        number(row.units_per_s_per_gb, ",.1f"),
+        number(row.peak_share, ".1%"),
+        number(row.ceiling_share, ".1%"),
+    ]
+
+
+def _percentiles(row: LabRow) -> tuple[float | None, ...]:
+    return row.step_ms, row.percentile_ms(0.9), row.percentile_ms(0.99)
+
+
+def _notes(rows: Sequence[LabRow]) -> list[str]:
+    """What the numbers alone do not say."""
+    lines = [f"{row.first.variant}: {row.note()}" for row in rows if row.note() and not row.failed]
+    lines += [
+        f"{row.first.variant}: no speed-up, since {row.first.baseline} has no time in this session"
+        for row in rows
+        if row.times and row.first.baseline and not row.is_baseline and not row.speedup
+    ]
+    if any(row.speedup and row.speedup.interval is None for row in rows):
+        lines.append(_ONE_PROCESS)
+    limits = [(run.peak_tflops, run.peak_source) for row in rows for run in row.runs]
+    sources = {f"{peak:,.3g} TFLOP/s ({source})": None for peak, source in limits if peak}
+    lines += [f"peak: {'; '.join(sources)}"] if sources else []
+    return [*alarms(rows), *map(printable, lines)]
+
+
+def alarms(rows: Sequence[LabRow]) -> list[str]:
+    """What is to be looked into before a number is quoted, in lines."""
+    lines = [failure(row) for row in rows if row.failed]
+    return lines + [f"IMPLAUSIBLE: {line}" for row in rows for line in implausible(row)]
+
+
+def failure(row: LabRow) -> str:
+    return printable(f"{row.first.variant}: {row.note()}")
+
+
+def implausible(row: LabRow) -> list[str]:
+    return [printable(f"{row.first.variant}: {sentence}") for sentence in row.plausibility]
+
+
+def _record(row: LabRow) -> dict[str, Any]:
+    first, speedup = row.first, row.speedup
+    p50, p90, p99 = _percentiles(row)
+    return {
+        "lab": first.lab,
+        "session": first.session,
+        "device": row.device,
+        "subject": first.subject,
+        "variant": first.variant,
+        "baseline": first.baseline,
+        "unit": first.unit,
+        "units_per_step": first.units_per_step,
+        "runs": len(row.runs),
+        "proof": proof(row),
+        "note": row.note(),
+        "units_per_s": row.units_per_s,
+        "p50_ms": p50,
+        "p90_ms": p90,
+        "p99_ms": p99,
+        "speedup": speedup.value if speedup else None,
+        "speedup_ci": list(speedup.interval) if speedup and speedup.interval else None,
+        "peak_memory_mb": row.peak_memory_mb,
+        "units_per_s_per_gb": row.units_per_s_per_gb,
+        "tflops": row.tflops,
+        "peak_share": row.peak_share,
+        "ceiling_share": row.ceiling_share,
+        "plausibility": row.plausibility,
+    }

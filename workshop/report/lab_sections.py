@@ -1,0 +1,54 @@
+"""The parts of a report that labs wrote: a section for each device, lab and subject."""
+
+from collections.abc import Iterator, Sequence
+
+from workshop import labs
+from workshop.collection import StoredLab
+from workshop.compare import lab_table
+from workshop.labs import LabRow
+from workshop.profilers.names import printable
+from workshop.report.parts import (
+    FAILED,
+    IMPLAUSIBLE,
+    Alarm,
+    Cell,
+    Link,
+    Section,
+    links,
+    with_column,
+)
+
+INTRO = (
+    "labs/{lab}, session {session}: percentiles over all steps of all processes, in ms a step of "
+    "{units}. A row without a green proof has no times."
+)
+
+
+def build(stored: Sequence[StoredLab]) -> list[tuple[Section, list[LabRow]]]:
+    """A section for the newest session of each device, lab and subject, and its rows."""
+    groups = labs.newest(one.run for one in stored)
+    files = {id(one.run): one for one in stored}
+    return [(_section(f"lab-{number}", rows, files), rows) for number, rows in enumerate(groups, 1)]
+
+
+def _section(anchor: str, rows: list[LabRow], files: dict[int, StoredLab]) -> Section:
+    first = rows[0].first
+    units = " or ".join(f"{n:,}" for n in sorted({row.first.units_per_step for row in rows}))
+    intro = INTRO.format(lab=first.lab, session=first.session, units=f"{units} {first.unit}")
+    section = Section(anchor, lab_table.title(rows), intro=printable(intro))
+    table = lab_table.lab_table(rows)
+    found = [links(files[id(run)] for run in row.runs) for row in rows]
+    cells = [Cell("", own) for own in found]
+    section.tables.append(with_column("How fast, and proven", table, "result files", cells))
+    section.sentences += table.notes
+    for row, own in zip(rows, found, strict=True):
+        section.alarms += _alarms(row, section.title, own)
+    return section
+
+
+def _alarms(row: LabRow, title: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
+    if row.failed:
+        kind = "PROOF RED" if row.proof == "fail" else FAILED
+        yield Alarm(kind, f"{title}: {lab_table.failure(row)}", files)
+    for line in lab_table.implausible(row):
+        yield Alarm(IMPLAUSIBLE, f"{title}: {line}", files)
