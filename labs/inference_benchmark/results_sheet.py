@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from labs.inference_benchmark import chosen
 from labs.inference_benchmark.chosen import Profile
+from labs.inference_benchmark.lesson import images_per_s
 from labs.inference_benchmark.request import LAB
 from workshop import errors, results
 from workshop.arguments import parse
@@ -29,7 +30,6 @@ from workshop.exercises.frame import Work
 from workshop.labs import LabRow, LabRun, build_rows
 from workshop.profilers import advisor
 from workshop.profilers.names import display_name
-from workshop.run import timing
 from workshop.versions import ROOT
 
 FILE = "my_workshop_results.txt"
@@ -150,7 +150,7 @@ def sections(runs: Sequence[LabRun], profile: Profile | None) -> list[Section]:
     """
     inference = [run for run in runs if run.options["mode"] == "inference"]
     alone = [run for run in inference if chosen.processes(run) == 1]
-    plain = next((run for run in alone if chosen.is_plain(run)), None)
+    plain = next((r for r in alone if chosen.is_plain(r) and not r.baseline), None)
     counted = next((run for run in alone if "--flops-prof-step" in run.command), None)
     precision = next(iter(chosen.comparisons(inference, "precision")), None)
     compiled = _newest_of_each(chosen.comparisons(inference, "compile"))
@@ -235,9 +235,13 @@ KERNELS: Fields[Profile] = (
     ("Copies", lambda one: f"{one.share('copy'):.1%} of the time"),
     ("Gaps", lambda one: (
         "no GPU" if (idle := one.idle_share()) is None else f"{idle:.1%} of the time")),
-    ("What bounds it", lambda one: (
-        found.sentence if (found := advisor.headline(advisor.advise(one.table))) else "not clear")),
+    ("What bounds it", lambda one: _bound(one)),
 )  # fmt: skip
+
+
+def _bound(one: Profile) -> str:
+    found = advisor.headline(advisor.advise(one.table, one.run))
+    return found.sentence if found else "not clear"
 
 
 def _kernel(one: Profile, rank: int) -> str:
@@ -275,7 +279,7 @@ def _groups(runs: Sequence[LabRun]) -> list[str]:
         if run.proof.status != "pass":
             lines.append(_line("Global", RED))
             continue
-        rate = run.units_per_step / timing.median(run.step_ms) * 1e3
+        rate = images_per_s(run)
         alone, efficiency = (run.metrics[n] for n in ("one_process_per_s", "scaling_efficiency"))
         rates = (rate, rate / chosen.processes(run), float(alone or 0))
         values = [*(f"{value:,.1f} images/s" for value in rates), f"{float(efficiency or 0):.1%}"]

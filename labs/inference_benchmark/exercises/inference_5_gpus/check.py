@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from labs.inference_benchmark import chosen
+from labs.inference_benchmark.lesson import images_per_s
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
-from workshop.run import timing
 
 GROUP = "torchrun --nproc-per-node 2 labs/inference_benchmark/micro_benchmarking_pytorch.py"
 NETWORK = "--network resnet18 --iterations 10"
@@ -38,11 +38,6 @@ def check(work: Work) -> Iterator[Item]:
     return ask(work, measured, (_runs, *QUESTIONS))
 
 
-def per_s(run: LabRun) -> float:
-    """Images a second of all processes."""
-    return run.units_per_step / timing.median(run.step_ms) * 1e3
-
-
 def percent(run: LabRun) -> float:
     """Efficiency."""
     return 100 * float(run.metrics["scaling_efficiency"] or 0)
@@ -62,7 +57,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "process has for each exchange, the more that costs.", within=0.15,
     ),
     Found(
-        "found.images_per_s", "all processes together", "images/s", lambda m: per_s(m.even),
+        "found.images_per_s", "all processes together", "images/s", lambda m: images_per_s(m.even),
         "The line `Throughput: ... (global)` of the newest run with a batch that divides.",
     ),
     Found(
@@ -119,7 +114,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
 def _runs(work: Work) -> Iterator[Item]:
     m = measured(work)
     note = (
-        f"{per_s(m.even):,.1f} images/s at {percent(m.even):.0f}%, with a remainder "
+        f"{images_per_s(m.even):,.1f} images/s at {percent(m.even):.0f}%, with a remainder "
         f"{percent(m.uneven):.0f}% of at most {m.most:.0f}%, in training {percent(m.training):.0f}%"
     )
     yield Item(True, f"your runs: {m.even.options['network']}, {m.even.device['name']}", note)

@@ -30,7 +30,7 @@ class Measured:
 
     @property
     def advice(self) -> advisor.Advice | None:
-        return advisor.headline(advisor.advise(self.plain.table))
+        return advisor.headline(advisor.advise(self.plain.table, self.plain.run))
 
     @property
     def idle_percent(self) -> float:
