@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from labs.inference_benchmark import networks, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
+from labs.inference_benchmark.modes import Setting, Variant
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
@@ -117,6 +119,22 @@ def test_a_variant_that_fails_is_a_row_without_a_time(
     output = capsys.readouterr().out
     assert output.count("failed; no more disk") == 2  # not tried again
     assert output.count("FAILED") == 2
+
+
+def test_what_a_batch_needs_counts_activations_in_every_precision() -> None:
+    """Converting the weights takes more memory than a few images, and hides what those take."""
+    device = torch.device("cpu")
+    network = networks.get_network("resnet18")
+    model = networks.build(network, 42, device)
+    need = {}
+    for precision in ("fp32", "bf16"):
+        needed = studies._Need()
+        few, many = (
+            needed(model, Variant(precision), Setting(network, device, batch, 42), False)
+            for batch in (1000, 2000)
+        )
+        need[precision] = (many - few) / 1000
+    assert need["fp32"] > 5e6 and 0.4 < need["bf16"] / need["fp32"] < 0.9
 
 
 @pytest.mark.slow

@@ -320,14 +320,14 @@ def _memory(
     return found | {"source": source}
 
 
-def one_iteration(model: nn.Module, variant: Variant, setting: Setting, training: bool) -> None:
-    """Runs one iteration as the benchmark would, to see what memory it takes."""
+def make_iteration(
+    model: nn.Module, variant: Variant, setting: Setting, training: bool
+) -> Callable[[], object]:
+    """One iteration as the benchmark runs it, to see what memory it takes."""
     images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
     images = images.to(memory_format=variant.layout())
     if training:
         targets = setting.network.targets(setting.batch_size, setting.seed).to(setting.device)
-        Training(copy.deepcopy(model), variant, setting, images, targets).step()
-    else:
-        images = images.to(variant.dtype)
-        inference_step(prepare(model, variant), variant, images, setting.device)()
-    wait(setting.device)
+        return Training(copy.deepcopy(model), variant, setting, images, targets).step
+    images = images.to(variant.dtype)
+    return inference_step(prepare(model, variant), variant, images, setting.device)

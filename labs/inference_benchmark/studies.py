@@ -339,13 +339,19 @@ def _runs(model: torch.nn.Module, variant: Variant, setting: Setting, training: 
     """Whether one iteration runs on a GPU; whatever it took is given back."""
     try:
         with trainer.memory_failure_as(lambda asked: errors.OutOfMemory(asked)):
-            measure.one_iteration(model, variant, setting, training)
+            measure.make_iteration(model, variant, setting, training)()
+            measure.wait(setting.device)
         return True
     except errors.OutOfMemory:
         return False
     finally:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _image_bytes(network: networks.Network) -> int:
+    """Of one image, in fp32."""
+    return 4 * 3 * network.edge**2
 
 
 class _Need:
@@ -362,10 +368,11 @@ class _Need:
             peaks = []
             for batch in (2, 4):
                 few = Setting(setting.network, setting.device, batch, setting.seed)
-                peaks.append(memory.cpu_step_peak(
-                    lambda few=few: measure.one_iteration(model, variant, few, training),  # type: ignore[misc]
-                    lambda: 0,
-                ))  # fmt: skip
+                # Made before it is measured: converting weights takes more than so few images.
+                iteration = measure.make_iteration(model, variant, few, training)
+                held = batch * _image_bytes(setting.network)
+                peaks.append(memory.cpu_step_peak(iteration, lambda held=held: held))  # type: ignore[misc]
             slope = (peaks[1] - peaks[0]) / 2
-            self._line = (peaks[0] - 2 * slope, slope)
+            weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+            self._line = (2 * weights + peaks[0] - 2 * slope, slope)
         return self._line[0] + self._line[1] * setting.batch_size

@@ -1,0 +1,156 @@
+"""The profiler: predictions and findings against the participant's own trace of one network."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labs.inference_benchmark import lesson
+from labs.inference_benchmark.lesson import LAB, true_counts
+from labs.inference_benchmark.profiling import ITERATIONS
+from workshop.exercises.frame import Item, Missing, Work, judged
+from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
+from workshop.labs import LabRun
+from workshop.profilers import load
+from workshop.profilers.names import ELLIPSIS, display_name
+from workshop.profilers.table import Kernel, KernelTable
+
+PROFILE = "--batch-size 4 --iterations 5 --autograd-profiler --kineto"
+TOP = 5
+NEARLY = 0.9
+"""Of the fifth's time: a row with more may be in its place."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, and its trace."""
+
+    run: LabRun
+    table: KernelTable
+
+    @property
+    def conv_calls(self) -> int:
+        """Of one iteration."""
+        return sum(layer.kind.startswith("Conv") for layer in true_counts(self.run).layers)
+
+    @property
+    def calls(self) -> float:
+        """Of one iteration."""
+        return self.table.launches / (self.table.steps or 1)
+
+    def part(self, category: str) -> float:
+        """Of the operators' or kernels' time."""
+        return self.table.category_ns().get(category, 0.0) / self.table.total_ns
+
+    @property
+    def busy(self) -> float:
+        """The part of the time in which the GPU worked; 1 on a CPU."""
+        line = self.table.timeline
+        return line.busy_ns / line.span_ns if line else 1.0
+
+    @property
+    def products(self) -> float:
+        """Their part of the whole time."""
+        return self.part("GEMM") * self.busy
+
+    @property
+    def idle_percent(self) -> float:
+        if self.table.timeline is None:
+            raise NotCompared("without a GPU, operators run one after the other on the CPU")
+        return 100 * (1 - self.busy)
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: there is no profiled run, or its trace is gone."""
+    traced = lesson.with_flag("--kineto")
+    runs = [run for run in lesson.plain_runs(work) if traced(run)]
+    run = lesson.newest(runs, "with a trace", PROFILE)
+    traces = sorted((work.results / LAB / "traces" / run.session).glob("trace*.json"))
+    if not traces:
+        raise Missing("your newest run's trace is gone:", f"{lesson.PROGRAM} {PROFILE}")
+    return Measured(run, load.load(traces[0]))
+
+
+def check(work: Work) -> Iterator[Item]:
+    return ask(work, measured, (_top_five, *QUESTIONS))
+
+
+def _top_five(work: Work) -> Iterator[Item]:
+    """The answers are a list, in any order but for the first."""
+    kernels = measured(work).table.kernels
+    answers = work.answers["found.top_five"]
+    what = "the five that take the most time"
+    if not isinstance(answers, list) or len(answers) != TOP:
+        yield Item(False, what, f'write a list of {TOP} names: ["first", "second", ...]')
+        return
+    least = NEARLY * kernels[min(TOP, len(kernels)) - 1].total_ns
+    hottest = [kernel for kernel in kernels if kernel.total_ns >= least]
+    wrong = [str(a) for a in answers if not any(_names(str(a), k) for k in hottest)]
+    if wrong:
+        yield Item(False, what, f"not among them: {', '.join(wrong):.200}")
+    elif len({k.name for a in answers for k in hottest if _names(str(a), k)}) < TOP:
+        yield Item(False, what, "one of them is there twice")
+    else:
+        yield judged(_names(str(answers[0]), kernels[0]), what, "the longest comes first")
+
+
+def _names(answer: str, kernel: Kernel) -> bool:
+    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
+    words = [word for word in answer.split(ELLIPSIS) if word]
+    shortened = ELLIPSIS in answer and all(word in kernel.name for word in words)
+    whole = {kernel.name, kernel.name.removeprefix("aten::"), display_name(kernel.name, 10_000)}
+    return shortened or answer in whole
+
+
+def gain(part: float) -> float:
+    """How many times as fast everything gets if this part of the time is twice as fast."""
+    return 1 / (1 - part / 2)
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted(
+        "predict.products_percent", "predicted: the convolutions' share", "%",
+        lambda m: 100 * m.part("GEMM"),
+        "They do nearly all operations. Norms, ReLU and pooling do next to none, and read and "
+        "write as many numbers.", within=0.15,
+    ),
+    Predicted(
+        "predict.conv_calls", "predicted: convolutions of an iteration", "",
+        lambda m: m.conv_calls,
+        "The number in the name counts convolutions and the linear layer; those of the shortcuts "
+        "come on top.", within=0.0,
+    ),
+    Found(
+        "found.conv_calls", "convolutions of an iteration", "", lambda m: m.conv_calls,
+        f"`# of Calls` of a convolution: the tables are of {ITERATIONS} iterations.", within=0.0,
+        slips=lambda m: [(ITERATIONS * m.conv_calls, f"that is {ITERATIONS} iterations")],
+    ),
+    Found(
+        "found.calls", "calls of an iteration", "", lambda m: m.calls,
+        "The line under the hot list: `N calls, ... ms each`, of one step.",
+        slips=lambda m: [(m.table.launches, "that is all iterations of the trace")],
+    ),
+    Found(
+        "found.products_percent", "the share of convolutions and the linear layer", "%",
+        lambda m: 100 * m.part("GEMM"), "GEMM in the line `by category`.", margin=0.2,
+    ),
+    Found(
+        "found.norms_percent", "the norms' share", "%", lambda m: 100 * m.part("norm"),
+        "norm in the line `by category`.", margin=0.2,
+    ),
+    Found(
+        "found.idle_percent", "the time in which the GPU waits", "%", lambda m: m.idle_percent,
+        "The line `GPU busy A of B ms`: 1 - A / B.", margin=1.0,
+    ),
+    Found(
+        "found.products_twice_as_fast", "if products were twice as fast", "times",
+        lambda m: gain(m.products),
+        "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
+        "whole time has idle time in it.",
+        slips=lambda m: [(2.0, "the rest of the time stays as it is")],
+    ),
+    Chosen(
+        "found.larger_gain", "which gains more", ("products", "rest"),
+        lambda m: "products" if m.products / 2 > 1 - m.products else "rest",
+        lambda m: f"half of {m.products:.0%} against all of {1 - m.products:.0%}",
+        lambda m: f"half of {m.products:.0%} against all of {1 - m.products:.0%}",
+    ),
+)  # fmt: skip

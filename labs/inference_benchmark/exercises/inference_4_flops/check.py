@@ -1,0 +1,188 @@
+"""Operations: findings against the participant's own runs, counts from the network's shapes, and
+the guide's own figures with the batch put right."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labs.inference_benchmark import lesson
+from labs.inference_benchmark.counts import Layer
+from labs.inference_benchmark.lesson import true_counts
+from workshop.errors import WorkshopError
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
+from workshop.labs import LabRun
+from workshop.run import timing
+
+PROFILE = "--batch-size {} --iterations 10 --flops-prof-step 5"
+CONV, LINEAR = "layer1.0.conv1", "fc"
+FP32_BYTES = 4
+
+# What the guide has of ResNet-50 in fp32, batch 32, on an MI325X.
+GUIDE_BATCH = 32
+GUIDE_GFLOP, GUIDE_MS, GUIDE_GB = 8.20, 10.52, 4.1
+GUIDE_PEAK_TFLOPS, GUIDE_TBS = 163.0, 6.0
+GUIDE_TFLOPS = GUIDE_BATCH * GUIDE_GFLOP / GUIDE_MS
+GUIDE_INTENSITY = GUIDE_BATCH * GUIDE_GFLOP / GUIDE_GB
+RIDGE = GUIDE_PEAK_TFLOPS / GUIDE_TBS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The newest run with --flops-prof-step, and the newest one of another batch size."""
+
+    large: LabRun
+    small: LabRun
+
+    @property
+    def rate_gflops(self) -> float:
+        """What the timed iterations reached."""
+        return gflop(self.large) / timing.median(self.large.step_ms) * 1e3
+
+    @property
+    def share_percent(self) -> float:
+        """Of a large matrix product's rate."""
+        return self.rate_gflops / (self.large.ceiling_tflops or float("nan")) / 10
+
+    @property
+    def growth(self) -> float:
+        return self.large.units_per_step / self.small.units_per_step
+
+    def layer(self, name: str) -> Layer:
+        found = [one for one in true_counts(self.large).layers if one.name == name]
+        if not found:
+            raise WorkshopError(f"this network has no layer {name}: take a ResNet")
+        return found[0]
+
+    def intensity(self, name: str) -> float:
+        return self.layer(name).intensity(self.large.units_per_step, FP32_BYTES)
+
+    @property
+    def linear_batch(self) -> float:
+        """At which the linear layer's intensity is RIDGE: flops B = RIDGE bytes (moved B + weights)
+        solved for B."""
+        one = self.layer(LINEAR)
+        each = one.flops - RIDGE * FP32_BYTES * one.moved
+        return RIDGE * FP32_BYTES * one.weights / each
+
+
+def gflop(run: LabRun) -> float:
+    """Of a batch."""
+    return true_counts(run).flops * run.units_per_step / 1e9
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: a run is not there."""
+    profiled = lesson.with_flag("--flops-prof-step")
+    runs = [run for run in lesson.plain_runs(work, precision="fp32") if profiled(run)]
+    first = lesson.newest(runs, "with --flops-prof-step", PROFILE.format(2))
+    others = [
+        run
+        for run in runs
+        if run.units_per_step != first.units_per_step
+        and run.options["network"] == first.options["network"]
+    ]
+    if not others:
+        flags = PROFILE.format(4 * first.units_per_step)
+        raise Missing("one more, with another batch size:", f"{lesson.PROGRAM} {flags}")
+    small, large = sorted((first, others[0]), key=lambda run: run.units_per_step)
+    return Measured(large, small)
+
+
+def check(work: Work) -> Iterator[Item]:
+    return ask(work, measured, QUESTIONS)
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted(
+        "predict.gflop_an_image", "predicted: operations of an image", "GFLOP",
+        lambda m: true_counts(m.large).flops / 1e9,
+        "A convolution does 2 x weights operations for each pixel that it gives. ResNet-18 has "
+        "1.8 billion multiplications, and as many additions.",
+    ),
+    Predicted(
+        "predict.share_percent", "predicted: the share of a large product's rate", "%",
+        lambda m: m.share_percent,
+        "A CPU comes near in fp32. A GPU needs a batch that fills it, and waits for norms and "
+        "ReLUs, which do no products.",
+    ),
+    Found(
+        "found.gflop_batch", "operations of the larger batch", "GFLOP",
+        lambda m: gflop(m.large), "`fwd flops per GPU` of the larger batch.",
+        slips=lambda m: [
+            (gflop(m.large) / 2, "those are MACs: a multiplication and an addition each"),
+            (gflop(m.large) / m.large.units_per_step, "that is one image"),
+        ],
+    ),
+    Found(
+        "found.gflop_an_image", "operations of an image", "GFLOP",
+        lambda m: true_counts(m.large).flops / 1e9, "Those of a batch over its images.",
+        slips=lambda m: [(true_counts(m.large).flops / 2e9, "those are MACs")],
+    ),
+    Found(
+        "found.growth", "operations of the larger batch over those of the smaller", "times",
+        lambda m: m.growth, "The two runs' `fwd flops per GPU`, one over the other.", within=0.01,
+    ),
+    Found(
+        "found.rate_gflops", "what the timed iterations reached", "GFLOP/s",
+        lambda m: m.rate_gflops,
+        "Operations of the larger batch over its median time; `Achieved` has it in TFLOP/s. Not "
+        "the profiler's FLOPS: its pass is slower.",
+        slips=lambda m: [(m.rate_gflops / m.large.units_per_step, "with one image's operations")],
+    ),
+    Found(
+        "found.share_percent", "the share of a large product's rate", "%",
+        lambda m: m.share_percent, "The line `Share of a large product's`.",
+    ),
+    Found(
+        "found.share_of_one_image_percent", "the same, as the guide would have it", "%",
+        lambda m: m.share_percent / m.large.units_per_step,
+        "With the operations of one image, and the time of the whole batch.", within=0.05,
+    ),
+    Found(
+        "guide.tflops", "what the guide's GPU reached", "TFLOP/s", lambda _: GUIDE_TFLOPS,
+        "GFLOP over ms are TFLOP/s; 10.52 ms is the time of the batch: whose are 8.20 GFLOP?",
+        slips=lambda _: [(GUIDE_TFLOPS / GUIDE_BATCH, "32 images ran in that time, not one")],
+    ),
+    Found(
+        "guide.share_percent", "its share of the peak", "%",
+        lambda _: 100 * GUIDE_TFLOPS / GUIDE_PEAK_TFLOPS, "What it reached over 163 TFLOP/s.",
+        slips=lambda _: [(0.48, "the guide's own: too small by the batch size")],
+    ),
+    Found(
+        "guide.flop_per_byte", "its arithmetic intensity", "FLOP a byte",
+        lambda _: GUIDE_INTENSITY,
+        "Its 4.1 GB are those of 32 images: so must the operations be.",
+        slips=lambda _: [(2.0, "the guide's own: operations of one image, bytes of 32")],
+    ),
+    Found(
+        "guide.ridge", "where its GPU turns", "FLOP a byte", lambda _: RIDGE,
+        "The peak over the bandwidth: 163 TFLOP/s over 6 TB/s.",
+    ),
+    Chosen(
+        "guide.bound", "what bounds the network as a whole", ("compute", "memory"),
+        lambda _: "compute" if GUIDE_INTENSITY > RIDGE else "memory",
+        f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the GPU turns at {RIDGE:.0f}",
+        lambda _: f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the GPU turns at {RIDGE:.0f}",
+    ),
+    Found(
+        "layers.conv", f"the intensity of {CONV}", "FLOP a byte", lambda m: m.intensity(CONV),
+        "Images in and out, batch x channels x height x width, and the weights; 4 bytes each. "
+        "Operations: 2 x weights x batch x height x width.",
+    ),
+    Found(
+        "layers.linear", f"the intensity of {LINEAR}", "FLOP a byte",
+        lambda m: m.intensity(LINEAR),
+        "Each weight is read once for the whole batch: with a small one, weights are most of the "
+        "bytes.",
+    ),
+    Found(
+        "layers.linear_batch", f"the batch at which {LINEAR} turns", "images",
+        lambda m: m.linear_batch,
+        f"2 x weights x B / (4 x (in x B + out x B + weights)) = {RIDGE:.1f}, solved for B.",
+        within=0.08,
+    ),
+    Chosen(
+        "layers.relu", "what bounds a ReLU", ("compute", "memory"), lambda _: "memory",
+        "it reads and writes a number for each comparison, at any batch size",
+    ),
+)  # fmt: skip

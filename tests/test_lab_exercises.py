@@ -1,0 +1,96 @@
+"""The exercises of the labs: their empty answers, their solutions, and wrong answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exercise_cases import checked, only_fault, red, solution, unanswered
+
+NAMES = (
+    "inference_1_baseline",
+    "inference_2_precision",
+    "inference_3_profiler",
+    "inference_4_flops",
+)
+WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("inference_1_baseline", {"weights_mb": 11.7}, "Four bytes for each weight"),
+    ("inference_1_baseline", {"batch_mb": 7.225}, "three batches, and one was asked for"),
+    ("inference_1_baseline", {"p50_ms": 0.339}, "p50 in the line `Latency`"),
+    ("inference_1_baseline", {"images_per_s": 2.95}, "that is batches a second"),
+    ("inference_1_baseline", {"spread_percent": 1.5}, "Standard deviation"),
+    ("inference_1_baseline", {"mean_with_first_ms": 339}, "over their number"),
+    ("inference_1_baseline", {"runs_differ_percent": 5}, "less 1, in percent"),
+    ("inference_1_baseline", {"largest_part": "images"}, "weights 47 MB"),
+    ("inference_1_baseline", {"single_ms": 339}, "--batch-size 1"),
+    ("inference_1_baseline", {"large_over_single": 16}, "of the largest batch over"),
+    ("inference_1_baseline", {"per_gb_large": 0.055}, "per second per GB"),
+    ("inference_2_precision", {"weights_half_mb": 46.8}, "that is fp32, with four bytes"),
+    ("inference_2_precision", {"speedup": 0.5}, "Images a second of half"),
+    ("inference_2_precision", {"verdict": "slower"}, "not slower: half is 2.11 times"),
+    ("inference_2_precision", {"peak_less_percent": 52}, "1 - peak of half"),
+    ("inference_2_precision", {"error_ratio": 65536}, "`error` under `proof`"),
+    ("inference_2_precision", {"top1_percent": 100}, "`top1_agreement`"),
+    ("inference_2_precision", {"loss_percent": 7.1}, "the last entries of `losses`"),
+    ("inference_2_precision", {"zeros_loss": 0}, "natural logarithm"),
+    ("inference_2_precision", {"loss_is_proof": "yes"}, "looks at no image has 6.908"),
+    ("inference_2_precision", {"max_batch_half": 1408}, "in each other's place"),
+    ("inference_3_profiler", {"top_five": ["aten::conv2d"]}, "a list of 5 names"),
+    ("inference_3_profiler", {"conv_calls": 100}, "that is 5 iterations"),
+    ("inference_3_profiler", {"calls": 856}, "that is all iterations of the trace"),
+    ("inference_3_profiler", {"products_percent": 21}, "GEMM in the line"),
+    ("inference_3_profiler", {"norms_percent": 12.3}, "norm in the line"),
+    ("inference_3_profiler", {"products_twice_as_fast": 2}, "the rest of the time stays"),
+    ("inference_3_profiler", {"larger_gain": "rest"}, "half of 79% against all of 21%"),
+    ("inference_4_flops", {"gflop_batch": 14.5}, "those are MACs"),
+    ("inference_4_flops", {"gflop_an_image": 1.81}, "those are MACs"),
+    ("inference_4_flops", {"growth": 1}, "one over the other"),
+    ("inference_4_flops", {"rate_gflops": 3.14}, "with one image's operations"),
+    ("inference_4_flops", {"share_of_one_image_percent": 108}, "operations of one image"),
+    ("inference_4_flops", {"tflops": 0.779}, "32 images ran in that time"),
+    ("inference_4_flops", {"share_percent": 0.48}, "too small by the batch size"),
+    ("inference_4_flops", {"flop_per_byte": 2.0}, "operations of one image, bytes of 32"),
+    ("inference_4_flops", {"ridge": 0.04}, "163 TFLOP/s over 6 TB/s"),
+    ("inference_4_flops", {"bound": "memory"}, "64 FLOP a byte"),
+    ("inference_4_flops", {"conv": 2.0}, "Images in and out"),
+    ("inference_4_flops", {"linear": 142}, "read once for the whole batch"),
+    ("inference_4_flops", {"linear_batch": 32}, "solved for B"),
+    ("inference_4_flops", {"relu": "compute"}, "a number for each comparison"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Path) -> None:
+    unanswered(name, results=solution(name)["results"])
+    assert not red(checked(name, **solution(name)))
+    nothing_measured = checked(name, answers=solution(name)["answers"], results=tmp_path)
+    assert nothing_measured[0].why.startswith("python labs/inference_benchmark/micro_benchmarking")
+    assert not any(item.ok for item in nothing_measured) and len(nothing_measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"), WRONG, ids=[f"{n[10]}-{'-'.join(c)}" for n, c, _ in WRONG]
+)
+def test_a_wrong_answer_is_the_one_that_is_red(
+    name: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    text = only_fault(name, tmp_path, changes, results=solution(name)["results"])
+    assert says.casefold() in text.casefold()
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "says"),
+    [
+        (0, "aten::max_pool2d_with_indices", "one of them is there twice"),
+        (4, "aten::conv2d", "not among them: aten::conv2d"),
+    ],
+)
+def test_the_hottest_are_compared_by_name(
+    place: int, other: str, says: str, tmp_path: Path
+) -> None:
+    names = ["mkldnn_convolution", "max_pool2d_with_indices", "native_batch_norm", "clamp_min_"]
+    answers = [*(f"aten::{name}" for name in names), "aten::add_"]
+    answers[place] = other
+    name = "inference_3_profiler"
+    assert says in only_fault(
+        name, tmp_path, {"top_five": answers}, results=solution(name)["results"]
+    )
