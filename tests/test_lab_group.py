@@ -42,13 +42,16 @@ def test_no_image_is_lost_and_each_counts_the_same(
 def test_torchrun_splits_a_batch_with_a_remainder(tmp_path: Path, mode: str) -> None:
     command = [sys.executable, *TORCHRUN, str(free_port()), str(PROGRAM), *ARGUMENTS]
     done = subprocess.run(
-        [*command, "--mode", mode, "--output-dir", str(tmp_path)],
+        [*command, "--mode", mode, "--kineto", "--output-dir", str(tmp_path)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[GPU 0] Local batch size: 3" in done.stdout
     assert "[GPU 1] Local batch size: 2" in done.stdout
-    check(the_run(tmp_path))
+    run = the_run(tmp_path)
+    check(run)
+    traces = {path.name for path in (tmp_path / "traces" / run.session).iterdir()}
+    assert traces == {"trace5_rank0.json", "trace5_rank1.json"}
 
 
 @pytest.mark.slow

@@ -264,6 +264,8 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--precision tf32", "does not have it"),
         ("--mode training --fold-norms", "for --mode inference"),
         ("--distributed_dataparallel --world-size 8 --batch-size 4", "batch of all 8"),
+        ("--dataparallel --device_ids 0,x", "numbers of GPUs"),
+        ("--dataparallel", "needs two GPUs"),
         ("--distributed_dataparallel --rank 2 --world-size 2", "between 0 and --world-size"),
     ],
 )

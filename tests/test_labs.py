@@ -84,12 +84,12 @@ def test_without_proof_there_are_no_times(changes: dict[str, Any], proof: str, n
         assert (row.units_per_s, row.step_ms, row.speedup) == (None, None, None)
         assert lab_table.proof(row) == proof and row.note() == note
         assert list(line.cells[1:7]) == [proof, "-", "-", "-", "-", "-"]
-        assert (line.cells[7] == "-") == row.failed
+        assert (line.cells[7] == "-") == row.failed == (proof in ("RED", "FAILED"))
         rates = [blocks.figures.lab_rates(list(rows.values())).data[0]]
         assert list(rates[0].y) == ["fp32"]
         # A baseline without a time is none.
         rows = rows_of(lab_run(**changes), *others, lab_run("faster", 5.0))
-        assert rows["faster"].speedup is None
+        assert rows["faster"].speedup is None and lab_table.verdict(rows["fp32"]) == "-"
         notes = lab_table.lab_table(list(rows.values())).notes
         assert "faster: no speed-up, since fp32 has no time in this session" in notes
 
@@ -195,7 +195,9 @@ def collect(*folders: Path) -> Collection:
 
 def test_a_collection_keeps_labs_apart(tmp_path: Path) -> None:
     """As do the tools that read the runs of versions, in any folder."""
-    paths = write_lab(tmp_path, lab_run(session="2"), lab_run(session="1"))
+    names = {"2": "a.json", "1": "b.json"}
+    paths = [labs.save(lab_run(session=session), tmp_path / "runs" / session / name)
+             for session, name in names.items()]  # fmt: skip
     record = tmp_path / "profiles" / "resnet" / "tool" / "run.json"
     labs.save(lab_run(status="profiled", step_ms=[]), record)
     own = write(tmp_path, reference())
@@ -212,7 +214,7 @@ def dashboard(folder: Path) -> Snapshot:
 
 
 def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
-    write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", session="1"))
+    write_lab(tmp_path, *lab_session(), lab_run(subject="vgg16", session="1"))
     snapshot = dashboard(tmp_path)
     choice = snapshot.settle(Choice())
     assert blocks.first_view(snapshot) == LABS and choice.lab in snapshot.labs
@@ -232,7 +234,8 @@ def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
     assert "6,368.2" in page and "6 runs and 0 profiles" in page
     shown = [key for key in layout.CONTROLS if not layout.hidden(snapshot, choice, key, LABS)]
     assert shown == ["lab"]
-    other = snapshot.settle(Choice(lab=next(iter(snapshot.labs))))
+    other = snapshot.settle(Choice(lab=list(snapshot.labs)[1]))
+    assert "vgg16" in other.lab
     assert [block.key for block in blocks.view(LABS, snapshot, other)] == ["lab", "lab-rates"]
     for name in blocks.VIEWS:
         assert blocks.view(name, snapshot, choice)
@@ -263,11 +266,12 @@ def test_the_report_of_labs_alone(tmp_path: Path) -> None:
     paths = write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", plausibility=["odd"]))
     write_lab(tmp_path, lab_run(session="0"))
     report = content.build(collect(tmp_path), title="Labs")
+    assert [alarm.kind for alarm in report.alarms] == ["IMPLAUSIBLE", "PROOF RED"]
     html, markdown = pages.html_page(report, tmp_path), pages.markdown_page(report, tmp_path)
     for text in (html, markdown.replace("\\", "")):
         assert "Labs: 3 of 4 rows passed their proof; 1 with implausible numbers." in text
         assert "7 lab runs" in text and "No timed runs" not in text and "torch 2.13.0" in text
-        assert text.index("PROOF RED") < text.index("6,368.2") and "IMPLAUSIBLE" in text
+        assert text.index("PROOF RED") < text.index("6,368.2")
         assert all(str(path.relative_to(tmp_path)) in text for path in paths)
         assert "20261123-100000-aaaaaa: percentiles" in text and "session 0" not in text
     red = next(line for line in markdown.splitlines() if line.startswith("| fp16, wrong"))

@@ -267,7 +267,7 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
 
 def run_into(folder: Path, work=lambda data: 0) -> int:
     arguments = Namespace(output_dir=folder, command="python ./run_x.py --steps 2", dry_run=False)
-    return profile_run.run(make_request("v1"), arguments, work)
+    return profile_run.run(profile_run.plan_of(make_request("v1")), arguments, work)
 
 
 def test_a_folder_is_replaced_only_if_a_script_filled_it(tmp_path: Path) -> None:
@@ -280,7 +280,8 @@ def test_a_folder_is_replaced_only_if_a_script_filled_it(tmp_path: Path) -> None
     (foreign / profile_run.COMMAND_FILE).write_text("sbatch my_job.sh\n")
     with pytest.raises(WorkshopError, match="--text-file absent"):
         request = make_request("v1", "--text-file", "absent")
-        profile_run.run(request, Namespace(output_dir=mine, command="x", dry_run=False), run_into)
+        arguments = Namespace(output_dir=mine, command="x", dry_run=False)
+        profile_run.run(profile_run.plan_of(request), arguments, run_into)
     assert len(list(mine.iterdir())) == 3
     assert run_into(mine) == 0
     assert [path.name for path in mine.iterdir()] == [profile_run.COMMAND_FILE]

@@ -25,12 +25,21 @@ import pytest
 from conftest import HANGS_S
 
 from workshop import versions
-from workshop.profilers import amd_counters, kernel_file, ncu, profile_run, run_all, summary
+from workshop.profilers import (
+    amd_counters,
+    kernel_file,
+    ncu,
+    profile_run,
+    programs,
+    run_all,
+    summary,
+)
 from workshop.profilers.table import Kernel, KernelTable
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = ROOT / "workshop" / "profilers" / "runners"
 FOLDERS = [ROOT / version.folder for version in versions.VERSIONS.values()]
+APPLICATIONS = ("tiny_llama_v1.py", "micro_benchmarking_pytorch.py")
 TOOLS = ("rocprofv3", "rocprof_sys", "rocprof_compute", "ncu", "nsys", "proton")
 
 Run = subprocess.CompletedProcess[str]
@@ -182,7 +191,7 @@ def test_the_folder_of_the_link_chooses_the_version(capsys: pytest.CaptureFixtur
     assert done.returncode == 0, done.stderr
     for path in (folder / "run_x.py", other / ".." / folder.name / "run_x.py"):
         arguments = profile_run.runner_arguments("x", steps=1, argv=[str(path)])
-        assert arguments.version.key == "v2"
+        assert arguments.program.key == "v2"
     done = run(str(RUNNERS / "run_ncu.sh"), cwd=ROOT)
     with pytest.raises(SystemExit, match=r"^2$"):
         profile_run.runner_arguments("x", steps=1, argv=[str(RUNNERS / "run_x.py")])
@@ -359,7 +368,7 @@ def _rules(program: str, given: Options, application: list[str]) -> Iterator[str
     rules = {
         "Triton up to 3.6 runs no script that ends with sys.exit": program == "proton"
         and Path(application[0]).name != "proton_app.py",
-        "the application is not the version's": script != "tiny_llama_v1.py"
+        "the application is not the folder's": script not in APPLICATIONS
         or "--profile-steps" not in application,
         "no output format: its default depends on the version": v3 and not formats,
         f"{formats} is no output format": v3
@@ -398,7 +407,7 @@ def test_every_command_is_one_that_the_tools_have(machine: Machine) -> None:
         ("nsys", "--capture-range=", "--capture=", "unknown option --capture"),
         ("nsys", "--report=cuda_api_sum", "", "--report=cuda_api_sum is missing"),
         ("rocprof_sys", "TIME_OUTPUT=OFF", "PRESET=x", "TIME_OUTPUT=OFF is missing"),
-        ("proton", '"${TRAIN[@]:1}"', '"${TRAIN[@]}"', "not the version's"),
+        ("proton", '"${TRAIN[@]:1}"', '"${TRAIN[@]}"', "not the folder's"),
     ],
 )
 def test_planted_fault_in_a_command_is_found(
@@ -841,7 +850,7 @@ def finished(tool: str, status: str = "ok", **more: Any) -> summary.Outcome:
 
 
 def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
-    version = versions.VERSIONS["v1"]
+    program = programs.PROGRAMS["v1"]
     folder = tmp_path / "v1"
     reference = ROOT / "results" / "reference" / "cpu_amd_epyc" / "profiles" / "v1"
     shutil.copytree(reference / "pytorch_profiler", folder / "pytorch_profiler")
@@ -854,7 +863,7 @@ def test_pages_say_what_was_profiled_and_what_bounds_it(tmp_path: Path) -> None:
         finished("ncu", "failed", reason="<b>lost</b>", exit_status=1),
     ]
     (folder / "pytorch_profiler" / "command.txt").write_text("# run_x\n# exit status 3\n")
-    content = summary.sum_up(version, outcomes, ["--config", "<small>"], folder)
+    content = summary.sum_up(program, outcomes, ["--config", "<small>"], folder)
     written = summary.write(content, folder)
     assert written == [folder / "summary.json", folder / "index.html", tmp_path / "index.html"]
     page, overview = (path.read_text() for path in written[1:])

@@ -44,18 +44,24 @@ class StoredLab:
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile of a version: its folder's kernels.json, and run.json where it has one. `version`
-    is empty if neither the record nor the folder's name gives one of VERSIONS."""
+    """A profile: its folder's kernels.json, and run.json where it has one, of a version (`run`) or
+    of a lab (`lab`). `version` is empty if neither the record nor the folder's name gives one of
+    VERSIONS."""
 
     folder: Path
     version: str
     tool: str
     table: KernelTable
     run: RunResult | None
+    lab: LabRun | None = None
+
+    @property
+    def record(self) -> RunResult | LabRun | None:
+        return self.run or self.lab
 
     @property
     def device(self) -> str:
-        recorded = self.run.device.get("name") if self.run else None
+        recorded = self.record.device.get("name") if self.record else None
         return str(recorded or self.table.device or "unknown device")
 
 
@@ -157,13 +163,17 @@ class Collection:
 
     def _sort(self) -> None:
         found = [(path, self._files[path].content) for path in sorted(self._files)]
-        stored = {path: c for path, c in found if isinstance(c, StoredRun)}
-        runs = (run for path, run in stored.items() if path.name != RUN_FILE)
+        runs = (c for p, c in found if isinstance(c, StoredRun) and p.name != RUN_FILE)
         self.runs = sorted(runs, key=lambda one: (one.run.session, one.path))
-        of_labs = (c for _, c in found if isinstance(c, StoredLab) and c.path.name != RUN_FILE)
+        of_labs = (c for p, c in found if isinstance(c, StoredLab) and p.name != RUN_FILE)
         self.lab_runs = sorted(of_labs, key=lambda one: (one.run.session, one.path))
+        records = {
+            p: c.run
+            for p, c in found
+            if isinstance(c, (StoredRun, StoredLab)) and p.name == RUN_FILE
+        }
         tables = ((path.parent, c) for path, c in found if isinstance(c, KernelTable))
-        self.profiles = [_profile(folder, table, stored) for folder, table in tables]
+        self.profiles = [_profile(folder, table, records) for folder, table in tables]
         self.benchmarks = [c for _, c in found if isinstance(c, Benchmark)]
         self.broken = [c for _, c in found if isinstance(c, Broken)]
 
@@ -201,9 +211,11 @@ def _benchmark(path: Path) -> Benchmark | None:
     return Benchmark(path, str(ceilings.load(path).device.get("name")))
 
 
-def _profile(folder: Path, table: KernelTable, stored: dict[Path, StoredRun]) -> Profile:
-    record = stored.get(folder / RUN_FILE) or stored.get(folder.parent / RUN_FILE)
+def _profile(folder: Path, table: KernelTable, records: dict[Path, RunResult | LabRun]) -> Profile:
+    record = records.get(folder / RUN_FILE) or records.get(folder.parent / RUN_FILE)
+    if isinstance(record, LabRun):
+        return Profile(folder, "", table.tool, table, None, record)
     if record:
-        return Profile(folder, record.run.version, table.tool, table, record.run)
+        return Profile(folder, record.version, table.tool, table, record)
     version = folder.parent.name if folder.parent.name in VERSIONS else ""
     return Profile(folder, version, table.tool, table, None)

@@ -98,6 +98,14 @@ def meet(group: Group) -> None:
         dist.barrier()
 
 
+def of_first(group: Group, value: str) -> str:
+    """The first process's value, for all of them."""
+    values = [value]
+    if group.world_size > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def wrapper(group: Group, device: torch.device) -> Callable[[nn.Module], nn.Module]:
     """Makes a network for training one of a group's replicas."""
 

@@ -5,6 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from labs.inference_benchmark.modes import (
 )
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
+from workshop.run.markers import Range
 from workshop.run.timing import StepClock
 
 BATCHES = 2
@@ -92,6 +94,7 @@ class Inference:
         self._input.copy_(self._batches[0])
         model = prepare(bench.model, variant)
         self.weights_bytes = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+        model = setting.spread(model)
         self._step = inference_step(model, variant, self._input, setting.device)
         self._kept: list[Tensor] = []
         self._ring = 1
@@ -103,9 +106,10 @@ class Inference:
         self._ring = min(iterations, max(BATCHES, int(KEPT_BYTES / each)))
         self._kept = [torch.empty_like(output) for _ in range(self._ring)]
 
-    def __call__(self, index: int) -> None:
+    def __call__(self, index: int, range_: Range = nullcontext) -> None:
         self._input.copy_(self._batches[index % BATCHES], non_blocking=True)
-        output = self._step()
+        with range_("forward"):
+            output = self._step()
         if self._kept:
             self._kept[index % self._ring].copy_(output, non_blocking=True)
 
@@ -175,12 +179,8 @@ def measure_training(
     be compared; `wrap` makes it a part of a group of processes."""
     run, setting, device = bench.run, bench.setting, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
-    without_chance(bench.model)
-    images = setting.network.images(setting.batch_size, setting.images_seed()).to(device)
-    images = images.to(memory_format=bench.variant.layout())
-    targets = setting.network.targets(setting.batch_size, setting.images_seed()).to(device)
-    model = wrap(copy.deepcopy(bench.model))
-    training = Training(model, bench.variant, setting, images, targets)
+    training = make_training(bench, wrap)
+    model, images, targets = training.model, training.images, training.targets
     losses: list[Tensor] = []
 
     def iteration(index: int) -> None:
@@ -202,6 +202,18 @@ def measure_training(
     )
     bench.iteration = iteration
     return measured
+
+
+def make_training(
+    bench: Bench, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> Training:
+    """A copy of the bench's network, which loses its own dropout, ready to learn a batch."""
+    setting, variant = bench.setting, bench.variant
+    without_chance(bench.model)
+    images = setting.network.images(setting.batch_size, setting.images_seed()).to(setting.device)
+    images = images.to(memory_format=variant.layout())
+    targets = setting.network.targets(setting.batch_size, setting.images_seed()).to(setting.device)
+    return Training(wrap(copy.deepcopy(bench.model)), variant, setting, images, targets)
 
 
 def without_chance(model: nn.Module) -> None:

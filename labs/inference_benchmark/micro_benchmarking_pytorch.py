@@ -22,7 +22,12 @@ from workshop.arguments import parse
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark from the command line; returns the exit status."""
     arguments = parse(request.build_parser(), argv)
-    if arguments.compare or arguments.ladder or arguments.find_max_batch:
+    several = arguments.compare or arguments.ladder or arguments.find_max_batch
+    if arguments.profile_steps:
+        from labs.inference_benchmark import watched
+
+        work = watched.run
+    elif several or arguments.network == "all":
         from labs.inference_benchmark import studies
 
         work = studies.run

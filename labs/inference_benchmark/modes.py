@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
+from workshop.run.markers import Range
 from workshop.run.precision import PRECISIONS, supported
 from workshop.run.trainer import missing_for_compile
 
@@ -103,6 +104,12 @@ class Setting:
     parts: tuple[int, ...] = ()
     """Images of each process of a group, by rank; empty outside one."""
     rank: int = 0
+    gpus: tuple[int, ...] = ()
+    """GPUs that this one process drives, for --dataparallel."""
+
+    def spread(self, model: nn.Module) -> nn.Module:
+        """The network on all GPUs of this process, each with a part of the batch."""
+        return nn.DataParallel(model, list(self.gpus)) if self.gpus else model
 
     def images_seed(self, rank: int | None = None) -> int:
         """Of a process's images, its own by default: no two processes have the same."""
@@ -314,22 +321,31 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         precision = PRECISIONS[variant.precision]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision.loss_scaling)
-        self.run: Callable[[Tensor], Any] = self.model
+        self.run: Callable[[Tensor], Any] = setting.spread(self.model)
         if variant.compile is not None:
             self.run = torch.compile(self.model, **variant.compile)
 
-    def step(self) -> Tensor:
-        """Trains one step; its loss, a scalar on the device."""
+    def step(self, range_: Range = contextlib.nullcontext) -> Tensor:
+        """Trains one step, with a marker range around each part; its loss, a scalar on the
+        device."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward(self.images, self.targets, self.weight)
-        self.update()
+        loss = self.backward(self.images, self.targets, self.weight, range_)
+        with range_("optimizer"):
+            self.update()
         return loss
 
-    def backward(self, images: Tensor, targets: Tensor, weight: float) -> Tensor:
+    def backward(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        weight: float,
+        range_: Range = contextlib.nullcontext,
+    ) -> Tensor:
         """Adds the gradients of the weighted loss; returns the loss as it is, a scalar."""
-        with PRECISIONS[self.variant.precision].autocast(self.device.type):
+        with range_("forward"), PRECISIONS[self.variant.precision].autocast(self.device.type):
             loss = self.network.loss(self.run(images), targets)
-        self.scaler.scale(loss if weight == 1 else weight * loss).backward()
+        with range_("backward"):
+            self.scaler.scale(loss if weight == 1 else weight * loss).backward()
         return loss.detach()
 
     def update(self) -> None:

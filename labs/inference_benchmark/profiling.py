@@ -1,6 +1,7 @@
 """What profilers see of a run: after the timed iterations, which they would slow."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from labs.inference_benchmark import measure
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.show import RULE, Say
-from workshop import results
+from workshop import labs, results
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import timing
 from workshop.run.timing import StepClock
 
@@ -60,7 +62,7 @@ def tables(bench: Bench, say: Say) -> None:
 
 
 def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
-    """Writes a trace of this process, and prints the command that shows it."""
+    """Writes a trace of this process and its record, and prints the command that shows it."""
     rank = f"_rank{group.rank}" if group.world_size > 1 else ""
     place = results.prepare_folder(folder / "traces" / bench.run.session)
     path = place / f"trace{WAIT + WARM_UP + ACTIVE}{rank}.json"
@@ -73,7 +75,19 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
                 profiler.step()
     with results.atomic_path(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
+    if group.is_first:
+        _save_record(bench, place / RUN_FILE)
     say(f"Trace: python -m workshop.profilers show {path}")
+
+
+def _save_record(bench: Bench, path: Path) -> None:
+    """What `advise` reads beside a trace: the run, as the part of this process."""
+    run, batch = bench.run, bench.setting.batch_size
+    flops = (run.flops_per_step or 0.0) * batch / run.units_per_step
+    record = dataclasses.replace(
+        run, status="profiled", units_per_step=batch, flops_per_step=flops, step_ms=[]
+    )
+    labs.save(record, path)
 
 
 # --- operations ----------------------------------------------------------------------------------

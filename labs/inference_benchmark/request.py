@@ -10,6 +10,7 @@ from workshop import results
 from workshop.arguments import count
 
 LAB = "inference_benchmark"
+OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
 COMPARISONS = ("precision", "compile", "memory-format", "batch-size")
 DESCRIPTION = """\
 Benchmarks vision networks: throughput, latency and memory, of inference or training.
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
     )
     add = parser.add_argument
-    add("--network", required=True, metavar="NAME", help="see below")
+    add("--network", required=True, metavar="NAME", help="see below; all: a table of all of them")
     add(
         "--batch-size",
         type=count,
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--output-dir",
         type=Path,
-        default=results.DEFAULT_FOLDER / LAB,
+        default=OUTPUT_DIR,
         metavar="FOLDER",
         help=f"for result files and traces (default: results/{LAB} of this checkout)",
     )
@@ -92,7 +93,12 @@ def _add_speed(add: Add) -> None:
     )
     add("--channels-last", action="store_true", help="images and weights as NHWC")
     add("--fold-norms", action="store_true", help="batch norms become part of the convolutions")
-    add("--cuda-graph", action="store_true", help="capture the whole network in a graph")
+    add(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="capture the whole network in a graph",
+    )
     add("--export", choices=("aoti",), help="compile ahead of time, by AOTInductor")
 
 
@@ -110,6 +116,14 @@ def _add_profilers(add: Add) -> None:
         default=0,
         metavar="N",
         help="operations and times of each layer, at iteration N (default 0: not)",
+    )
+    add(
+        "--profile-steps",
+        type=count,
+        metavar="N",
+        help="for the run_* scripts' profilers: after the warm-up run N iterations in marker "
+        "ranges, with no proof and no clock; what was profiled goes to OUTPUT_DIR/run.json "
+        f"(default there: results/profiles/{LAB}/steps)",
     )
 
 
@@ -132,7 +146,7 @@ def _add_studies(add: Add) -> None:
     add("--session", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--baseline", default="-", help=argparse.SUPPRESS)
-    add("--batch-varies", action="store_true", help=argparse.SUPPRESS)
+    add("--study", default="", help=argparse.SUPPRESS)
 
 
 def _add_processes(add: Add) -> None:

@@ -17,6 +17,8 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
+from workshop.roofline import ceilings
+from workshop.roofline.model import MAIN_MEMORY
 from workshop.run import hardware, timing, trainer
 from workshop.run.precision import PRECISIONS
 
@@ -35,11 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     parts = group.parts(arguments.batch_size)
     setting = Setting(network, device, parts[group.rank], arguments.seed, parts, group.rank)
+    setting.gpus = dataparallel(arguments, variant)
     record = new_run(arguments, network, variant, device)
+    if setting.gpus:
+        record.variant += f", {len(setting.gpus)} GPUs of one process"
     path = arguments.result_file or labs.new_path(record, folder)
     groups.join(group, device, arguments.dist_backend)
+    record.session = groups.of_first(group, record.session)
     try:
-        with trainer.memory_failure_as(lambda asked: _too_large(arguments, asked)):
+        with trainer.memory_failure_as(lambda asked: too_large(arguments, asked)):
             return _measure(arguments, setting, variant, record, group, path, training)
     finally:
         groups.leave(group)
@@ -89,7 +95,24 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
 
 
-def _too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
+def dataparallel(arguments: argparse.Namespace, variant: Variant) -> tuple[int, ...]:
+    """The GPUs of --dataparallel: all, or those of --device_ids.
+
+    Raises:
+        WorkshopError: they are fewer than two, or not there, or the variant is for one GPU.
+    """
+    if not arguments.dataparallel:
+        return ()
+    count = torch.cuda.device_count()
+    gpus = tuple(groups.device_ids(arguments.device_ids) or range(count))
+    if len(gpus) < 2 or max(gpus) >= count:
+        raise WorkshopError(f"--dataparallel needs two GPUs or more; this machine has {count}")
+    if variant.compile is not None or variant.cuda_graph or variant.export:
+        raise WorkshopError("--dataparallel runs in eager mode: use torchrun, a process a GPU")
+    return gpus
+
+
+def too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
     return OutOfMemory(
         f"{arguments.network} at batch {arguments.batch_size} does not fit in memory ({asked}): "
         "take a smaller --batch-size, or find the largest with --find-max-batch"
@@ -104,13 +127,14 @@ def new_run(
 ) -> LabRun:
     """A record of a run that has not measured yet."""
     edge = network.edge
+    study = f", {arguments.study}" if arguments.study else ""
     batch, label = f", batch {arguments.batch_size}", variant.label
-    if arguments.batch_varies:
+    if arguments.study == "compare batch-size":
         batch, label = "", f"{label}{batch}"
     record = LabRun(
         lab=request.LAB,
         session=arguments.session or results.new_session(),
-        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}",
+        subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}{study}",
         variant=label,
         unit="images",
         units_per_step=arguments.batch_size,
@@ -133,6 +157,13 @@ def new_run(
     if sheet := hardware.peaks(device):
         record.peak_tflops = sheet.tflops.get(variant.precision)
         record.peak_source = sheet.source
+    notes: list[str] = []
+    known = ceilings.find(hardware.device_name(device), record.device.get("threads"), None, notes)
+    rates = {one.name: one.rate for one in known}
+    if variant.precision in rates:
+        record.ceiling_tflops = rates[variant.precision] / 1e12
+    if MAIN_MEMORY in rates:
+        record.metrics["ceiling_gbs"] = rates[MAIN_MEMORY] / 1e9
     return record
 
 

@@ -24,6 +24,8 @@ PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
 SECONDS_TO_STOP = 30
 MOST_IMAGES = 2**17
+ALL = "all"
+"""As a name: each of the benchmark's networks."""
 Flags = tuple[str, ...]
 """Of the program, for one variant."""
 FREE_SHARE = 0.9
@@ -36,15 +38,18 @@ def run(arguments: argparse.Namespace) -> int:
     if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
         raise WorkshopError("--compare, --ladder, --find-max-batch: one at a time, and no torchrun")
     device = hardware.get_device(arguments.device)
+    if arguments.network == ALL:
+        arguments.study = "all networks"
+        errors.require("rich")
+        return _all_networks(arguments, device)
     networks.get_network(arguments.network)
     single.check(arguments, single.variant_of(arguments), device)
     if arguments.find_max_batch:
         return _find_max_batch(arguments, device)
     errors.require("rich", "matplotlib")
-    name = f"compare_{arguments.compare}" if arguments.compare else "ladder"
-    name = name.replace("-", "_")
+    arguments.study = f"compare {arguments.compare}" if arguments.compare else "ladder"
     plans = ladder(arguments, device) if arguments.ladder else compared(arguments, device)
-    return _alternate(plans, arguments, name)
+    return _alternate(plans, arguments)
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -70,8 +75,7 @@ def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]
 
 def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """From fp32 in eager mode, one change at a time; each rung keeps those before it."""
-    on_gpu = device.type == "cuda"
-    half = "fp16" if _has("fp16", device) else "bf16"
+    on_gpu, half = device.type == "cuda", _half(device)
     rungs: list[Flags] = [()]
     kept: Flags
     if _has("tf32", device):
@@ -85,6 +89,10 @@ def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
         rungs.append((*kept, "--compile", *graph))
     rungs.append((*kept, "--export", "aoti", *graph))
     return rungs
+
+
+def _half(device: torch.device) -> str:
+    return "fp16" if _has("fp16", device) else "bf16"
 
 
 def _has(precision: str, device: torch.device) -> bool:
@@ -117,7 +125,7 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
 # --- alternating processes -----------------------------------------------------------------------
 
 
-def _alternate(plans: list[Flags], arguments: argparse.Namespace, name: str) -> int:
+def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     common = _common_flags(arguments, results.new_session())
     common += ["--baseline", single.planned([*common, *plans[0]]).variant]
@@ -140,7 +148,7 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace, name: str) -> 
         if not runs:
             raise
     rows = labs.build_rows(runs)
-    _write(rows, folder, name)
+    _write(rows, folder, arguments.study.replace(" ", "_").replace("-", "_"))
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
@@ -158,7 +166,7 @@ def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
     flags = ["--network", arguments.network, "--mode", arguments.mode, "--session", session]
     for name in ("batch_size", "iterations", "warmup_iterations", "seed", "device", "output_dir"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    return [*flags, "--batch-varies"] if arguments.compare == "batch-size" else flags
+    return [*flags, "--study", arguments.study]
 
 
 def _child(flags: list[str], folder: Path) -> LabRun:
@@ -229,6 +237,62 @@ def draw(rows: list[LabRow], target: Path) -> None:
     with results.atomic_path(target) as path:
         figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+# --- all networks --------------------------------------------------------------------------------
+
+
+def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Each network in half precision, as it is and as fast as it gets: a table."""
+    folder = results.prepare_folder(arguments.output_dir)
+    session = results.new_session()
+    plain: Flags = ("--precision", _half(device))
+    # A compiler that may change weights folds norms itself.
+    graph = ("--cuda-graph",) if device.type == "cuda" else ()
+    fast = (*plain, "--channels-last", "--compile", *graph)
+    names = dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES)
+    pairs: list[tuple[str, LabRow, LabRow]] = []
+    for number, name in enumerate(names, 1):
+        arguments.network = name
+        common = _common_flags(arguments, session)
+        runs = []
+        for flags in (plain, fast):
+            try:
+                runs.append(_child([*common, *flags], folder))
+            except errors.NotOnThisMachine as missing:
+                print(f"{name}: skipped: {missing}")
+                break
+        else:
+            for run in runs:
+                run.baseline = runs[0].variant
+            pairs.append((name, *labs.build_rows(runs)))  # type: ignore[arg-type]
+            outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs)
+            print(f"{number}/{len(names)} {name}: {outcome}", flush=True)
+    table = all_table(pairs)
+    tables.print_tables([table])
+    results.write_text(folder / "all_networks.md", tables.markdown([table]))
+    print(f"Written: {folder / 'all_networks.md'}")
+    red = any(row.failed for _, *rows in pairs for row in rows)
+    return errors.ANSWER_IS_NO if red else errors.DONE
+
+
+def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
+    """A line for each network: plain, and as fast as it gets."""
+    lines = []
+    for name, plain, fast in pairs:
+        share = "-"
+        if fast.tflops and fast.first.ceiling_tflops:
+            share = f"{fast.tflops / fast.first.ceiling_tflops:.1%}"
+        cells = [name, tables.number(plain.units_per_s, ",.0f"),
+                 tables.number(fast.units_per_s, ",.0f"),
+                 f"{fast.speedup.value:.2f}x" if fast.speedup else "-", share,
+                 f"{lab_table.proof(plain)}, {lab_table.proof(fast)}"]  # fmt: skip
+        lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
+    header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "proof")
+    notes = [f"{name}: {row.note()}" for name, *rows in pairs for row in rows if row.note()]
+    first = pairs[0][1].first
+    title = f"{first.units_per_step} images, {first.options['precision']}, {first.device['name']}"
+    return tables.Table(title, header, lines, notes, left=(0, 5))
 
 
 # --- the largest batch ---------------------------------------------------------------------------

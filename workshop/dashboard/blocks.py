@@ -336,7 +336,7 @@ def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]
 
 def _comparable(profile: Profile) -> tuple[object, ...]:
     """Equal for profiles that may be shown side by side."""
-    group = data.group_of(profile.run) if profile.run else None
+    group = data.group_of(profile.run) if profile.run else profile.lab and profile.lab.subject
     return (group, profile.tool, profile.device, profile.table.what)
 
 

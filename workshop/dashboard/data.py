@@ -240,13 +240,16 @@ def shown_path(path: Path) -> str:
 
 
 def profile_name(profile: Profile) -> str:
-    """Of its version, or of its folder."""
-    return printable(profile.version or profile.folder.name)
+    """Of its version or lab, or of its folder."""
+    lab = profile.lab.lab if profile.lab else ""
+    return printable(profile.version or lab or profile.folder.name)
 
 
 def profile_label(profile: Profile) -> str:
     """As in "v1 torch.profiler (tiny fp32, AMD EPYC)"."""
     size = f"{profile.run.config_name} {profile.run.precision}, " if profile.run else ""
+    if profile.lab:
+        size = f"{profile.lab.subject}, {profile.lab.variant}, "
     return printable(f"{profile_name(profile)} {profile.tool} ({size}{profile.device})")
 
 

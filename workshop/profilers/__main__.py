@@ -86,7 +86,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     from rich.text import Text
 
     from workshop.profilers import advisor
-    from workshop.profilers.load import load_with_doubts, recorded_run
+    from workshop.profilers.load import load_with_doubts, recorded
     from workshop.profilers.names import printable
     from workshop.profilers.show import render_warnings
 
@@ -94,7 +94,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     for path in map(str, arguments.paths):
         table = load_with_doubts(Path(path))
         warnings[path] = table.warnings
-        advice[path] = advisor.advise(table, recorded_run(Path(path)))
+        advice[path] = advisor.advise(table, recorded(Path(path)))
     shown: list[Any] = []
     for path, found in advice.items():
         shown.append(Text(printable(path), style="bold"))

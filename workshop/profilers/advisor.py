@@ -1,5 +1,5 @@
 """What bounds a run, by its kernel table, in plain sentences: each quotes its figures and names
-the version of the workshop that treats it.
+the version of the workshop, or the lab's flag, that treats it.
 
 A profile shows what ran, not why. So a sentence claims no more than its figures do, and where the
 table does not have them (no timeline, no marker ranges, no counters) there is none.
@@ -7,12 +7,15 @@ table does not have them (no timeline, no marker ranges, no counters) there is n
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workshop.gate.plausibility import LEAST_BACKWARD_SHARE
+from workshop.labs import LabRun
+from workshop.profilers import lab_answers
 from workshop.profilers.metrics import (
     LAUNCH_NS,
     LONGEST_LAUNCH_GAP_NS,
@@ -114,14 +117,17 @@ class Advice:
     """The time in the profile that it is about."""
 
 
-def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
-    """The findings on a kernel table: warnings first, then by the time at stake.
+def advise(table: KernelTable, record: RunResult | LabRun | None = None) -> list[Advice]:
+    """The findings on a kernel table: warnings first, then by the time at stake. Of a lab's profile
+    the answers to its guide's questions precede them.
 
     Args:
-        run: the record of what was profiled; None for a profile of another program.
+        record: of what was profiled; None for a profile of another program.
     """
-    figures = Figures(table, run)
-    interpreted = run is not None and run.interpreted
+    figures = Figures(table, record)
+    if figures.lab:
+        return _of_lab(figures, figures.lab)
+    interpreted = figures.run is not None and figures.run.interpreted
     faults = (_severed_gradient,) if interpreted else _FAULTS  # the others judge times
     found = [advice for check in faults for advice in check(figures)]
     unfit = _unfit(figures)
@@ -132,6 +138,20 @@ def advise(table: KernelTable, run: RunResult | None = None) -> list[Advice]:
             figures.needed_flops = None  # they were not all done: no rate can be made of them
         found += [advice for check in _CHECKS for advice in check(figures)]
     return sorted(found, key=lambda advice: (advice.severity != WARNING, -advice.at_stake_ns))
+
+
+def _of_lab(figures: Figures, lab: LabRun) -> list[Advice]:
+    unfit = _unfit(figures)
+    if unfit:
+        return [unfit]
+    found = [advice for check in _CHECKS for advice in check(figures)]
+    treated = [
+        dataclasses.replace(advice, treatment=treatment) if treatment else advice
+        for advice in found
+        for treatment in [lab_answers.treatment(figures, lab, advice.finding.removesuffix(BOUND))]
+    ]
+    answers = [Advice(*answer) for answer in lab_answers.answers(figures, lab)]
+    return [*answers, *sorted(treated, key=lambda advice: -advice.at_stake_ns)]
 
 
 def headline(advices: Iterable[Advice]) -> Advice | None:
@@ -398,17 +418,18 @@ def _product_rate(figures: Figures) -> str:
     elif figures.needed_flops and figures.steps and figures.products_ns:
         operations, ns = figures.needed_flops, figures.products_ns
         each = digits(operations / figures.steps / 1e12)
-        facts = f" A step needs {each} TFLOP, causal attention counted by half"
+        counted_how = "" if figures.lab else ", causal attention counted by half"
+        facts = f" A step needs {each} TFLOP{counted_how}"
     else:
         return ""
     rate, peak = operations / ns / 1e3, figures.peak_tflops
-    if peak is None or figures.run is None:
+    if peak is None:
         return f"{facts}: {digits(rate)} TFLOP/s."
     if rate > peak:  # of another precision's units, or not all in kernels with a product's name
         return ""
     return (
         f"{facts}: {digits(rate)} TFLOP/s, {rate / peak:.0%} of the {digits(peak)} that the data "
-        f"sheet gives for {figures.run.precision}."
+        f"sheet gives for {figures.precision}."
     )
 
 

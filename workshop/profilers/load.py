@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from workshop import results
+from workshop import labs, results
 from workshop.errors import WorkshopError
+from workshop.labs import LabRun
 from workshop.profilers import (
     kernel_file,
     kineto,
@@ -77,7 +78,7 @@ def load_with_doubts(path: Path, *, ended: bool = True) -> KernelTable:
     return table
 
 
-def recorded_run(path: Path) -> RunResult | None:
+def recorded(path: Path) -> RunResult | LabRun | None:
     """The record that a runner of this workshop left with a profile, in the folder that it filled
     or, where that is not known, beside the profile; None for another program's profile.
 
@@ -86,7 +87,16 @@ def recorded_run(path: Path) -> RunResult | None:
     """
     folder = _runners_folder(path) or (path if path.is_dir() else path.parent)
     record = folder / RUN_FILE
-    return results.load(record) if record.is_file() else None
+    if not record.is_file():
+        return None
+    of_a_lab = results.second_key(record) == results.LAB
+    return labs.load(record) if of_a_lab else results.load(record)
+
+
+def recorded_run(path: Path) -> RunResult | None:
+    """As `recorded`, of a version; None for a lab's profile."""
+    run = recorded(path)
+    return run if isinstance(run, RunResult) else None
 
 
 def _doubts(path: Path, ended: bool) -> list[str]:

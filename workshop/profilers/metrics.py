@@ -5,6 +5,7 @@ import dataclasses
 import re
 from functools import cached_property
 
+from workshop.labs import LabRun
 from workshop.profilers.table import HostCall, Kernel, KernelTable
 from workshop.results import RunResult
 from workshop.run import chips, flops
@@ -39,13 +40,16 @@ class Figures:
     Attributes:
         steps: training steps in the profile; None where they are not known.
         on_host: whether these are a CPU's operators, which launch nothing.
+        run: the record of a version; `lab` that of a lab. None for another program's profile.
         needed_flops: operations of the products in all these steps, causal attention counted by
             half; None where model or steps are not known.
     """
 
-    def __init__(self, table: KernelTable, run: RunResult | None) -> None:
-        self.table, self.run = table, run
-        self.steps = table.steps or _recorded_steps(table, run)
+    def __init__(self, table: KernelTable, record: RunResult | LabRun | None) -> None:
+        self.table, self.record = table, record
+        self.run = record if isinstance(record, RunResult) else None
+        self.lab = record if isinstance(record, LabRun) else None
+        self.steps = table.steps or _recorded_steps(table, record)
         self.total_ns, self.launches = table.total_ns, table.launches
         self.on_host = table.what == "operator"
         self.needed_flops = self._needed_flops()
@@ -123,7 +127,7 @@ class Figures:
         launched, replayed = self.launch_calls.calls, self.graph_launches.calls
         if launched or replayed:
             return replayed > 0 and launched < self.launches / 2
-        return bool(self.run and self.run.options.get("cuda_graph"))
+        return bool(self.record and self.record.options.get("cuda_graph"))
 
     def host_calls(self, pattern: re.Pattern[str]) -> HostCall:
         """The sum of the runtime functions whose names begin so."""
@@ -141,6 +145,8 @@ class Figures:
         return flops.Sizes(**{name: int(self.run.config[name]) for name in names})
 
     def _needed_flops(self) -> float | None:
+        if self.lab and self.lab.flops_per_step and self.steps:
+            return self.lab.flops_per_step * self.steps
         if self.run is None or self.sizes is None or not self.steps:
             return None
         step = flops.step_flops(self.sizes, self.run.batch_size, self.run.seq_len)
@@ -149,13 +155,19 @@ class Figures:
     @cached_property
     def peaks(self) -> chips.Peaks | None:
         """The chip's data sheet."""
-        name = str(self.run.device.get("name")) if self.run else self.table.device
+        name = str(self.record.device.get("name")) if self.record else self.table.device
         return None if self.on_host or not name else chips.find_peaks(name)
+
+    @property
+    def precision(self) -> str:
+        """The run's; empty without a record."""
+        of_a_lab = self.lab.options.get("precision") if self.lab else ""
+        return self.run.precision if self.run else str(of_a_lab or "")
 
     @property
     def peak_tflops(self) -> float | None:
         """At the run's precision."""
-        return self.peaks.tflops.get(self.run.precision) if self.peaks and self.run else None
+        return self.peaks.tflops.get(self.precision) if self.peaks else None
 
     # --- in words ---
 
@@ -206,7 +218,7 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _recorded_steps(table: KernelTable, run: RunResult | None) -> int | None:
+def _recorded_steps(table: KernelTable, run: RunResult | LabRun | None) -> int | None:
     # ncu starts with the steps, and Proton's table has phases where it holds nothing else. The
     # other tools without marker ranges watch the warm-up too.
     steps_alone = table.tool == "ncu" or (table.tool == "proton" and table.phases_ns)

@@ -1,11 +1,13 @@
 """What profilers look at: a version that trains a few steps, warmed up, with marker ranges.
 
 `tiny_llama_vN.py --profile-steps N` runs `profile` for the profilers that start a program of their
-own accord; run_pytorch_profiler.py calls `prepare` and steps by itself.
+own accord; run_pytorch_profiler.py calls `prepare` and steps by itself. A lab's program has the
+same interface: `Watched` and `Plan` are what it must offer.
 """
 
 import argparse
 import fcntl
+import importlib
 import shlex
 import shutil
 import sys
@@ -14,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +25,9 @@ from workshop import errors, results, versions
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
+from workshop.labs import LabRun
+from workshop.profilers import programs
+from workshop.profilers.programs import Program
 from workshop.profilers.runner_files import COMMAND_FILE, COMMAND_MARK, RUN_FILE
 from workshop.request import (
     PROFILES,
@@ -43,6 +49,49 @@ _OF_THE_RUNNER = {
     "num_steps": "--steps",
 }
 """The model's flags that a runner sets or has no use for, and what its own are called."""
+T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """A program after its warm-up, ready to run the steps that a profiler watches."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def record(self) -> results.RunResult | LabRun:
+        """What is profiled."""
+
+    def step(self) -> None:
+        """Runs one step in marker ranges: table.STEP around it, table.PHASES around its parts."""
+
+    def eager_step(self) -> None:
+        """Runs one step operation by operation, also where `step` replays a graph."""
+
+    def wait(self) -> None:
+        """Until the device has done all steps."""
+
+    def layer_ranges(self) -> AbstractContextManager[None]:
+        """The layers' marker ranges, as long as it is entered, where there are any."""
+
+    def save_record(self, folder: Path) -> Path:
+        """Writes RUN_FILE."""
+
+    def verdict(self) -> str:
+        """What the record says of the steps, in a sentence."""
+
+
+Prepare = Callable[[markers.Range], Watched]
+
+
+@dataclass(frozen=True)
+class Plan(Generic[T]):
+    """A run under a profiler that has been checked."""
+
+    within_memory: Callable[[Callable[[], int]], int]
+    """Does some work; its exit status. Raises OutOfMemory."""
+    load: Callable[[], T]
+    """Gets what the work needs besides; it may raise WorkshopError."""
 
 
 @dataclass
@@ -56,6 +105,10 @@ class ProfileRun:
     range: markers.Range
     record: results.RunResult
     _step: trainer.Step
+
+    @property
+    def device(self) -> torch.device:
+        return self.runner.device
 
     def step(self) -> None:
         """Trains one step; there are as many as `prepare` was called with."""
@@ -72,12 +125,42 @@ class ProfileRun:
             return markers.layer_ranges(self.model, self.range)
         return nullcontext()
 
+    def wait(self) -> None:
+        self.runner.wait()
+
+    def verdict(self) -> str:
+        return gradients_sentence(self.record)
+
     def save_record(self, folder: Path) -> Path:
         """Writes RUN_FILE: what was profiled, and what its last backward pass reached."""
         self.runner.wait()
         self.record.gradients = canonical.count_gradients(self.model)
         self.record.losses = []
         return results.save_as(folder / RUN_FILE, self.record)
+
+
+def plan(program: Program, flags: list[str], steps: int) -> Plan[Prepare]:
+    """What the program would run with these flags and `--profile-steps STEPS`; its `load` gives
+    what prepares it.
+
+    Raises:
+        WorkshopError, NotOnThisMachine: it can't run here, or a flag is the runner's to set.
+    """
+    if program.version is None:
+        lab: Plan[Prepare] = importlib.import_module(program.watched).plan(program, flags, steps)
+        return lab
+    request = make_request(program.version, flags, steps)
+
+    def load() -> Prepare:
+        data = load_data(request)
+        return lambda range_: prepare(request, data, range_=range_)
+
+    return Plan(partial(within_memory, request), load)
+
+
+def plan_of(request: Request) -> Plan[Data]:
+    """For work that needs a version's data alone."""
+    return Plan(partial(within_memory, request), partial(load_data, request))
 
 
 def make_request(version: Version, model_flags: list[str], steps: int) -> Request:
@@ -90,16 +173,25 @@ def make_request(version: Version, model_flags: list[str], steps: int) -> Reques
     parser = build_parser(version, module)
     parser.prog = version.path.name
     arguments = parse(parser, model_flags)
-    for name, instead in _OF_THE_RUNNER.items():
+    refuse_flags(arguments, _OF_THE_RUNNER)
+    arguments.profile_steps = steps
+    request = check_arguments(version, module, arguments)
+    request.build_on(torch.device("meta"))  # checks the sizes, at no cost
+    return request
+
+
+def refuse_flags(arguments: argparse.Namespace, of_the_runner: dict[str, str]) -> None:
+    """Raises WorkshopError for a flag of the program, None by default, that its runner sets.
+
+    Args:
+        of_the_runner: by the name in `arguments`, the runner's own flag.
+    """
+    for name, instead in of_the_runner.items():
         if getattr(arguments, name) is not None:
             flag = name.replace("_", "-")
             raise WorkshopError(
                 f"--{flag}, after --, is no flag for a profile: use {instead} of this script"
             )
-    arguments.profile_steps = steps
-    request = check_arguments(version, module, arguments)
-    request.build_on(torch.device("meta"))  # checks the sizes, at no cost
-    return request
 
 
 def prepare(request: Request, data: Data, *, range_: markers.Range) -> ProfileRun:
@@ -140,20 +232,26 @@ def _profile(request: Request) -> int:
     data, steps = load_data(request), request.schedule.timed
     results.prepare_folder(request.output_dir)
     run = prepare(request, data, range_=markers.for_vendor_tools(request.device))
+    return watch(run, steps, request.schedule.warmup, request.output_dir)
+
+
+def watch(run: Watched, steps: int, warmup: int, folder: Path) -> int:
+    """Runs the steps between the calls that start and stop NVIDIA's profilers, and writes RUN_FILE
+    into the folder; the exit status."""
     # A range belongs to the thread that opened it. In a thread of autograd's own, the backward
     # pass would lie outside of them all, and some tools lose what other threads do.
     with (
         run.layer_ranges(),
         torch.autograd.set_multithreading_enabled(False),
-        _nvidia_profiler(request.device),
+        _nvidia_profiler(run.device),
     ):
         for _ in range(steps):
             run.step()
-        run.runner.wait()
-    path = run.save_record(request.output_dir)
-    trained = f"{steps} step{'s' if steps > 1 else ''}"
-    print(f"Profiled: {trained} after {request.schedule.warmup} of warm-up; nothing was timed")
-    print(f"  {gradients_sentence(run.record)}")
+        run.wait()
+    path = run.save_record(folder)
+    done = f"{steps} step{'s' if steps > 1 else ''}"
+    print(f"Profiled: {done} after {warmup} of warm-up; nothing was timed")
+    print(f"  {run.verdict()}")
     print(f"Record: {path}")
     return errors.DONE
 
@@ -193,32 +291,31 @@ def runner_arguments(
     Args:
         steps: the default of --steps.
         argv: the whole command line. Its first word is the runner's file, whose folder gives the
-            version and whose name the tool.
+            program and whose name the tool.
         switches: help by flag, of the runner's own flags without a value.
 
     Returns:
-        version, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
+        program, steps, output_dir, dry_run, model_flags, and the runner's own; command, as a user
         would type it to run what a dry run only shows.
     """
     script = Path(argv[0])
-    folder = script.parent.resolve().name  # of the link that was called
-    version = next((v for v in versions.VERSIONS.values() if v.folder == folder), None)
-    if version is None:
+    program = programs.of_folder(script.parent)  # of the link that was called
+    if program is None:
         example = f"{versions.VERSIONS['v1'].folder}/{script.name}"
         print(f"error: call it in a version's folder, such as {example}", file=sys.stderr)
         sys.exit(errors.WRONG_USAGE)
-    output_dir = PROFILES / version.key / script.stem.removeprefix("run_")
+    output_dir = PROFILES / program.key / script.stem.removeprefix("run_")
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         description=description,
-        usage=f"{script.name} [options] [-- flags of {version.path.name}]",
+        usage=f"{script.name} [options] [-- flags of {program.path.name}]",
         epilog="Exit status: 0 done, 1 memory ran out or a counter failed, 2 wrong usage, 77 this "
         "machine does not have what it needs, 130 interrupted.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--steps", type=count, default=steps, metavar="N", help=f"training steps (default {steps})")
-    help_ = f"where the outputs go (default: results/profiles/{version.key}/{output_dir.name})"
+    add("--steps", type=count, default=steps, metavar="N", help=f"steps (default {steps})")
+    help_ = f"where the outputs go (default: results/profiles/{program.key}/{output_dir.name})"
     add("--output-dir", type=Path, metavar="DIR", default=output_dir, help=help_)
     add("--dry-run", action="store_true", help="print the command and run nothing")
     for flag, help_ in (switches or {}).items():
@@ -226,11 +323,11 @@ def runner_arguments(
     arguments = parse(parser, argv[1:split])
     words = [word for word in argv[:split] if word != "--dry-run"]
     arguments.command = shlex.join(["python", *words, *argv[split:]])
-    arguments.version, arguments.model_flags = version, argv[split + 1 :]
+    arguments.program, arguments.model_flags = program, argv[split + 1 :]
     return arguments
 
 
-def run(request: Request, arguments: argparse.Namespace, work: Callable[[Data], int]) -> int:
+def run(plan: Plan[T], arguments: argparse.Namespace, work: Callable[[T], int]) -> int:
     """Prints a runner's command, and unless this is a dry run does its work; the exit status.
 
     The work finds the output folder empty but for COMMAND_FILE, to which the exit status is added:
@@ -238,7 +335,7 @@ def run(request: Request, arguments: argparse.Namespace, work: Callable[[Data], 
 
     Args:
         arguments: of `runner_arguments`.
-        work: gets the data of the request; its result is the exit status.
+        work: gets what the plan loads; its result is the exit status.
 
     Raises:
         WorkshopError: the folder holds what no runner has written, can't be made, or another run
@@ -248,7 +345,7 @@ def run(request: Request, arguments: argparse.Namespace, work: Callable[[Data], 
     if arguments.dry_run:
         return errors.DONE
     folder, command = arguments.output_dir, arguments.command
-    return within_memory(request, lambda: _fill(folder, command, partial(work, load_data(request))))
+    return plan.within_memory(lambda: _fill(folder, command, partial(work, plan.load())))
 
 
 def _fill(folder: Path, command: str, work: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""Runs a version's profilers one after the other, and sums up what came out: a table, index.html
+"""Runs a program's profilers one after the other, and sums up what came out: a table, index.html
 that links every output, and summary.json. `run_all_profilers.sh` of a version calls it.
 
 Each script runs in a process of its own and prints to a log; after one that fails, or that the
@@ -21,14 +21,14 @@ from workshop import errors
 if __name__ == "__main__":
     errors.begin()
 
-from workshop import results, versions
+from workshop import results
 from workshop.arguments import count, parse
 from workshop.errors import NotOnThisMachine, WorkshopError
-from workshop.profilers import summary
+from workshop.profilers import programs, summary
+from workshop.profilers.programs import Program
 from workshop.profilers.runner_files import COMMAND_FILE
 from workshop.profilers.summary import Outcome
 from workshop.run import processes
-from workshop.versions import Version
 
 SECONDS_TO_STOP = 20
 QUESTIONS = {
@@ -54,14 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__.split("\n\n")[0],
         usage="%(prog)s --folder DIR --output-dir DIR [options] SCRIPT... [-- flags of the model]",
         epilog="Exit status: 0 done (what the machine has no tool for is skipped), 1 a script "
-        "failed, 2 wrong usage, 77 the version can't run on this machine, 130 interrupted (the "
+        "failed, 2 wrong usage, 77 the program can't run on this machine, 130 interrupted (the "
         "table has what was completed).",
     )
     add = parser.add_argument
     add("scripts", nargs="+", metavar="SCRIPT", help="run_*.py or run_*.sh of the folder")
-    add("--folder", type=Path, required=True, metavar="DIR", help="of the version")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of the program")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="a folder a tool below it")
-    add("--steps", type=count, metavar="N", help="training steps (default: each script's own)")
+    add("--steps", type=count, metavar="N", help="steps (default: each script's own)")
     add("--dry-run", action="store_true", help="print every script's commands and run nothing")
     add("--lock", type=Path, metavar="FILE", help="a lock's file, deleted at the end")
     return parser
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    version = _version_of(arguments.folder)
+    program = _program_of(arguments.folder)
     outcomes = [_planned(arguments.folder, script) for script in arguments.scripts]
     if arguments.dry_run:
         return _dry_run(outcomes, arguments)
@@ -93,9 +93,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     results.prepare_folder(folder)
     summary.remove(folder)
     interrupted = _run_each(outcomes, arguments)
-    content = summary.sum_up(version, outcomes, arguments.model_flags, folder)
+    content = summary.sum_up(program, outcomes, arguments.model_flags, folder)
     written = summary.write(content, folder)
-    _show(version, outcomes, content["headline"], folder)
+    _show(program, outcomes, content["headline"], folder)
     for path in written:
         print(f"Written: {path}")
     if interrupted:
@@ -105,11 +105,10 @@ def _profile(arguments: argparse.Namespace) -> int:
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def _version_of(folder: Path) -> Version:
-    found = (v for v in versions.VERSIONS.values() if v.folder == folder.resolve().name)
-    if version := next(found, None):
-        return version
-    raise WorkshopError(f"--folder {folder}: it is no version's folder")
+def _program_of(folder: Path) -> Program:
+    if program := programs.of_folder(folder):
+        return program
+    raise WorkshopError(f"--folder {folder}: it is no folder of a version, or of a lab's program")
 
 
 def _planned(folder: Path, script: str) -> Outcome:
@@ -297,7 +296,7 @@ def _lines_from_the_end(text: str) -> Iterator[str]:
 # --- summing up ----------------------------------------------------------------------------------
 
 
-def _show(version: Version, outcomes: list[Outcome], headline: str, folder: Path) -> None:
+def _show(program: Program, outcomes: list[Outcome], headline: str, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -305,7 +304,7 @@ def _show(version: Version, outcomes: list[Outcome], headline: str, folder: Path
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)
-    title = Text(f"profilers of {version.key} ({version.title}); outputs in {folder}", "bold")
+    title = Text(f"profilers of {program.key} ({program.title}); outputs in {folder}", "bold")
     console.print(title)
     table = Table()
     table.add_column("tool", no_wrap=True)

@@ -1,5 +1,5 @@
-"""What a version's profilers left, summed up: summary.json, a page that links every output, and
-above it a page that links the versions' pages. Both pages need nothing beside themselves."""
+"""What a program's profilers left, summed up: summary.json, a page that links every output, and
+above it a page that links the programs' pages. Both pages need nothing beside themselves."""
 
 import contextlib
 import dataclasses
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workshop import results, versions
+from workshop import results
 from workshop.errors import WorkshopError
+from workshop.labs import LabRun
 from workshop.profilers import advisor, kernel_file
-from workshop.profilers.load import load_with_doubts, recorded_run
+from workshop.profilers.load import load_with_doubts, recorded
 from workshop.profilers.names import display_name
+from workshop.profilers.programs import PROGRAMS, Program
 from workshop.profilers.table import KernelTable
-from workshop.versions import Version
+from workshop.results import RunResult
 
 SCHEMA_VERSION = 1
 SUMMARY_FILE, PAGE_FILE = "summary.json", "index.html"
@@ -91,7 +93,7 @@ def skipped(outcomes: Iterable[Outcome]) -> dict[str, list[str]]:
 
 
 def sum_up(
-    version: Version, outcomes: list[Outcome], model_flags: list[str], folder: Path
+    program: Program, outcomes: list[Outcome], model_flags: list[str], folder: Path
 ) -> dict[str, Any]:
     """What SUMMARY_FILE holds: how the tools ended, what was profiled, and the advice.
 
@@ -102,8 +104,8 @@ def sum_up(
     content = {
         "schema_version": SCHEMA_VERSION,
         "created": results.now(),
-        "version": version.key,
-        "title": version.title,
+        "version": program.key,
+        "title": program.title,
         "model_flags": model_flags,
         "tools": [dataclasses.asdict(outcome) for outcome in outcomes],
     }
@@ -118,7 +120,7 @@ def _findings(outputs: list[Path]) -> dict[str, Any]:
     if output is None:
         return findings
     try:
-        table, run = load_with_doubts(output / "kernels.json"), recorded_run(output)
+        table, run = load_with_doubts(output / "kernels.json"), recorded(output)
     except WorkshopError:  # it is in the log of the script that wrote them
         return findings
     advice = advisor.advise(table, run)
@@ -129,14 +131,20 @@ def _findings(outputs: list[Path]) -> dict[str, Any]:
     findings["advice"] = [dataclasses.asdict(sentence) for sentence in advice]
     findings["warnings"] = table.warnings
     if run:
-        graph = "captured in a graph" if run.options.get("cuda_graph") else "no graph"
         findings["device"] = f"{run.device.get('name')}, PyTorch {run.software.get('torch')}"
-        findings["configuration"] = (
-            f"{run.config_name} (hidden {run.config['hidden_dim']}, {run.config['num_layers']} "
-            f"layers), {run.batch_size} sequences of {run.seq_len} tokens, {run.precision}, "
-            f"compile {run.options.get('compile')}, {graph}"
-        )
+        findings["configuration"] = _configuration(run)
     return findings
+
+
+def _configuration(run: RunResult | LabRun) -> str:
+    if isinstance(run, LabRun):
+        return f"{run.subject}: {run.variant}"
+    graph = "captured in a graph" if run.options.get("cuda_graph") else "no graph"
+    return (
+        f"{run.config_name} (hidden {run.config['hidden_dim']}, {run.config['num_layers']} "
+        f"layers), {run.batch_size} sequences of {run.seq_len} tokens, {run.precision}, "
+        f"compile {run.options.get('compile')}, {graph}"
+    )
 
 
 def _utilisation(outputs: list[Path]) -> str:
@@ -157,8 +165,8 @@ def _utilisation(outputs: list[Path]) -> str:
 
 
 def write(content: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes SUMMARY_FILE and PAGE_FILE of a version's folder, and above it, where this is a
-    folder among the versions', the page of them all; their paths."""
+    """Writes SUMMARY_FILE and PAGE_FILE of a program's folder, and above it, where this is a
+    folder among the programs', the page of them all; their paths."""
     results.write_json(folder / SUMMARY_FILE, content)
     results.write_text(folder / PAGE_FILE, render_page(content, folder))
     written = [folder / SUMMARY_FILE, folder / PAGE_FILE]
@@ -183,7 +191,7 @@ def _may_be_replaced(page: Path) -> bool:
 
 
 def render_page(content: dict[str, Any], folder: Path) -> str:
-    """A version's page.
+    """A program's page.
 
     Args:
         content: as of `sum_up`.
@@ -203,9 +211,9 @@ def render_page(content: dict[str, Any], folder: Path) -> str:
 
 
 def render_overview(folder: Path) -> str:
-    """The page of the versions whose summaries lie below a folder."""
+    """The page of the programs whose summaries lie below a folder."""
     summaries = []
-    for key in versions.VERSIONS:
+    for key in PROGRAMS:
         try:
             content = json.loads((folder / key / SUMMARY_FILE).read_text(encoding="utf-8"))
             statuses = [Outcome(**fields).shown_status for fields in content["tools"]]

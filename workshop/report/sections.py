@@ -48,14 +48,14 @@ def folder_of(path: Path, collection: Collection) -> Path:
 def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Section:
     """The head of a profile's hot list, its summary and its advice."""
     file = found.folder / kernel_file.JSON_FILE
-    records = (place / RUN_FILE for place in (found.folder, found.folder.parent) if found.run)
+    records = (place / RUN_FILE for place in (found.folder, found.folder.parent) if found.record)
     record = next((path for path in records if path.is_file()), None)
     links = [Link(path.name, path) for path in (file, record) if path]
     section = Section(anchor, _title(found), tuple(links))
     section.tables = [hot_list(found.table, top)]
     section.sentences = [printable(line) for line in show.summary(found.table)]
     section.sentences += map(printable, found.table.warnings)
-    for advice in advisor.advise(found.table, found.run):
+    for advice in advisor.advise(found.table, found.record):
         section.advice.append((printable(advice.sentence), printable(advice.treatment)))
         if advice.severity == advisor.WARNING:
             text = printable(f"{section.title}: {advice.sentence}")
@@ -65,11 +65,15 @@ def profile(anchor: str, found: Profile, collection: Collection, top: int) -> Se
 
 
 def _title(found: Profile) -> str:
-    return ", ".join([printable(found.version) or "another program", *_tool_and_size(found)])
+    lab = found.lab.lab if found.lab else ""
+    name = printable(found.version or lab) or "another program"
+    return ", ".join([name, *_tool_and_size(found)])
 
 
 def _tool_and_size(found: Profile) -> list[str]:
     size = f"{_size(found.run)}, {found.run.precision}" if found.run else ""
+    if found.lab:
+        size = f"{found.lab.subject}, {found.lab.variant}"
     return [printable(part) for part in (found.tool or "an unnamed tool", size) if part]
 
 
@@ -101,7 +105,9 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
     by_work: dict[tuple[object, ...], list[Profile]] = {}
     for found in profiles:
         run = found.run
-        size = (run.config_name, run.batch_size, run.seq_len, run.precision) if run else ()
+        size: tuple[object, ...] = (found.lab.subject,) if found.lab else ()
+        if run:
+            size = (run.config_name, run.batch_size, run.seq_len, run.precision)
         steps_known = found.table.steps is not None
         by_work.setdefault((found.tool, found.table.what, steps_known, *size), []).append(found)
     pictures: list[Picture] = []

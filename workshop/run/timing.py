@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 TAIL = 0.025
 """The probability on each side of an interval headed 95%."""
@@ -20,13 +23,17 @@ class StepClock:
     the last mark. On the CPU a mark reads the host's clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: "torch.device") -> None:
+        import torch  # the only part of this module that needs it
+
         self._on_gpu = device.type == "cuda"
         self._marks: list[torch.cuda.Event | float] = []
+        self._new_event = partial(torch.cuda.Event, enable_timing=True)
+        self._synchronize = torch.cuda.synchronize
 
     def mark(self) -> None:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
+            event = self._new_event()
             event.record()
             self._marks.append(event)
         else:
@@ -35,21 +42,21 @@ class StepClock:
     def reached(self, index: int) -> bool:
         """Whether the device has come to mark `index`; never waits."""
         mark = self._marks[index]
-        return mark.query() if isinstance(mark, torch.cuda.Event) else True
+        return True if isinstance(mark, float) else mark.query()
 
     def between_ms(self, first: int, last: int) -> float:
         """Milliseconds from one mark to a later one, both reached."""
         start, end = self._marks[first], self._marks[last]
-        if isinstance(start, torch.cuda.Event):
-            assert isinstance(end, torch.cuda.Event)
-            return float(start.elapsed_time(end))
-        assert isinstance(end, float)
-        return (end - start) * 1e3
+        if isinstance(start, float):
+            assert isinstance(end, float)
+            return (end - start) * 1e3
+        assert not isinstance(end, float)
+        return float(start.elapsed_time(end))
 
     def durations_ms(self) -> list[float]:
         """The times between neighbouring marks, in milliseconds."""
         if self._marks and self._on_gpu:
-            torch.cuda.synchronize()
+            self._synchronize()
         return [self.between_ms(i, i + 1) for i in range(len(self._marks) - 1)]
 
 
@@ -59,10 +66,10 @@ def median(samples: Sequence[float]) -> float:
 
 def spread(samples: Sequence[float]) -> float:
     """Interquartile range over the median: 0.02 says that half of the samples lie within 2%."""
-    low, mid, high = torch.tensor(samples, dtype=torch.float64).quantile(
-        torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
-    )
-    return float((high - low) / mid)
+    if len(samples) == 1:
+        return 0.0
+    low, mid, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return (high - low) / mid
 
 
 @dataclass(frozen=True)

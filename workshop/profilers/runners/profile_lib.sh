@@ -1,22 +1,27 @@
 # shellcheck shell=bash
 # What the run_*.sh scripts share: arguments, checks of the machine, the output folder, running.
-# They source it. Each version's folder has links to the scripts: the folder of the link that was
-# called chooses the version. Written for bash 3.2 (macOS) and later.
+# They source it. Each version's folder has links to the scripts, and so has each lab's whose program
+# takes --profile-steps: the folder of the link that was called chooses the program. Written for bash
+# 3.2 (macOS) and later.
 #
 # A script may set DEFAULT_STEPS and MODES, then calls `begin "$@"`, which sets
 #   OUT     the folder for its outputs, absolute
-#   STEPS   training steps under the profiler
+#   STEPS   steps under the profiler
 #   PYTHON  a Python that has PyTorch
-#   TRAIN   the program to profile, an array: the version's file, with its flags
+#   TRAIN   the program to profile, an array: the version's file or the lab's, with its flags
 set -euo pipefail
 unset CDPATH
 
 SCRIPT=${BASH_SOURCE[1]}
 FOLDER=$(cd "$(dirname "$SCRIPT")" && pwd)
-ROOT=$(dirname "$FOLDER")
-MODEL=$(echo "$FOLDER"/tiny_llama_v[0-9].py)
-VERSION=${MODEL##*/tiny_llama_}
-VERSION=${VERSION%.py}
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
+for MODEL in "$FOLDER"/tiny_llama_v[0-9].py "$FOLDER"/micro_benchmarking_pytorch.py; do
+  [[ ! -f $MODEL ]] || break
+done
+case $MODEL in
+  */tiny_llama_*) KEY=${MODEL##*/tiny_llama_} KEY=${KEY%.py} COUNT_FLAG=--num-steps ;;
+  *) KEY=${FOLDER##*/} COUNT_FLAG=--iterations ;; # a lab
+esac
 TOOL=$(basename "$SCRIPT" .sh)
 TOOL=${TOOL#run_}
 COMMAND_FILE=command.txt # in OUT: what was run; also the mark of a folder that may be replaced
@@ -38,13 +43,13 @@ usage() {
   sed -n '2,/^$/ s/^# \{0,1\}//p' "$SCRIPT" # its first comment
   cat <<END
 
-  --steps N         training steps under the profiler (default: $steps)
+  --steps N         steps under the profiler (default: $steps)
   --output-dir DIR  where the outputs go; a folder that a profiler's script filled is replaced
                     (default: ${OUT#"$ROOT/"})
 ${MODES:+  --mode MODE       only one of: $MODES
 }  --dry-run         print the commands and run nothing; needs neither the tool nor a GPU
   --help            this text
-  -- FLAGS          flags of $(basename "$MODEL"), such as --config small
+  -- FLAGS          flags of $(basename "$MODEL"), such as --batch-size 8
 
 PYTHON names the Python to run (default: python, or the one of .venv, whichever has PyTorch).
 Exit status: 0 done, 1 a command failed, 2 wrong usage, 77 this machine does not have what it needs,
@@ -70,7 +75,7 @@ skip() {
 
 begin() {
   local word previous=""
-  OUT=$ROOT/results/profiles/$VERSION/$TOOL
+  OUT=$ROOT/results/profiles/$KEY/$TOOL
   if [[ $TOOL == all_profilers ]]; then
     DEFAULT_STEPS=""
     OUT=$ROOT/results/profiles
@@ -103,7 +108,7 @@ begin() {
   esac
   OUT=$(absolute "$OUT")
   # The same folder may be named for all versions.
-  [[ $TOOL != all_profilers ]] || OUT=$OUT/$VERSION
+  [[ $TOOL != all_profilers ]] || OUT=$OUT/$KEY
   for word in "$@"; do
     refuse_own_flag "$word"
     case $previous:$word in # some tools run in another folder
@@ -129,7 +134,7 @@ absolute() { # absolute PATH
 # this script prints.
 refuse_own_flag() { # refuse_own_flag WORD
   local flag name=${1%%=*}
-  for flag in --output-dir --profile-steps --num-steps; do
+  for flag in --output-dir --profile-steps "$COUNT_FLAG"; do
     [[ $name == --?* && $flag == "$name"* ]] || continue
     [[ $flag == --output-dir ]] || flag=--steps
     fail 2 "$name, after --, is no flag for a profile: use $flag of $(basename "$SCRIPT")"
@@ -315,7 +320,7 @@ take_folder() {
   fi
   # The mark goes last: deleting can be interrupted too.
   find "$OUT/" -mindepth 1 -maxdepth 1 ! -name "$COMMAND_FILE" -exec rm -rf {} +
-  note "$(basename "$SCRIPT") of $VERSION, $(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$OUT/$COMMAND_FILE" ||
+  note "$(basename "$SCRIPT") of $KEY, $(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$OUT/$COMMAND_FILE" ||
     fail 2 "--output-dir $OUT: it can't be written"
 }
 

@@ -17,12 +17,19 @@ if __name__ == "__main__":  # PyTorch is not everywhere
     import_torch()
 
 from workshop import errors
+from workshop.errors import NotOnThisMachine
 from workshop.profilers import flop_counts, profile_run
 from workshop.request import Data, print_configuration
 
 
 def main(arguments: argparse.Namespace) -> int:
-    request = profile_run.make_request(arguments.version, arguments.model_flags, arguments.steps)
+    version = arguments.program.version
+    if version is None:
+        raise NotOnThisMachine(
+            "this script explains the operations of a Tiny-LLaMA; of any other network "
+            f"`python {arguments.program.path.name} --flops-prof-step N` counts them by layer"
+        )
+    request = profile_run.make_request(version, arguments.model_flags, arguments.steps)
 
     def count(data: Data) -> int:
         folder, (batches, data_record) = arguments.output_dir, data
@@ -32,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
             report.utilisation = flop_counts.measure_utilisation(request, batches)
         return flop_counts.write(report, folder, arguments.command)
 
-    return profile_run.run(request, arguments, count)
+    return profile_run.run(profile_run.plan_of(request), arguments, count)
 
 
 if __name__ == "__main__":

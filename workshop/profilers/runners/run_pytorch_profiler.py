@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch's profiler: which operators and kernels a training step runs, when, on which shapes,
+"""PyTorch's profiler: which operators and kernels a step runs, when, on which shapes,
 and with how much memory. Works on a CPU too.
 
     ./run_pytorch_profiler.py --steps 3 -- --config medium --precision bf16
@@ -26,14 +26,13 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from workshop import errors, results
 from workshop.profilers import profile_run
-from workshop.profilers.profile_run import ProfileRun
-from workshop.request import Data, Request
+from workshop.profilers.profile_run import Prepare, Watched
 from workshop.run import markers
 
 WAIT, WARMUP = 1, 1
 """Steps that are not recorded, and steps whose records are thrown away: a profiler starts slow."""
 SNAPSHOT_STEPS = 1
-"""Steps trained for the snapshot of memory, after the profile: recording slows the host."""
+"""Steps run for the snapshot of memory, after the profile: recording slows the host."""
 SNAPSHOT_EVENTS = 200_000
 TABLE_ROWS = 40
 COLUMNS = (
@@ -50,35 +49,36 @@ COLUMNS = (
 
 def main(arguments: argparse.Namespace) -> int:
     steps = WAIT + WARMUP + arguments.steps + SNAPSHOT_STEPS
-    request = profile_run.make_request(arguments.version, arguments.model_flags, steps)
+    plan = profile_run.plan(arguments.program, arguments.model_flags, steps)
     if not arguments.dry_run:
         errors.require("rich")  # which draws the tables
-    return profile_run.run(request, arguments, partial(profile_version, request, arguments))
+    return profile_run.run(plan, arguments, partial(profile_program, arguments))
 
 
-def profile_version(request: Request, arguments: argparse.Namespace, data: Data) -> int:
+def profile_program(arguments: argparse.Namespace, prepare: Prepare) -> int:
     folder, stacks = arguments.output_dir, arguments.stacks
-    run = profile_run.prepare(request, data, range_=markers.for_torch_profiler)
+    run = prepare(markers.for_torch_profiler)
     with run.layer_ranges():
-        profiler = profile_steps(run, arguments.steps, stacks=stacks, folder=folder / "trace")
+        profiler = profile_steps(run, arguments)
     write_operators(profiler, folder, stacks=stacks)
-    if run.runner.device.type == "cuda":  # a CPU has no such allocator
+    if run.device.type == "cuda":  # a CPU has no such allocator
         write_memory_snapshot(run, folder / "memory_snapshot.pickle")
     run.record.options["num_steps"] = arguments.steps
     run.save_record(folder)
     return show(run, folder)
 
 
-def profile_steps(run: ProfileRun, steps: int, *, stacks: bool, folder: Path) -> profile:
-    """Trains WAIT + WARMUP + `steps` steps, of which the last ones are recorded into `folder`."""
+def profile_steps(run: Watched, arguments: argparse.Namespace) -> profile:
+    """Runs WAIT + WARMUP + `steps` steps, of which the last ones are recorded into `trace`."""
+    steps, stacks = arguments.steps, arguments.stacks
     activities = [ProfilerActivity.CPU]
-    if run.runner.device.type == "cuda":  # so it is called on AMD too
+    if run.device.type == "cuda":  # so it is called on AMD too
         activities.append(ProfilerActivity.CUDA)
     with profile(
         activities=activities,
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
         on_trace_ready=tensorboard_trace_handler(
-            str(folder), worker_name=run.request.version.key, use_gzip=True
+            str(arguments.output_dir / "trace"), worker_name=arguments.program.key, use_gzip=True
         ),
         record_shapes=True,  # of every operator's inputs
         profile_memory=True,  # what every operator allocates and frees
@@ -89,7 +89,7 @@ def profile_steps(run: ProfileRun, steps: int, *, stacks: bool, folder: Path) ->
         for done in range(1, WAIT + WARMUP + steps + 1):
             run.step()
             if done == WAIT + WARMUP:
-                run.runner.wait()  # or kernels of these steps would be recorded as well
+                run.wait()  # or kernels of these steps would be recorded as well
             profiler.step()
     return profiler
 
@@ -123,22 +123,22 @@ def write_csv(target: Path, rows: Iterable[Any], what: list[str], sort_by: str) 
     results.write_text(target, text.getvalue())
 
 
-def write_memory_snapshot(run: ProfileRun, target: Path) -> None:
-    """Trains one more step, operation by operation, while PyTorch's allocator notes each block
+def write_memory_snapshot(run: Watched, target: Path) -> None:
+    """Runs one more step, operation by operation, while PyTorch's allocator notes each block
     that is taken and given back, and the Python lines that did it: for
     https://pytorch.org/memory_viz."""
     record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
     record(max_entries=SNAPSHOT_EVENTS)
     try:
         run.eager_step()
-        run.runner.wait()
+        run.wait()
         with results.atomic_path(target) as path:
             dump(str(path))
     finally:
         record(enabled=None)
 
 
-def show(run: ProfileRun, folder: Path) -> int:
+def show(run: Watched, folder: Path) -> int:
     """Prints the trace's hot list and the advice on it; the exit status."""
     from rich.console import Console
 
@@ -146,10 +146,10 @@ def show(run: ProfileRun, folder: Path) -> int:
     from workshop.profilers import show as tables
 
     status = tables.show(folder, output_dir=folder)
-    print(profile_run.gradients_sentence(run.record))
+    print(run.verdict())
     table = kernel_file.read(folder / kernel_file.JSON_FILE)  # a trace takes long to read
     Console().print(advisor.render(advisor.advise(table, run.record)))
-    if run.runner.device.type == "cpu":
+    if run.device.type == "cpu":
         print("The profiler slows every operator on a CPU: read shares and counts, not times.")
     return status
 
@@ -157,7 +157,7 @@ def show(run: ProfileRun, folder: Path) -> int:
 if __name__ == "__main__":
     stacks = "also record the Python functions behind every operator (slower, larger trace)"
     arguments = profile_run.runner_arguments(
-        "Profiles training steps with torch.profiler: trace, operators, kernels, memory.",
+        "Profiles steps with torch.profiler: trace, operators, kernels, memory.",
         steps=3,
         argv=sys.argv,
         switches={"--stacks": stacks},

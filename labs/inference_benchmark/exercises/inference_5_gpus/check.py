@@ -1,0 +1,150 @@
+"""Several GPUs: predictions and findings against the participant's own three runs of torchrun."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labs.inference_benchmark import chosen
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
+from workshop.labs import LabRun
+from workshop.run import timing
+
+GROUP = "torchrun --nproc-per-node 2 labs/inference_benchmark/micro_benchmarking_pytorch.py"
+NETWORK = "--network resnet18 --iterations 10"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The newest runs of a group: of inference with a batch that its processes share equally and
+    with one that leaves a remainder, and of training."""
+
+    even: LabRun
+    uneven: LabRun
+    training: LabRun
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Images of each process in the uneven run."""
+        whole, rest = divmod(self.uneven.units_per_step, chosen.processes(self.uneven))
+        return tuple(whole + (rank < rest) for rank in range(chosen.processes(self.uneven)))
+
+    @property
+    def most(self) -> float:
+        """The efficiency that the uneven parts allow, in percent."""
+        return 100 * sum(self.parts) / (len(self.parts) * max(self.parts))
+
+
+def check(work: Work) -> Iterator[Item]:
+    return ask(work, measured, (_runs, *QUESTIONS))
+
+
+def per_s(run: LabRun) -> float:
+    """Images a second of all processes."""
+    return run.units_per_step / timing.median(run.step_ms) * 1e3
+
+
+def percent(run: LabRun) -> float:
+    """Efficiency."""
+    return 100 * float(run.metrics["scaling_efficiency"] or 0)
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted(
+        "predict.inference_percent", "predicted: efficiency in inference", "%",
+        lambda m: percent(m.even),
+        "Replicas exchange nothing. What they share takes the rest: the host's processors, on a "
+        "CPU its memory and caches; and a group is as slow as its slowest process.", within=0.15,
+    ),
+    Predicted(
+        "predict.training_percent", "predicted: efficiency in training", "%",
+        lambda m: percent(m.training),
+        "Each step waits until the gradients of all weights have gone round: the fewer images a "
+        "process has for each exchange, the more that costs.", within=0.15,
+    ),
+    Found(
+        "found.images_per_s", "all processes together", "images/s", lambda m: per_s(m.even),
+        "The line `Throughput: ... (global)` of the newest run with a batch that divides.",
+    ),
+    Found(
+        "found.alone_per_s", "one process alone", "images/s",
+        lambda m: float(m.even.metrics["one_process_per_s"] or 0),
+        "The line `One GPU alone`, of the same run.",
+    ),
+    Found(
+        "found.efficiency_percent", "efficiency in inference", "%", lambda m: percent(m.even),
+        "Throughput of all over that of one alone and the number of processes, times 100.",
+        slips=lambda m: [(
+            percent(m.even) * chosen.processes(m.even),
+            "that is the speed-up in percent: divide it by the number of processes",
+        )],
+    ),
+    Found(
+        "found.first_has", "images of the first process", "images", lambda m: m.parts[0],
+        "The line `[GPU 0] Local batch size`, of the run with a remainder.", within=0,
+    ),
+    Found(
+        "found.second_has", "images of the second process", "images", lambda m: m.parts[1],
+        "The line `[GPU 1] Local batch size`; together they have the whole batch.", within=0,
+    ),
+    Found(
+        "found.most_percent", "the most that a remainder allows", "%", lambda m: m.most,
+        "The group takes as long as the process with the most images. How many images could all "
+        "processes do in that time?", within=0.01,
+        slips=lambda m: [(100.0, "the process with fewer images waits for the other")],
+    ),
+    Found(
+        "found.training_percent", "efficiency in training", "%", lambda m: percent(m.training),
+        "The line `Scaling efficiency` of the run with --mode training.",
+    ),
+    Found(
+        "found.exchanged_mb", "gradients of a step", "MB",
+        lambda m: float(m.training.memory_mb["gradients"]),
+        "One for each weight, in fp32: the line `Memory Usage` of the run in training names them.",
+        within=0.05,
+    ),
+    Chosen(
+        "found.exchange", "what training exchanges", ("images", "gradients", "logits"),
+        lambda m: "gradients",
+        "each process has images of its own, and its loss is its own too; what must be equal "
+        "are the weights after the step",
+    ),
+    Chosen(
+        "found.with_batch", "the exchange with a larger batch", ("grow", "shrink", "stay"),
+        lambda m: "stay", "how many gradients there are says the network, not the batch",
+        lambda m: "stays, so that a larger batch has more work for each exchange",
+    ),
+)  # fmt: skip
+
+
+def _runs(work: Work) -> Iterator[Item]:
+    m = measured(work)
+    note = (
+        f"{per_s(m.even):,.1f} images/s at {percent(m.even):.0f}%, with a remainder "
+        f"{percent(m.uneven):.0f}% of at most {m.most:.0f}%, in training {percent(m.training):.0f}%"
+    )
+    yield Item(True, f"your runs: {m.even.options['network']}, {m.even.device['name']}", note)
+
+
+# --- the participant's runs ----------------------------------------------------------------------
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: one of the three runs is not there."""
+    groups = [run for run in work.lab_runs("inference_benchmark") if chosen.processes(run) > 1]
+    inference = [run for run in groups if run.options["mode"] == "inference"]
+    even = next((run for run in inference if not _remainder(run)), None)
+    if even is None:
+        raise Missing("no inference of several processes yet:", f"{GROUP} {NETWORK} --batch-size 8")
+    uneven = next((run for run in inference if _remainder(run)), None)
+    if uneven is None:
+        raise Missing("no batch with a remainder yet:", f"{GROUP} {NETWORK} --batch-size 5")
+    network = even.options["network"]
+    training = next((run for run in groups if run.options["mode"] == "training"), None)
+    if training is None or training.options["network"] != network:
+        flags = f"--network {network} --iterations 10 --batch-size {even.units_per_step}"
+        raise Missing("no training of the same network yet:", f"{GROUP} {flags} --mode training")
+    return Measured(even, uneven, training)
+
+
+def _remainder(run: LabRun) -> int:
+    return run.units_per_step % chosen.processes(run)

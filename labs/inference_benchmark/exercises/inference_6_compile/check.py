@@ -1,0 +1,239 @@
+"""Compilation: predictions and findings against the participant's own comparisons of its modes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from labs.inference_benchmark import chosen
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
+from workshop.labs import LabRow, LabRun
+from workshop.run import timing
+
+PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py"
+SMALL, LARGE = "resnet18", "resnet50"
+MODES = ("none", "default", "reduce-overhead", "max-autotune")
+AS_FAST = 0.97
+"""Of the fastest mode's throughput: above it the order may be chance."""
+SCRIPT_BATCHES = 20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of --compare compile; the first is not compiled."""
+
+    rows: Sequence[LabRow]
+
+    def row(self, mode: str) -> LabRow | None:
+        found = (row for row in self.rows if mode_of(row.first) == mode)
+        return next(found, None)
+
+    @property
+    def difference(self) -> timing.Ratio:
+        """Of the default mode. Raises NotCompared: one of the two has no throughput."""
+        row = self.row("default")
+        if row is None or row.speedup is None:
+            raise NotCompared(f"{self.rows[0].first.subject}: no speed-up to compare")
+        return row.speedup
+
+    @property
+    def verdict(self) -> str:
+        low, high = self.difference.interval or (1.0, 1.0)
+        return "faster" if low > 1 else "slower" if high < 1 else "none"
+
+    def speedup(self) -> float:
+        """Of the default mode, as the table has it; where that has a verdict only, of the images a
+        second."""
+        difference = self.difference
+        if self.verdict != "none":
+            return difference.value
+        return self.rate("default") / self.rate("none")
+
+    def rate(self, mode: str) -> float:
+        """Images a second; 0 of a mode that has none."""
+        row = self.row(mode)
+        return (row.units_per_s or 0.0) if row else 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The newest single run with --compile, and the newest comparisons."""
+
+    single: LabRun
+    small: Comparison
+    large: Comparison
+    half: Comparison
+
+    @property
+    def plain_fp32(self) -> Comparison:
+        """Of the network that was compared at half precision too."""
+        network = self.half.rows[0].first.options["network"]
+        return self.small if network == SMALL else self.large
+
+    @property
+    def compile_s(self) -> float:
+        return self.single.setup_s["compile"]
+
+    @property
+    def batches(self) -> float:
+        """Until compiling is paid back; 0 if it never is."""
+        return float(self.single.metrics["break_even_batches"] or 0)
+
+    @property
+    def seconds(self) -> float:
+        """Until then, of the plain program, which has had the same time."""
+        return self.batches * float(self.single.metrics["plain_ms"] or 0) / 1e3
+
+
+def check(work: Work) -> Iterator[Item]:
+    return ask(work, measured, (_runs, *QUESTIONS))
+
+
+def mode_of(run: LabRun) -> str:
+    """One of MODES."""
+    compiled = run.options["compile"]
+    if compiled is None:
+        return "none"
+    return next((mode for mode in MODES if f"'{mode}'" in str(compiled)), "default")
+
+
+def fastest(m: Measured) -> list[str]:
+    most = max(m.large.rate(mode) for mode in MODES)
+    return [mode for mode in MODES if m.large.rate(mode) >= AS_FAST * most]
+
+
+def _never(m: Measured) -> list[tuple[float, str]]:
+    if m.batches:
+        return [(0.0, "it is paid back: compiled batches take less time than plain ones")]
+    return [(m.compile_s, "compiled batches take no less time than plain ones: it never is")]
+
+
+def _interval(difference: timing.Ratio) -> str:
+    if difference.interval is None:
+        return "a single process of each shows nothing"
+    low, high = difference.interval
+    return f"{low:.2f} to {high:.2f} times as fast"
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted(
+        "predict.speedup", "predicted: the speed-up of compiling", "times",
+        lambda m: m.large.speedup(),
+        "Convolutions stay with the vendor's library. What the compiler joins lies between them, "
+        "and cannot win more than it takes.",
+    ),
+    Predicted(
+        "predict.compile_s", "predicted: seconds to compile", "s", lambda m: m.compile_s,
+        "It traces the network, writes kernels and calls a compiler for each: the time follows "
+        "the number of different operations, not their size.", within=0.5,
+    ),
+    Chosen(
+        "predict.gains_more", "predicted: which network gains more", (SMALL, LARGE),
+        lambda m: (SMALL, LARGE),  # a prediction is never wrong
+        note=lambda m: f"{SMALL} {m.small.speedup():.2f}x, {LARGE} {m.large.speedup():.2f}x",
+    ),
+    Found(
+        "found.compile_s", "seconds to compile", "s", lambda m: m.compile_s,
+        "The line `Compilation time`, of the newest run with --compile and without --compare.",
+    ),
+    Found(
+        "found.break_even_batches", "batches until it is paid back", "batches",
+        lambda m: m.batches,
+        "The compiler's seconds over what a batch saves, or the line `Break-even`; 0 if never.",
+        slips=_never,
+    ),
+    Found(
+        "found.break_even_s", "seconds of service until then", "s", lambda m: m.seconds,
+        "That many batches at the plain network's time for each, which `Break-even` gives too.",
+        within=0.05,
+        slips=lambda m: [(
+            m.compile_s, "that is the compiler's time; in it the plain program has served batches",
+        )],
+    ),
+    Found(
+        "found.speedup_resnet50", f"the speed-up of {LARGE}", "times",
+        lambda m: m.large.speedup(),
+        "The column `speed-up` of the comparison in fp32, of `compile` without a mode's name; "
+        "where it has no number, images/s over images/s of plain fp32.",
+    ),
+    Chosen(
+        "found.difference", f"whether compiling {LARGE} makes a difference",
+        ("faster", "slower", "none"), lambda m: m.large.verdict,
+        "an interval that contains 1 shows none; above 1 it is faster, below slower",
+        lambda m: _interval(m.large.difference),
+    ),
+    Chosen(
+        "found.fastest", f"the fastest mode of {LARGE}", MODES, fastest,
+        "the column of images/s says so",
+        lambda m: ", ".join(f"{mode} {m.large.rate(mode):,.1f}" for mode in MODES
+                            if m.large.rate(mode)),
+    ),
+    Found(
+        "found.speedup_resnet18", f"the speed-up of {SMALL}", "times",
+        lambda m: m.small.speedup(),
+        f"As for {LARGE}, of its own comparison.",
+    ),
+    Found(
+        "found.speedup_half", "the speed-up at half precision", "times",
+        lambda m: m.half.speedup(),
+        "Of the comparison with --precision fp16 or bf16, likewise.",
+    ),
+    Found(
+        "found.both", "both changes together", "times",
+        lambda m: m.half.rate("default") / m.plain_fp32.rate("none"),
+        "Images/s of the compiled network at half precision over those of plain fp32.",
+        within=0.05,
+        slips=lambda m: [(
+            m.half.speedup(), "that is over plain at the same precision: divide by plain fp32's",
+        )],
+    ),
+    Chosen(
+        "found.short_script", f"{SCRIPT_BATCHES} batches", ("yes", "no"),
+        lambda m: "yes" if 0 < m.batches < SCRIPT_BATCHES else "no",
+        lambda m: f"compare {SCRIPT_BATCHES} batches with the number until it is paid back",
+    ),
+)  # fmt: skip
+
+
+def _runs(work: Work) -> Iterator[Item]:
+    m = measured(work)
+    first = m.large.rows[0].first
+    half = m.half.rows[0].first.options["precision"]
+    ms = timing.median(m.single.step_ms)
+    note = (
+        f"compiled in {m.compile_s:.1f} s, then {ms:,.1f} ms a batch where plain takes "
+        f"{float(m.single.metrics['plain_ms'] or 0):,.1f}"
+    )
+    yield Item(True, f"your runs: {LARGE}, {SMALL}, fp32 and {half}, {first.device['name']}", note)
+
+
+# --- the participant's runs ----------------------------------------------------------------------
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: one of the four measurements is not there."""
+    runs = work.lab_runs("inference_benchmark", mode="inference")
+    alone = (run for run in runs if "plain_ms" in run.metrics and not run.baseline)
+    single = next((run for run in alone if run.options["compile"] is not None), None)
+    if single is None:
+        raise Missing("no single run with --compile yet:", _command(SMALL, "--compile"))
+    large = _comparison(runs, (LARGE,), ("fp32",))
+    small = _comparison(runs, (SMALL,), ("fp32",))
+    return Measured(single, small, large, _comparison(runs, (SMALL, LARGE), ("fp16", "bf16")))
+
+
+def _comparison(
+    runs: Sequence[LabRun], networks: tuple[str, ...], precisions: tuple[str, ...]
+) -> Comparison:
+    """The newest one."""
+    for rows in chosen.comparisons(runs, "compile"):
+        options = rows[0].first.options
+        if options["network"] in networks and options["precision"] in precisions:
+            return Comparison(rows)
+    raise Missing(
+        f"{' or '.join(networks)} in {' or '.join(precisions)} was not compared yet:",
+        _command(networks[0], f"--compare compile --precision {precisions[-1]}"),
+    )
+
+
+def _command(network: str, flags: str) -> str:
+    return f"{PROGRAM} --network {network} --batch-size 4 --iterations 5 {flags}"

@@ -1,0 +1,172 @@
+"""Kernels: predictions and findings against the participant's own two traces of --kineto."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from labs.inference_benchmark import chosen
+from labs.inference_benchmark.chosen import Profile
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, Written, ask
+from workshop.labs import LabRun
+from workshop.profilers import advisor
+from workshop.profilers.names import ELLIPSIS, display_name
+
+PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py --kineto"
+BOUNDS = {
+    "products": ("GEMM-bound", "attention-bound"),
+    "passes": ("elementwise-bound", "copy-bound", "norm-bound"),
+    "launches": ("launch-bound", "latency-bound", "host-bound"),
+    "mixed": (advisor.MIXED,),
+}
+HALVES = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The newest trace of fp32, and the newest of the same network and batch at half precision."""
+
+    plain: Profile
+    half: Profile
+
+    @property
+    def advice(self) -> advisor.Advice | None:
+        return advisor.headline(advisor.advise(self.plain.table))
+
+    @property
+    def idle_percent(self) -> float:
+        return 100 * (self.plain.idle_share() or 0.0)
+
+
+def check(work: Work) -> Iterator[Item]:
+    return ask(work, measured, (_traces, *QUESTIONS))
+
+
+def iteration_ns(one: Profile) -> float:
+    """The time of an iteration's kernels."""
+    return one.table.total_ns / (one.table.steps or 1)
+
+
+def bounds(m: Measured) -> list[str]:
+    """The answers that the advisor's finding agrees with; all, if it has none."""
+    finding = m.advice.finding if m.advice else ""
+    return [answer for answer, findings in BOUNDS.items() if finding in findings] or list(BOUNDS)
+
+
+def _not_the_hottest(m: Measured, answer: str) -> str:
+    kernels = enumerate(m.plain.table.kernels, start=1)
+    rank = next((rank for rank, kernel in kernels if _names(answer, kernel.name)), None)
+    if rank is None:
+        return f"no row of the hot list is called {answer!r:.60}"
+    return "" if rank == 1 else f"it is number {rank} by its total time"
+
+
+def _names(answer: str, name: str) -> bool:
+    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
+    words = [word for word in answer.split(ELLIPSIS) if word]
+    shortened = ELLIPSIS in answer and all(word in name for word in words)
+    whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
+    return shortened or answer.casefold() in {one.casefold() for one in whole}
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted(
+        "predict.five_percent", "predicted: the share of the first five", "%",
+        lambda m: 100 * m.plain.five_share(),
+        "A few kernels take most of the time of nearly every network: to make the others faster "
+        "wins little.", within=0.1,
+    ),
+    Predicted(
+        "predict.launches", "predicted: kernels of an iteration", "calls",
+        lambda m: m.plain.launches(),
+        "Each layer is at least one kernel, a convolution often several; on a CPU operators that "
+        "call others count too.", within=0.5,
+    ),
+    Written("found.hottest", "the hottest row", _not_the_hottest),
+    Found(
+        "found.hottest_percent", "its share", "%",
+        lambda m: 100 * m.plain.table.share(m.plain.table.kernels[0]),
+        "The column `share` of the first row.",
+    ),
+    Found(
+        "found.five_percent", "the share of the first five", "%",
+        lambda m: 100 * m.plain.five_share(), "The first five rows of `show`, added up.",
+        within=0.01,
+    ),
+    Found(
+        "found.launches", "kernels of an iteration", "calls", lambda m: m.plain.launches(),
+        "The line under the hot list: `N calls, ... ms each`, of one step and not of all.",
+        slips=lambda m: [
+            (float(m.plain.table.launches), "that is the whole trace: it holds several iterations"),
+            (float(len(m.plain.table.kernels)), "those are the rows: a row has many calls"),
+        ],
+    ),
+    Found(
+        "found.products_percent", "products and convolutions", "%",
+        lambda m: 100 * m.plain.share("GEMM"), "GEMM in the line `by category`.",
+    ),
+    Found(
+        "found.copies_percent", "copies", "%", lambda m: 100 * m.plain.share("copy"),
+        "`copy` in the line `by category`; 0 if it is not there.", margin=0.3,
+    ),
+    Found(
+        "found.idle_percent", "how much of the time the GPU is idle", "%",
+        lambda m: m.idle_percent,
+        "the line `GPU busy A of B ms (busy%), idle ...`; 0 without a GPU", within=0, margin=1,
+    ),
+    Chosen(
+        "found.bound", "what bounds the iteration", tuple(BOUNDS), bounds,
+        lambda m: f"products {100 * m.plain.share('GEMM'):.0f}%, idle {m.idle_percent:.0f}%; "
+        "`python -m workshop.profilers advise` weighs them",
+        lambda m: m.advice.sentence if m.advice else "",
+    ),
+    Found(
+        "found.half_time", "time at half precision, over fp32's", "times",
+        lambda m: iteration_ns(m.half) / iteration_ns(m.plain),
+        "The ms of one step, under the two hot lists: half precision's over fp32's.",
+        slips=lambda m: [(
+            iteration_ns(m.plain) / iteration_ns(m.half), "that is fp32's over half precision's",
+        )],
+    ),
+    Found(
+        "found.half_products_percent", "products and convolutions at half precision", "%",
+        lambda m: 100 * m.half.share("GEMM"), "GEMM in the line `by category` of that trace.",
+    ),
+)  # fmt: skip
+
+
+def _traces(work: Work) -> Iterator[Item]:
+    m = measured(work)
+    what = m.plain.table.what
+    note = (
+        f"{m.plain.launches():,.0f} {what}s take {iteration_ns(m.plain) / 1e6:,.1f} ms an "
+        f"iteration in fp32, {m.half.launches():,.0f} take {iteration_ns(m.half) / 1e6:,.1f} ms in "
+        f"{m.half.run.options['precision']}"
+    )
+    yield Item(True, f"your two traces: {m.plain.run.subject}", note)
+
+
+# --- the participant's traces --------------------------------------------------------------------
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: one of the two traces is not there."""
+    runs = work.lab_runs("inference_benchmark", mode="inference")
+    plain = _newest(work, [run for run in runs if chosen.is_plain(run)])
+    if plain is None:
+        flags = "--network resnet18 --batch-size 4 --iterations 5"
+        raise Missing("no trace of a plain network in fp32 yet:", f"{PROGRAM} {flags}")
+    like = plain.run
+    halves = [run for run in runs if run.subject == like.subject
+              and run.options["precision"] in HALVES and chosen.processes(run) == 1]  # fmt: skip
+    half = _newest(work, halves)
+    if half is None:
+        flags = f"--network {like.options['network']} --batch-size {like.units_per_step}"
+        raise Missing(
+            "no trace of the same network at half precision yet:",
+            f"{PROGRAM} {flags} --iterations 5 --precision bf16",
+        )
+    return Measured(plain, half)
+
+
+def _newest(work: Work, runs: Sequence[LabRun]) -> Profile | None:
+    return next(chosen.profiles(work.results, runs), None)

@@ -1,0 +1,389 @@
+"""The lab's operator bench: wrong operators get no time, bytes are counted right."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
+from workshop.profilers import load as profiles
+from workshop.roofline.ceilings import Measurement
+from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY
+from workshop.run import hardware
+from workshop.run.precision import PRECISIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "labs/inference_benchmark/TorchTensorOpsBench"
+sys.path.insert(0, str(FOLDER))
+
+import tensor_ops  # noqa: E402
+import torch_tensor_ops_bench as bench  # noqa: E402
+from tensor_ops import make_case  # noqa: E402
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--num-iters", "2", "--num-warmup-iters", "1"]
+DIM = "6-32-33"
+SIZES = {"mm": ("65-40", "40-33"), "addmm": ("65-40", "40-33"), "matmul": ("3-65-40", "40-33")}
+SIZES |= dict.fromkeys(("bmm", "baddbmm"), ("3-65-40", "3-40-33"))
+GBS, FP32_TFLOPS = 10.0, 0.1
+
+
+def measurement(**device: str) -> Measurement:
+    described: dict[str, Any] = {"type": "cpu", "name": "a CPU", **device}
+    return Measurement(described, {"torch": "2"}, "2026-01-01T00:00:00", GBS, {"fp32": FP32_TFLOPS})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measuring of ceilings, and a small cache to empty."""
+    monkeypatch.setattr(bench, "measure_ceilings", lambda _: measurement())
+    monkeypatch.setattr(bench, "cache_bytes", lambda _: 1000)
+
+
+def setting(precision: str = "fp32", cache: int = 1000) -> bench.Setting:
+    return bench.Setting(CPU, PRECISIONS[precision], cache, 2, 1, False, None)
+
+
+def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
+    status = bench.main([*SMALL, "--output-dir", str(folder), *words])
+    return status, json.loads((folder / "ops.json").read_text())["rows"]
+
+
+# --- the sets and the flags ----------------------------------------------------------------------
+
+
+def test_the_sets_are_the_public_tools() -> None:
+    elementwise = "add mul div sub eq exp relu tanh sqrt"
+    reductions = "sum prod norm max mean std var argmax argmin"
+    assert list(tensor_ops.PREDEFINED) == f"{elementwise} {reductions}".split()
+    cases = [make_case(*model_op) for model_op in tensor_ops.MODEL_OPS]
+    names = [case.method + "(sparse)" * case.sparse for case in cases]
+    counts = {"add": 8, "add_": 15, "div": 4, "sum": 4, "add_(sparse)": 1, "relu_": 4}
+    assert {name: names.count(name) for name in names} == counts
+    assert "4-16-512-512, 4-1-1-512" in [case.shapes for case in cases]
+
+
+@pytest.mark.parametrize("flags", [[], ["--inplace"], ["--dtype", "bf16", "--append-dtype"]])
+def test_predefined_operators_are_right_and_timed(tmp_path: Path, flags: list[str]) -> None:
+    status, rows = run(tmp_path, "--run-predefined", "--input-dim", DIM, *flags)
+    assert status == DONE
+    suffix = "(bf16)" if "bf16" in flags else ""
+    in_place = [
+        name + "_" * ("--inplace" in flags and i < 9)
+        for i, name in enumerate(tensor_ops.PREDEFINED)
+    ]
+    assert [row["op"] for row in rows] == [name + suffix for name in in_place]
+    for row in rows:
+        assert row["status"] in ("ok", "ok, cached") and len(row["samples_ms"]) == 2, row
+        rate = row["amounts"]["read"] + row["amounts"]["written"]
+        assert row["gbs"] == pytest.approx(rate / row["median_ms"] / 1e6)
+        assert row["of_ceiling"] == pytest.approx(row["gbs"] / GBS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("op", [*tensor_ops.OPS, "sparse"])
+def test_every_operator_is_right(op: str, precision: str) -> None:
+    if op == "sparse":  # with rows that are hit twice
+        case = make_case("add_", "sparse", "50-33", "40")
+    else:
+        case = make_case(op, None, *SIZES.get(op, (DIM, None)))
+    row = bench.measure_row(case, setting(precision))
+    assert row.status == "ok" and len(row.samples_ms) == 2, row
+
+
+def test_input_dim_stands_for_both() -> None:
+    def shapes(*words: str) -> str:
+        (case,) = bench.make_cases(bench.build_parser().parse_args(words))
+        return case.shapes
+
+    assert shapes("--input-dim", "4-5") == shapes("--input1-dim", "4-5") == "4-5, 4-5"
+    assert shapes("--input-dim", "4-5", "--input2-dim", "5") == "4-5, 5"
+    assert shapes() == "64-1024-1024, 64-1024-1024"
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def rounded(a: Tensor, b: Tensor) -> Tensor:
+    """As tf32 does, and worse."""
+    return (a.bfloat16() @ b.bfloat16()).float()
+
+
+def skips_a_row(table: Tensor, added: Tensor) -> Tensor:
+    table.add_(added)[int(added._indices()[0, 0])] -= 1
+    return table
+
+
+def moves_another(table: Tensor, added: Tensor) -> Tensor:
+    untouched = sorted(set(range(50)) - set(added._indices()[0].tolist()))[0]
+    table.add_(added)[untouched, 0] += 1e-3
+    return table
+
+
+FAULTS = {
+    "mul": lambda a, b: a + b,
+    "div": lambda a, b: (a / b).bfloat16().float(),
+    "eq": lambda a, b: torch.zeros_like(a, dtype=torch.bool),
+    "exp": lambda a: a.exp() * (1 + 2.0**-20),
+    "relu": lambda a: torch.nn.functional.leaky_relu(a, 1e-4),
+    "sum": lambda a: a.view(-1)[1:].sum(),
+    "prod": lambda a: a.view(-1)[: a.numel() // 2].prod(),
+    "norm": lambda a: a.norm().square(),
+    "max": lambda a: a.view(-1).sort().values[-2],
+    "mean": lambda a: torch.tensor(torch.nan),
+    "std": lambda a: a.std(unbiased=False),
+    "argmin": lambda a: a.argmin() + 1,
+    "mm": rounded,
+}
+
+
+@pytest.mark.parametrize("op", FAULTS)
+def test_a_wrong_operator_is_red(op: str, monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(tensor_ops, "find_function", lambda _: FAULTS[op])
+    monkeypatch.setattr(tensor_ops, "result_like", like(op))
+    dims = SIZES.get(op, (DIM, DIM))
+    status, (row,) = run(tmp_path, "--op", op, "--input1-dim", dims[0], "--input2-dim", dims[1])
+    assert status == ANSWER_IS_NO
+    assert (row["status"], row["samples_ms"], row["gbs"]) == ("WRONG", [], None)
+    assert "roundings of fp32, allowed" in capsys.readouterr().out
+    assert not (tmp_path / "roofline.png").exists()
+
+
+def like(op: str) -> Any:
+    """The true result's shape and type."""
+    true = getattr(Tensor, op)
+
+    def result_like(case: tensor_ops.Case, dtype: torch.dtype) -> Tensor:
+        return true(*(torch.empty(dim, dtype=dtype, device="meta") for dim in case.dims))
+
+    return result_like
+
+
+@pytest.mark.parametrize("fault", [skips_a_row, moves_another])
+def test_a_wrong_sparse_addition_is_red(fault, monkeypatch) -> None:
+    monkeypatch.setattr(tensor_ops, "find_function", lambda _: fault)
+    row = bench.measure_row(make_case("add", "sparse", "50-33", "20"), setting())
+    assert row.status == "WRONG" and not row.samples_ms
+
+
+def test_one_wrong_element_of_many_parts_is_red(monkeypatch) -> None:
+    monkeypatch.setattr(tensor_ops, "PART", 100)
+    case = make_case("exp", None, "60-20", None)
+    inputs = tensor_ops.draw(case, CPU, torch.float32)
+    result = inputs[0].exp()
+    assert tensor_ops.error_roundings(case, inputs, result, 2.0**-24) < 8
+    result[30, 7] = torch.nan
+    assert tensor_ops.error_roundings(case, inputs, result, 2.0**-24) == float("inf")
+
+
+def test_a_result_of_another_shape_is_red(monkeypatch) -> None:
+    case = make_case("add", None, "4-5", None)
+    inputs = tensor_ops.draw(case, CPU, torch.float32)
+    wrong = tensor_ops.error_roundings(case, inputs, torch.zeros(5), 2.0**-24)
+    assert wrong == float("inf")
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "op_type", "dim1", "dim2", "read", "written", "operations"),
+    [
+        ("add", None, "4-5", None, 160, 80, 20),
+        ("add_", None, "4-5", "5", 100, 80, 20),
+        ("add", None, "4-1", "5", 36, 80, 20),
+        ("eq", None, "4-5", None, 160, 20, 20),
+        ("eq_", None, "4-5", None, 160, 80, 20),
+        ("relu_", None, "4-5", None, 80, 80, 20),
+        ("sum", None, "4-5", None, 80, 4, 20),
+        ("var", None, "4-5", None, 80, 4, 60),
+        ("argmax", None, "4-5", None, 80, 8, 20),
+        ("clone", None, "4-5", None, 80, 80, 0),
+        ("copy_", None, "4-5", None, 80, 80, 0),
+        ("mm", None, "2-3", "3-5", 84, 40, 60),
+        ("addmm", None, "2-3", "3-5", 104, 40, 70),
+        ("bmm", None, "7-2-3", "7-3-5", 588, 280, 420),
+        ("add_", "sparse", "100-5", "3", 24 + 120, 60, 15),
+    ],
+)
+def test_bytes_and_operations(op, op_type, dim1, dim2, read, written, operations) -> None:
+    counted = tensor_ops.count_amounts(make_case(op, op_type, dim1, dim2), torch.float32)
+    assert counted == tensor_ops.Amounts(read, written, operations)
+
+
+def test_half_the_bytes_at_half_the_size() -> None:
+    case = make_case("add", None, "4-5", None)
+    assert tensor_ops.count_amounts(case, torch.bfloat16) == tensor_ops.Amounts(80, 40, 20)
+
+
+# --- physics -------------------------------------------------------------------------------------
+
+
+def timed(op: str, dims: tuple[str, str | None], ms: float, cache: int) -> tuple[str, float | None]:
+    """Status and share of the data sheet of a row with that time, on an H200 (4,800 GB/s; 66.9
+    TFLOP/s in fp32)."""
+    row = bench.new_row(make_case(op, None, *dims), setting())
+    row.samples_ms = [ms]
+    report = bench.Report([row], measurement(type="cuda", name="NVIDIA H200"), cache)
+    flagged = any(note.startswith("IMPLAUSIBLE") for note in report.notes())
+    assert flagged == (report.status(row) == "IMPLAUSIBLE")
+    return report.status(row), report.share(row, DATA_SHEET)
+
+
+@pytest.mark.parametrize(
+    ("op", "dims", "cache", "fastest_ms"),
+    [
+        ("add", ("4800-1000-1000", None), 0, 12.0),
+        ("relu", ("1000-1000", None), 10**9, 4 / 4.8e3),  # the result may stay in the cache
+        ("relu", ("1000-1000", None), 10**6, 7 / 4.8e3),  # a part of it
+        ("mm", ("8192-8192", None), 0, 2 * 8192**3 / 66.9e9),
+    ],
+)
+def test_faster_than_the_chip_is_implausible(op, dims, cache, fastest_ms) -> None:
+    assert timed(op, dims, fastest_ms * 1.01, cache)[0] == "ok"
+    assert timed(op, dims, fastest_ms * 0.99, cache)[0] == "IMPLAUSIBLE"
+
+
+def test_shares_are_of_the_limit_that_the_rate_belongs_to() -> None:
+    product = bench.new_row(make_case("mm", None, "100-100", None), setting())
+    addition = bench.new_row(make_case("add", None, "100-100", None), setting())
+    product.samples_ms = addition.samples_ms = [1.0]
+    report = bench.Report([product, addition], measurement(), 0)
+    assert (product.kind, addition.kind) == (COMPUTE, MEMORY)
+    assert report.share(product, MEASURED) == pytest.approx(2e6 / 1e-3 / (FP32_TFLOPS * 1e12))
+    assert report.share(addition, MEASURED) == pytest.approx(12e4 / 1e-3 / (GBS * 1e9))
+    assert report.share(addition, DATA_SHEET) is None
+
+
+def test_the_cache_is_emptied_and_inputs_are_restored_outside_of_the_clock(monkeypatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(bench.StepClock, "mark", lambda _: events.append("mark"))
+    monkeypatch.setattr(bench.StepClock, "durations_ms", lambda _: [1.0, 9.0, 2.0, 9.0, 3.0])
+    samples = bench.time_calls(
+        lambda: events.append("call"), lambda: events.append("prepare"), setting()
+    )
+    assert events == 3 * ["prepare", "mark", "call", "mark"]
+    assert samples == [2.0, 3.0]  # the first is the warm-up
+
+
+def test_an_in_place_operator_begins_with_the_same_numbers_each_time(monkeypatch) -> None:
+    case = make_case("exp_", None, DIM, None)
+    begins_with: list[Tensor] = []
+
+    def note(call: Any, prepare: Any, _: bench.Setting) -> list[float]:
+        for _ in range(2):
+            prepare()
+            begins_with.append(call.args[0].clone())
+            call()
+        return [1.0]
+
+    monkeypatch.setattr(bench, "time_calls", note)
+    bench.measure_row(case, setting())
+    (drawn,) = tensor_ops.draw(case, CPU, torch.float32)
+    assert all(torch.equal(begun, drawn) for begun in begins_with) and len(begins_with) == 2
+
+
+# --- files and errors ----------------------------------------------------------------------------
+
+
+def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
+    _, (row,) = run(tmp_path, "--op", "add_", "--input-dim", DIM, "--enable-profiling")
+    text = (tmp_path / "ops.md").read_text()
+    assert re.search(r"^\| add_ \| 6-32-33, 6-32-33 \| \d", text, re.MULTILINE)
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "copy" in shown and "10 GB/s" in shown
+    (command,) = re.findall(r"Trace: python -m workshop.profilers show (\S+)", shown)
+    assert command == row["trace"]
+    kernels = profiles.load(Path(command)).kernels
+    assert {kernel.name: kernel.calls for kernel in kernels}["aten::add_"] == 2
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run(tmp_path, "--op", "sum", "--input-dim", DIM)[0] == DONE
+    assert "| sum | 6-32-33 |" in capsys.readouterr().out
+    assert not (tmp_path / "roofline.png").exists()
+
+
+def test_what_memory_does_not_hold_is_said(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda _: 10**9)
+    status, (row,) = run(tmp_path, "--input-dim", "1024-1024-1024")
+    assert (status, row["status"], row["samples_ms"]) == (ANSWER_IS_NO, "no memory", [])
+    assert re.search(r"needs about 1\d\.\d GB, 1\.0 GB are free", capsys.readouterr().out)
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: Tensor) -> Tensor:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "no memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "no memory"),
+        (RuntimeError("\"add_cpu\" not implemented for 'Half'"), "absent"),
+    ],
+)
+def test_a_device_that_can_not_is_no_traceback(error, status, monkeypatch) -> None:
+    case = make_case("sum", None, "4-5", None)
+    row = bench.new_row(case, setting())
+    monkeypatch.setattr(bench, "_fill", raises(error))
+    monkeypatch.setattr(bench, "new_row", lambda *_: dataclasses.replace(row))
+    assert bench.measure_row(case, setting()).status == status
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--op tnah", "did you mean tanh?"),
+        ("--op qqqqq", "known are add, mul"),
+        ("--op add --op-type unary", "add is binary"),
+        ("--op mul --op-type sparse", "only add may be sparse"),
+        ("--op sum --inplace", "sum has no in-place form"),
+        ("--op mm_", "mm has no in-place form"),
+        ("--input1-dim 4-x", "--input1-dim '4-x'"),
+        ("--input1-dim 4-0", "--input1-dim '4-0'"),
+        ("--input1-dim 4-5 --input2-dim 4--5", "--input2-dim '4--5'"),
+        ("--input1-dim 4-5 --input2-dim 3", "add(4-5, 3): "),
+        ("--op add_ --input1-dim 5 --input2-dim 4-5", "add_(5, 4-5): "),
+        ("--op mm --input-dim 4-5", "mm(4-5, 4-5): "),
+        ("--op add --op-type sparse --input1-dim 4", "give ROWS-WIDTH"),
+        ("--run-model-ops --inplace", "--run-model-ops has both forms"),
+        ("--dtype fp16", "choose from fp32, bf16"),
+        ("--output-dir /dev/null/below", "choose another --output-dir"),
+    ],
+)
+def test_wrong_usage_is_one_line(flags: str, message: str, capsys) -> None:
+    assert bench.main([*SMALL, *flags.split()]) == WRONG_USAGE
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_the_readmes_commands_are_understood() -> None:
+    commands = re.findall(r"^python \S+ (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) > 5
+    for command in commands:
+        assert bench.make_cases(bench.build_parser().parse_args(shlex.split(command)))
+
+
+def test_it_runs_from_its_own_folder(type_command, tmp_path: Path) -> None:
+    words = ["--op", "add", "--input1-dim", "64-64", *SMALL, "--output-dir", tmp_path]
+    ended = type_command("python", "torch_tensor_ops_bench.py", *words, folder=FOLDER)
+    assert ended.returncode == DONE, ended.stderr
+    content = json.loads((tmp_path / "ops.json").read_text())
+    assert content["copy_gbs"] > 0 and content["tflops"]["fp32"] > 0
+    assert content["cache_bytes"] > 10**5
+    assert {"python", "torch"} <= content["software"].keys()

@@ -1,0 +1,347 @@
+"""The versions' profiler scripts on a lab's program: the inference benchmark's --profile-steps, its
+record, and what a profile of it answers."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import HANGS_S
+from stored_runs import lab_run
+from test_lab_inference import SMALL, Variant, bench
+from test_profile_run import Ranges
+from test_profile_scripts import NVIDIA_GPU, RUNNERS, TOOLS, Machine, finished, problems
+
+from labs.inference_benchmark import group, measure, networks, profiling
+from workshop import labs
+from workshop.collection import Collection
+from workshop.errors import WorkshopError
+from workshop.labs import LabRun
+from workshop.profilers import advisor, kernel_file, load, profile_run, programs, summary
+from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
+from workshop.versions import ROOT
+
+LAB = programs.PROGRAMS["inference_benchmark"]
+FOLDER = LAB.path.parent
+FLAGS = "--network resnet50 --batch-size 32 --fp16 1".split()
+CPU = torch.device("cpu")
+QUESTIONS = ["top-kernels", "launches", "copies", "host-and-gpu", "compute-or-memory"]
+
+
+# --- the scripts ---------------------------------------------------------------------------------
+
+
+class LabMachine(Machine):
+    """A Machine whose checkout has the lab too, which is what its scripts profile."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = self.root / FOLDER.relative_to(ROOT)
+        self.folder.mkdir(parents=True)
+        (self.folder / LAB.path.name).touch()
+        for link in FOLDER.glob("run_*"):
+            (self.folder / link.name).symlink_to(link.readlink())
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> LabMachine:
+    return LabMachine(tmp_path)
+
+
+def test_the_lab_links_to_every_runner() -> None:
+    links = {path.name: path for path in FOLDER.glob("run_*")}
+    assert links.keys() == {path.name for path in RUNNERS.glob("run_*")}
+    for name, link in links.items():
+        assert not link.readlink().is_absolute() and link.resolve() == RUNNERS / name
+
+
+def test_every_command_profiles_the_lab_s_program(machine: LabMachine) -> None:
+    for tool, count in zip(TOOLS, (7, 2, 4, 2, 2, 1), strict=True):
+        commands = machine.dry_run(tool, "--", *FLAGS)
+        assert [problem for command in commands for problem in problems(command)] == []
+        assert len(commands) == count
+        started = [words for words in commands if "--profile-steps" in words]
+        for words in started:
+            program = words[words.index("--profile-steps") - 1 :]
+            assert program[0] == str(machine.folder / LAB.path.name)
+            assert program[5:11] == FLAGS
+        assert started
+    assert (
+        "(default: results/profiles/inference_benchmark/nsys)"
+        in subprocess.run(
+            ["bash", FOLDER / "run_nsys.sh", "--help"], capture_output=True, text=True
+        ).stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--iterations 10", "use --steps of"),
+        ("--out x", "use --output-dir of"),
+        ("--kineto", "--kineto does not go with a profiler"),
+        ("--compare precision", "--compare does not go with a profiler"),
+        ("--batch-size 0", "whole number"),
+        ("--network resnet1000", "no such network"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_profiler(
+    flags: str, message: str, machine: LabMachine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the scripts in bash, which know two of them, and by those in Python."""
+    if "use --" in message:
+        done = machine.run("ncu", "--", *flags.split())
+        assert done.returncode == 2 and message in done.stderr
+    try:
+        profile_run.plan(LAB, ["--network", "resnet18", *flags.split()], 1)
+        error = ""
+    except WorkshopError as problem:
+        error = str(problem)
+    except SystemExit:  # argparse's
+        error = capsys.readouterr().err
+    assert message in error
+
+
+# A Python that says it sees the GPU, and is one.
+REAL_PYTHON = f'case "$1$2" in -c*is_available*) exit 0 ;; esac\nexec "{sys.executable}" "$@"\n'
+RUN_PROGRAM = 'while case $1 in */my_python) false ;; esac; do shift; done; "$@" || exit\n'
+NSYS_ROWS = """Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),Name
+80.0,8000000,40,200000,1,100000,300000,void cudnn::implicit_convolve_sgemm<float>()
+20.0,2000000,60,33333,1,10000,60000,void at::native::batch_norm_kernel<float>()
+"""
+NSYS = f"""case $1 in
+stats) for word; do case $word in --output=*) out=${{word#*=}} ;; esac; done
+  printf '%s' '{NSYS_ROWS}' >"$out"_cuda_gpu_kern_sum.csv ;;
+*) for word; do case $word in --output=*) echo x >"${{word#*=}}.nsys-rep" ;; esac; done
+  {RUN_PROGRAM} ;;
+esac"""
+NCU_ROWS = ROOT / "tests" / "fixtures" / "profilers" / "ncu" / "ncu_raw_h200.csv"
+NCU = f"""case "$*" in *--query*) exit ;; *--import*) cat '{NCU_ROWS}'; exit ;; esac
+for word; do case $last in --export) echo x >"$word" ;; esac; last=$word; done
+{RUN_PROGRAM}"""
+
+
+@pytest.mark.parametrize(("tool", "body", "first"), [("nsys", NSYS, "80.0%"), ("ncu", NCU, "%")])
+def test_a_tool_that_runs_the_program(
+    tool: str, body: str, first: str, machine: LabMachine
+) -> None:
+    """The scripts start the true program by a stand-in of the tool, which leaves its tables."""
+    shutil.rmtree(machine.root / "workshop")
+    for name in ("workshop", "labs"):
+        shutil.rmtree(machine.root / name, ignore_errors=True)
+        (machine.root / name).symlink_to(ROOT / name)
+    machine.install(my_python=REAL_PYTHON, **{tool: body}, **NVIDIA_GPU)
+    words = "--network resnet18 --batch-size 2 --warmup-iterations 1 --device cpu".split()
+    done = machine.run(tool, "--steps", "2", "--", *words, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = load.recorded(machine.out)
+    assert isinstance(record, LabRun) and (record.status, record.step_ms) == ("profiled", [])
+    assert record.options["num_steps"] == 2
+    found = advisor.advise(load.load(machine.out), record)
+    assert [advice.finding for advice in found[:5]] == QUESTIONS
+    assert first in found[0].sentence
+
+
+def test_torch_profiler_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "run_pytorch_profiler.py", "--steps", "2", "--output-dir", tmp_path]
+    done = subprocess.run(
+        [*command, *"-- --network resnet18 --batch-size 2 --device cpu".split()],
+        cwd=FOLDER,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "trace").glob("inference_benchmark.*.pt.trace.json.gz"))
+    table, record = load.load(tmp_path / "kernels.json"), load.recorded(tmp_path)
+    assert (table.what, table.steps, set(table.phases_ns)) == ("operator", 2, {"forward"})
+    assert isinstance(record, LabRun) and record.options["num_steps"] == 2
+    assert record.flops_per_step == pytest.approx(2 * 3.63e9, rel=0.01)  # of the whole batch
+    assert "top 5 operators take" in done.stdout and "was not compared" in done.stdout
+    convolutions = next(k for k in table.kernels if k.name == "aten::conv2d")
+    assert convolutions.calls == 2 * 20
+
+
+def test_what_explains_a_tiny_llama_is_skipped() -> None:
+    command = [sys.executable, "run_deepspeed_flops.py", "--", "--network", "resnet18"]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 77 and len(done.stderr.splitlines()) == 1
+    assert "--flops-prof-step" in done.stderr
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Ranges]]:
+    """Prepares a small network, with ranges that note when they are opened."""
+    monkeypatch.setattr(networks, "get_network", lambda name: SMALL)
+
+    def prepare(*flags: str, steps: int = 2) -> tuple[Any, Ranges]:
+        ranges = Ranges()
+        words = ["--network", "small", "--batch-size", "4", "--device", "cpu", *flags]
+        return profile_run.plan(LAB, words, steps).load()(ranges), ranges
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("mode", "parts"),
+    [("inference", ["forward"]), ("training", ["forward", "backward", "optimizer"])],
+)
+def test_marker_ranges_lie_around_the_steps_alone(mode: str, parts: list[str], small) -> None:
+    run, ranges = small("--mode", mode)
+    assert ranges.opened == []  # of the warm-up
+    run.step()
+    run.eager_step()
+    assert ranges.opened == 2 * ["step", *(f"step/{part}" for part in parts)]
+
+
+def test_the_vendor_s_profiler_watches_the_steps_alone(
+    small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events: list[str] = []
+    run, _ = small()
+    monkeypatch.setattr(profile_run, "_nvidia_profiler", lambda device: Noted(events))
+    monkeypatch.setattr(type(run), "step", lambda self: events.append("step"))
+    assert profile_run.watch(run, 2, 5, tmp_path) == 0
+    assert events == ["start", "step", "step", "stop"]
+    assert labs.load(tmp_path / "run.json").status == "profiled"
+
+
+class Noted:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def __enter__(self) -> None:
+        self.events.append("start")
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append("stop")
+
+
+def test_a_trace_of_the_benchmark_has_its_record(tmp_path: Path) -> None:
+    """--kineto, with the part of the batch that this process has."""
+    ours = bench(Variant(), batch=4)
+    ours.run.units_per_step, ours.run.flops_per_step = 8, 8 * ours.counts.flops
+    measure.measure_inference(ours, 2, 1, lambda line: None)
+    lines: list[str] = []
+    profiling.trace(ours, tmp_path, group.Group(), lines.append)
+    path = Path(lines[0].split()[-1])
+    record = load.recorded(path)
+    assert isinstance(record, LabRun)
+    assert (record.units_per_step, record.flops_per_step) == (4, 4 * ours.counts.flops)
+    found = advisor.advise(load.load(path), record)
+    assert [advice.finding for advice in found[:5]] == QUESTIONS
+
+
+# --- what a profile answers ----------------------------------------------------------------------
+
+
+def kernel(category: str, ms: float, name: str = "", calls: int = 10, **more: float) -> Kernel:
+    return Kernel(name or category, category, calls, ms * 1e6, **more)
+
+
+KERNELS = [
+    kernel("GEMM", 40),
+    *(kernel("elementwise", ms, f"pass_{ms}") for ms in (20, 15, 10)),
+    kernel("copy", 6, "Memcpy HtoD (Pageable -> Device)"),
+    kernel("copy", 4, "copy_kernel"),
+    kernel("norm", 5),
+]  # 100 ms
+
+
+def lab_profile(span_ms: float | None = 125.0, **changes: Any) -> tuple[KernelTable, LabRun]:
+    """Two steps of 32 images on an H200: 1 TFLOP and 10 GB each."""
+    line = Timeline(span_ms * 1e6, 100e6) if span_ms else None
+    calls = {"cudaLaunchKernel": HostCall(70, 14e6)}
+    table = KernelTable(Path("trace.json"), "torch.profiler", KERNELS, device="NVIDIA H200",
+                        timeline=line, steps=2, host_calls=calls)  # fmt: skip
+    record = lab_run(status="profiled", step_ms=[], flops_per_step=1e12, units_per_step=32)
+    record.lab, record.device = "inference_benchmark", {"name": "NVIDIA H200"}
+    record.options |= {"precision": "fp16"}
+    record.metrics = {"flop_per_byte": 100.0}
+    record.ceiling_tflops = None
+    for name, value in changes.items():
+        target = record if hasattr(record, name) else table
+        setattr(target, name, value)
+    return table, record
+
+
+def answer(question: str, **changes: Any) -> str:
+    found = {advice.finding: advice for advice in advisor.advise(*lab_profile(**changes))}
+    return found[question].sentence
+
+
+def counted(flops: float, bytes_: float) -> list[Kernel]:
+    return [dataclasses.replace(KERNELS[0], total_ns=1e8, flops=flops, bytes=bytes_)]
+
+
+@pytest.mark.parametrize(
+    ("question", "changes", "words"),
+    [
+        ("top-kernels", {}, "The top 5 kernels take 91% of the kernels' time: GEMM 40.0%, pass_20"),
+        ("launches", {}, "It runs 35 kernels a step (70 in 2), 1.43 ms each on average."),
+        ("launches", {"steps": None}, "It runs 70 kernels, 1.43 ms"),
+        ("copies", {}, "10 copies a step; between host and device 6.0%, on the device 4.0%"),
+        ("host-and-gpu", {}, "take 7 ms a step; the GPU works 80% of the time (50 ms a step)"),
+        ("host-and-gpu", {"span_ms": None}, "the kernels take 50 ms a step; this tool has no"),
+        ("host-and-gpu", {"what": "operator"}, "No GPU took part: 50 ms a step"),
+        # The H200's fp16 rate and bandwidth meet at 206 FLOP a byte, its fp32 ones at 14.
+        ("compute-or-memory", {}, "32 images needs 1,000 GFLOP and 10 GB: 100 FLOP a byte;"),
+        ("compute-or-memory", {}, "(data sheet) meet at 206: memory-bound"),
+        ("compute-or-memory", {"options": {"precision": "fp32"}}, "meet at 13.9: compute-bound"),
+        ("compute-or-memory", {"kernels": counted(9e12, 1e10)},
+         "The profiler counted 9,000 GFLOP and 10 GB: 900 FLOP a byte"),
+        ("compute-or-memory", {"device": {"name": "a CPU"}}, "limits are not known"),
+        ("compute-or-memory", {"device": {"name": "a CPU"}, "ceiling_tflops": 1.0,
+                               "metrics": {"flop_per_byte": 100.0, "ceiling_gbs": 50.0}},
+         "(measured) meet at 20: compute-bound"),
+        ("compute-or-memory", {"flops_per_step": None}, "not known"),
+    ],
+)  # fmt: skip
+def test_answers(question: str, changes: dict[str, Any], words: str) -> None:
+    assert words in answer(question, **changes)
+
+
+def test_the_advice_names_the_lab_s_flags_and_no_version() -> None:
+    found = advisor.advise(*lab_profile())
+    assert [advice.finding for advice in found[:5]] == QUESTIONS
+    rest = {advice.finding: advice.treatment for advice in found[5:]}
+    assert "--fold-norms" in rest["elementwise-bound"] and "--channels-last" in rest["GEMM"]
+    in_fp32 = advisor.advise(*lab_profile(options={"precision": "fp32"}))
+    assert any("--fp16 1" in a.treatment for a in in_fp32 if a.finding == "GEMM")
+    text = " ".join(advice.sentence + advice.treatment for advice in found)
+    assert not re.search(r"\bV[1-4]\b|trainer\.py|training", text)
+    table, record = lab_profile()
+    few = dataclasses.replace(table, kernels=KERNELS[:1])
+    few.kernels[0] = dataclasses.replace(KERNELS[0], calls=3)
+    assert [advice.finding for advice in advisor.advise(few, record)] == ["too-few"]
+
+
+def test_a_lab_s_profile_in_the_collection_and_on_the_summary_page(tmp_path: Path) -> None:
+    table, record = lab_profile()
+    folder = tmp_path / "profiles" / LAB.key
+    kernel_file.write(table, folder / "nsys")
+    labs.save(record, folder / "nsys" / "run.json")
+    collection = Collection([tmp_path])
+    collection.refresh()
+    (profile,) = collection.profiles
+    assert (profile.run, profile.lab, profile.device) == (None, record, "NVIDIA H200")
+    assert collection.broken == [] and collection.lab_runs == []
+    outcome = finished("nsys", exit_status=0, filled=True)
+    content = summary.sum_up(LAB, [outcome], FLAGS, folder)
+    assert content["configuration"] == f"{record.subject}: {record.variant}"
+    assert content["headline"].startswith("elementwise-bound")
+    written = summary.write(content, folder)
+    assert f'href="{LAB.key}/index.html"' in written[-1].read_text()
+    assert json.loads((folder / "summary.json").read_text())["version"] == LAB.key
