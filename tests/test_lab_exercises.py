@@ -1,10 +1,14 @@
 """The exercises of the labs: their empty answers, their solutions, and wrong answers."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-from exercise_cases import checked, only_fault, red, solution, unanswered
+from exercise_cases import FOLDERS, checked, loaded, only_fault, red, solution, unanswered
+
+from workshop.exercises.frame import Work
+from workshop.profilers.table import Timeline
 
 NAMES = (
     "inference_1_baseline",
@@ -94,3 +98,12 @@ def test_the_hottest_are_compared_by_name(
     assert says in only_fault(
         name, tmp_path, {"top_five": answers}, results=solution(name)["results"]
     )
+
+
+def test_a_gpu_that_waits_gains_less() -> None:
+    check = loaded("inference_3_profiler")
+    m = check.measured(Work(FOLDERS["inference_3_profiler"], **solution("inference_3_profiler")))
+    table = dataclasses.replace(m.table, timeline=Timeline(span_ns=10.0, busy_ns=8.0))
+    waits = dataclasses.replace(m, table=table)
+    assert waits.idle_percent == pytest.approx(20)
+    assert waits.products == pytest.approx(0.8 * m.products)

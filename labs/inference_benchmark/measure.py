@@ -329,5 +329,13 @@ def make_iteration(
     if training:
         targets = setting.network.targets(setting.batch_size, setting.seed).to(setting.device)
         return Training(copy.deepcopy(model), variant, setting, images, targets).step
-    images = images.to(variant.dtype)
-    return inference_step(prepare(model, variant), variant, images, setting.device)
+    batches = [images.to(variant.dtype, copy=True) for _ in range(BATCHES)]
+    # To the network's own input each iteration copies one of the batches, which wait beside it.
+    inputs = torch.empty_like(batches[0])
+    step = inference_step(prepare(model, variant), variant, inputs, setting.device)
+
+    def iteration() -> None:
+        inputs.copy_(batches[0])
+        step()
+
+    return iteration

@@ -370,7 +370,8 @@ class _Need:
                 few = Setting(setting.network, setting.device, batch, setting.seed)
                 # Made before it is measured: converting weights takes more than so few images.
                 iteration = measure.make_iteration(model, variant, few, training)
-                held = batch * _image_bytes(setting.network)
+                copies = 1 if training else measure.BATCHES + 1
+                held = copies * batch * _image_bytes(setting.network)
                 peaks.append(memory.cpu_step_peak(iteration, lambda held=held: held))  # type: ignore[misc]
             slope = (peaks[1] - peaks[0]) / 2
             weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
