@@ -22,6 +22,11 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+
+from workshop.run.torchvision import make_importable  # noqa: E402
+
+make_importable()  # transformers imports it where it is installed
+
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from workshop import versions  # noqa: E402

@@ -20,6 +20,7 @@ import pytest
 import stored_runs
 import torch
 
+from labs.inference_benchmark import measure
 from workshop import errors, results
 from workshop import parity as gate_command
 from workshop.arguments import count
@@ -68,10 +69,13 @@ NUMBERS = ("0", "-1", "nan", "inf", "1e23", "1" + 23 * "0", "1e400", "text")
 NO_NAME = "no such name\x1b[31m"
 """Steers a terminal, too."""
 HUGE = {"1e23", "1" + 23 * "0"}
+BENCHMARK = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
 GOOD = {
     "--learning-rate": HUGE,
     "--port": {"0"},
     "--seed": {"0"},
+    "--flops-prof-step": {"0"},
+    "--rank": {"0"},
     "--percent": {"0", "-1"},
     "--from": {"0", "-1"},
     "--to": {*HUGE, "inf", "1e400"},
@@ -89,9 +93,12 @@ ANYTHING = {
     ("version4_pytorch_sdpa/exercises/production_deployment/deploy.py", "--output-dir"),  # mine.py
     ("workshop/profilers/run_all.py", "--output-dir"),  # run_all_profilers.sh has made them
     ("workshop/profilers/run_all.py", "--lock"),
+    (BENCHMARK, "--dist-url"),
+    ("labs/inference_benchmark/results_sheet.py", "--name"),
 }
 """Flags of which only the empty value is known to be wrong."""
 NEEDS = {
+    BENCHMARK: {"network": ["--network", "resnet18"]},
     "workshop/parity.py": {"version": ["--version", "v1"]},
     "workshop/profilers/run_all.py": {
         "scripts": ["run_pytorch_profiler.py"],
@@ -121,6 +128,7 @@ NEEDS = {
 """What a program or its subcommand can't do without, by argument."""
 FORCED = ["--baseline", "baseline.json", "--device", "cpu", "--force"]
 INSTEAD = {
+    (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
     ("analysis_tools/roofline_analysis.py", "--ai"): ["--gflops", "1"],
     ("analysis_tools/roofline_analysis.py", "--gflops"): ["--ai", "1"],
     ("analysis_tools/roofline_analysis.py", "--device"): ["--measure"],
@@ -162,6 +170,7 @@ def stop_where_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         (trainer, "train"),
         (trainer, "Runner"),
         (parity, "check_model"),
+        (measure, "make_bench"),
         (copies, "make"),
         (subprocess.Popen, "__init__"),
         (ProcessPoolExecutor, "__init__"),

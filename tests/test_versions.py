@@ -13,6 +13,7 @@ from workshop import versions
 from workshop.errors import WorkshopError
 from workshop.gate import canonical, parity
 from workshop.run import interpreter, presets
+from workshop.run.torchvision import make_importable
 from workshop.versions import VERSIONS
 
 KEYS = versions.available()
@@ -65,6 +66,7 @@ def test_a_version_file_needs_torch_alone(key: str) -> None:
 
 @pytest.mark.parametrize("key", ON_CPU)
 def test_weights_of_a_hugging_face_llama_give_its_logits_and_loss(key: str, odd_config) -> None:
+    make_importable()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)

@@ -41,11 +41,12 @@ def find(arguments: argparse.Namespace) -> Group:
     Raises:
         WorkshopError: the rank is outside the group, or the batch smaller than it.
     """
+    given = device_ids(arguments.device_ids)
     if all(name in os.environ for name in TORCHRUN):
         rank, local_rank, world_size = (int(os.environ[name]) for name in TORCHRUN)
         group = Group(rank, local_rank, world_size)
     elif arguments.distributed_dataparallel:
-        ids = device_ids(arguments.device_ids)
+        ids = given
         local_rank = ids[0] if len(ids) == 1 else arguments.rank
         group = Group(arguments.rank, local_rank, arguments.world_size, arguments.dist_url)
     else:

@@ -8,7 +8,6 @@ overflow fp16 after fifty of them.
 import contextlib
 import difflib
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run.torchvision import make_importable
 
 CLASSES, PIXEL_CLASSES = 1000, 21
 """Of ImageNet, and of Pascal VOC, which torchvision's segmentation networks are made for."""
@@ -112,34 +112,16 @@ def logits(output: Any) -> Tensor:
 
 
 def import_torchvision() -> ModuleType:
-    """torchvision, also a build for GPUs beside a PyTorch for the CPU: that one fails at import,
-    since its two operators for detection are not declared.
-
-    Raises:
-        NotOnThisMachine: it is not installed.
-    """
-    if importlib.util.find_spec("torchvision") is None:
+    """Raises NotOnThisMachine where torchvision is not installed."""
+    if not make_importable():
         raise NotOnThisMachine(
             "torchvision is missing: run `make setup`, or pip install the torchvision that "
             f"belongs to PyTorch {torch.__version__}"
         )
-    try:
-        import torchvision.models
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _declared.append(library)  # the declarations live as long as it does
-        import torchvision.models
+    import torchvision.models
+
     found: ModuleType = torchvision
     return found
-
-
-_declared: list[torch.library.Library] = []
 
 
 def get_network(name: str) -> Network:

@@ -84,8 +84,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(arguments: argparse.Namespace) -> int:
+    folder = arguments.results_dir
+    if folder != results.DEFAULT_FOLDER and not folder.is_dir():
+        raise WorkshopError(f"--results-dir {folder}: no such folder")
     old = _read(arguments.output)
-    work = Work(ROOT, results=arguments.results_dir)
+    work = Work(ROOT, results=folder)
     runs = chosen.own_runs(work)
     found = sections(runs, next(chosen.profiles(work.results, runs), None))
     results.prepare_file(arguments.output, "--output")
