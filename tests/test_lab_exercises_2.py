@@ -151,7 +151,9 @@ def test_the_sheet_has_what_was_measured_and_the_commands_of_the_rest(mine: Path
 
 
 def test_without_any_result_all_is_blank(tmp_path: Path) -> None:
-    text = written(tmp_path / "results")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    text = written(folder)
     assert text.count("Measure it: ") == 7 and "images/s" not in text
 
 
