@@ -63,6 +63,7 @@ def run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more:
     return printed.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_guides_command(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(command, tmp_path, capsys)

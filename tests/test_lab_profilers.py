@@ -129,6 +129,7 @@ for word; do case $last in --export) echo x >"$word" ;; esac; last=$word; done
 {RUN_PROGRAM}"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tool", "body", "first"), [("nsys", NSYS, "80.0%"), ("ncu", NCU, "%")])
 def test_a_tool_that_runs_the_program(
     tool: str, body: str, first: str, machine: LabMachine
