@@ -1,20 +1,30 @@
 """The exercises of the labs: their empty answers, their solutions, and wrong answers."""
 
 import dataclasses
+import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exercise_cases import FOLDERS, checked, loaded, only_fault, red, solution, unanswered
 
+from labs.inference_benchmark import request
+from workshop import labs
 from workshop.exercises.frame import Work
+from workshop.labs import LabRun
 from workshop.profilers.table import Timeline
+from workshop.versions import ROOT
 
 NAMES = (
     "inference_1_baseline",
     "inference_2_precision",
     "inference_3_profiler",
     "inference_4_flops",
+    "inference_5_gpus",
+    "inference_6_compile",
+    "inference_7_kernels",
 )
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("inference_1_baseline", {"weights_mb": 11.7}, "Four bytes for each weight"),
@@ -59,6 +69,28 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("inference_4_flops", {"linear": 142}, "read once for the whole batch"),
     ("inference_4_flops", {"linear_batch": 32}, "solved for B"),
     ("inference_4_flops", {"relu": "compute"}, "a number for each comparison"),
+    ("inference_5_gpus", {"efficiency_percent": 113.4}, "divide it by the number of processes"),
+    ("inference_5_gpus", {"most_percent": 100}, "the process with fewer images waits"),
+    ("inference_5_gpus", {"second_has": 3}, "together they have the whole batch"),
+    ("inference_5_gpus", {"exchanged_mb": 93.5}, "One for each weight"),
+    ("inference_5_gpus", {"exchange": "logits"}, "what must be equal are the weights"),
+    ("inference_5_gpus", {"with_batch": "grow"}, "says the network, not the batch"),
+    ("inference_5_gpus", {"training_percent": 25}, "times too low"),
+    ("inference_6_compile", {"compile_s": 1}, "Compilation time"),
+    ("inference_6_compile", {"break_even_s": 0.001}, "plain network's time"),
+    ("inference_6_compile", {"speedup_resnet50": 9}, "times too high"),
+    ("inference_6_compile", {"speedup_resnet18": 9}, "its own comparison"),
+    ("inference_6_compile", {"fastest": "reduce-overhead"}, "the column of images/s"),
+    ("inference_6_compile", {"short_script": "yes"}, "until it is paid back"),
+    ("inference_6_compile", {"both": 0.1}, "over those of plain fp32"),
+    ("inference_7_kernels", {"launches": 856}, "it holds several iterations"),
+    ("inference_7_kernels", {"launches": 34}, "a row has many calls"),
+    ("inference_7_kernels", {"hottest": "aten::native_batch_norm"}, "number 3 by its total time"),
+    ("inference_7_kernels", {"hottest": "conv"}, "no row of the hot list"),
+    ("inference_7_kernels", {"five_percent": 81.8}, "The first five rows"),
+    ("inference_7_kernels", {"half_time": 1.8}, "fp32's over half precision's"),
+    ("inference_7_kernels", {"bound": "launches"}, "weighs them"),
+    ("inference_7_kernels", {"copies_percent": 5}, "by category"),
 )
 
 
@@ -67,7 +99,7 @@ def test_the_empty_answers_fail_and_the_solution_passes(name: str, tmp_path: Pat
     unanswered(name, results=solution(name)["results"])
     assert not red(checked(name, **solution(name)))
     nothing_measured = checked(name, answers=solution(name)["answers"], results=tmp_path)
-    assert nothing_measured[0].why.startswith("python labs/inference_benchmark/micro_benchmarking")
+    assert "labs/inference_benchmark/micro_benchmarking" in nothing_measured[0].why
     assert not any(item.ok for item in nothing_measured) and len(nothing_measured) == 1
 
 
@@ -107,3 +139,47 @@ def test_a_gpu_that_waits_gains_less() -> None:
     waits = dataclasses.replace(m, table=table)
     assert waits.idle_percent == pytest.approx(20)
     assert waits.products == pytest.approx(0.8 * m.products)
+
+
+def is_training(run: LabRun) -> bool:
+    return run.options["mode"] == "training"
+
+
+MISSING = [
+    ("inference_5_gpus", lambda run: False, "--batch-size 8"),
+    ("inference_5_gpus", lambda run: run.units_per_step == 8, "--batch-size 5"),
+    ("inference_5_gpus", lambda run: not is_training(run), "--mode training"),
+    ("inference_6_compile", lambda run: bool(run.baseline), "--compile"),
+    ("inference_6_compile", lambda run: run.options["network"] == "resnet18", "resnet50"),
+    ("inference_6_compile", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
+    ("inference_7_kernels", lambda run: False, "--kineto"),
+    ("inference_7_kernels", lambda run: run.options["precision"] == "fp32", "--precision bf16"),
+]
+
+
+@pytest.mark.parametrize(("name", "kept", "command"), MISSING)
+def test_what_is_not_measured_is_named_with_its_command(
+    tmp_path: Path, name: str, kept: Any, command: str
+) -> None:
+    mine = tmp_path / "results"
+    shutil.copytree(solution(name)["results"], mine)
+    for path in mine.glob("*/runs/*/*.json"):
+        if not kept(labs.load(path)):
+            path.unlink()
+    assert command in red(checked(name, answers=solution(name)["answers"], results=mine))
+
+
+DOCUMENTS = [
+    *(FOLDERS[name] / "README.md" for name in NAMES),
+    ROOT / "labs" / "inference_benchmark" / "CHECKLIST.md",
+]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.parent.name)
+def test_the_benchmark_knows_the_flags_of_all_commands(path: Path) -> None:
+    text = re.sub(r"\n +", " ", path.read_text(encoding="utf-8"))
+    commands = re.findall(r"(?:micro_benchmarking_pytorch\.py|run_\w+\.sh --) ([^`\n]+)", text)
+    commands += [f"--network resnet50 {flags}" for flags in re.findall(r"`B ([^`]+)`", text)]
+    assert commands
+    for command in commands:
+        request.build_parser().parse_args(shlex.split(command))

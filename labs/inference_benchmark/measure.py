@@ -57,7 +57,6 @@ class Bench:
     counts: counts.Counts
     run: LabRun
     iteration: Iteration = lambda index: None
-    profile_hook: Callable[[str], None] = lambda what: None
 
 
 def make_bench(setting: Setting, variant: Variant, run: LabRun, training: bool) -> Bench:
@@ -157,8 +156,8 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     _timed(inference, device, iterations, measured)
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
+    images, timed = inference.sample(done)  # before another iteration takes the place of one
     run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
-    images, timed = inference.sample(done)
     run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
     run.metrics["top1_agreement"] = agreement
     bench.iteration = inference

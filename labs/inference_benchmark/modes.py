@@ -127,9 +127,9 @@ class Setting:
 # --- arguments -----------------------------------------------------------------------------------
 
 
-def parse_context(text: str) -> tuple[dict[str, Any], list[str]]:
-    """torch.compile's arguments from `--compileContext`, a Python literal, and a sentence for each
-    option that is called something else today. 'True' and 'False' may be texts.
+def parse_context(text: str) -> dict[str, Any]:
+    """torch.compile's arguments from `--compileContext`, a Python literal. 'True' and 'False' may
+    be texts, and options may have the names of MEANT.
 
     Raises:
         WorkshopError: no dict, or an argument, mode or option that torch.compile does not know.
@@ -148,19 +148,17 @@ def parse_context(text: str) -> tuple[dict[str, Any], list[str]]:
     if context.get("mode") is not None:
         _known("mode", context["mode"], torch._inductor.list_mode_options())
     if "options" not in context:
-        return context, []
+        return context
     if context.get("mode") is not None:
         raise WorkshopError("--compileContext: torch.compile takes mode or options, not both")
     if not isinstance(context["options"], dict):
         raise WorkshopError("--compileContext: options must be a dict of names and values")
-    options, notes = {}, []
+    options = {}
     for name, value in context["options"].items():
         true_name = MEANT.get(name, name.replace("-", "_"))
-        if true_name != name:
-            notes.append(f"--compileContext: {name} is called {true_name} today")
         _known("option", true_name, torch._inductor.list_options())
         options[true_name] = _truth(value)
-    return context | {"options": options}, notes
+    return context | {"options": options}
 
 
 def _truth(value: object) -> object:

@@ -19,9 +19,8 @@ if __name__ == "__main__":
 
     import_torch()
 
-from labs.inference_benchmark import chosen
-from labs.inference_benchmark.chosen import Profile
-from labs.inference_benchmark.lesson import images_per_s
+from labs.inference_benchmark import own_runs
+from labs.inference_benchmark.own_runs import Profile, images_per_s
 from labs.inference_benchmark.request import LAB
 from workshop import errors, results
 from workshop.arguments import parse
@@ -89,8 +88,8 @@ def _write(arguments: argparse.Namespace) -> int:
         raise WorkshopError(f"--results-dir {folder}: no such folder")
     old = _read(arguments.output)
     work = Work(ROOT, results=folder)
-    runs = chosen.own_runs(work)
-    found = sections(runs, next(chosen.profiles(work.results, runs), None))
+    runs = own_runs.own_runs(work)
+    found = sections(runs, next(own_runs.profiles(work.results, runs), None))
     results.prepare_file(arguments.output, "--output")
     results.write_text(arguments.output, sheet(found, runs, old, arguments.name))
     blank = [section.title for section in found if not section.measured]
@@ -152,12 +151,12 @@ def sections(runs: Sequence[LabRun], profile: Profile | None) -> list[Section]:
         runs: newest first.
     """
     inference = [run for run in runs if run.options["mode"] == "inference"]
-    alone = [run for run in inference if chosen.processes(run) == 1]
-    plain = next((r for r in alone if chosen.is_plain(r) and not r.baseline), None)
+    alone = [run for run in inference if own_runs.processes(run) == 1]
+    plain = next((r for r in alone if own_runs.is_plain(r) and not r.baseline), None)
     counted = next((run for run in alone if "--flops-prof-step" in run.command), None)
-    precision = next(iter(chosen.comparisons(inference, "precision")), None)
-    compiled = _newest_of_each(chosen.comparisons(inference, "compile"))
-    groups = [chosen.of_group(runs, mode) for mode in ("inference", "training")]
+    precision = next(iter(own_runs.comparisons(inference, "precision")), None)
+    compiled = _newest_of_each(own_runs.comparisons(inference, "compile"))
+    groups = [own_runs.of_group(runs, mode) for mode in ("inference", "training")]
     network = "--network resnet50 --batch-size 32 --iterations 20"
     return [
         _section("Exercise 1: a single device", network, BASELINE, _row(plain)),
@@ -284,7 +283,7 @@ def _groups(runs: Sequence[LabRun]) -> list[str]:
             continue
         rate = images_per_s(run)
         alone, efficiency = (run.metrics[n] for n in ("one_process_per_s", "scaling_efficiency"))
-        rates = (rate, rate / chosen.processes(run), float(alone or 0))
+        rates = (rate, rate / own_runs.processes(run), float(alone or 0))
         values = [*(f"{value:,.1f} images/s" for value in rates), f"{float(efficiency or 0):.1%}"]
         lines += [_line(label, value) for label, value in zip(labels, values, strict=True)]
     return lines
@@ -314,8 +313,8 @@ def _compiled_row(row: LabRow, plain: LabRow) -> str:
     words = [_number(row.units_per_s, ",.1f", "images/s")]
     words += [f"{row.speedup.value:.2f}x"] if row.speedup else []
     if row is not plain and row.step_ms and plain.step_ms:
-        seconds = chosen.compile_seconds(row)
-        batches = chosen.break_even(seconds, plain.step_ms, row.step_ms)
+        seconds = own_runs.compile_seconds(row)
+        batches = own_runs.break_even(seconds, plain.step_ms, row.step_ms)
         paid = f"paid back after {batches:,.0f} batches" if batches else "never paid back"
         words += [f"compiled in {seconds:.1f} s", paid]
     return ", ".join(words)

@@ -63,9 +63,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
     if arguments.compile_context is not None and not arguments.compile:
         raise WorkshopError("--compileContext goes with --compile")
     if arguments.compile:
-        context, notes = modes.parse_context(arguments.compile_context or "{}")
-        for note in notes:
-            print(note)
+        context = modes.parse_context(arguments.compile_context or "{}")
     training = arguments.mode == "training"
     return Variant(
         precision=precision,

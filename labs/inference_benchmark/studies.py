@@ -1,7 +1,6 @@
 """Several runs: the variants of a comparison in alternating processes, and the largest batch."""
 
 import argparse
-import contextlib
 import gc
 import os
 import subprocess
@@ -18,7 +17,6 @@ from workshop.compare import lab_table, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, memory, processes, timing, trainer
-from workshop.run.precision import supported
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
@@ -96,12 +94,11 @@ def _half(device: torch.device) -> str:
 
 
 def _has(precision: str, device: torch.device) -> bool:
-    if precision == "fp16" and device.type == "cpu":
-        with contextlib.suppress(WorkshopError):
-            modes.check_precision(precision, device)
-            return True
+    try:
+        modes.check_precision(precision, device)
+    except WorkshopError:
         return False
-    return precision in supported(device)
+    return True
 
 
 def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from workshop.exercises.frame import Item, Missing, Work, setting
+from workshop.exercises.hot_list import not_the_hottest
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, Written, ask
 from workshop.profilers import advisor
-from workshop.profilers.names import ELLIPSIS, display_name
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
 from workshop.run.presets import PRESETS
@@ -69,22 +69,6 @@ def bounds(m: Measured) -> list[str]:
     """The answers that the advisor's finding agrees with."""
     finding = m.advice.finding if m.advice else ""
     return [answer for answer, findings in BOUNDS.items() if finding in findings] or list(BOUNDS)
-
-
-def _not_the_hottest(m: Measured, answer: str) -> str:
-    kernels = enumerate(m.table.kernels, start=1)
-    rank = next((rank for rank, kernel in kernels if _names(answer, kernel.name)), None)
-    if rank is None:
-        return f"no row of the hot list is called {answer!r:.60}"
-    return "" if rank == 1 else f"it is number {rank} by its total time"
-
-
-def _names(answer: str, name: str) -> bool:
-    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
-    words = [word for word in answer.split(ELLIPSIS) if word]
-    shortened = ELLIPSIS in answer and all(word in name for word in words)
-    whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
-    return shortened or answer.casefold() in {one.casefold() for one in whole}
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
@@ -152,7 +136,8 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         f"{100 * (1 - m.busy):.0f}%",
         lambda m: m.advice.sentence if m.advice else "",
     ),
-    Written("found.hottest", "the hottest row", _not_the_hottest),
+    Written("found.hottest", "the hottest row",
+            lambda m, answer: not_the_hottest(m.table, answer)),
 )  # fmt: skip
 
 

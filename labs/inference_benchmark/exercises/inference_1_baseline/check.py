@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from labs.inference_benchmark import lesson
-from labs.inference_benchmark.lesson import images_per_s, memory_mb, p50_ms, true_counts
+from labs.inference_benchmark import own_runs
+from labs.inference_benchmark.own_runs import images_per_s, memory_mb, p50_ms, true_counts
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
@@ -45,20 +45,20 @@ class Measured:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: a run is not there."""
-    runs = lesson.plain_runs(work, precision="fp32")
-    alike = [run for run in runs if lesson.with_flag("--warmup-iterations 1")(run)]
-    later = lesson.newest(alike, "with one warm-up iteration", BASE)
+    runs = own_runs.plain_runs(work, precision="fp32")
+    alike = [run for run in runs if own_runs.with_flag("--warmup-iterations 1")(run)]
+    later = own_runs.newest(alike, "with one warm-up iteration", BASE)
     same = [r for r in runs if _place(r) == _place(later)]
     twice = [r for r in alike if r in same and r.units_per_step == later.units_per_step]
     if len(twice) < 2:
-        raise Missing("a second run of the same, please:", f"{lesson.PROGRAM} {BASE}")
+        raise Missing("a second run of the same, please:", f"{own_runs.PROGRAM} {BASE}")
     single = [r for r in same if r.units_per_step == 1]
     large = [r for r in same if r.units_per_step > later.units_per_step]
     return Measured(
         later,
         twice[1],
-        lesson.newest(single, "of one image", "--batch-size 1 --iterations 10"),
-        lesson.newest(large, "of a larger batch", "--batch-size 16 --iterations 10"),
+        own_runs.newest(single, "of one image", "--batch-size 1 --iterations 10"),
+        own_runs.newest(large, "of a larger batch", "--batch-size 16 --iterations 10"),
     )
 
 

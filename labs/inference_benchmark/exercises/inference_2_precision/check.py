@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from labs.inference_benchmark import lesson, networks
-from labs.inference_benchmark.lesson import memory_mb, text_option, true_counts
+from labs.inference_benchmark import networks, own_runs
+from labs.inference_benchmark.own_runs import memory_mb, text_option, true_counts
 from workshop import labs
 from workshop.exercises.frame import Item, Work, judged
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
@@ -69,11 +69,11 @@ def error(run: LabRun) -> float:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: no session has both."""
-    runs = lesson.plain_runs(work)
+    runs = own_runs.plain_runs(work)
     sessions = {run.session: {r.options["precision"] for r in runs if r.session == run.session}
                 for run in runs}  # fmt: skip
     both = [r for r in runs if "fp32" in sessions[r.session] and sessions[r.session] & {*HALF}]
-    session = lesson.newest(both, "that compares precisions", COMPARE).session
+    session = own_runs.newest(both, "that compares precisions", COMPARE).session
     half = next(name for name in HALF if name in sessions[session])
     rows = labs.build_rows(r for r in runs if r.session == session)
     by_name = {row.first.options["precision"]: row for row in rows}
@@ -164,7 +164,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         lambda m: m.error_ratio,
         "`error` under `proof` in the two result files: half's over fp32's.", within=0.1,
         note=lambda m: "of unit roundings {:,.0f}, of logits {:,.0f}".format(
-            UNIT_ROUNDING[lesson.text_option(m.half.first, "precision")] / UNIT_ROUNDING["fp32"],
+            UNIT_ROUNDING[own_runs.text_option(m.half.first, "precision")] / UNIT_ROUNDING["fp32"],
             m.error_ratio,
         ),
     ),

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from labs.inference_benchmark import lesson
-from labs.inference_benchmark.lesson import LAB, true_counts
+from labs.inference_benchmark import own_runs
+from labs.inference_benchmark.own_runs import LAB, true_counts
 from labs.inference_benchmark.profiling import ITERATIONS
 from workshop.exercises.frame import Item, Missing, Work, judged
+from workshop.exercises.hot_list import names
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
 from workshop.labs import LabRun
 from workshop.profilers import load
-from workshop.profilers.names import ELLIPSIS, display_name
-from workshop.profilers.table import Kernel, KernelTable
+from workshop.profilers.table import KernelTable
 
 PROFILE = "--batch-size 4 --iterations 5 --autograd-profiler --kineto"
 TOP = 5
@@ -60,12 +60,12 @@ class Measured:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: there is no profiled run, or its trace is gone."""
-    traced = lesson.with_flag("--kineto")
-    runs = [run for run in lesson.plain_runs(work) if traced(run)]
-    run = lesson.newest(runs, "with a trace", PROFILE)
+    traced = own_runs.with_flag("--kineto")
+    runs = [run for run in own_runs.plain_runs(work) if traced(run)]
+    run = own_runs.newest(runs, "with a trace", PROFILE)
     traces = sorted((work.results / LAB / "traces" / run.session).glob("trace*.json"))
     if not traces:
-        raise Missing("your newest run's trace is gone:", f"{lesson.PROGRAM} {PROFILE}")
+        raise Missing("your newest run's trace is gone:", f"{own_runs.PROGRAM} {PROFILE}")
     return Measured(run, load.load(traces[0]))
 
 
@@ -83,21 +83,13 @@ def _top_five(work: Work) -> Iterator[Item]:
         return
     least = NEARLY * kernels[min(TOP, len(kernels)) - 1].total_ns
     hottest = [kernel for kernel in kernels if kernel.total_ns >= least]
-    wrong = [str(a) for a in answers if not any(_names(str(a), k) for k in hottest)]
+    wrong = [str(a) for a in answers if not any(names(str(a), k.name) for k in hottest)]
     if wrong:
         yield Item(False, what, f"not among them: {', '.join(wrong):.200}")
-    elif len({k.name for a in answers for k in hottest if _names(str(a), k)}) < TOP:
+    elif len({k.name for a in answers for k in hottest if names(str(a), k.name)}) < TOP:
         yield Item(False, what, "one of them is there twice")
     else:
-        yield judged(_names(str(answers[0]), kernels[0]), what, "the longest comes first")
-
-
-def _names(answer: str, kernel: Kernel) -> bool:
-    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
-    words = [word for word in answer.split(ELLIPSIS) if word]
-    shortened = ELLIPSIS in answer and all(word in kernel.name for word in words)
-    whole = {kernel.name, kernel.name.removeprefix("aten::"), display_name(kernel.name, 10_000)}
-    return shortened or answer in whole
+        yield judged(names(str(answers[0]), kernels[0].name), what, "the longest comes first")
 
 
 def gain(part: float) -> float:

@@ -4,9 +4,9 @@ the guide's own figures with the batch put right."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from labs.inference_benchmark import lesson
+from labs.inference_benchmark import own_runs
 from labs.inference_benchmark.counts import Layer
-from labs.inference_benchmark.lesson import true_counts
+from labs.inference_benchmark.own_runs import true_counts
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
@@ -72,9 +72,9 @@ def gflop(run: LabRun) -> float:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: a run is not there."""
-    profiled = lesson.with_flag("--flops-prof-step")
-    runs = [run for run in lesson.plain_runs(work, precision="fp32") if profiled(run)]
-    first = lesson.newest(runs, "with --flops-prof-step", PROFILE.format(2))
+    profiled = own_runs.with_flag("--flops-prof-step")
+    runs = [run for run in own_runs.plain_runs(work, precision="fp32") if profiled(run)]
+    first = own_runs.newest(runs, "with --flops-prof-step", PROFILE.format(2))
     others = [
         run
         for run in runs
@@ -83,7 +83,7 @@ def measured(work: Work) -> Measured:
     ]
     if not others:
         flags = PROFILE.format(4 * first.units_per_step)
-        raise Missing("one more, with another batch size:", f"{lesson.PROGRAM} {flags}")
+        raise Missing("one more, with another batch size:", f"{own_runs.PROGRAM} {flags}")
     small, large = sorted((first, others[0]), key=lambda run: run.units_per_step)
     return Measured(large, small)
 

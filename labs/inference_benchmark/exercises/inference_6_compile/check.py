@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from labs.inference_benchmark import chosen
+from labs.inference_benchmark import own_runs
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
 from workshop.labs import LabRow, LabRun
@@ -225,7 +225,7 @@ def _comparison(
     runs: Sequence[LabRun], networks: tuple[str, ...], precisions: tuple[str, ...]
 ) -> Comparison:
     """The newest one."""
-    for rows in chosen.comparisons(runs, "compile"):
+    for rows in own_runs.comparisons(runs, "compile"):
         options = rows[0].first.options
         if options["network"] in networks and options["precision"] in precisions:
             return Comparison(rows)

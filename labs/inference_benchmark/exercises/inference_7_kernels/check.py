@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from labs.inference_benchmark import chosen
-from labs.inference_benchmark.chosen import Profile
+from labs.inference_benchmark import own_runs
+from labs.inference_benchmark.own_runs import Profile
 from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.hot_list import not_the_hottest
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, Written, ask
 from workshop.labs import LabRun
 from workshop.profilers import advisor
-from workshop.profilers.names import ELLIPSIS, display_name
 
 PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py --kineto"
 BOUNDS = {
@@ -52,22 +52,6 @@ def bounds(m: Measured) -> list[str]:
     return [answer for answer, findings in BOUNDS.items() if finding in findings] or list(BOUNDS)
 
 
-def _not_the_hottest(m: Measured, answer: str) -> str:
-    kernels = enumerate(m.plain.table.kernels, start=1)
-    rank = next((rank for rank, kernel in kernels if _names(answer, kernel.name)), None)
-    if rank is None:
-        return f"no row of the hot list is called {answer!r:.60}"
-    return "" if rank == 1 else f"it is number {rank} by its total time"
-
-
-def _names(answer: str, name: str) -> bool:
-    """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
-    words = [word for word in answer.split(ELLIPSIS) if word]
-    shortened = ELLIPSIS in answer and all(word in name for word in words)
-    whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}
-    return shortened or answer.casefold() in {one.casefold() for one in whole}
-
-
 QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
         "predict.five_percent", "predicted: the share of the first five", "%",
@@ -81,7 +65,8 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "Each layer is at least one kernel, a convolution often several; on a CPU operators that "
         "call others count too.", within=0.5,
     ),
-    Written("found.hottest", "the hottest row", _not_the_hottest),
+    Written("found.hottest", "the hottest row",
+            lambda m, answer: not_the_hottest(m.plain.table, answer)),
     Found(
         "found.hottest_percent", "its share", "%",
         lambda m: 100 * m.plain.table.share(m.plain.table.kernels[0]),
@@ -151,13 +136,13 @@ def _traces(work: Work) -> Iterator[Item]:
 def measured(work: Work) -> Measured:
     """Raises Missing: one of the two traces is not there."""
     runs = work.lab_runs("inference_benchmark", mode="inference")
-    plain = _newest(work, [run for run in runs if chosen.is_plain(run)])
+    plain = _newest(work, [run for run in runs if own_runs.is_plain(run)])
     if plain is None:
         flags = "--network resnet18 --batch-size 4 --iterations 5"
         raise Missing("no trace of a plain network in fp32 yet:", f"{PROGRAM} {flags}")
     like = plain.run
     halves = [run for run in runs if run.subject == like.subject
-              and run.options["precision"] in HALVES and chosen.processes(run) == 1]  # fmt: skip
+              and run.options["precision"] in HALVES and own_runs.processes(run) == 1]  # fmt: skip
     half = _newest(work, halves)
     if half is None:
         flags = f"--network {like.options['network']} --batch-size {like.units_per_step}"
@@ -169,4 +154,4 @@ def measured(work: Work) -> Measured:
 
 
 def _newest(work: Work, runs: Sequence[LabRun]) -> Profile | None:
-    return next(chosen.profiles(work.results, runs), None)
+    return next(own_runs.profiles(work.results, runs), None)

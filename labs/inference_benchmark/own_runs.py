@@ -1,16 +1,25 @@
-"""Which of a participant's own runs answer which question: the newest of each kind."""
+"""A participant's own runs, for the exercises' checks and the results sheet: which of them answers
+which question, what it measured, and the true counts of its network."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from labs.inference_benchmark import counts, networks
+from labs.inference_benchmark.counts import Counts
 from labs.inference_benchmark.request import LAB
 from workshop import labs
-from workshop.exercises.frame import Work
-from workshop.labs import LabRow, LabRun
+from workshop.exercises.frame import Missing, Work
+from workshop.labs import LabRow, LabRun, percentile
 from workshop.profilers import kernel_file, load
 from workshop.profilers.table import KernelTable
+from workshop.run import timing
 
+PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py --network resnet18"
 TRACES = "traces"
 _VARIANT = ("precision", "autocast", "channels_last", "fold", "compile", "cuda_graph", "export")
 
@@ -53,8 +62,11 @@ def processes(run: LabRun) -> int:
 
 def is_plain(run: LabRun) -> bool:
     """Whether it is fp32 with everything switched off, by a single process."""
-    precision, *rest = (run.options[name] for name in _VARIANT)
-    return precision == "fp32" and not any(rest) and processes(run) == 1
+    return run.options["precision"] == "fp32" and _switches_nothing_on(run)
+
+
+def _switches_nothing_on(run: LabRun) -> bool:
+    return not any(run.options[name] for name in _VARIANT[1:]) and processes(run) == 1
 
 
 def of_group(runs: Sequence[LabRun], mode: str) -> LabRun | None:
@@ -97,3 +109,53 @@ def profiles(results: Path, runs: Sequence[LabRun]) -> Iterator[Profile]:
             if path := next(iter(sorted(folder.glob(name))), None):
                 yield Profile(load.load(path), run)
                 break
+
+
+def plain_runs(work: Work, **options: Any) -> list[LabRun]:
+    """Of inference in eager mode on one device, proven, newest first."""
+    runs = work.lab_runs(LAB, mode="inference", **options)
+    return [run for run in runs if run.proof.status == "pass" and _switches_nothing_on(run)]
+
+
+def newest(runs: Sequence[LabRun], what: str, flags: str) -> LabRun:
+    """Raises Missing: there is none; `flags` are those of the program that make one."""
+    if not runs:
+        raise Missing(f"no run {what} yet:", f"{PROGRAM} {flags}")
+    return runs[0]
+
+
+def with_flag(flag: str) -> Callable[[LabRun], bool]:
+    """Whether a run's command had a flag, with its value if one is given: "--iterations 5"."""
+    words = flag.split()
+    return lambda run: any(
+        run.command[i : i + len(words)] == words for i in range(len(run.command))
+    )
+
+
+def text_option(run: LabRun, name: str) -> str:
+    return str(run.options[name])
+
+
+def p50_ms(run: LabRun) -> float:
+    """As the summary prints it."""
+    return percentile(sorted(run.step_ms), 0.5)
+
+
+def images_per_s(run: LabRun) -> float:
+    return run.units_per_step / timing.median(run.step_ms) * 1e3
+
+
+def memory_mb(run: LabRun, part: str) -> float:
+    return float(run.memory_mb[part])
+
+
+@functools.cache
+def counts_of(name: str) -> Counts:
+    """Of a network by its name, from shapes alone."""
+    network = networks.get_network(name)
+    with torch.device("meta"):
+        return counts.count(network.build(), torch.empty(1, 3, network.edge, network.edge))
+
+
+def true_counts(run: LabRun) -> Counts:
+    return counts_of(text_option(run, "network"))
