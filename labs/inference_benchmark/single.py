@@ -220,6 +220,8 @@ def _measure(
         labs.save(record, path)
         show.summary(say, bench, measured, group)
         say(f"Written: {path}")
+    if record.status == "interrupted":
+        print("interrupted: the result holds the iterations that were complete", file=sys.stderr)
     if record.status == "complete":
         _profile(arguments, bench, group, say, training)
     groups.meet(group)  # torchrun ends the others when one has gone with an error
