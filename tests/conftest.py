@@ -40,6 +40,14 @@ for _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+if importlib.util.find_spec("hypothesis"):  # which a GPU machine need not have
+    from hypothesis import HealthCheck, settings
+
+    # A test's examples may take as long as they take, on any machine and beside other work.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+    settings.load_profile("any machine")
+
 HANGS_S = 2400
 """A command that has not ended by then never will, however busy the machine."""
 

@@ -551,7 +551,7 @@ RUNS: list[RunResult | None] = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(profile=tables(), run=st.sampled_from(RUNS))
 def test_any_table_gives_sentences_of_finite_figures(profile, run) -> None:
     found = advise(profile, run)

@@ -87,7 +87,6 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
 @pytest.mark.parametrize("name", [*CONTENTS, *AMD])
 @settings(
     max_examples=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())

@@ -209,7 +209,7 @@ figures = st.dictionaries(
 lines = st.one_of(st.none(), st.builds(Timeline, st.floats(1, 1e15), st.just(0.0)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(figures, figures, st.sampled_from([None, 1, 7]), lines)
 def test_any_two_tables_compare(a, b, steps, line) -> None:
     difference = compare(table(a, steps=steps, timeline=line), table(b, steps=steps))

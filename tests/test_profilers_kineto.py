@@ -296,7 +296,7 @@ def test_a_live_trace_of_the_cpu(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_own_times_count_every_instant_once(operators, tmp_path_factory) -> None:
     """Nested or not: in each microsecond the last operator to start that still runs has the
     thread."""

@@ -211,7 +211,7 @@ tenths = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 60)), max_size=
 intervals = tenths.map(lambda pairs: at(*sorted((s / 10, (s + n) / 10) for s, n in pairs)))
 
 
-@settings(deadline=None, database=None)
+@settings(database=None)
 @given(intervals, st.integers(1, 40))
 def test_rows_never_overlap_and_merging_keeps_what_they_cover(slices: list[Slice], n: int) -> None:
     pixel = n / 10
@@ -226,7 +226,7 @@ def test_rows_never_overlap_and_merging_keeps_what_they_cover(slices: list[Slice
         assert len(merged) <= 4 * (110 / pixel + 1)
 
 
-@settings(deadline=None, database=None)
+@settings(database=None)
 @given(intervals, st.integers(1, 30))
 def test_busy_shares_and_gaps_are_those_of_the_union(slices: list[Slice], bins: int) -> None:
     window = Window(0.0, 110.0, "")
@@ -355,7 +355,7 @@ junk = st.one_of(
 )
 
 
-@settings(deadline=None, database=None)
+@settings(database=None)
 @given(
     st.lists(st.tuples(st.integers(0, 32), st.sampled_from(FIELDS), junk), max_size=6),
     st.lists(junk, max_size=3),
