@@ -54,7 +54,7 @@ def setting(precision: str = "fp32", cache: int = 1000) -> bench.Setting:
 
 def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
     status = bench.main([*SMALL, "--output-dir", str(folder), *words])
-    return status, json.loads((folder / "ops.json").read_text())["rows"]
+    return status, json.loads((folder / "ops.json").read_text())["operators"]
 
 
 # --- the sets and the flags ----------------------------------------------------------------------

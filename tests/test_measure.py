@@ -2,23 +2,32 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from analysis_tools import compare_versions, roofline_analysis
+from labs.inference_benchmark import request
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "labs/inference_benchmark/TorchTensorOpsBench"))
+
+import torch_tensor_ops_bench  # noqa: E402
+
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": compare_versions.build_parser,
     "roofline_analysis.py": roofline_analysis.build_parser,
     "workshop.kernels.benchmark": benchmark.build_parser,
+    "micro_benchmarking_pytorch.py": request.build_parser,
+    "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
 }
 STUDIES = (
-    "large ladder profiles waterfall_v4 waterfall_v3 sweep_seq_len once sweep_hidden_dim "
-    "sweep_batch_size kernels harness ceilings"
+    "large ladder profiles inference_networks inference_ladder inference_compare inference_peers "
+    "waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim "
+    "sweep_batch_size kernels inference_ops harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -68,9 +77,12 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
             arguments = PARSERS[name]().parse_args(flags)
             parsed.append(name)
             folder = arguments.results if name == "roofline_analysis.py" else arguments.output_dir
+            if "labs/" in tool:
+                folder = folder.parent
+                assert folder.name == "inference_benchmark"
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (11, 1, 1), strict=True)
+        zip(PARSERS, (11, 1, 1, 11, 2), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES)

@@ -79,10 +79,17 @@ class LabRow:
     runs: tuple[LabRun, ...]
     speedup: timing.Ratio | None = None
     """Units a second over the baseline's; None without one, and for the baseline."""
+    of: str = ""
+    """What tells its subject from those of the rows beside it, if these have several."""
 
     @property
     def first(self) -> LabRun:
         return self.runs[0]
+
+    @property
+    def label(self) -> str:
+        """The variant, and of what where that is not clear."""
+        return f"{self.of}: {self.first.variant}" if self.of else self.first.variant
 
     @property
     def device(self) -> str:
@@ -194,12 +201,28 @@ def build_rows(runs: Iterable[LabRun]) -> list[LabRow]:
 
 
 def newest(runs: Iterable[LabRun]) -> list[list[LabRow]]:
-    """The rows of the newest session of each device, lab and subject, in the order of these names:
-    a list holds what may be compared. Runs under a profiler are passed over."""
+    """The rows of the newest session of each device, lab and subject, in the order of these names.
+    A list holds those of one session. Runs under a profiler are passed over."""
     groups: dict[tuple[str, ...], dict[str, list[LabRow]]] = defaultdict(lambda: defaultdict(list))
     for row in build_rows(run for run in runs if run.status != "profiled"):
         groups[row.device, row.first.lab, row.first.subject][row.first.session].append(row)
-    return [sessions[max(sessions)] for _, sessions in sorted(groups.items())]
+    joined: dict[tuple[str, ...], list[LabRow]] = defaultdict(list)
+    for (device, lab, _), sessions in sorted(groups.items()):
+        joined[device, lab, max(sessions)] += sessions[max(sessions)]
+    return [_told_apart(rows) for rows in joined.values()]
+
+
+def shared_subject(rows: Iterable[LabRow]) -> str:
+    """The parts of the subject that all rows have."""
+    parts = [row.first.subject.split(", ") for row in rows]
+    return ", ".join(part for part in parts[0] if all(part in others for others in parts))
+
+
+def _told_apart(rows: list[LabRow]) -> list[LabRow]:
+    shared = shared_subject(rows).split(", ")
+    own = ([p for p in row.first.subject.split(", ") if p not in shared] for row in rows)
+    return [dataclasses.replace(row, of=", ".join(parts))
+            for row, parts in zip(rows, own, strict=True)]  # fmt: skip
 
 
 def _device(run: LabRun) -> str:
@@ -207,9 +230,16 @@ def _device(run: LabRun) -> str:
 
 
 def _with_speedup(row: LabRow, baseline: LabRow | None) -> LabRow:
-    if baseline is None or baseline is row or not (row.times and baseline.times):
+    if baseline is None or baseline is row:
         return row
-    return dataclasses.replace(row, speedup=timing.speedup(_per_unit(baseline), _per_unit(row)))
+    return dataclasses.replace(row, speedup=speedup(baseline, row))
+
+
+def speedup(baseline: LabRow, row: LabRow) -> timing.Ratio | None:
+    """Units a second of a row over those of another; None where one of them has no times."""
+    if not (row.times and baseline.times):
+        return None
+    return timing.speedup(_per_unit(baseline), _per_unit(row))
 
 
 def _per_unit(row: LabRow) -> list[list[float]]:
