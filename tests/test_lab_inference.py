@@ -234,6 +234,33 @@ def test_operations_are_those_of_the_formula() -> None:
     assert head.intensity(4, 2) == 4 * 512000 / (2 * (4 * 1256 + 257000))
 
 
+def test_what_runs_outside_of_modules_moves_bytes_too() -> None:
+    """A residual addition reads two images and writes one, in place or not; a view moves nothing; a
+    product with a weight reads that once for the whole batch."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 3, 1)
+            self.weight = torch.nn.Parameter(torch.ones(5, 4))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            images = images + self.conv(images)
+            images += self.conv(images)
+            return torch.nn.functional.linear(images.flatten()[:4].view(1, 4), self.weight)
+
+    counted = counts.count(torch.nn.Sequential(Block()), torch.ones(1, 3, 2, 2))
+    assert [(layer.name, layer.kind, layer.moved, layer.weights) for layer in counted.layers] == [
+        ("0.conv", "Conv2d", 24, 12),
+        ("0", "aten.add", 36, 0),
+        ("0.conv", "Conv2d", 24, 12),
+        ("0", "aten.add_", 36, 0),
+        ("0", "aten.mm", 4 + 5, 20),
+    ]
+    assert [layer.flops for layer in counted.layers] == [72, 0, 72, 0, 40]
+    assert counted.flops == 184
+
+
 def test_resnet50_has_the_published_operations() -> None:
     """4.09 billion products an image and 25.6 million weights (torchvision's documentation)."""
     network = networks.get_network("resnet50")

@@ -153,9 +153,8 @@ def _report(
     yield ""
     yield "Each module: parameters, MACs, their share, forward time, its share, FLOP a byte"
     size = bench.variant.dtype.itemsize
-    by_name = {layer.name: layer for layer in counted.layers}
     for name, module in bench.model.named_modules():
-        own = [layer for n, layer in by_name.items() if n == name or n.startswith(f"{name}.")]
+        own = [one for one in counted.layers if f"{one.name}.".startswith(f"{name}.")]
         if not name or name.count(".") > 1 or not own or name not in latencies:
             continue
         macs = sum(layer.flops for layer in own) * batch / 2
