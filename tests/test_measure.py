@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_lab_documents import STUDIES as STUDIES_OF_LAB
+from test_lab_documents import flags
 
 from analysis_tools import compare_versions, roofline_analysis
-from labs.inference_benchmark import request
+from labs.inference_benchmark import documents, request
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +91,19 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
     assert len(kept) == 2 * 4
     assert "version3_triton" in kept[4].read_text()
+
+
+def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> None:
+    """But for the set of operators, and the folder."""
+    _, typed = measure("out")
+    lines = [line.split("\t")[1:] for line in typed if "micro_benchmarking" in line]
+    commands = [command for _, command in [*STUDIES_OF_LAB, documents.NETWORKS]]
+    parsed = [
+        [vars(request.build_parser().parse_args(words)) | {"output_dir": None} for words in found]
+        for found in (lines, map(flags, commands))
+    ]
+    assert len(parsed[0]) == len(parsed[1])
+    assert all(command in parsed[0] for command in parsed[1])
 
 
 def test_python_may_be_given_by_a_relative_path(measure) -> None:

@@ -7,6 +7,7 @@ an operation that runs outside of those, as a residual addition does; views move
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,22 +63,12 @@ class Counts:
 
 @torch.no_grad()
 def count(model: nn.Module, image: Tensor) -> Counts:
-    """Counts a forward pass of an fp32 network in inference mode; image is (1, 3, H, W)."""
-    was_training = model.training
-    with (
-        _no_fast_path(),
-        FlopCounterMode(display=False) as counter,
-        _Layers(model, counter) as found,
-    ):
-        handles = [
-            handle for name, module in model.named_modules() for handle in found.watch(name, module)
-        ]
-        try:
-            model.eval()(image)
-        finally:
-            model.train(was_training)
-            for handle in handles:
-                handle.remove()
+    """Counts a forward pass of an fp32 network in inference mode; image is (1, 3, H, W). Nothing is
+    computed: shapes are enough."""
+    model, image = copy.deepcopy(model).to("meta").eval(), image.to("meta")
+    counter = FlopCounterMode(display=False)
+    with _no_fast_path(), counter, _Layers(model, counter) as found:
+        model(image)
         flops = float(counter.get_total_flops())
     return Counts(flops, tuple(found.layers), sum(p.numel() for p in model.parameters()))
 
@@ -87,8 +78,8 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 class _Layers(TorchDispatchMode):
-    """Lists a network's layers as they run: modules by their hooks, and each operation outside of
-    them."""
+    """Lists a network's layers as they run: modules without children by their hooks, and each
+    operation outside of them."""
 
     def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
         super().__init__()
@@ -98,8 +89,10 @@ class _Layers(TorchDispatchMode):
         self._start = 0
         self._inside = False
         self._callers: list[str] = []
+        for name, module in model.named_modules():
+            self._watch(name, module)
 
-    def watch(self, name: str, module: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    def _watch(self, name: str, module: nn.Module) -> None:
         def before(*_: object) -> None:
             self._start, self._inside = self._counter.get_total_flops(), True
 
@@ -116,8 +109,8 @@ class _Layers(TorchDispatchMode):
             self._callers.pop()
 
         first, last = (before, after) if _is_unit(module) else (enter, leave)
-        yield module.register_forward_pre_hook(first)
-        yield module.register_forward_hook(last)
+        module.register_forward_pre_hook(first)
+        module.register_forward_hook(last)
 
     def __torch_dispatch__(
         self,

@@ -59,7 +59,7 @@ TRAINING = (
     f"{ON} densenet121 --batch-size 2048 --mode training --precision bf16 --channels-last "
     "--compare compile",
 )
-NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1"
+NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1 --jobs 8"
 """The end of each network's subject."""
 PRECISION = _resnet(USUAL, "compare precision", f"{B} --compare precision")
 MEMORY_FORMAT = _resnet(

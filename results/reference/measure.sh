@@ -139,7 +139,7 @@ measure() {
       infer training densenet121 --batch-size 2048 --mode training --precision bf16 \
         --channels-last --compare compile
       ;;
-    inference_networks) infer networks all --batch-size 32 --fp16 1 ;;
+    inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 8 ;;
     inference_ops) for set in predefined model_ops; do operators "$set"; done ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
