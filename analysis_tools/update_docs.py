@@ -124,7 +124,8 @@ def render() -> dict[Path, str]:
         _read(lab_documents.CHECKLIST), lab_documents.TECHNIQUES, lab_documents.CHECKLIST
     )
     lab_runs = [one.run for one in collection.lab_runs]
-    parts |= lab_documents.parts(lab_runs, techniques)
+    benches = [one.bench for one in collection.operators]
+    parts |= lab_documents.parts(lab_runs, benches, techniques)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 

@@ -1,4 +1,4 @@
-"""The figures in README.md and CHECKLIST.md, from result files: `make docs` writes those of
+"""The figures in the lab's documents, from result files: `make docs` writes those of
 results/reference/ between the documents' markers. measure.sh there has the commands.
 
 What has not been measured has one line there, with its command.
@@ -18,10 +18,12 @@ from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
+from workshop.operators import Bench
 from workshop.run.timing import Ratio
 
 FOLDER = Path(__file__).parent
 README, CHECKLIST = FOLDER / "README.md", FOLDER / "CHECKLIST.md"
+OPERATORS = FOLDER / "TorchTensorOpsBench" / "README.md"
 TECHNIQUES, WINS = "techniques", "wins"
 """CHECKLIST.md's parts."""
 LADDER_BATCHES, PEERS_BATCHES = (1, 32, 256), (32, 256)
@@ -70,13 +72,17 @@ COMPILE = _resnet(
 )
 BATCH_SIZE = _resnet(None, "compare batch-size", f"{B} --compare batch-size")
 B_LADDER = f"{B} --ladder"
+BENCH = "python torch_tensor_ops_bench.py --run-predefined"
 
 
-def parts(runs: Iterable[LabRun], old_techniques: str) -> dict[Path, dict[str, str]]:
-    """What goes between the markers of both documents.
+def parts(
+    runs: Iterable[LabRun], benches: Iterable[Bench], old_techniques: str
+) -> dict[Path, dict[str, str]]:
+    """What goes between the markers of the documents.
 
     Args:
         runs: of any labs.
+        benches: runs of the operator bench, oldest first.
         old_techniques: CHECKLIST.md's table of techniques, whose last column is filled in.
     """
     groups: Groups = {}
@@ -95,6 +101,7 @@ def parts(runs: Iterable[LabRun], old_techniques: str) -> dict[Path, dict[str, s
             TECHNIQUES: _techniques(groups, old_techniques),
             WINS: _wins(groups),
         },
+        OPERATORS: {"operators": _operators(benches)},
     }
 
 
@@ -217,6 +224,16 @@ def _pair(rows: Sequence[LabRow]) -> Pair | None:
     by_variant = {row.first.variant: row for row in both}
     name = str(plain.first.options["network"])
     return name, by_variant[plain.first.variant], by_variant[fast.first.variant]
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+def _operators(benches: Iterable[Bench]) -> str:
+    """The newest run of each kind."""
+    newest = {bench.title: bench for bench in benches}
+    found = [lab_table.operator_table(bench) for bench in newest.values()]
+    return tables.markdown(found, heading="###") or not_measured(BENCH)
 
 
 # --- CHECKLIST.md --------------------------------------------------------------------------------
