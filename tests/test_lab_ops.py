@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from workshop import operators
 from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
 from workshop.profilers import load as profiles
 from workshop.roofline.ceilings import Measurement
@@ -384,6 +385,8 @@ def test_it_runs_from_its_own_folder(type_command, tmp_path: Path) -> None:
     ended = type_command("python", "torch_tensor_ops_bench.py", *words, folder=FOLDER)
     assert ended.returncode == DONE, ended.stderr
     content = json.loads((tmp_path / "ops.json").read_text())
+    (row,) = operators.load(tmp_path / "ops.json").rows
+    assert (row.op, row.status) == ("add", "ok, cached") and row.gbs
     assert content["copy_gbs"] > 0 and content["tflops"]["fp32"] > 0
     assert content["cache_bytes"] > 10**5
     assert {"python", "torch"} <= content["software"].keys()
