@@ -149,7 +149,7 @@ def _comparison_table(rows: list[LabRow]) -> str:
         seconds = compile_seconds(row)
         cells += [f"{seconds:,.0f} s" if seconds else "-"] * compiled
         lines.append(list(map(escape, cells)))
-    return markdown_table(header, lines)
+    return markdown_table(header, lines, (0, 6))
 
 
 def _ladder_table(rows: list[LabRow]) -> str:
@@ -162,8 +162,9 @@ def _ladder_table(rows: list[LabRow]) -> str:
     best = max((row for row in rows if row.speedup), key=_rate, default=None)
     summary = ""
     if best is not None:
-        summary = f"\n\nFastest: {best.first.variant}, {lab_table.verdict(best)} over the first."
-    return markdown_table(header, lines) + summary
+        over_first = lab_table.verdict(best)
+        summary = f"\n\nFastest: {best.first.variant}; over the first rung {over_first}."
+    return markdown_table(header, lines, (0, 5)) + summary
 
 
 def _speed(row: LabRow) -> list[str]:
