@@ -117,6 +117,22 @@ def test_a_comparison_is_quoted_in_the_table_of_techniques() -> None:
     assert "compiled in" not in found["wins"].split("**Compiler.**")[0]
 
 
+def test_ours_is_compared_with_the_fastest_peer() -> None:
+    runs = []
+    times = {
+        "fp16": 8.0,
+        "timm, fp16, compile": 4.0,
+        "torch, fp16, compile": 5.0,
+        "fp16, graph": 2.0,
+    }
+    for run in session(documents.PEERS[256][0], times):
+        peer = run.variant.split(",")[0]
+        runs.append(dataclasses.replace(run, options={"peer": peer if peer != "fp16" else ""}))
+    text = documents.parts(runs, [], TABLE)[README]["peers"]
+    assert re.search(r"^fp16, graph over the fastest peer, timm, .*: 2\.00x \[.*\]\.$", text, re.M)
+    assert cells(text, "fp16")[4] == "baseline" and text.count("Not measured yet") == 1
+
+
 def test_all_networks_are_one_table_of_pairs() -> None:
     """Their result files name no baseline."""
     runs = []

@@ -93,7 +93,7 @@ def parts(
     return {
         README: {
             "ladder": _several(groups, LADDERS, _ladder_table),
-            "peers": _several(groups, PEERS, _comparison_table),
+            "peers": _several(groups, PEERS, _peers_table),
             "training": _block(groups, TRAINING, _comparison_table),
             "networks": _networks(groups),
         },
@@ -150,6 +150,20 @@ def _comparison_table(rows: list[LabRow]) -> str:
         cells += [f"{seconds:,.0f} s" if seconds else "-"] * compiled
         lines.append(list(map(escape, cells)))
     return markdown_table(header, lines, (0, 6))
+
+
+def _peers_table(rows: list[LabRow]) -> str:
+    """The comparison, and our fastest over the fastest peer."""
+    timed = sorted((row for row in rows if row.times), key=_rate, reverse=True)
+    ours = next((row for row in timed if not row.first.options.get("peer")), None)
+    peer = next((row for row in timed if row.first.options.get("peer")), None)
+    last = ""
+    if ours and peer:
+        gain = labs.speedup(peer, ours)
+        last = (
+            f"\n\n{ours.first.variant} over the fastest peer, {peer.first.variant}: {_text(gain)}."
+        )
+    return _comparison_table(rows) + last
 
 
 def _ladder_table(rows: list[LabRow]) -> str:
