@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labs.inference_benchmark import counts, measure, modes, networks, request, single
+from labs.inference_benchmark import (
+    counts,
+    measure,
+    modes,
+    networks,
+    proof,
+    request,
+    rewriting,
+    single,
+)
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs
 from workshop.errors import WorkshopError
@@ -63,7 +72,7 @@ VARIANTS = {
         Variant("bf16", autocast=True),
         Variant(channels_last=True),
         Variant(fold=True),
-        Variant("bf16", channels_last=True, fold=True),
+        Variant("bf16", channels_last=True, fold=True, fuse=True),
     )
 }
 
@@ -143,20 +152,86 @@ def test_a_run_that_does_other_work_is_red(
 
 
 def wrong_fold(model: nn.Module) -> nn.Module:
-    folded = modes_fold(model)
+    folded = true_fold(model)
     with torch.no_grad():
         next(folded.parameters()).mul_(1.01)
     return folded
 
 
-modes_fold = modes.fold_norms
+true_fold = rewriting.fold_norms
 
 
 def test_norms_that_are_folded_wrongly_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "fold_norms", wrong_fold)
+    monkeypatch.setattr(rewriting, "fold_norms", wrong_fold)
     one = bench(Variant(fold=True))
     measure.measure_inference(one, iterations=2, warmup=1, say=print)
     assert one.run.proof.status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("resnet18", 17), ("googlenet", 57), ("vgg11", 8), ("densenet121", 59)]
+)
+def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
+    network = dataclasses.replace(networks.get_network(name), edge=64)
+    model = networks.build(network, 1, CPU).double()
+    images = network.images(3, 5).double()
+    with torch.no_grad():
+        for convolution in (m for m in model.modules() if isinstance(m, nn.Conv2d)):
+            if convolution.bias is not None:
+                convolution.bias.normal_()
+        truth = networks.logits(model(images))
+        rewritten = rewriting.fuse_relus(rewriting.fold_norms(copy.deepcopy(model)))
+        logits = networks.logits(rewritten(images))
+    operators = sum(isinstance(m, rewriting.ConvolutionRelu) for m in rewritten.modules())
+    assert operators == fused
+    torch.testing.assert_close(logits, truth, rtol=1e-11, atol=1e-11)
+
+
+def test_an_error_as_of_other_images_is_red_whatever_the_precision_loses() -> None:
+    one = bench(Variant("bf16"))
+    images = SMALL.images(6, 1)
+    truth = one.model.double()(images.double()).detach()
+    noise = 0.6 * (truth - truth.mean(0)).square().mean().sqrt() * torch.randn_like(truth)
+
+    def lossy(model: nn.Module, variant: Variant) -> nn.Module:
+        return Constant(truth + noise)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "prepare", lossy)
+        found, _ = proof.of_inference(one.model.float(), one.variant, images, truth + noise)
+    assert found.status == "fail"
+
+
+class Constant(nn.Module):
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.output
+
+
+@pytest.mark.parametrize("name", ["densenet121", "resnet18", "vit_b_32", "googlenet"])
+def test_recomputing_changes_no_gradient(name: str) -> None:
+    network = networks.get_network(name)
+    if name != "vit_b_32":
+        network = dataclasses.replace(network, edge=64)
+    model = networks.build(network, 1, CPU).train()
+    measure.without_chance(model)
+    images, targets = network.images(2, 5), network.targets(2, 5)
+    gradients, kept = [], []
+    for one in (copy.deepcopy(model), proof.recomputing(copy.deepcopy(model))):
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(tensor.numel()) or tensor,  # type: ignore[misc]
+            lambda tensor: tensor,
+        ):
+            loss = network.loss(one(images), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append([p.grad for p in one.parameters()])
+        kept.append(sum(saved))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert kept[1] < kept[0] / 2
 
 
 def test_training_is_proven_and_learns() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labs.inference_benchmark import rewriting
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
 from workshop.run.markers import Range
@@ -43,6 +44,8 @@ class Variant:
     channels_last: bool = False
     fold: bool = False
     """Batch norms are folded into the convolutions before them."""
+    fuse: bool = False
+    """A convolution, a residual sum and a ReLU are one operator."""
     compile: Mapping[str, Any] | None = None
     """torch.compile's arguments."""
     cuda_graph: bool = False
@@ -54,6 +57,7 @@ class Variant:
         words = [self.precision + (" autocast" if self.autocast else "")]
         words += ["channels-last"] if self.channels_last else []
         words += ["folded norms"] if self.fold else []
+        words += ["fused ReLUs"] if self.fuse else []
         if self.compile is not None:
             words.append(f"compile {_compile_words(self.compile)}".rstrip())
         words += ["AOTInductor"] if self.export else []
@@ -188,8 +192,12 @@ def check(variant: Variant, device: torch.device, *, training: bool) -> None:
         raise WorkshopError(
             "--cuda-graph: torch.compile captures graphs of its own in this mode; leave one out"
         )
-    if training and (variant.fold or variant.export):
-        raise WorkshopError("--fold-norms and --export are for --mode inference")
+    if training and (variant.fold or variant.fuse or variant.export):
+        raise WorkshopError("--fold-norms, --fuse-relus and --export are for --mode inference")
+    if variant.fuse and variant.autocast:
+        raise WorkshopError(
+            "--fuse-relus needs weights of one precision: leave out --amp-opt-level"
+        )
 
 
 def check_precision(name: str, device: torch.device) -> None:
@@ -217,10 +225,12 @@ def set_arithmetic(precision: str) -> None:
 
 
 def prepare(model: nn.Module, variant: Variant) -> nn.Module:
-    """A copy of an fp32 network in the variant's precision and layout, with its norms folded."""
+    """A copy of an fp32 network in the variant's precision and layout, rewritten as it says."""
     model = copy.deepcopy(model).eval()
     if variant.fold:
-        model = fold_norms(model)
+        model = rewriting.fold_norms(model)
+    if variant.fuse:
+        model = rewriting.fuse_relus(model)
     return laid_out(model.to(variant.dtype), variant).requires_grad_(False)
 
 
@@ -228,24 +238,6 @@ def laid_out(model: nn.Module, variant: Variant) -> nn.Module:
     """The network with its weights in the variant's layout."""
     moved: nn.Module = model.to(memory_format=variant.layout())  # type: ignore[call-overload]
     return moved
-
-
-def fold_norms(model: nn.Module) -> nn.Module:
-    """The network with each batch norm that follows a convolution made part of its weights: in
-    inference it is a product and a sum with constants.
-
-    y = g * (w x + b - mean) / sqrt(variance + eps) + beta
-      = (w g / sqrt(variance + eps)) x + (b - mean) g / sqrt(variance + eps) + beta
-    """
-    from torch.fx.experimental.optimization import fuse
-
-    try:
-        folded: nn.Module = fuse(model.eval())
-    except Exception as error:  # of torch.fx, for control flow that depends on data
-        raise WorkshopError(
-            f"--fold-norms: this network can't be traced ({error!s:.100})"
-        ) from None
-    return folded
 
 
 def inference_step(

@@ -21,7 +21,8 @@ from workshop.run import timing
 
 PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py --network resnet18"
 TRACES = "traces"
-_VARIANT = ("precision", "autocast", "channels_last", "fold", "compile", "cuda_graph", "export")
+_VARIANT = ("precision", "autocast", "channels_last", "fold", "fuse", "compile", "cuda_graph",
+            "export")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def is_plain(run: LabRun) -> bool:
 
 
 def _switches_nothing_on(run: LabRun) -> bool:
-    return not any(run.options[name] for name in _VARIANT[1:]) and processes(run) == 1
+    return not any(run.options.get(name) for name in _VARIANT[1:]) and processes(run) == 1
 
 
 def of_group(runs: Sequence[LabRun], mode: str) -> LabRun | None:
@@ -81,7 +82,7 @@ def comparisons(runs: Sequence[LabRun], option: str) -> list[list[LabRow]]:
     found = []
     for session in dict.fromkeys(run.session for run in runs):
         rows = labs.build_rows(run for run in runs if run.session == session)
-        others = {tuple(row.first.options[n] for n in _VARIANT if n != option) for row in rows}
+        others = {tuple(row.first.options.get(n) for n in _VARIANT if n != option) for row in rows}
         if len(rows) > 1 and len(others) == 1:
             found.append(sorted(rows, key=lambda row: not row.is_baseline))
     return found

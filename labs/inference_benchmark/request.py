@@ -94,6 +94,11 @@ def _add_speed(add: Add) -> None:
     add("--channels-last", action="store_true", help="images and weights as NHWC")
     add("--fold-norms", action="store_true", help="batch norms become part of the convolutions")
     add(
+        "--fuse-relus",
+        action="store_true",
+        help="a convolution, a residual sum and a ReLU become one kernel, with --fold-norms",
+    )
+    add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
         default=False,

@@ -71,6 +71,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
         autocast=autocast or (training and precision in ("bf16", "fp16")),
         channels_last=arguments.channels_last,
         fold=arguments.fold_norms,
+        fuse=arguments.fuse_relus,
         compile=context,
         cuda_graph=arguments.cuda_graph,
         export=arguments.export == "aoti",

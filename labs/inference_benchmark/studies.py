@@ -111,7 +111,7 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
         flags.append("--channels-last")
     if without != "compile" and arguments.compile:
         flags += ["--compile", "--compileContext", arguments.compile_context or "{}"]
-    for name in ("fold_norms", "cuda_graph"):
+    for name in ("fold_norms", "fuse_relus", "cuda_graph"):
         if getattr(arguments, name):
             flags.append(f"--{name.replace('_', '-')}")
     if arguments.export:
