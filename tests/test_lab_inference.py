@@ -309,12 +309,16 @@ def test_operations_are_those_of_the_formula() -> None:
     assert head.intensity(4, 2) == 4 * 512000 / (2 * (4 * 1256 + 257000))
 
 
-def test_resnet50_has_the_published_operations() -> None:
-    """4.09 billion products an image and 25.6 million weights (torchvision's documentation)."""
-    network = networks.get_network("resnet50")
+@pytest.mark.parametrize(
+    ("name", "products", "weights"),
+    [("resnet50", 4.09, 25_557_032), ("vit_b_16", 17.56, 86_567_656)],
+)
+def test_a_network_has_the_published_operations(name: str, products: float, weights: int) -> None:
+    """Billions of products an image, and weights (torchvision's documentation)."""
+    network = networks.get_network(name)
     counted = counts.count(network.build(), network.images(1, 0))
-    assert counted.flops / 2e9 == pytest.approx(4.09, abs=0.005)
-    assert counted.parameters == 25_557_032
+    assert counted.flops / 2e9 == pytest.approx(products, abs=0.005)
+    assert counted.parameters == weights
 
 
 # --- the command line ----------------------------------------------------------------------------

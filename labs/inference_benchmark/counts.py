@@ -6,6 +6,7 @@ if it ran alone: a compiler that joins layers moves fewer.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,22 +56,15 @@ class Counts:
 
 @torch.no_grad()
 def count(model: nn.Module, image: Tensor) -> Counts:
-    """Counts a forward pass of an fp32 network in inference mode; image is (1, 3, H, W)."""
+    """Counts a forward pass of an fp32 network in inference mode; image is (1, 3, H, W). Nothing is
+    computed: shapes are enough."""
+    model, image = copy.deepcopy(model).to("meta").eval(), image.to("meta")
     layers: list[Layer] = []
-    was_training = model.training
     with _no_fast_path(), FlopCounterMode(display=False) as counter:
-        handles = [
-            handle
-            for name, module in model.named_modules()
-            if _is_unit(module)
-            for handle in _watch(name, module, counter, layers)
-        ]
-        try:
-            model.eval()(image)
-        finally:
-            model.train(was_training)
-            for handle in handles:
-                handle.remove()
+        for name, module in model.named_modules():
+            if _is_unit(module):
+                _watch(name, module, counter, layers)
+        model(image)
         flops = float(counter.get_total_flops())
     return Counts(flops, tuple(layers), sum(p.numel() for p in model.parameters()))
 
@@ -79,9 +73,7 @@ def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, _UNITS) or next(module.children(), None) is None
 
 
-def _watch(
-    name: str, module: nn.Module, counter: FlopCounterMode, layers: list[Layer]
-) -> Iterator[torch.utils.hooks.RemovableHandle]:
+def _watch(name: str, module: nn.Module, counter: FlopCounterMode, layers: list[Layer]) -> None:
     start = 0
 
     def before(*_: object) -> None:
@@ -94,8 +86,8 @@ def _watch(
         weights = sum(p.numel() for p in module.parameters())
         layers.append(Layer(name, type(module).__name__, float(flops), moved, weights))
 
-    yield module.register_forward_pre_hook(before)
-    yield module.register_forward_hook(after)
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
 
 
 def _elements(value: object) -> int:

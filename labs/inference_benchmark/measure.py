@@ -32,6 +32,7 @@ KEPT_BYTES = 256e6
 PLAIN_ITERATIONS = 5
 Notify = Callable[[str], object]
 Iteration = Callable[[int], object]
+WaitTurn = Callable[[], object]
 
 
 @dataclass
@@ -64,7 +65,7 @@ def make_bench(setting: Setting, variant: Variant, run: LabRun, training: bool) 
     start = time.perf_counter()
     set_arithmetic("fp32")
     model = networks.build(setting.network, setting.seed, setting.device)
-    counted = counts.count(model, setting.network.images(1, setting.seed).to(setting.device))
+    counted = counts.count(model, setting.network.images(1, setting.seed))
     run.flops_per_step = counted.flops * setting.batch_size * (3 if training else 1)
     run.setup_s["model"] = time.perf_counter() - start
     set_arithmetic(variant.precision)
@@ -134,8 +135,14 @@ class Inference:
         return images.to(setting.device), torch.cat(outputs)
 
 
-def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -> Measured:
-    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run."""
+def measure_inference(
+    bench: Bench, iterations: int, warmup: int, say: Notify, wait_turn: WaitTurn | None = None
+) -> Measured:
+    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run.
+
+    Args:
+        wait_turn: called when all is ready to be timed, to wait until the device is free.
+    """
     run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     if bench.variant.compile is not None or bench.variant.export:
@@ -153,9 +160,10 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
+    _take_turn(wait_turn, inference, device, warmup, measured)
     _timed(inference, device, iterations, measured)
     done = len(measured.step_ms)
-    measured.losses = [math.nan] * warmup + inference.losses(done)
+    measured.losses = [math.nan] * len(measured.warmup_ms) + inference.losses(done)
     images, timed = inference.sample(done)  # before another iteration takes the place of one
     run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
     run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
@@ -173,6 +181,7 @@ def measure_training(
     warmup: int,
     say: Notify,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    wait_turn: WaitTurn | None = None,
 ) -> Measured:
     """As `measure_inference`. The network learns one batch, without dropout, so that its losses can
     be compared; `wrap` makes it a part of a group of processes."""
@@ -192,6 +201,7 @@ def measure_training(
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
+    _take_turn(wait_turn, iteration, device, warmup, measured)
     _timed(iteration, device, iterations, measured)
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
@@ -242,6 +252,22 @@ def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: M
         iteration(index)
         wait(device)
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
+
+
+def _take_turn(
+    wait_turn: WaitTurn | None,
+    iteration: Iteration,
+    device: torch.device,
+    warmup: int,
+    measured: Measured,
+) -> None:
+    """Waits for the device, which has rested or worked for others meanwhile: it warms up again."""
+    if wait_turn is None:
+        return
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # others need it
+    wait_turn()
+    _warm_up(iteration, device, warmup, measured)
 
 
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:

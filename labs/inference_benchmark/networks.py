@@ -189,9 +189,21 @@ def build(network: Network, seed: int, device: torch.device) -> nn.Module:
         if isinstance(norm, nn.BatchNorm2d) and hasattr(block, "downsample"):
             norm.weight.data.mul_(RESIDUAL_SCALE)
     images = network.images(CALIBRATION_IMAGES, seed + 2).to(device)
-    with torch.no_grad(), _norms_that_average(model):
+    with torch.no_grad(), run_once(), _norms_that_average(model):
         model.train()(images)
     return model.eval()
+
+
+@contextlib.contextmanager
+def run_once() -> Iterator[None]:
+    """In the block convolutions take the first algorithm that does: to try all of them takes
+    seconds, which a network that runs once does not give back."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextlib.contextmanager

@@ -147,11 +147,26 @@ def _add_studies(add: Add) -> None:
         metavar="N",
         help="processes a variant, of --compare and --ladder (default 3)",
     )
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that prepare beside each other; each is timed alone; of --network all "
+        "(default 1)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the newest session of the same batch, precision, mode and device in "
+        "--output-dir, and keep the networks that are complete; of --network all",
+    )
     # What a study passes to its processes.
     add("--session", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--baseline", default="-", help=argparse.SUPPRESS)
     add("--study", default="", help=argparse.SUPPRESS)
+    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_processes(add: Add) -> None:

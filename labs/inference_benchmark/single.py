@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark import measure, modes, networks, request, show
+from labs.inference_benchmark import measure, modes, networks, request, show, turns
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
@@ -90,6 +90,8 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
             f"--flops-prof-step {step}: it must be smaller than --iterations "
             f"{arguments.iterations}, which counts from 0"
         )
+    if arguments.jobs > 1 or arguments.resume:
+        raise WorkshopError("--jobs and --resume are for --network all")
     if not 0 <= arguments.seed < 2**62:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
 
@@ -179,6 +181,7 @@ def _command() -> list[str]:
     words = sys.argv[1:]
     hidden = {"--output-dir", "--result-file"}
     kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
+    hidden.add("--wait-turn")
     return ["micro_benchmarking_pytorch.py", *(w for w in kept if w not in hidden)]
 
 
@@ -194,18 +197,20 @@ def _measure(
     say = show.speaker(group)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
-    dtype = PRECISIONS[variant.precision].autocast_dtype
-    record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     groups.meet(group)
+    wait_turn = turns.wait_turn if arguments.wait_turn else None
     if training:
         wrap = groups.wrapper(group, setting.device)
         measured = measure.measure_training(
-            bench, arguments.iterations, arguments.warmup_iterations, say, wrap
+            bench, arguments.iterations, arguments.warmup_iterations, say, wrap, wait_turn
         )
     else:
         measured = measure.measure_inference(
-            bench, arguments.iterations, arguments.warmup_iterations, say
+            bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn
         )
+    # After the iterations: processes beside this one may prepare until then.
+    dtype = PRECISIONS[variant.precision].autocast_dtype
+    record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     record.step_ms = measured.step_ms
     record.losses = results.finite(measured.losses)
     show.iterations(say, measured)
@@ -257,7 +262,8 @@ def _finish(
     if record.status != "complete":
         return
     record.plausibility = implausible(record, group.world_size)
-    if record.setup_s.get("compile") and not training:
+    # Compilers take longer beside other processes: there is no break-even then.
+    if record.setup_s.get("compile") and not training and not arguments.wait_turn:
         plain_ms = measure.time_plain(bench)
         if plain_ms is not None:
             record.metrics["plain_ms"] = plain_ms

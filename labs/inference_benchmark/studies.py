@@ -3,14 +3,13 @@
 import argparse
 import gc
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from labs.inference_benchmark import measure, modes, networks, single
+from labs.inference_benchmark import measure, modes, networks, request, single, turns
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.compare import lab_table, tables
@@ -20,7 +19,6 @@ from workshop.run import hardware, memory, processes, timing, trainer
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
-SECONDS_TO_STOP = 30
 MOST_IMAGES = 2**17
 ALL = "all"
 """As a name: each of the benchmark's networks."""
@@ -166,32 +164,22 @@ def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
     return [*flags, "--study", arguments.study]
 
 
-def _child(flags: list[str], folder: Path) -> LabRun:
-    """Runs one variant in a process of its own; its result, or a record of its failure."""
+def _plan(flags: list[str], folder: Path) -> turns.Plan:
     planned = single.planned(flags)
     path = labs.new_path(planned, folder)
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), *flags, "--result-file", str(path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    with processes.ended_with_us(process):
+    command = [sys.executable, str(PROGRAM), *flags, "--result-file", str(path)]
+    return turns.Plan(command, planned, path)
+
+
+def _child(flags: list[str], folder: Path) -> LabRun:
+    """Runs one variant in a process of its own; its result, or a record of its failure."""
+    child = turns.Child(_plan(flags, folder))
+    with processes.ended_with_us(child.process):
         try:
-            _, complaint = process.communicate()
+            return child.finish()
         except KeyboardInterrupt:
-            processes.stop(process, SECONDS_TO_STOP)
+            processes.stop(child.process, turns.SECONDS_TO_STOP)
             raise
-    if path.exists():
-        return labs.load(path)
-    lines = [line for line in complaint.splitlines() if line.strip()] or ["no message"]
-    missing = process.returncode == errors.NOT_ON_THIS_MACHINE
-    planned.status = "skipped" if missing else "failed"
-    planned.error = lines[-1].removeprefix("error: ")[:300]
-    labs.save(planned, path)
-    return planned
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:
@@ -240,37 +228,114 @@ def draw(rows: list[LabRow], target: Path) -> None:
 
 
 def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Each network in half precision, as it is and as fast as it gets: a table."""
+    """Each network in half precision, as it is and as fast as it gets: a table, written anew after
+    each group of networks."""
     folder = results.prepare_folder(arguments.output_dir)
-    session = results.new_session()
     plain: Flags = ("--precision", _half(device))
     # A compiler that may change weights folds norms itself.
     graph = ("--cuda-graph",) if device.type == "cuda" else ()
-    fast = (*plain, "--channels-last", "--compile", *graph)
-    names = dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES)
-    pairs: list[tuple[str, LabRow, LabRow]] = []
-    for number, name in enumerate(names, 1):
-        arguments.network = name
-        common = _common_flags(arguments, session)
-        runs = []
-        for flags in (plain, fast):
-            try:
-                runs.append(_child([*common, *flags], folder))
-            except errors.NotOnThisMachine as missing:
-                print(f"{name}: skipped: {missing}")
-                break
-        else:
-            for run in runs:
-                run.baseline = runs[0].variant
-            pairs.append((name, *labs.build_rows(runs)))  # type: ignore[arg-type]
-            outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs)
-            print(f"{number}/{len(names)} {name}: {outcome}", flush=True)
-    table = all_table(pairs)
-    tables.print_tables([table])
-    results.write_text(folder / "all_networks.md", tables.markdown([table]))
+    variants: tuple[Flags, ...] = (plain, (*plain, "--channels-last", "--compile", *graph))
+    names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
+    session = results.new_session()
+    runs: dict[str, list[LabRun]] = {}
+    if arguments.resume:
+        session, runs = _resumed(arguments, device, folder, session)
+        print(f"Session {session}: {len(runs)} networks are complete")
+    left = [name for name in names if name not in runs]
+    size = max(1, arguments.jobs // len(variants))
+    try:
+        for start in range(0, len(left), size):
+            plans = []
+            for name in left[start : start + size]:
+                arguments.network = name
+                common = _common_flags(arguments, session)
+                plans += [(name, [*common, *flags]) for flags in variants]
+            measured: dict[str, list[LabRun]] = {}
+            for name, run in _in_turns(plans, folder, arguments.jobs > 1):
+                measured.setdefault(name, []).append(run)
+                if len(measured[name]) == len(variants):
+                    runs[name] = measured[name]
+                    outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
+                    print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
+            _write_all(names, runs, folder)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        _write_all(names, runs, folder)
+        print("interrupted: the table holds what was completed; --resume", file=sys.stderr)
+        return errors.INTERRUPTED
+    tables.print_tables([_write_all(names, runs, folder)])
     print(f"Written: {folder / 'all_networks.md'}")
-    red = any(row.failed for _, *rows in pairs for row in rows)
+    red = any(row.failed for found in runs.values() for row in labs.build_rows(found))
     return errors.ANSWER_IS_NO if red else errors.DONE
+
+
+def _present(names: Iterable[str]) -> list[str]:
+    """Those whose package is on this machine."""
+    found = []
+    for name in names:
+        try:
+            networks.get_network(name)
+            found.append(name)
+        except errors.NotOnThisMachine as missing:
+            print(f"{name}: skipped: {missing}")
+    return found
+
+
+def _in_turns(
+    plans: list[tuple[str, list[str]]], folder: Path, beside: bool
+) -> Iterator[tuple[str, LabRun]]:
+    """Each plan's name and its run; `beside`: they prepare beside each other."""
+    if not beside:
+        for name, flags in plans:
+            yield name, _child(flags, folder)
+        return
+    waiting = [_plan([*flags, "--wait-turn"], folder) for _, flags in plans]
+    with turns.prepared(waiting) as children:
+        for (name, _), child in zip(plans, children, strict=True):
+            yield name, child.finish()
+
+
+def _resumed(
+    arguments: argparse.Namespace, device: torch.device, folder: Path, session: str
+) -> tuple[str, dict[str, list[LabRun]]]:
+    """The newest session of the same kind, or else the given one; its networks of which both runs
+    are complete. The other runs are deleted: their networks run again."""
+    wanted = {"batch_size": arguments.batch_size, "mode": arguments.mode,
+              "precision": _half(device)}  # fmt: skip
+    alike = [
+        (path, run)
+        for path in sorted(folder.glob(f"runs/*/{request.LAB}_*.json"))
+        if (run := labs.load(path)).subject.endswith(f", {arguments.study}")
+        and wanted.items() <= run.options.items()
+        and run.device["name"] == hardware.device_name(device)
+    ]
+    session = max((run.session for _, run in alike), default=session)
+    by_network: dict[str, list[tuple[Path, LabRun]]] = {}
+    for path, run in alike:
+        if run.session == session:
+            by_network.setdefault(str(run.options["network"]), []).append((path, run))
+    complete = {}
+    for name, stored in by_network.items():
+        if [run.status for _, run in stored] == ["complete", "complete"]:
+            both = [run for _, run in stored]
+            complete[name] = sorted(both, key=lambda run: run.options["compile"] is not None)
+        else:
+            for path, _ in stored:
+                path.unlink()
+    return session, complete
+
+
+def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
+    pairs: list[tuple[str, LabRow, LabRow]] = []
+    for name in (name for name in names if name in runs):
+        for run in runs[name]:
+            run.baseline = runs[name][0].variant
+        rows = sorted(labs.build_rows(runs[name]), key=lambda row: not row.is_baseline)
+        pairs.append((name, *rows))  # type: ignore[arg-type]
+    table = all_table(pairs)
+    results.write_text(folder / "all_networks.md", tables.markdown([table]))
+    return table
 
 
 def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
