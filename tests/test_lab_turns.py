@@ -176,11 +176,10 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ("inference", "training"))
-def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
+def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1",
-             "--mode", mode, "--result-file", str(path), "--wait-turn"]  # fmt: skip
+             "--result-file", str(path), "--wait-turn"]  # fmt: skip
     command = [sys.executable, str(PROGRAM), *flags, "--output-dir", str(tmp_path)]
     for line, status in ((b"\n", 0), (b"", 130)):
         path.unlink(missing_ok=True)
@@ -196,8 +195,9 @@ def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
             assert "--wait-turn" not in run["command"]
 
 
-def test_jobs_are_for_all_networks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--network", "resnet18", *FLAGS[2:], "--output-dir", str(tmp_path)]
-    for more in (["--jobs", "2"], ["--resume"], ["--ladder", "--resume"]):
+    training = ["--mode", "training", "--compare", "compile"]
+    for more in (["--jobs", "2"], [*training, "--jobs", "2"], ["--ladder", "--resume"]):
         assert main([*flags, *more]) == 2
         assert "--network all" in capsys.readouterr().err

@@ -16,9 +16,11 @@ from labs.inference_benchmark.modes import (
     Setting,
     Training,
     Variant,
+    captured,
     inference_step,
     prepare,
     set_arithmetic,
+    untuned,
 )
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
@@ -99,6 +101,11 @@ class Inference:
         self._kept: list[Tensor] = []
         self._ring = 1
 
+    def capture(self) -> None:
+        """Makes a graph of the step, where the variant wants one."""
+        if self.bench.variant.cuda_graph:
+            self._step = captured(self._step, self.bench.setting.device)
+
     def keep(self, iterations: int) -> None:
         """Makes room for the logits of the iterations, or of as many as fit."""
         output = self._step()
@@ -141,7 +148,7 @@ def measure_inference(
     """Warms up, times, and compares the timed logits with the truth; fills in the bench's run.
 
     Args:
-        wait_turn: called when all is ready to be timed, to wait until the device is free.
+        wait_turn: waits until the device is free; called when all is compiled.
     """
     run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
@@ -151,6 +158,12 @@ def measure_inference(
     start = time.perf_counter()
     inference = Inference(bench)
     prepared_s = time.perf_counter() - start
+    if wait_turn is not None:
+        with untuned(bench.variant.precision):
+            inference(0)  # compilers work now
+        wait(device)
+        wait_turn()
+    inference.capture()
     measured = Measured()
     _warm_up(inference, device, warmup, measured)
     inference.keep(iterations)
@@ -160,10 +173,9 @@ def measure_inference(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _take_turn(wait_turn, inference, device, warmup, measured)
     _timed(inference, device, iterations, measured)
     done = len(measured.step_ms)
-    measured.losses = [math.nan] * len(measured.warmup_ms) + inference.losses(done)
+    measured.losses = [math.nan] * warmup + inference.losses(done)
     images, timed = inference.sample(done)  # before another iteration takes the place of one
     run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
     run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
@@ -181,7 +193,6 @@ def measure_training(
     warmup: int,
     say: Notify,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    wait_turn: WaitTurn | None = None,
 ) -> Measured:
     """As `measure_inference`. The network learns one batch, without dropout, so that its losses can
     be compared; `wrap` makes it a part of a group of processes."""
@@ -201,7 +212,6 @@ def measure_training(
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
-    _take_turn(wait_turn, iteration, device, warmup, measured)
     _timed(iteration, device, iterations, measured)
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
@@ -252,22 +262,6 @@ def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: M
         iteration(index)
         wait(device)
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
-
-
-def _take_turn(
-    wait_turn: WaitTurn | None,
-    iteration: Iteration,
-    device: torch.device,
-    warmup: int,
-    measured: Measured,
-) -> None:
-    """Waits for the device, which has rested or worked for others meanwhile: it warms up again."""
-    if wait_turn is None:
-        return
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # others need it
-    wait_turn()
-    _warm_up(iteration, device, warmup, measured)
 
 
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
@@ -358,6 +352,8 @@ def make_iteration(
     # To the network's own input each iteration copies one of the batches, which wait beside it.
     inputs = torch.empty_like(batches[0])
     step = inference_step(prepare(model, variant), variant, inputs, setting.device)
+    if variant.cuda_graph:
+        step = captured(step, setting.device)
 
     def iteration() -> None:
         inputs.copy_(batches[0])

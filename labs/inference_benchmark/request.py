@@ -152,8 +152,8 @@ def _add_studies(add: Add) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="processes that prepare beside each other; each is timed alone; of --network all "
-        "(default 1)",
+        help="processes of a study that prepare beside each other; each is timed alone, its "
+        "compilation is not (default 1)",
     )
     add(
         "--resume",

@@ -90,8 +90,10 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
             f"--flops-prof-step {step}: it must be smaller than --iterations "
             f"{arguments.iterations}, which counts from 0"
         )
-    if arguments.jobs > 1 or arguments.resume:
-        raise WorkshopError("--jobs and --resume are for --network all")
+    if arguments.jobs > 1 and (training or not (arguments.compare or arguments.ladder)):
+        raise WorkshopError("--jobs is for --network all, --compare and --ladder of inference")
+    if arguments.resume:
+        raise WorkshopError("--resume is for --network all")
     if not 0 <= arguments.seed < 2**62:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
 
@@ -202,7 +204,7 @@ def _measure(
     if training:
         wrap = groups.wrapper(group, setting.device)
         measured = measure.measure_training(
-            bench, arguments.iterations, arguments.warmup_iterations, say, wrap, wait_turn
+            bench, arguments.iterations, arguments.warmup_iterations, say, wrap
         )
     else:
         measured = measure.measure_inference(

@@ -4,7 +4,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -79,12 +79,19 @@ def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     rungs.append(kept := ("--precision", half))
     rungs.append(kept := (*kept, "--channels-last"))
     rungs.append(kept := (*kept, "--fold-norms"))
+    rungs.append((*kept, "--fuse-relus"))
+    rungs.append((*kept, "--fuse-relus", "--compile"))
     graph = ("--cuda-graph",) if on_gpu else ()
-    rungs.append((*kept, "--compile"))
     if on_gpu:
-        rungs.append((*kept, "--compile", *graph))
+        rungs.append((*kept, "--fuse-relus", "--compile", *graph))
+    # AOTInductor does not know the fused operator.
     rungs.append((*kept, "--export", "aoti", *graph))
     return rungs
+
+
+def fastest(arguments: argparse.Namespace, device: torch.device) -> Flags:
+    """The rung of the ladder with all that is compiled as it runs."""
+    return [rung for rung in ladder(arguments, device) if "--compile" in rung][-1]
 
 
 def _half(device: torch.device) -> str:
@@ -129,10 +136,8 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     interrupted = False
     try:
         for repeat in range(arguments.repeats):
-            for plan in plans if repeat % 2 == 0 else plans[::-1]:
-                if plan in dead:
-                    continue
-                found = _child([*common, *plan], folder)
+            alive = [plan for plan in plans[:: 1 - 2 * (repeat % 2)] if plan not in dead]
+            for plan, found in _in_turns(alive, common, folder, arguments.jobs):
                 runs.append(found)
                 if found.status != "complete":
                     dead.add(plan)
@@ -148,6 +153,23 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+
+
+def _in_turns(
+    plans: Sequence[Flags], common: Sequence[str], folder: Path, jobs: int
+) -> Iterator[tuple[Flags, LabRun]]:
+    """Each variant and its run. So many processes as `jobs` prepare beside each other; each is
+    timed alone."""
+    if jobs == 1:
+        for plan in plans:
+            yield plan, _child([*common, *plan], folder)
+    else:
+        for start in range(0, len(plans), jobs):
+            beside = plans[start : start + jobs]
+            waiting = [_plan([*common, *plan, "--wait-turn"], folder) for plan in beside]
+            with turns.prepared(waiting) as children:
+                for plan, child in zip(beside, children, strict=True):
+                    yield plan, child.finish()
 
 
 def _outcome(run: LabRun) -> str:
@@ -232,26 +254,23 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     each group of networks."""
     folder = results.prepare_folder(arguments.output_dir)
     plain: Flags = ("--precision", _half(device))
-    # A compiler that may change weights folds norms itself.
-    graph = ("--cuda-graph",) if device.type == "cuda" else ()
-    variants: tuple[Flags, ...] = (plain, (*plain, "--channels-last", "--compile", *graph))
+    variants = (plain, fastest(arguments, device))
     names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
     session = results.new_session()
     runs: dict[str, list[LabRun]] = {}
     if arguments.resume:
         session, runs = _resumed(arguments, device, folder, session)
         print(f"Session {session}: {len(runs)} networks are complete")
+    common = _common_flags(arguments, session)
     left = [name for name in names if name not in runs]
     size = max(1, arguments.jobs // len(variants))
     try:
         for start in range(0, len(left), size):
-            plans = []
-            for name in left[start : start + size]:
-                arguments.network = name
-                common = _common_flags(arguments, session)
-                plans += [(name, [*common, *flags]) for flags in variants]
+            group = left[start : start + size]
+            plans = [(*flags, "--network", name) for name in group for flags in variants]
             measured: dict[str, list[LabRun]] = {}
-            for name, run in _in_turns(plans, folder, arguments.jobs > 1):
+            for plan, run in _in_turns(plans, common, folder, arguments.jobs):
+                name = plan[-1]
                 measured.setdefault(name, []).append(run)
                 if len(measured[name]) == len(variants):
                     runs[name] = measured[name]
@@ -280,20 +299,6 @@ def _present(names: Iterable[str]) -> list[str]:
         except errors.NotOnThisMachine as missing:
             print(f"{name}: skipped: {missing}")
     return found
-
-
-def _in_turns(
-    plans: list[tuple[str, list[str]]], folder: Path, beside: bool
-) -> Iterator[tuple[str, LabRun]]:
-    """Each plan's name and its run; `beside`: they prepare beside each other."""
-    if not beside:
-        for name, flags in plans:
-            yield name, _child(flags, folder)
-        return
-    waiting = [_plan([*flags, "--wait-turn"], folder) for _, flags in plans]
-    with turns.prepared(waiting) as children:
-        for (name, _), child in zip(plans, children, strict=True):
-            yield name, child.finish()
 
 
 def _resumed(
