@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +158,7 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
     images, timed = inference.sample(done)  # before another iteration takes the place of one
-    run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
+    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
     run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
     run.metrics["top1_agreement"] = agreement
     bench.iteration = inference
@@ -195,7 +196,8 @@ def measure_training(
     _timed(iteration, device, iterations, measured)
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    run.memory_mb = _memory(bench, iteration, weights, lambda: _training_bytes(training), training)
+    live = partial(_training_bytes, training)
+    run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
     run.proof = proof.of_training(
         bench.model, bench.variant, setting, images, targets, training, measured.losses
     )
@@ -286,15 +288,17 @@ def count_peak_anew(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _memory(
+def memory_of(
     bench: Bench,
     iteration: Iteration,
     weights: int,
     live: Callable[[], int],
     training: Training | None = None,
+    *,
+    copies: int = BATCHES + 1,
 ) -> dict[str, float | str]:
-    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images, and
-    the rest: activations, workspaces, logits."""
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (so
+    many copies of a batch), and the rest: activations, workspaces, logits."""
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -303,7 +307,6 @@ def _memory(
         state = memory.optimizer_tensors(training.optimizer)
         parts["optimizer_state"] = memory.tensor_bytes(state)
     edge, images = bench.setting.network.edge, bench.setting.batch_size
-    copies = 1 if training else BATCHES + 1
     size = 4 if training else bench.variant.dtype.itemsize
     parts["images"] = copies * images * 3 * edge * edge * size
     if device.type == "cuda":
