@@ -355,6 +355,14 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--dataparallel --device_ids 0,x", "numbers of GPUs"),
         ("--dataparallel", "needs two GPUs"),
         ("--distributed_dataparallel --rank 2 --world-size 2", "between 0 and --world-size"),
+        ("--peer timm --fold-norms", "leave out --fold-norms"),
+        ("--peer timm --export aoti", "leave out --export"),
+        ("--peer torch --mode training", "leave out --mode training"),
+        ("--peer timm --flops-prof-step 1", "leave out --flops-prof-step"),
+        ("--peer timm --distributed_dataparallel --world-size 2 --dist-url none://", "out several"),
+        ("--peer timm --compare peers", "--peer is for a single run"),
+        ("--peer timm --profile-steps 2", "--peer does not go with a profiler"),
+        ("--compare peers --mode training", "is for --mode inference"),
     ],
 )
 def test_wrong_input_is_one_line(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -158,11 +159,7 @@ def measure_inference(
     start = time.perf_counter()
     inference = Inference(bench)
     prepared_s = time.perf_counter() - start
-    if wait_turn is not None:
-        with untuned(bench.variant.precision):
-            inference(0)  # compilers work now
-        wait(device)
-        wait_turn()
+    take_turn(lambda: inference(0), bench, wait_turn)
     inference.capture()
     measured = Measured()
     _warm_up(inference, device, warmup, measured)
@@ -177,7 +174,7 @@ def measure_inference(
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
     images, timed = inference.sample(done)  # before another iteration takes the place of one
-    run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
+    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
     run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
     run.metrics["top1_agreement"] = agreement
     bench.iteration = inference
@@ -215,7 +212,8 @@ def measure_training(
     _timed(iteration, device, iterations, measured)
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    run.memory_mb = _memory(bench, iteration, weights, lambda: _training_bytes(training), training)
+    live = partial(_training_bytes, training)
+    run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
     run.proof = proof.of_training(
         bench.model, bench.variant, setting, images, targets, training, measured.losses
     )
@@ -264,6 +262,16 @@ def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: M
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
 
 
+def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn | None) -> None:
+    """Compiles, by an iteration, and waits until the device is free."""
+    if wait_turn is None:
+        return
+    with untuned(bench.variant.precision):
+        iterate()
+    wait(bench.setting.device)
+    wait_turn()
+
+
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
     """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
     is complete."""
@@ -306,15 +314,17 @@ def count_peak_anew(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _memory(
+def memory_of(
     bench: Bench,
     iteration: Iteration,
     weights: int,
     live: Callable[[], int],
     training: Training | None = None,
+    *,
+    copies: int = BATCHES + 1,
 ) -> dict[str, float | str]:
-    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images, and
-    the rest: activations, workspaces, logits."""
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (so
+    many copies of a batch), and the rest: activations, workspaces, logits."""
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -323,7 +333,6 @@ def _memory(
         state = memory.optimizer_tensors(training.optimizer)
         parts["optimizer_state"] = memory.tensor_bytes(state)
     edge, images = bench.setting.network.edge, bench.setting.batch_size
-    copies = 1 if training else BATCHES + 1
     size = 4 if training else bench.variant.dtype.itemsize
     parts["images"] = copies * images * 3 * edge * edge * size
     if device.type == "cuda":

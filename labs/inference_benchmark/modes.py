@@ -51,10 +51,13 @@ class Variant:
     cuda_graph: bool = False
     export: bool = False
     """Compiled ahead of time, by AOTInductor."""
+    peer: str = ""
+    """Whose way of running it this is, of request.PEERS; empty: ours."""
 
     @property
     def label(self) -> str:
-        words = [self.precision + (" autocast" if self.autocast else "")]
+        words = [self.peer] if self.peer else []
+        words.append(self.precision + (" autocast" if self.autocast else ""))
         words += ["channels-last"] if self.channels_last else []
         words += ["folded norms"] if self.fold else []
         words += ["fused ReLUs"] if self.fuse else []
@@ -292,10 +295,10 @@ def _runnable(
         return _exported(model, variant, images)
     if variant.compile is None:
         return model
-    # Frozen weights may be laid out anew for the kernels that read them.
+    # Frozen weights may be laid out anew for the kernels that read them. Peers don't freeze theirs.
     import torch._inductor.config
 
-    torch._inductor.config.freezing = True
+    torch._inductor.config.freezing = not variant.peer
     compiled: Callable[[Tensor], Any] = torch.compile(model, **variant.compile)
     return compiled
 

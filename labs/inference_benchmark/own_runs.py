@@ -4,6 +4,7 @@ which question, what it measured, and the true counts of its network."""
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from workshop.run import timing
 
 PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py --network resnet18"
 TRACES = "traces"
-_VARIANT = ("precision", "autocast", "channels_last", "fold", "fuse", "compile", "cuda_graph",
-            "export")  # fmt: skip
+_VARIANT = (
+    *("precision", "autocast", "channels_last", "fold", "fuse", "compile", "cuda_graph"),
+    *("export", "peer"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,15 @@ class Profile:
 
 
 def own_runs(work: Work) -> list[LabRun]:
-    """Complete runs and those whose proof is red, newest first."""
+    """Complete runs and those whose proof is red, newest first; none of a peer's."""
     found = [*work.lab_runs(LAB), *work.lab_runs(LAB, status="proof failed")]
-    return sorted(found, key=lambda run: (run.created, run.session), reverse=True)
+    return sorted(
+        filterfalse(is_of_peer, found), key=lambda run: (run.created, run.session), reverse=True
+    )
+
+
+def is_of_peer(run: LabRun) -> bool:
+    return bool(run.options.get("peer"))
 
 
 def processes(run: LabRun) -> int:

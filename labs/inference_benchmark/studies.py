@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [arguments.compare, arguments.ladder, arguments.find_max_batch]
     if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
         raise WorkshopError("--compare, --ladder, --find-max-batch: one at a time, and no torchrun")
+    if arguments.peer:
+        raise WorkshopError("--peer is for a single run; --compare peers runs all of them")
     device = hardware.get_device(arguments.device)
     if arguments.network == ALL:
         arguments.study = "all networks"
@@ -53,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """The variants of --compare, the baseline first; the other flags hold for all of them."""
+    if arguments.compare == "peers":
+        return peers(arguments, device)
     common = _speed_flags(arguments, without=arguments.compare)
     on_gpu = device.type == "cuda"
     if arguments.compare == "precision":
@@ -67,6 +71,20 @@ def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]
     names = ["", "reduce-overhead", "max-autotune"] if on_gpu else ["", "max-autotune"]
     contexts = [("--compileContext", f"{{'mode': '{name}'}}") if name else () for name in names]
     return [common, *((*common, "--compile", *context) for context in contexts)]
+
+
+def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
+    """At one precision: plain, the peers as their users run them for speed, and ours."""
+    if arguments.mode == "training":
+        raise WorkshopError("--compare peers is for --mode inference")
+    common = ("--precision", single.variant_of(arguments).precision)
+    graphs = ("--compileContext", "{'mode': 'reduce-overhead'}") if device.type == "cuda" else ()
+    tuned = ("--compileContext", "{'mode': 'max-autotune'}")
+    torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
+    theirs: list[Flags] = [(*torch_, "--compile", *graphs), timm, (*timm, "--compile", *tuned)]
+    # Of two --precision the last one counts.
+    theirs.append(fastest(arguments, device))
+    return [common, *((*flags, *common) for flags in theirs)]
 
 
 def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
