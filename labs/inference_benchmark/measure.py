@@ -351,15 +351,20 @@ def memory_of(
 def make_iteration(
     model: nn.Module, variant: Variant, setting: Setting, training: bool
 ) -> Callable[[], object]:
-    """One iteration as the benchmark runs it, to see what memory it takes."""
-    images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
-    images = images.to(memory_format=variant.layout())
+    """One iteration as the benchmark runs it, on black images, to see what memory it takes."""
+    network, device = setting.network, setting.device
+    shape = (setting.batch_size, 3, network.edge, network.edge)
+    dtype = torch.float32 if training else variant.dtype
+
+    def black() -> Tensor:
+        images = torch.empty(shape, dtype=dtype, device=device, memory_format=variant.layout())
+        return images.zero_()
+
     if training:
-        targets = setting.network.targets(setting.batch_size, setting.seed).to(setting.device)
-        return Training(copy.deepcopy(model), variant, setting, images, targets).step
-    batches = [images.to(variant.dtype, copy=True) for _ in range(BATCHES)]
+        targets = network.targets(setting.batch_size, setting.seed).to(device)
+        return Training(copy.deepcopy(model), variant, setting, black(), targets).step
     # To the network's own input each iteration copies one of the batches, which wait beside it.
-    inputs = torch.empty_like(batches[0])
+    inputs, *batches = (black() for _ in range(BATCHES + 1))
     step = inference_step(prepare(model, variant), variant, inputs, setting.device)
     if variant.cuda_graph:
         step = captured(step, setting.device)

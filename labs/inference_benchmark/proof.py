@@ -23,9 +23,10 @@ MOST_TIMES = 3.0
 """The plain network's error at the same precision, of which the timed one may have this many."""
 FLOOR = 8 * 2.0**-24
 """Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
-MOST_ERROR = 0.5
-"""Relative to the logits: however much the plain network loses, a timed one may not be further from
-the truth, since at 1.4 it has the logits of other images."""
+MOST_ERROR = 0.7
+"""Relative to the logits: however much the plain network loses, the timed one may not be further from
+the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up to
+0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
 """Images of each batch that are compared, drawn at random."""
 MOST_LAYERS_OF_A_BLOCK = 12
