@@ -24,9 +24,9 @@ MOST_TIMES = 3.0
 FLOOR = 8 * 2.0**-24
 """Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
 MOST_ERROR = 0.7
-"""Relative to the logits: however much the plain network loses, the timed one may not be further from
-the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up to
-0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
+"""Relative to the logits: however much the plain network loses, the timed one may not be further
+from the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up
+to 0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
 """Images of each batch that are compared, drawn at random."""
 MOST_LAYERS_OF_A_BLOCK = 12
