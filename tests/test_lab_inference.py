@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labs.inference_benchmark import counts, measure, modes, networks, request, single
+from labs.inference_benchmark import (
+    counts,
+    measure,
+    modes,
+    networks,
+    proof,
+    request,
+    rewriting,
+    single,
+)
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs
 from workshop.errors import WorkshopError
@@ -63,7 +72,7 @@ VARIANTS = {
         Variant("bf16", autocast=True),
         Variant(channels_last=True),
         Variant(fold=True),
-        Variant("bf16", channels_last=True, fold=True),
+        Variant("bf16", channels_last=True, fold=True, fuse=True),
     )
 }
 
@@ -143,20 +152,86 @@ def test_a_run_that_does_other_work_is_red(
 
 
 def wrong_fold(model: nn.Module) -> nn.Module:
-    folded = modes_fold(model)
+    folded = true_fold(model)
     with torch.no_grad():
         next(folded.parameters()).mul_(1.01)
     return folded
 
 
-modes_fold = modes.fold_norms
+true_fold = rewriting.fold_norms
 
 
 def test_norms_that_are_folded_wrongly_are_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "fold_norms", wrong_fold)
+    monkeypatch.setattr(rewriting, "fold_norms", wrong_fold)
     one = bench(Variant(fold=True))
     measure.measure_inference(one, iterations=2, warmup=1, say=print)
     assert one.run.proof.status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"), [("resnet18", 17), ("googlenet", 57), ("vgg11", 8), ("densenet121", 59)]
+)
+def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
+    network = dataclasses.replace(networks.get_network(name), edge=64)
+    model = networks.build(network, 1, CPU).double()
+    images = network.images(3, 5).double()
+    with torch.no_grad():
+        for convolution in (m for m in model.modules() if isinstance(m, nn.Conv2d)):
+            if convolution.bias is not None:
+                convolution.bias.normal_()
+        truth = networks.logits(model(images))
+        rewritten = rewriting.fuse_relus(rewriting.fold_norms(copy.deepcopy(model)))
+        logits = networks.logits(rewritten(images))
+    operators = sum(isinstance(m, rewriting.ConvolutionRelu) for m in rewritten.modules())
+    assert operators == fused
+    torch.testing.assert_close(logits, truth, rtol=1e-11, atol=1e-11)
+
+
+def test_an_error_as_of_other_images_is_red_whatever_the_precision_loses() -> None:
+    one = bench(Variant("bf16"))
+    images = SMALL.images(6, 1)
+    truth = one.model.double()(images.double()).detach()
+    noise = 0.9 * (truth - truth.mean(0)).square().mean().sqrt() * torch.randn_like(truth)
+
+    def lossy(model: nn.Module, variant: Variant) -> nn.Module:
+        return Constant(truth + noise)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "prepare", lossy)
+        found, _ = proof.of_inference(one.model.float(), one.variant, images, truth + noise)
+    assert found.status == "fail"
+
+
+class Constant(nn.Module):
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.output
+
+
+@pytest.mark.parametrize("name", ["densenet121", "resnet18", "vit_b_32", "googlenet"])
+def test_recomputing_changes_no_gradient(name: str) -> None:
+    network = networks.get_network(name)
+    if name != "vit_b_32":
+        network = dataclasses.replace(network, edge=64)
+    model = networks.build(network, 1, CPU).train()
+    measure.without_chance(model)
+    images, targets = network.images(2, 5), network.targets(2, 5)
+    gradients, kept = [], []
+    for one in (copy.deepcopy(model), proof.recomputing(copy.deepcopy(model))):
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(tensor.numel()) or tensor,  # type: ignore[misc]
+            lambda tensor: tensor,
+        ):
+            loss = network.loss(one(images), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append([p.grad for p in one.parameters()])
+        kept.append(sum(saved))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert kept[1] < kept[0] / 2
 
 
 def test_training_is_proven_and_learns() -> None:
@@ -261,12 +336,16 @@ def test_what_runs_outside_of_modules_moves_bytes_too() -> None:
     assert counted.flops == 184
 
 
-def test_resnet50_has_the_published_operations() -> None:
-    """4.09 billion products an image and 25.6 million weights (torchvision's documentation)."""
-    network = networks.get_network("resnet50")
+@pytest.mark.parametrize(
+    ("name", "products", "weights"),
+    [("resnet50", 4.09, 25_557_032), ("vit_b_16", 17.56, 86_567_656)],
+)
+def test_a_network_has_the_published_operations(name: str, products: float, weights: int) -> None:
+    """Billions of products an image, and weights (torchvision's documentation)."""
+    network = networks.get_network(name)
     counted = counts.count(network.build(), network.images(1, 0))
-    assert counted.flops / 2e9 == pytest.approx(4.09, abs=0.005)
-    assert counted.parameters == 25_557_032
+    assert counted.flops / 2e9 == pytest.approx(products, abs=0.005)
+    assert counted.parameters == weights
 
 
 # --- the command line ----------------------------------------------------------------------------
@@ -303,6 +382,14 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--dataparallel --device_ids 0,x", "numbers of GPUs"),
         ("--dataparallel", "needs two GPUs"),
         ("--distributed_dataparallel --rank 2 --world-size 2", "between 0 and --world-size"),
+        ("--peer timm --fold-norms", "leave out --fold-norms"),
+        ("--peer timm --export aoti", "leave out --export"),
+        ("--peer torch --mode training", "leave out --mode training"),
+        ("--peer timm --flops-prof-step 1", "leave out --flops-prof-step"),
+        ("--peer timm --distributed_dataparallel --world-size 2 --dist-url none://", "out several"),
+        ("--peer timm --compare peers", "--peer is for a single run"),
+        ("--peer timm --profile-steps 2", "--peer does not go with a profiler"),
+        ("--compare peers --mode training", "is for --mode inference"),
     ],
 )
 def test_wrong_input_is_one_line(

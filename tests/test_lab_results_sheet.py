@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from exercise_cases import SOLUTIONS
 
-from labs.inference_benchmark import results_sheet
+from labs.inference_benchmark import own_runs, results_sheet
 from workshop import labs
+from workshop.exercises.frame import Work
 from workshop.labs import LabRun
 
 NAMES = ("inference_5_gpus", "inference_6_compile", "inference_7_kernels")
@@ -89,6 +90,12 @@ def test_a_red_run_has_no_throughput(mine: Path) -> None:
     red_one = dataclasses.replace(run_of(mine).proof, status="fail", failures=["wrong logits"])
     run_of(mine, 1, status="proof failed", proof=red_one)
     assert f"Throughput:             {results_sheet.RED}" in section(written(mine), 1)
+
+
+def test_a_peer_s_run_is_not_the_participant_s(mine: Path) -> None:
+    own, peer = run_of(mine, 1), run_of(mine, 2, options={"peer": "timm"})
+    sessions = [run.session for run in own_runs.own_runs(Work(mine, results=mine))]
+    assert own.session in sessions and peer.session not in sessions
 
 
 def test_precisions_of_a_comparison_are_shown_with_their_speed_ups(mine: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from labs.inference_benchmark.modes import (
     Setting,
     Training,
     Variant,
+    captured,
     inference_step,
     prepare,
     set_arithmetic,
+    untuned,
 )
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
@@ -32,6 +35,7 @@ KEPT_BYTES = 256e6
 PLAIN_ITERATIONS = 5
 Notify = Callable[[str], object]
 Iteration = Callable[[int], object]
+WaitTurn = Callable[[], object]
 
 
 @dataclass
@@ -64,7 +68,7 @@ def make_bench(setting: Setting, variant: Variant, run: LabRun, training: bool) 
     start = time.perf_counter()
     set_arithmetic("fp32")
     model = networks.build(setting.network, setting.seed, setting.device)
-    counted = counts.count(model, setting.network.images(1, setting.seed).to(setting.device))
+    counted = counts.count(model, setting.network.images(1, setting.seed))
     run.flops_per_step = counted.flops * setting.batch_size * (3 if training else 1)
     run.setup_s["model"] = time.perf_counter() - start
     set_arithmetic(variant.precision)
@@ -97,6 +101,11 @@ class Inference:
         self._step = inference_step(model, variant, self._input, setting.device)
         self._kept: list[Tensor] = []
         self._ring = 1
+
+    def capture(self) -> None:
+        """Makes a graph of the step, where the variant wants one."""
+        if self.bench.variant.cuda_graph:
+            self._step = captured(self._step, self.bench.setting.device)
 
     def keep(self, iterations: int) -> None:
         """Makes room for the logits of the iterations, or of as many as fit."""
@@ -134,8 +143,14 @@ class Inference:
         return images.to(setting.device), torch.cat(outputs)
 
 
-def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -> Measured:
-    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run."""
+def measure_inference(
+    bench: Bench, iterations: int, warmup: int, say: Notify, wait_turn: WaitTurn | None = None
+) -> Measured:
+    """Warms up, times, and compares the timed logits with the truth; fills in the bench's run.
+
+    Args:
+        wait_turn: waits until the device is free; called when all is compiled.
+    """
     run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     if bench.variant.compile is not None or bench.variant.export:
@@ -144,6 +159,8 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     start = time.perf_counter()
     inference = Inference(bench)
     prepared_s = time.perf_counter() - start
+    take_turn(lambda: inference(0), bench, wait_turn)
+    inference.capture()
     measured = Measured()
     _warm_up(inference, device, warmup, measured)
     inference.keep(iterations)
@@ -157,7 +174,7 @@ def measure_inference(bench: Bench, iterations: int, warmup: int, say: Notify) -
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
     images, timed = inference.sample(done)  # before another iteration takes the place of one
-    run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
+    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
     run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
     run.metrics["top1_agreement"] = agreement
     bench.iteration = inference
@@ -195,7 +212,8 @@ def measure_training(
     _timed(iteration, device, iterations, measured)
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    run.memory_mb = _memory(bench, iteration, weights, lambda: _training_bytes(training), training)
+    live = partial(_training_bytes, training)
+    run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
     run.proof = proof.of_training(
         bench.model, bench.variant, setting, images, targets, training, measured.losses
     )
@@ -244,6 +262,16 @@ def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: M
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
 
 
+def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn | None) -> None:
+    """Compiles, by an iteration, and waits until the device is free."""
+    if wait_turn is None:
+        return
+    with untuned(bench.variant.precision):
+        iterate()
+    wait(bench.setting.device)
+    wait_turn()
+
+
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
     """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
     is complete."""
@@ -286,15 +314,17 @@ def count_peak_anew(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _memory(
+def memory_of(
     bench: Bench,
     iteration: Iteration,
     weights: int,
     live: Callable[[], int],
     training: Training | None = None,
+    *,
+    copies: int = BATCHES + 1,
 ) -> dict[str, float | str]:
-    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images, and
-    the rest: activations, workspaces, logits."""
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (so
+    many copies of a batch), and the rest: activations, workspaces, logits."""
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -303,7 +333,6 @@ def _memory(
         state = memory.optimizer_tensors(training.optimizer)
         parts["optimizer_state"] = memory.tensor_bytes(state)
     edge, images = bench.setting.network.edge, bench.setting.batch_size
-    copies = 1 if training else BATCHES + 1
     size = 4 if training else bench.variant.dtype.itemsize
     parts["images"] = copies * images * 3 * edge * edge * size
     if device.type == "cuda":
@@ -322,16 +351,23 @@ def _memory(
 def make_iteration(
     model: nn.Module, variant: Variant, setting: Setting, training: bool
 ) -> Callable[[], object]:
-    """One iteration as the benchmark runs it, to see what memory it takes."""
-    images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
-    images = images.to(memory_format=variant.layout())
+    """One iteration as the benchmark runs it, on black images, to see what memory it takes."""
+    network, device = setting.network, setting.device
+    shape = (setting.batch_size, 3, network.edge, network.edge)
+    dtype = torch.float32 if training else variant.dtype
+
+    def black() -> Tensor:
+        images = torch.empty(shape, dtype=dtype, device=device, memory_format=variant.layout())
+        return images.zero_()
+
     if training:
-        targets = setting.network.targets(setting.batch_size, setting.seed).to(setting.device)
-        return Training(copy.deepcopy(model), variant, setting, images, targets).step
-    batches = [images.to(variant.dtype, copy=True) for _ in range(BATCHES)]
+        targets = network.targets(setting.batch_size, setting.seed).to(device)
+        return Training(copy.deepcopy(model), variant, setting, black(), targets).step
     # To the network's own input each iteration copies one of the batches, which wait beside it.
-    inputs = torch.empty_like(batches[0])
+    inputs, *batches = (black() for _ in range(BATCHES + 1))
     step = inference_step(prepare(model, variant), variant, inputs, setting.device)
+    if variant.cuda_graph:
+        step = captured(step, setting.device)
 
     def iteration() -> None:
         inputs.copy_(batches[0])

@@ -8,7 +8,7 @@ import ast
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labs.inference_benchmark import rewriting
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
 from workshop.run.markers import Range
@@ -43,17 +44,23 @@ class Variant:
     channels_last: bool = False
     fold: bool = False
     """Batch norms are folded into the convolutions before them."""
+    fuse: bool = False
+    """A convolution, a residual sum and a ReLU are one operator."""
     compile: Mapping[str, Any] | None = None
     """torch.compile's arguments."""
     cuda_graph: bool = False
     export: bool = False
     """Compiled ahead of time, by AOTInductor."""
+    peer: str = ""
+    """Whose way of running it this is, of request.PEERS; empty: ours."""
 
     @property
     def label(self) -> str:
-        words = [self.precision + (" autocast" if self.autocast else "")]
+        words = [self.peer] if self.peer else []
+        words.append(self.precision + (" autocast" if self.autocast else ""))
         words += ["channels-last"] if self.channels_last else []
         words += ["folded norms"] if self.fold else []
+        words += ["fused ReLUs"] if self.fuse else []
         if self.compile is not None:
             words.append(f"compile {_compile_words(self.compile)}".rstrip())
         words += ["AOTInductor"] if self.export else []
@@ -188,8 +195,12 @@ def check(variant: Variant, device: torch.device, *, training: bool) -> None:
         raise WorkshopError(
             "--cuda-graph: torch.compile captures graphs of its own in this mode; leave one out"
         )
-    if training and (variant.fold or variant.export):
-        raise WorkshopError("--fold-norms and --export are for --mode inference")
+    if training and (variant.fold or variant.fuse or variant.export):
+        raise WorkshopError("--fold-norms, --fuse-relus and --export are for --mode inference")
+    if variant.fuse and variant.autocast:
+        raise WorkshopError(
+            "--fuse-relus needs weights of one precision: leave out --amp-opt-level"
+        )
 
 
 def check_precision(name: str, device: torch.device) -> None:
@@ -213,14 +224,29 @@ def set_arithmetic(precision: str) -> None:
     torch.backends.cudnn.benchmark = True
 
 
+@contextlib.contextmanager
+def untuned(precision: str) -> Iterator[None]:
+    """In the block convolutions take the first algorithm that does, and forget it afterwards:
+    beside other processes a search would find the wrong one. cuDNN's plans are kept for each
+    setting of TF32 apart, so that the other setting than the precision's gets these."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = precision != "tf32"
+    try:
+        yield
+    finally:
+        set_arithmetic(precision)
+
+
 # --- inference -----------------------------------------------------------------------------------
 
 
 def prepare(model: nn.Module, variant: Variant) -> nn.Module:
-    """A copy of an fp32 network in the variant's precision and layout, with its norms folded."""
+    """A copy of an fp32 network in the variant's precision and layout, rewritten as it says."""
     model = copy.deepcopy(model).eval()
     if variant.fold:
-        model = fold_norms(model)
+        model = rewriting.fold_norms(model)
+    if variant.fuse:
+        model = rewriting.fuse_relus(model)
     return laid_out(model.to(variant.dtype), variant).requires_grad_(False)
 
 
@@ -230,36 +256,21 @@ def laid_out(model: nn.Module, variant: Variant) -> nn.Module:
     return moved
 
 
-def fold_norms(model: nn.Module) -> nn.Module:
-    """The network with each batch norm that follows a convolution made part of its weights: in
-    inference it is a product and a sum with constants.
-
-    y = g * (w x + b - mean) / sqrt(variance + eps) + beta
-      = (w g / sqrt(variance + eps)) x + (b - mean) g / sqrt(variance + eps) + beta
-    """
-    from torch.fx.experimental.optimization import fuse
-
-    try:
-        folded: nn.Module = fuse(model.eval())
-    except Exception as error:  # of torch.fx, for control flow that depends on data
-        raise WorkshopError(
-            f"--fold-norms: this network can't be traced ({error!s:.100})"
-        ) from None
-    return folded
-
-
 def inference_step(
     model: nn.Module, variant: Variant, images: Tensor, device: torch.device
 ) -> InferenceStep:
-    """A step of a prepared network on static images, warmed up and captured where wanted."""
+    """A step of a prepared network on static images; a compiler begins at its first call."""
     run = _runnable(model, variant, images, device)
 
     def step() -> Tensor:
         with torch.no_grad(), variant.context(device):
             return logits(run(images))
 
-    if not variant.cuda_graph:
-        return step
+    return step
+
+
+def captured(step: InferenceStep, device: torch.device) -> InferenceStep:
+    """A step as one graph, on its static images."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -284,10 +295,10 @@ def _runnable(
         return _exported(model, variant, images)
     if variant.compile is None:
         return model
-    # Frozen weights may be laid out anew for the kernels that read them.
+    # Frozen weights may be laid out anew for the kernels that read them. Peers don't freeze theirs.
     import torch._inductor.config
 
-    torch._inductor.config.freezing = True
+    torch._inductor.config.freezing = not variant.peer
     compiled: Callable[[Tensor], Any] = torch.compile(model, **variant.compile)
     return compiled
 

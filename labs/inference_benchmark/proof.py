@@ -7,21 +7,29 @@ same way, the loss must fall, and every weight must have a gradient.
 """
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from labs.inference_benchmark.modes import Setting, Training, Variant, prepare, set_arithmetic
-from labs.inference_benchmark.networks import logits
+from labs.inference_benchmark.networks import logits, run_once
 from workshop.results import Parity
 
 MOST_TIMES = 3.0
 """The plain network's error at the same precision, of which the timed one may have this many."""
 FLOOR = 8 * 2.0**-24
 """Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
+MOST_ERROR = 0.7
+"""Relative to the logits: however much the plain network loses, the timed one may not be further
+from the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up
+to 0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
 """Images of each batch that are compared, drawn at random."""
+MOST_LAYERS_OF_A_BLOCK = 12
 FIRST_STEPS = 3
 """Training steps whose losses are compared: later ones amplify the rounding of earlier ones."""
 
@@ -44,7 +52,8 @@ def of_inference(
         images: fp32 (N, 3, H, W).
         timed: the logits for them, (N, classes) or (N, classes, H, W), any precision.
     """
-    truth = logits(copy.deepcopy(model).double()(images.double()))
+    with run_once():
+        truth = logits(copy.deepcopy(model).double()(images.double()))
     set_arithmetic(variant.precision)
     plain = variant.plain()
     with plain.context(images.device):
@@ -55,7 +64,7 @@ def of_inference(
     if len(truth) == 1:
         scale = truth.square().mean().sqrt()
     error, lost = (float((x - truth).square().mean().sqrt() / scale) for x in (timed, eager))
-    allowed = MOST_TIMES * lost + FLOOR
+    allowed = min(MOST_TIMES * lost + FLOOR, MOST_ERROR)
     agreement = float((timed.argmax(1) == truth.argmax(1)).double().mean())
     parity = Parity(
         status="pass" if error <= allowed else "fail",
@@ -130,7 +139,8 @@ def _plain_losses(
     """Of this process's images. Of a group's training one process does all: the gradients of a
     step are those of all parts, each with its share of the whole batch."""
     set_arithmetic(variant.precision)
-    plain = Training(copy.deepcopy(model), variant, setting, images, targets)
+    torch.backends.cudnn.benchmark = False  # a minute for a batch that is large, to save seconds
+    plain = Training(recomputing(copy.deepcopy(model)), variant, setting, images, targets)
     parts = setting.parts or (setting.batch_size,)
     batches = [
         (images, targets) if rank == setting.rank else _batch_of(setting, rank)
@@ -146,6 +156,24 @@ def _plain_losses(
         plain.update()
         losses.append(float(step[setting.rank]))
     return losses
+
+
+def recomputing(model: nn.Module) -> nn.Module:
+    """The network, which computes the activations of its blocks again in the backward pass in the
+    place of keeping them: fp32 ones of a batch that just fits at half precision would not fit."""
+    for child in model.children():
+        layers = sum(next(module.children(), None) is None for module in child.modules())
+        if 1 < layers <= MOST_LAYERS_OF_A_BLOCK:
+            child.forward = functools.partial(_recomputed, child.forward)
+        else:
+            recomputing(child)
+    return model
+
+
+def _recomputed(forward: Callable[..., object], *inputs: object) -> object:
+    # A list may have grown until the backward pass: DenseNet's does.
+    held = [list(one) if isinstance(one, list) else one for one in inputs]
+    return checkpoint(forward, *held, use_reentrant=False, preserve_rng_state=False)
 
 
 def _batch_of(setting: Setting, rank: int) -> tuple[Tensor, Tensor]:

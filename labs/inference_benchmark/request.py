@@ -11,7 +11,8 @@ from workshop.arguments import count
 
 LAB = "inference_benchmark"
 OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
-COMPARISONS = ("precision", "compile", "memory-format", "batch-size")
+COMPARISONS = ("precision", "compile", "memory-format", "batch-size", "peers")
+PEERS = ("torch", "timm")
 DESCRIPTION = """\
 Benchmarks vision networks: throughput, latency and memory, of inference or training.
 
@@ -94,12 +95,24 @@ def _add_speed(add: Add) -> None:
     add("--channels-last", action="store_true", help="images and weights as NHWC")
     add("--fold-norms", action="store_true", help="batch norms become part of the convolutions")
     add(
+        "--fuse-relus",
+        action="store_true",
+        help="a convolution, a residual sum and a ReLU become one kernel, with --fold-norms",
+    )
+    add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="capture the whole network in a graph",
     )
     add("--export", choices=("aoti",), help="compile ahead of time, by AOTInductor")
+    add(
+        "--peer",
+        choices=PEERS,
+        default="",
+        help="a peer's way of running it, for comparison: torch.compile as it is, timm's network "
+        "and loop",
+    )
 
 
 def _add_profilers(add: Add) -> None:
@@ -142,11 +155,26 @@ def _add_studies(add: Add) -> None:
         metavar="N",
         help="processes a variant, of --compare and --ladder (default 3)",
     )
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes of a study that prepare beside each other; each is timed alone, its "
+        "compilation is not (default 1)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with the newest session of the same batch, precision, mode and device in "
+        "--output-dir, and keep the networks that are complete; of --network all",
+    )
     # What a study passes to its processes.
     add("--session", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--baseline", default="-", help=argparse.SUPPRESS)
     add("--study", default="", help=argparse.SUPPRESS)
+    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_processes(add: Add) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark import measure, modes, networks, request, show
+from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show, turns
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
@@ -71,9 +71,11 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
         autocast=autocast or (training and precision in ("bf16", "fp16")),
         channels_last=arguments.channels_last,
         fold=arguments.fold_norms,
+        fuse=arguments.fuse_relus,
         compile=context,
         cuda_graph=arguments.cuda_graph,
         export=arguments.export == "aoti",
+        peer=arguments.peer,
     )
 
 
@@ -89,8 +91,33 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
             f"--flops-prof-step {step}: it must be smaller than --iterations "
             f"{arguments.iterations}, which counts from 0"
         )
+    if arguments.jobs > 1 and (training or not (arguments.compare or arguments.ladder)):
+        raise WorkshopError("--jobs is for --network all, --compare and --ladder of inference")
+    if arguments.resume:
+        raise WorkshopError("--resume is for --network all")
     if not 0 <= arguments.seed < 2**62:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
+    if variant.peer:
+        _check_peer(arguments, variant)
+
+
+def _check_peer(arguments: argparse.Namespace, variant: Variant) -> None:
+    """Raises WorkshopError for what a peer does not do, NotOnThisMachine without its package."""
+    refused = {
+        "--mode training": arguments.mode == "training",
+        "--fold-norms": variant.fold,
+        "--cuda-graph": variant.cuda_graph,
+        "--export": variant.export,
+        "--flops-prof-step": arguments.flops_prof_step,
+        "--dataparallel": arguments.dataparallel,
+        "several processes": groups.find(arguments).world_size > 1,
+    }
+    given = [name for name, value in refused.items() if value]
+    if given:
+        raise WorkshopError(
+            f"--peer {variant.peer} is plain inference in one process: leave out {', '.join(given)}"
+        )
+    errors.require(variant.peer)
 
 
 def dataparallel(arguments: argparse.Namespace, variant: Variant) -> tuple[int, ...]:
@@ -178,6 +205,7 @@ def _command() -> list[str]:
     words = sys.argv[1:]
     hidden = {"--output-dir", "--result-file"}
     kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
+    hidden.add("--wait-turn")
     return ["micro_benchmarking_pytorch.py", *(w for w in kept if w not in hidden)]
 
 
@@ -193,18 +221,19 @@ def _measure(
     say = show.speaker(group)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
-    dtype = PRECISIONS[variant.precision].autocast_dtype
-    record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     groups.meet(group)
+    wait_turn = turns.wait_turn if arguments.wait_turn else None
     if training:
         wrap = groups.wrapper(group, setting.device)
         measured = measure.measure_training(
             bench, arguments.iterations, arguments.warmup_iterations, say, wrap
         )
     else:
-        measured = measure.measure_inference(
-            bench, arguments.iterations, arguments.warmup_iterations, say
-        )
+        timed = peer_timm.measure_timm if variant.peer == "timm" else measure.measure_inference
+        measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn)
+    # After the iterations: processes beside this one may prepare until then.
+    dtype = PRECISIONS[variant.precision].autocast_dtype
+    record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
     record.step_ms = measured.step_ms
     record.losses = results.finite(measured.losses)
     show.iterations(say, measured)
@@ -256,7 +285,8 @@ def _finish(
     if record.status != "complete":
         return
     record.plausibility = implausible(record, group.world_size)
-    if record.setup_s.get("compile") and not training:
+    # Compilers take longer beside other processes: there is no break-even then.
+    if record.setup_s.get("compile") and not training and not arguments.wait_turn:
         plain_ms = measure.time_plain(bench)
         if plain_ms is not None:
             record.metrics["plain_ms"] = plain_ms

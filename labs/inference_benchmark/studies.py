@@ -3,14 +3,13 @@
 import argparse
 import gc
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from labs.inference_benchmark import measure, modes, networks, single
+from labs.inference_benchmark import measure, modes, networks, request, single, turns
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.compare import lab_table, tables
@@ -20,7 +19,6 @@ from workshop.run import hardware, memory, processes, timing, trainer
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
-SECONDS_TO_STOP = 30
 MOST_IMAGES = 2**17
 ALL = "all"
 """As a name: each of the benchmark's networks."""
@@ -35,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [arguments.compare, arguments.ladder, arguments.find_max_batch]
     if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
         raise WorkshopError("--compare, --ladder, --find-max-batch: one at a time, and no torchrun")
+    if arguments.peer:
+        raise WorkshopError("--peer is for a single run; --compare peers runs all of them")
     device = hardware.get_device(arguments.device)
     if arguments.network == ALL:
         arguments.study = "all networks"
@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """The variants of --compare, the baseline first; the other flags hold for all of them."""
+    if arguments.compare == "peers":
+        return peers(arguments, device)
     common = _speed_flags(arguments, without=arguments.compare)
     on_gpu = device.type == "cuda"
     if arguments.compare == "precision":
@@ -71,6 +73,20 @@ def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]
     return [common, *((*common, "--compile", *context) for context in contexts)]
 
 
+def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
+    """At one precision: plain, the peers as their users run them for speed, and ours."""
+    if arguments.mode == "training":
+        raise WorkshopError("--compare peers is for --mode inference")
+    common = ("--precision", single.variant_of(arguments).precision)
+    graphs = ("--compileContext", "{'mode': 'reduce-overhead'}") if device.type == "cuda" else ()
+    tuned = ("--compileContext", "{'mode': 'max-autotune'}")
+    torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
+    theirs: list[Flags] = [(*torch_, "--compile", *graphs), timm, (*timm, "--compile", *tuned)]
+    # Of two --precision the last one counts.
+    theirs.append(fastest(arguments, device))
+    return [common, *((*flags, *common) for flags in theirs)]
+
+
 def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """From fp32 in eager mode, one change at a time; each rung keeps those before it."""
     on_gpu, half = device.type == "cuda", _half(device)
@@ -81,12 +97,19 @@ def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     rungs.append(kept := ("--precision", half))
     rungs.append(kept := (*kept, "--channels-last"))
     rungs.append(kept := (*kept, "--fold-norms"))
+    rungs.append((*kept, "--fuse-relus"))
+    rungs.append((*kept, "--fuse-relus", "--compile"))
     graph = ("--cuda-graph",) if on_gpu else ()
-    rungs.append((*kept, "--compile"))
     if on_gpu:
-        rungs.append((*kept, "--compile", *graph))
+        rungs.append((*kept, "--fuse-relus", "--compile", *graph))
+    # AOTInductor does not know the fused operator.
     rungs.append((*kept, "--export", "aoti", *graph))
     return rungs
+
+
+def fastest(arguments: argparse.Namespace, device: torch.device) -> Flags:
+    """The rung of the ladder with all that is compiled as it runs."""
+    return [rung for rung in ladder(arguments, device) if "--compile" in rung][-1]
 
 
 def _half(device: torch.device) -> str:
@@ -111,7 +134,7 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
         flags.append("--channels-last")
     if without != "compile" and arguments.compile:
         flags += ["--compile", "--compileContext", arguments.compile_context or "{}"]
-    for name in ("fold_norms", "cuda_graph"):
+    for name in ("fold_norms", "fuse_relus", "cuda_graph"):
         if getattr(arguments, name):
             flags.append(f"--{name.replace('_', '-')}")
     if arguments.export:
@@ -131,10 +154,8 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     interrupted = False
     try:
         for repeat in range(arguments.repeats):
-            for plan in plans if repeat % 2 == 0 else plans[::-1]:
-                if plan in dead:
-                    continue
-                found = _child([*common, *plan], folder)
+            alive = [plan for plan in plans[:: 1 - 2 * (repeat % 2)] if plan not in dead]
+            for plan, found in _in_turns(alive, common, folder, arguments.jobs):
                 runs.append(found)
                 if found.status != "complete":
                     dead.add(plan)
@@ -152,6 +173,23 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
 
 
+def _in_turns(
+    plans: Sequence[Flags], common: Sequence[str], folder: Path, jobs: int
+) -> Iterator[tuple[Flags, LabRun]]:
+    """Each variant and its run. So many processes as `jobs` prepare beside each other; each is
+    timed alone."""
+    if jobs == 1:
+        for plan in plans:
+            yield plan, _child([*common, *plan], folder)
+    else:
+        for start in range(0, len(plans), jobs):
+            beside = plans[start : start + jobs]
+            waiting = [_plan([*common, *plan, "--wait-turn"], folder) for plan in beside]
+            with turns.prepared(waiting) as children:
+                for plan, child in zip(beside, children, strict=True):
+                    yield plan, child.finish()
+
+
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
         return f"{timing.median(run.step_ms):.3f} ms an iteration; proof {run.proof.status}"
@@ -166,32 +204,22 @@ def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
     return [*flags, "--study", arguments.study]
 
 
-def _child(flags: list[str], folder: Path) -> LabRun:
-    """Runs one variant in a process of its own; its result, or a record of its failure."""
+def _plan(flags: list[str], folder: Path) -> turns.Plan:
     planned = single.planned(flags)
     path = labs.new_path(planned, folder)
-    process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), *flags, "--result-file", str(path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    with processes.ended_with_us(process):
+    command = [sys.executable, str(PROGRAM), *flags, "--result-file", str(path)]
+    return turns.Plan(command, planned, path)
+
+
+def _child(flags: list[str], folder: Path) -> LabRun:
+    """Runs one variant in a process of its own; its result, or a record of its failure."""
+    child = turns.Child(_plan(flags, folder))
+    with processes.ended_with_us(child.process):
         try:
-            _, complaint = process.communicate()
+            return child.finish()
         except KeyboardInterrupt:
-            processes.stop(process, SECONDS_TO_STOP)
+            processes.stop(child.process, turns.SECONDS_TO_STOP)
             raise
-    if path.exists():
-        return labs.load(path)
-    lines = [line for line in complaint.splitlines() if line.strip()] or ["no message"]
-    missing = process.returncode == errors.NOT_ON_THIS_MACHINE
-    planned.status = "skipped" if missing else "failed"
-    planned.error = lines[-1].removeprefix("error: ")[:300]
-    labs.save(planned, path)
-    return planned
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:
@@ -240,37 +268,97 @@ def draw(rows: list[LabRow], target: Path) -> None:
 
 
 def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Each network in half precision, as it is and as fast as it gets: a table."""
+    """Each network in half precision, as it is and as fast as it gets: a table, written anew after
+    each group of networks."""
     folder = results.prepare_folder(arguments.output_dir)
-    session = results.new_session()
     plain: Flags = ("--precision", _half(device))
-    # A compiler that may change weights folds norms itself.
-    graph = ("--cuda-graph",) if device.type == "cuda" else ()
-    fast = (*plain, "--channels-last", "--compile", *graph)
-    names = dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES)
-    pairs: list[tuple[str, LabRow, LabRow]] = []
-    for number, name in enumerate(names, 1):
-        arguments.network = name
-        common = _common_flags(arguments, session)
-        runs = []
-        for flags in (plain, fast):
-            try:
-                runs.append(_child([*common, *flags], folder))
-            except errors.NotOnThisMachine as missing:
-                print(f"{name}: skipped: {missing}")
-                break
-        else:
-            for run in runs:
-                run.baseline = runs[0].variant
-            pairs.append((name, *labs.build_rows(runs)))  # type: ignore[arg-type]
-            outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs)
-            print(f"{number}/{len(names)} {name}: {outcome}", flush=True)
-    table = all_table(pairs)
-    tables.print_tables([table])
-    results.write_text(folder / "all_networks.md", tables.markdown([table]))
+    variants = (plain, fastest(arguments, device))
+    names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
+    session = results.new_session()
+    runs: dict[str, list[LabRun]] = {}
+    if arguments.resume:
+        session, runs = _resumed(arguments, device, folder, session)
+        print(f"Session {session}: {len(runs)} networks are complete")
+    common = _common_flags(arguments, session)
+    left = [name for name in names if name not in runs]
+    size = max(1, arguments.jobs // len(variants))
+    try:
+        for start in range(0, len(left), size):
+            group = left[start : start + size]
+            plans = [(*flags, "--network", name) for name in group for flags in variants]
+            measured: dict[str, list[LabRun]] = {}
+            for plan, run in _in_turns(plans, common, folder, arguments.jobs):
+                name = plan[-1]
+                measured.setdefault(name, []).append(run)
+                if len(measured[name]) == len(variants):
+                    runs[name] = measured[name]
+                    outcome = "; ".join(f"{run.variant}: {_outcome(run)}" for run in runs[name])
+                    print(f"{len(runs)}/{len(names)} {name}: {outcome}", flush=True)
+            _write_all(names, runs, folder)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        _write_all(names, runs, folder)
+        print("interrupted: the table holds what was completed; --resume", file=sys.stderr)
+        return errors.INTERRUPTED
+    tables.print_tables([_write_all(names, runs, folder)])
     print(f"Written: {folder / 'all_networks.md'}")
-    red = any(row.failed for _, *rows in pairs for row in rows)
+    red = any(row.failed for found in runs.values() for row in labs.build_rows(found))
     return errors.ANSWER_IS_NO if red else errors.DONE
+
+
+def _present(names: Iterable[str]) -> list[str]:
+    """Those whose package is on this machine."""
+    found = []
+    for name in names:
+        try:
+            networks.get_network(name)
+            found.append(name)
+        except errors.NotOnThisMachine as missing:
+            print(f"{name}: skipped: {missing}")
+    return found
+
+
+def _resumed(
+    arguments: argparse.Namespace, device: torch.device, folder: Path, session: str
+) -> tuple[str, dict[str, list[LabRun]]]:
+    """The newest session of the same kind, or else the given one; its networks of which both runs
+    are complete. The other runs are deleted: their networks run again."""
+    wanted = {"batch_size": arguments.batch_size, "mode": arguments.mode,
+              "precision": _half(device)}  # fmt: skip
+    alike = [
+        (path, run)
+        for path in sorted(folder.glob(f"runs/*/{request.LAB}_*.json"))
+        if (run := labs.load(path)).subject.endswith(f", {arguments.study}")
+        and wanted.items() <= run.options.items()
+        and run.device["name"] == hardware.device_name(device)
+    ]
+    session = max((run.session for _, run in alike), default=session)
+    by_network: dict[str, list[tuple[Path, LabRun]]] = {}
+    for path, run in alike:
+        if run.session == session:
+            by_network.setdefault(str(run.options["network"]), []).append((path, run))
+    complete = {}
+    for name, stored in by_network.items():
+        if [run.status for _, run in stored] == ["complete", "complete"]:
+            both = [run for _, run in stored]
+            complete[name] = sorted(both, key=lambda run: run.options["compile"] is not None)
+        else:
+            for path, _ in stored:
+                path.unlink()
+    return session, complete
+
+
+def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
+    pairs: list[tuple[str, LabRow, LabRow]] = []
+    for name in (name for name in names if name in runs):
+        for run in runs[name]:
+            run.baseline = runs[name][0].variant
+        rows = sorted(labs.build_rows(runs[name]), key=lambda row: not row.is_baseline)
+        pairs.append((name, *rows))  # type: ignore[arg-type]
+    table = all_table(pairs)
+    results.write_text(folder / "all_networks.md", tables.markdown([table]))
+    return table
 
 
 def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:

@@ -1,0 +1,140 @@
+"""Processes that prepare beside each other and are timed in turns.
+
+To import, build and compile takes a minute of one core, the timed iterations a second of the whole
+device. A process says on stdout that it is ready, and waits for a line on stdin.
+"""
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop import errors, labs
+from workshop.labs import LabRun
+from workshop.run import processes
+
+READY = "ready"
+READY_WITHIN_S = 900
+SECONDS_TO_STOP = 30
+
+
+def wait_turn() -> None:
+    """Says that this process is ready, and waits until it may use the device alone. Raises
+    KeyboardInterrupt if the program that gives the turns is gone."""
+    print(READY, flush=True)
+    if not sys.stdin.readline():
+        raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A process that measures one variant."""
+
+    command: list[str]
+    """Leaves its result in `path`."""
+    planned: LabRun
+    """The record for a process that leaves none."""
+    path: Path
+
+
+class Child:
+    """The process of a plan."""
+
+    def __init__(self, plan: Plan, environment: Mapping[str, str] | None = None) -> None:
+        self.plan = plan
+        self._late = False
+        self._heard = b""
+        # No pipe, which may be full while it is not read.
+        self._complaint = tempfile.TemporaryFile()  # noqa: SIM115
+        # A session of its own: a Ctrl-C at the terminal reaches us alone.
+        self.process = subprocess.Popen(
+            plan.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaint,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def hear(self) -> bool:
+        """Takes some output; whether the process is ready or has ended."""
+        assert self.process.stdout is not None
+        some = os.read(self.process.stdout.fileno(), 2**16)
+        self._heard += some
+        return not some or READY.encode() in self._heard.splitlines()
+
+    def end_late(self) -> None:
+        """Ends a process that did not get ready."""
+        self._late = True
+        processes.kill_group(self.process)
+
+    def finish(self) -> LabRun:
+        """Gives the process its turn, if it waits for one, and waits for its end; its result, or a
+        record of its failure."""
+        self.process.communicate(b"\n")
+        run, path = self.plan.planned, self.plan.path
+        if path.exists():
+            return labs.load(path)
+        self._complaint.seek(0)
+        text = self._complaint.read().decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
+        missing = self.process.returncode == errors.NOT_ON_THIS_MACHINE
+        run.status = "skipped" if missing else "failed"
+        run.error = lines[-1].removeprefix("error: ")[:300]
+        if self._late:
+            run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
+        labs.save(run, path)
+        return run
+
+
+@contextlib.contextmanager
+def prepared(plans: Sequence[Plan]) -> Iterator[list[Child]]:
+    """Starts a process for each plan. When the block begins, all are ready or have ended; after it
+    none is left, however it ends."""
+    # By default each has a compiler for every core; every second one compiles.
+    threads = str(max(1, 2 * (os.cpu_count() or 1) // len(plans)))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads} | os.environ
+    children: list[Child] = []
+    with contextlib.ExitStack() as watches:
+        try:
+            for plan in plans:
+                children.append(Child(plan, environment))
+                watches.enter_context(processes.ended_with_us(children[-1].process))
+            _hear(children)
+            yield children
+        finally:
+            _end(children)
+
+
+def _hear(children: list[Child]) -> None:
+    """Waits until each is ready or has ended; ends those that take too long."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            assert child.process.stdout is not None
+            selector.register(child.process.stdout, selectors.EVENT_READ, child)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.data.hear():
+                    selector.unregister(key.fileobj)
+        for key in list(selector.get_map().values()):
+            key.data.end_late()
+
+
+def _end(children: list[Child]) -> None:
+    """Ends those that still run: by SIGTERM, and what is not gone after SECONDS_TO_STOP, or at a
+    second Ctrl-C, by SIGKILL."""
+    for child in children:
+        child.process.terminate()
+    deadline = time.monotonic() + SECONDS_TO_STOP
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        for child in children:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        processes.kill_group(child.process)

@@ -1,0 +1,203 @@
+"""All networks in turns: a stand-in for the program, which has the protocol of its processes and
+takes milliseconds; and the program itself."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_profile_scripts import is_running, wait_for
+
+from labs.inference_benchmark import networks, single, studies, turns
+from labs.inference_benchmark.micro_benchmarking_pytorch import main
+from workshop import labs
+from workshop.versions import ROOT
+
+PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
+NAMES = ("resnet18", "alexnet", "vgg11", "vgg13")
+FLAGS = ["--network", "all", "--batch-size", "2", "--device", "cpu"]
+
+STAND_IN = """
+import json, os, sys, time
+from pathlib import Path
+here, words = Path(__file__).parent, sys.argv[1:]
+value = dict(zip(words, words[1:]))
+name = value["--network"] + (" fast" if "--compile" in words else " plain")
+def log(what):
+    with (here / "log").open("a") as file:
+        file.write(f"{what} {os.getpid()} {name}\\n")
+log("start")
+fault = (here / "faults").read_text().split(" " + name + ":")
+fault = fault[1].split()[0] if len(fault) > 1 else ""
+if fault == "memory":
+    sys.exit("error: no more memory")
+time.sleep(1e6 if fault == "never" else 0.2)
+if "--wait-turn" in words:
+    log("ready")
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        sys.exit(130)
+log("begin")
+time.sleep(1e6 if fault == "endless" else 0.05)
+run = json.loads((here / (name.split()[1] + ".json")).read_text())
+run["session"], run["options"]["network"] = value["--session"], value["--network"]
+run["subject"] = run["subject"].replace("resnet18", value["--network"])
+Path(value["--result-file"]).parent.mkdir(parents=True, exist_ok=True)
+Path(value["--result-file"]).write_text(json.dumps(run))
+log("end")
+"""
+
+
+@dataclass
+class StandIn:
+    folder: Path
+
+    def faults(self, text: str) -> None:
+        """As in " resnet18 plain:memory"."""
+        (self.folder / "faults").write_text(f" {text}")
+
+    def log(self) -> list[list[str]]:
+        """What happened, process id, network and variant; the log begins anew."""
+        path = self.folder / "log"
+        lines = [line.split(maxsplit=2) for line in path.read_text().splitlines()]
+        path.unlink()
+        return lines
+
+    def run(self, *words: str) -> int:
+        return main([*FLAGS, "--output-dir", str(self.folder / "out"), *words])
+
+    def table(self) -> str:
+        return (self.folder / "out" / "all_networks.md").read_text()
+
+    def statuses(self) -> dict[str, list[str]]:
+        """Of the newest session, by network: plain's, then fast's."""
+        session = max((self.folder / "out" / "runs").iterdir())
+        found: dict[str, list[str]] = {}
+        runs = map(labs.load, session.iterdir())
+        for run in sorted(runs, key=lambda run: run.options["compile"] is not None):
+            found.setdefault(str(run.options["network"]), []).append(run.status)
+        return found
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    (tmp_path / "program.py").write_text(STAND_IN)
+    monkeypatch.setattr(studies, "PROGRAM", tmp_path / "program.py")
+    monkeypatch.setattr(networks, "NAMES", NAMES)
+    common = ["--network", "resnet18", *FLAGS[2:], "--study", "all networks", "--precision", "bf16"]
+    monkeypatch.setattr(studies, "_half", lambda device: "bf16")
+    for name, flags, ms in (("plain", [], 2.0), ("fast", ["--channels-last", "--compile"], 1.0)):
+        run = single.planned([*common, *flags])
+        run.step_ms, run.proof.status = [ms] * 3, "pass"
+        run.created = f"2026-01-01T00:00:0{ms:.0f}"  # of processes side by side any comes first
+        labs.save(run, tmp_path / f"{name}.json")
+    made = StandIn(tmp_path)
+    made.faults("")
+    return made
+
+
+def test_processes_prepare_beside_each_other_and_are_timed_alone(stand_in: StandIn) -> None:
+    assert stand_in.run("--jobs", "4") == 0
+    events = [(what, name) for what, _, name in stand_in.log()]
+    all_plans = [f"{name} {variant}" for name in NAMES for variant in ("plain", "fast")]
+    for group in (all_plans[:4], all_plans[4:]):
+        preparing, events = events[: 2 * len(group)], events[2 * len(group) :]
+        expected = [(what, name) for what in ("start", "ready") for name in sorted(group)]
+        assert sorted(preparing, key=lambda event: (event[0] == "ready", event[1])) == expected
+        timed, events = events[: 2 * len(group)], events[2 * len(group) :]
+        assert timed == [(what, name) for name in group for what in ("begin", "end")]
+    rows = [line for line in stand_in.table().splitlines() if " 2.00x " in line]
+    assert [row.split("|")[1].strip() for row in rows] == list(NAMES)
+
+
+def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(turns, "READY_WITHIN_S", 3)
+    stand_in.faults("alexnet plain:memory vgg11 fast:never")
+    assert stand_in.run("--jobs", "8") == 1
+    output = capsys.readouterr().out
+    assert "failed; no more memory" in output and "failed; not ready to be timed" in output
+    assert stand_in.statuses() == {
+        "resnet18": ["complete"] * 2,
+        "alexnet": ["failed", "complete"],
+        "vgg11": ["complete", "failed"],
+        "vgg13": ["complete"] * 2,
+    }
+    assert all(name in stand_in.table() for name in NAMES)
+    never = next(int(pid) for _, pid, name in stand_in.log() if name == "vgg11 fast")
+    assert not is_running(never)
+
+    stand_in.faults("")
+    assert stand_in.run("--jobs", "2", "--resume") == 0
+    started = [name for what, _, name in stand_in.log() if what == "start"]
+    assert {name.split()[0] for name in started} == {"alexnet", "vgg11"} and len(started) == 4
+    assert stand_in.statuses() == {name: ["complete"] * 2 for name in NAMES}
+    assert stand_in.table().count("2.00x") == len(NAMES)
+    # Another batch is another session, and has nothing yet.
+    assert stand_in.run("--jobs", "8", "--resume", "--batch-size", "4") == 0
+    assert len(stand_in.log()) == 8 * 4
+    assert len(list((stand_in.folder / "out" / "runs").iterdir())) == 2
+
+
+def test_an_interrupt_ends_all_and_keeps_what_is_complete(
+    stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in.faults("vgg13 plain:endless")
+    log = stand_in.folder / "log"
+    tables = []
+
+    def interrupt() -> None:
+        wait_for(lambda: log.exists() and re.search(r"begin \d+ vgg13", log.read_text()))
+        try:
+            tables.append(stand_in.table())  # for a run that is killed
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert stand_in.run("--jobs", "4") == 130
+    thread.join()
+    assert "the table holds what was completed" in capsys.readouterr().err
+    tables.append(stand_in.table())
+    assert [[name in table for name in NAMES] for table in tables] == [
+        [True, True, False, False],
+        [True, True, True, False],
+    ]
+    events = stand_in.log()
+    assert len({pid for _, pid, _ in events}) == 8
+    assert not any(is_running(int(pid)) for _, pid, _ in events)
+
+
+@pytest.mark.slow
+def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1",
+             "--result-file", str(path), "--wait-turn"]  # fmt: skip
+    command = [sys.executable, str(PROGRAM), *flags, "--output-dir", str(tmp_path)]
+    for line, status in ((b"\n", 0), (b"", 130)):
+        path.unlink(missing_ok=True)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert next(said for said in process.stdout if said == b"ready\n")
+            assert not path.exists()
+            process.communicate(line)
+        assert process.returncode == status and path.exists() == (status == 0)
+        if status == 0:
+            run = json.loads(path.read_text())
+            assert run["status"] == "complete" and run["ceiling_tflops"] > 0
+            assert "--wait-turn" not in run["command"]
+
+
+def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--network", "resnet18", *FLAGS[2:], "--output-dir", str(tmp_path)]
+    training = ["--mode", "training", "--compare", "compile"]
+    for more in (["--jobs", "2"], [*training, "--jobs", "2"], ["--ladder", "--resume"]):
+        assert main([*flags, *more]) == 2
+        assert "--network all" in capsys.readouterr().err
