@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from workshop import labs
 from workshop.compare.rows import ONE_PROCESS, ratio
 from workshop.compare.tables import Line, Report, Table, number
 from workshop.errors import printable
@@ -52,9 +53,11 @@ def _columns(table: Table, columns: Sequence[int]) -> Table:
 
 
 def title(rows: Sequence[LabRow]) -> str:
-    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, NVIDIA H200"."""
-    row = rows[0]
-    return printable(f"{row.first.lab}: {row.first.subject}, {row.device}")
+    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, fp16, NVIDIA H200": with the
+    precision, if it is that of all rows."""
+    first, precisions = rows[0].first, labs.precisions(rows)
+    own = precisions if len(precisions) == 1 else ()
+    return printable(f"{first.lab}: {', '.join((first.subject, *own, rows[0].device))}")
 
 
 def proof(row: LabRow) -> str:
@@ -101,6 +104,11 @@ def _notes(rows: Sequence[LabRow]) -> list[str]:
         f"{row.first.variant}: no speed-up, since {row.first.baseline} has no time in this session"
         for row in rows
         if row.times and row.first.baseline and not row.is_baseline and not row.speedup
+    ]
+    lines += [
+        f"{row.first.variant}: of ceiling above 100%: the ceiling was measured at a busier moment"
+        for row in rows
+        if (row.ceiling_share or 0.0) > 1
     ]
     if any(row.speedup and row.speedup.interval is None for row in rows):
         lines.append(_ONE_PROCESS)
