@@ -176,8 +176,8 @@ def _work(run: LabRun, bench: Bench) -> list[str]:
         share = rate / run.peak_tflops / run.processes
         lines.append(f"Share of the data sheet's {run.peak_tflops:,.0f} TFLOP/s: {share:.1%}")
     if run.ceiling_tflops:
-        share = _share(rate / run.ceiling_tflops / run.processes, "the product")
-        lines.append(f"Share of a large product's {run.ceiling_tflops:,.3g} TFLOP/s: {share}")
+        words = _share(rate / run.ceiling_tflops / run.processes, "the product")
+        lines.append(f"Share of a large product's {run.ceiling_tflops:,.3g} TFLOP/s: {words}")
     return lines
 
 
