@@ -19,13 +19,16 @@ from labs.inference_benchmark import (
     measure,
     modes,
     networks,
+    own_runs,
     proof,
     request,
     rewriting,
+    show,
     single,
 )
+from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import labs
+from workshop import labs, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.versions import ROOT
@@ -428,9 +431,6 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
 
 
 def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
-    from labs.inference_benchmark import show
-    from labs.inference_benchmark.group import Group
-
     one = bench(Variant())
     measured = measure.measure_inference(one, iterations=2, warmup=1, say=print)
     one.run.step_ms = measured.step_ms
@@ -442,6 +442,54 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "PROOF RED, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
+
+
+def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], size: int) -> str:
+    """What the summary of a run says, of a group of this size."""
+    one = bench(Variant())
+    one.run.proof = results.Parity(status="pass")
+    one.run.memory_mb, one.run.metrics["flop_per_byte"] = {"peak": 1e3}, 1.0
+    for name, value in run_changes.items():
+        setattr(one.run, name, value)
+    measured = measure.Measured(step_ms=one.run.step_ms)
+    show.summary(print, one, measured, Group(world_size=size))
+    return capsys.readouterr().out
+
+
+def test_p50_is_the_median_that_the_throughput_is_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = summary_of({"step_ms": [10.0, 20.0, 40.0, 40.0]}, capsys, 1)
+    assert "p50 30.000 ms, p90 40.000 ms" in output
+    assert "Throughput: 200.0 samples/sec" in output and "sample: 5,000.0" in output
+    run = bench(Variant()).run
+    run.step_ms = [10.0, 20.0, 40.0, 40.0]
+    assert own_runs.p50_ms(run) == 30.0
+
+
+@pytest.mark.parametrize(("processes", "words"), [
+    (1, "150.0% (above 100%: the product was measured at a busier moment"),
+    (2, "TFLOP/s: 75.0%\n"),
+])  # fmt: skip
+def test_shares_are_of_all_processes_and_more_than_all_is_explained(
+    processes: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {"processes": processes, "flop_per_byte": 1.0,
+               "one_process_per_s": 100.0, "scaling_efficiency": 1.25}  # fmt: skip
+    changes = {"step_ms": [10.0], "flops_per_step": 15e9, "ceiling_tflops": 1.0, "metrics": metrics}
+    output = summary_of(changes, capsys, processes)
+    assert words in output
+    if processes > 1:
+        assert "One process alone: 100.0" in output and "GPU" not in output
+        assert "efficiency: 125.0% (above 100%: the one alone was measured" in output
+
+
+def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    one = bench(Variant(), training=True)
+    measure.measure_training(one, iterations=2, warmup=1, say=print)
+    output = summary_of({"step_ms": [1.0], "proof": one.run.proof}, capsys, 1)
+    assert re.search(r"Proof: pass; losses: error .* allowed", output)
+    assert "; weights without a gradient: 0\n" in output
 
 
 @pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097))

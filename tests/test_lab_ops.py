@@ -309,6 +309,16 @@ def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_a_table_is_narrow_and_a_second_run_says_what_it_replaces(tmp_path: Path, capsys) -> None:
+    words = ["--dtype", "bf16", "--append-dtype", "--input-dim", "16-16-128-128"]
+    for count in (0, 1):
+        run(tmp_path, "--op", "add_", *words)
+        shown = capsys.readouterr().out
+        table = shown[: shown.index("  ceilings of")].splitlines()
+        assert max(map(len, table)) <= 100 and "add_(bf16)" in shown
+        assert shown.count("They replace those of an earlier run") == count
+
+
 def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(tmp_path, "--op", "sum", "--input-dim", DIM)[0] == DONE

@@ -39,6 +39,9 @@ def test_a_row_pools_its_processes() -> None:
     assert row.units_per_s_per_gb == pytest.approx(32 / 3e-3 / 4)
     assert row.tflops == pytest.approx(88.0)
     assert (row.peak_share, row.ceiling_share) == (pytest.approx(2 / 3), pytest.approx(5 / 3))
+    for run in runs:
+        run.metrics["processes"] = 2
+    assert (row.peak_share, row.ceiling_share) == (pytest.approx(1 / 3), pytest.approx(5 / 6))
 
 
 @pytest.mark.parametrize(("count", "share", "expected"), [
@@ -117,6 +120,33 @@ def test_the_subjects_of_one_session_are_one_table() -> None:
     ]  # fmt: skip
     assert table.lines[4].cells[6].startswith("2.00x [1.9")
     assert table.notes[0].startswith("alexnet: fp16, wrong: proof red")
+
+
+def test_sessions_of_other_precisions_stay_and_batches_are_in_order() -> None:
+    runs = [
+        lab_run(subject=f"resnet18, batch {batch}", session=session, options={"precision": name})
+        for session, name, batch in (
+            ("1", "fp32", 16), ("2", "fp32", 2), ("3", "bf16", 2), ("4", "fp32", 1),
+            ("5", "fp32", 1),
+        )
+    ]  # fmt: skip
+    both = {"subject": "resnet18, batch 2", "session": "6"}
+    runs += [lab_run(name, **both, options={"precision": name}) for name in ("fp32", "bf16")]
+    found = [(rows[0].first.session, lab_table.title(rows)) for rows in labs.newest(runs)]
+    head = "inference_benchmark: resnet18, batch"
+    assert found == [
+        ("5", f"{head} 1, fp32, NVIDIA H200"),
+        ("3", f"{head} 2, bf16, NVIDIA H200"),
+        ("6", f"{head} 2, NVIDIA H200"),
+        ("2", f"{head} 2, fp32, NVIDIA H200"),
+        ("1", f"{head} 16, fp32, NVIDIA H200"),
+    ]
+
+
+def test_more_than_the_ceiling_is_explained() -> None:
+    rows = labs.build_rows([lab_run(ceiling_tflops=20.0), lab_run("half", ceiling_tflops=60.0)])
+    (note,) = [line for line in lab_table.lab_table(rows).notes if "of ceiling" in line]
+    assert note.startswith("fp32: of ceiling above 100%")
 
 
 def test_the_table_has_each_number_once_and_all_forms() -> None:

@@ -71,6 +71,11 @@ class LabRun:
     """What only this lab measures."""
     plausibility: list[str] = field(default_factory=list)
 
+    @property
+    def processes(self) -> int:
+        """That share a step, each on a device of its own."""
+        return int(self.metrics.get("processes") or 1)
+
 
 @dataclass(frozen=True)
 class LabRow:
@@ -153,7 +158,7 @@ class LabRow:
 
     @property
     def peak_share(self) -> float | None:
-        """Useful operations a second, as a share of the data sheet's peak."""
+        """Useful operations a second, as a share of the data sheet's peak, of all devices."""
         return self._share(run.peak_tflops for run in self.runs)
 
     @property
@@ -164,7 +169,7 @@ class LabRow:
     def _share(self, limits: Iterable[float | None]) -> float | None:
         # Each process measures anew: a busy minute must not give a greater share.
         limit, rate = max((limit for limit in limits if limit), default=None), self.tflops
-        return rate / limit if rate and limit else None
+        return rate / limit / self.first.processes if rate and limit else None
 
     @property
     def plausibility(self) -> list[str]:
@@ -201,15 +206,20 @@ def build_rows(runs: Iterable[LabRun]) -> list[LabRow]:
 
 
 def newest(runs: Iterable[LabRun]) -> list[list[LabRow]]:
-    """The rows of the newest session of each device, lab and subject, in the order of these names.
-    A list holds those of one session. Runs under a profiler are passed over."""
-    groups: dict[tuple[str, ...], dict[str, list[LabRow]]] = defaultdict(lambda: defaultdict(list))
+    """The rows of the newest session of each device, lab, subject and precision (or set of them),
+    in the order of these names. A list holds those of one session. Runs under a profiler are passed
+    over."""
+    groups: dict[tuple[str, ...], list[LabRow]] = defaultdict(list)
     for row in build_rows(run for run in runs if run.status != "profiled"):
-        groups[row.device, row.first.lab, row.first.subject][row.first.session].append(row)
+        groups[row.first.session, row.device, row.first.lab, row.first.subject].append(row)
+    found: dict[tuple[object, ...], tuple[tuple[str, ...], list[LabRow]]] = {}
+    for (session, device, lab, subject), rows in sorted(groups.items()):
+        key = (*map(_numbers_by_value, (device, lab, subject)), precisions(rows))
+        found[key] = (device, lab, session), rows  # the newest comes last
     joined: dict[tuple[str, ...], list[LabRow]] = defaultdict(list)
-    for (device, lab, _), sessions in sorted(groups.items()):
-        joined[device, lab, max(sessions)] += sessions[max(sessions)]
-    return [_told_apart(rows) for rows in joined.values()]
+    for _, (names, rows) in sorted(found.items()):
+        joined[names] += rows
+    return [_with_own_part(rows) for rows in joined.values()]
 
 
 def shared_subject(rows: Iterable[LabRow]) -> str:
@@ -218,11 +228,22 @@ def shared_subject(rows: Iterable[LabRow]) -> str:
     return ", ".join(part for part in parts[0] if all(part in others for others in parts))
 
 
-def _told_apart(rows: list[LabRow]) -> list[LabRow]:
+def _with_own_part(rows: list[LabRow]) -> list[LabRow]:
     shared = shared_subject(rows).split(", ")
     own = ([p for p in row.first.subject.split(", ") if p not in shared] for row in rows)
     return [dataclasses.replace(row, of=", ".join(parts))
             for row, parts in zip(rows, own, strict=True)]  # fmt: skip
+
+
+def precisions(rows: Iterable[LabRow]) -> tuple[str, ...]:
+    """Of all rows, each once; none where a lab has none."""
+    return tuple(sorted({str(row.first.options.get("precision") or "") for row in rows} - {""}))
+
+
+def _numbers_by_value(text: str) -> tuple[tuple[int, str], ...]:
+    """To sort by: "batch 4" comes before "batch 16"."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part)
+                 for part in re.split(r"(\d+)", text))  # fmt: skip
 
 
 def _device(run: LabRun) -> str:

@@ -15,7 +15,7 @@ from labs.inference_benchmark.counts import Counts
 from labs.inference_benchmark.request import LAB
 from workshop import labs
 from workshop.exercises.frame import Missing, Work
-from workshop.labs import LabRow, LabRun, percentile
+from workshop.labs import LabRow, LabRun
 from workshop.profilers import kernel_file, load
 from workshop.profilers.table import KernelTable
 from workshop.run import timing
@@ -148,7 +148,7 @@ def text_option(run: LabRun, name: str) -> str:
 
 def p50_ms(run: LabRun) -> float:
     """As the summary prints it."""
-    return percentile(sorted(run.step_ms), 0.5)
+    return timing.median(run.step_ms)
 
 
 def images_per_s(run: LabRun) -> float:

@@ -123,7 +123,7 @@ def of_training(
         reference=f"plain fp32; plain {variant.precision} is {lost:.1e} from it",
         measures={
             "losses": {"error": _number(error), "allowed": allowed},
-            "tensors with a gradient": {"error": len(parameters) - reached, "allowed": 1},
+            "weights without a gradient": {"error": len(parameters) - reached, "allowed": 0},
         },
     )
 

@@ -218,7 +218,7 @@ def _measure(
     path: Path,
     training: bool,
 ) -> int:
-    say = show.speaker(group)
+    say = show.speaker(group, setting.device)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
     groups.meet(group)

@@ -70,11 +70,12 @@ def operator_table(bench: Bench) -> Table:
 
 
 def title(rows: Sequence[LabRow]) -> str:
-    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, NVIDIA H200"."""
-    row = rows[0]
-    several = len({row.first.subject for row in rows})
-    shared = [f"{several} subjects"] * (several > 1) + [labs.shared_subject(rows), row.device]
-    return printable(f"{row.first.lab}: {', '.join(filter(None, shared))}")
+    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, fp16, NVIDIA H200": with the
+    precision, if it is that of all rows."""
+    subjects, precisions = {row.first.subject for row in rows}, labs.precisions(rows)
+    shared = [f"{len(subjects)} subjects"] * (len(subjects) > 1) + [labs.shared_subject(rows)]
+    shared += [*(precisions if len(precisions) == 1 else ()), rows[0].device]
+    return printable(f"{rows[0].first.lab}: {', '.join(filter(None, shared))}")
 
 
 def proof(row: LabRow) -> str:
@@ -121,6 +122,11 @@ def _notes(rows: Sequence[LabRow]) -> list[str]:
         f"{row.label}: no speed-up, since {row.first.baseline} has no time in this session"
         for row in rows
         if row.times and row.first.baseline and not row.is_baseline and not row.speedup
+    ]
+    lines += [
+        f"{row.first.variant}: of ceiling above 100%: the ceiling was measured at a busier moment"
+        for row in rows
+        if (row.ceiling_share or 0.0) > 1
     ]
     if any(row.speedup and row.speedup.interval is None for row in rows):
         lines.append(_ONE_PROCESS)

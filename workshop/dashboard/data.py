@@ -105,7 +105,7 @@ class Snapshot:
 
     @functools.cached_property
     def labs(self) -> dict[str, list[LabRow]]:
-        """The rows of the newest session of each lab, subject and device, by their title."""
+        """The rows of the newest session of each lab, subject, precision and device, by title."""
         found = labs.newest(stored.run for stored in self._lab_files.values())
         return {lab_table.title(rows): rows for rows in found}
 

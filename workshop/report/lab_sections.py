@@ -30,7 +30,7 @@ INTRO = (
 
 
 def build(stored: Sequence[StoredLab]) -> list[tuple[Section, list[LabRow]]]:
-    """A section for the newest session of each device, lab and subject, and its rows."""
+    """A section for each of `labs.newest`, and its rows."""
     groups = labs.newest(one.run for one in stored)
     files = {id(one.run): one for one in stored}
     return [(_section(f"lab-{number}", rows, files), rows) for number, rows in enumerate(groups, 1)]
