@@ -90,7 +90,7 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
     assert cells(text, "fp16")[4].startswith("2.00x [1.9")
     assert cells(text, "fp16, folded norms")[4].startswith("~1 [0.9")
     assert cells(text, "fp16, wrong")[1:] == ["-", "-", "-", "-", "RED"]
-    assert re.search(r"Fastest: fp16, folded norms, graph; over the first rung 6\.67x \[", text)
+    assert re.search(r"Fastest: `fp16, folded norms, graph`; over the first rung 6\.67x \[", text)
     changes = found[CHECKLIST]["wins"]
     assert "| change | batch 32 |" in changes
     assert cells(changes, "graph")[1].startswith("3.00x [2.9")
@@ -129,7 +129,9 @@ def test_ours_is_compared_with_the_fastest_peer() -> None:
         peer = run.variant.split(",")[0]
         runs.append(dataclasses.replace(run, options={"peer": peer if peer != "fp16" else ""}))
     text = documents.parts(runs, [], TABLE)[README]["peers"]
-    assert re.search(r"^fp16, graph over the fastest peer, timm, .*: 2\.00x \[.*\]\.$", text, re.M)
+    assert re.search(
+        r"^`fp16, graph` over the fastest peer, `timm, .*`: 2\.00x \[.*\]\.$", text, re.M
+    )
     assert cells(text, "fp16")[4] == "baseline" and text.count("Not measured yet") == 1
 
 

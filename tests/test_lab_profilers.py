@@ -20,7 +20,7 @@ from test_lab_inference import SMALL, Variant, bench
 from test_profile_run import Ranges
 from test_profile_scripts import NVIDIA_GPU, RUNNERS, TOOLS, Machine, finished, problems
 
-from labs.inference_benchmark import group, measure, networks, profiling
+from labs.inference_benchmark import counts, group, measure, networks, profiling
 from workshop import labs
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
@@ -420,3 +420,25 @@ def test_a_lab_s_profile_in_the_collection_and_on_the_summary_page(tmp_path: Pat
     written = summary.write(content, folder)
     assert f'href="{LAB.key}/index.html"' in written[-1].read_text()
     assert json.loads((folder / "summary.json").read_text())["version"] == LAB.key
+
+
+def test_a_module_has_the_operations_and_bytes_of_all_its_calls() -> None:
+    """And of what it calls itself: an addition."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 3, 1)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = images + self.conv(self.conv(images))
+            return out
+
+    one = bench(Variant(), batch=2)
+    one.model = torch.nn.Sequential(Twice())
+    one.counts = counts.count(one.model, torch.ones(1, 3, 2, 2))
+    latencies = dict.fromkeys(("", "0", "0.conv"), 1.0)
+    *_, block, conv = profiling._report(one, 1, group.Group(), latencies, False)
+    flop, moved, weights = 2 * 2 * 72, 2 * (24 + 24 + 36), 2 * 12
+    assert "MACs, 100.0%, " in block and block.endswith(f", {flop / 4 / (moved + weights):.1f}")
+    assert "MACs, 100.0%, " in conv and conv.endswith(f", {flop / 4 / (96 + weights):.1f}")

@@ -13,7 +13,7 @@ from labs.inference_benchmark.own_runs import compile_seconds
 from labs.inference_benchmark.request import LAB
 from workshop import labs
 from workshop.compare import lab_table, tables
-from workshop.compare.markdown import escape
+from workshop.compare.markdown import code, escape
 from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
@@ -159,10 +159,8 @@ def _peers_table(rows: list[LabRow]) -> str:
     peer = next((row for row in timed if row.first.options.get("peer")), None)
     last = ""
     if ours and peer:
-        gain = labs.speedup(peer, ours)
-        last = (
-            f"\n\n{ours.first.variant} over the fastest peer, {peer.first.variant}: {_text(gain)}."
-        )
+        gain, names = labs.speedup(peer, ours), (code(row.first.variant) for row in (ours, peer))
+        last = f"\n\n{' over the fastest peer, '.join(names)}: {_text(gain)}."
     return _comparison_table(rows) + last
 
 
@@ -177,7 +175,7 @@ def _ladder_table(rows: list[LabRow]) -> str:
     summary = ""
     if best is not None:
         over_first = lab_table.verdict(best)
-        summary = f"\n\nFastest: {best.first.variant}; over the first rung {over_first}."
+        summary = f"\n\nFastest: {code(best.first.variant)}; over the first rung {over_first}."
     return markdown_table(header, lines, (0, 5)) + summary
 
 
