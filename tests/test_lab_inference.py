@@ -488,7 +488,7 @@ def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> No
     one = bench(Variant(), training=True)
     measure.measure_training(one, iterations=2, warmup=1, say=print)
     output = summary_of({"step_ms": [1.0], "proof": one.run.proof}, capsys, 1)
-    assert re.search(r"Proof: pass; losses: error .* allowed", output)
+    assert re.search(r"Proof: pass; losses: error .* allowed \(plain fp32\); ", output)
     assert "; weights without a gradient: 0\n" in output
 
 

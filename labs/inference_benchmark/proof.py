@@ -107,6 +107,9 @@ def of_training(
     parameters = [p for p in trained.model.parameters() if p.requires_grad]
     reached = sum(p.grad is not None and bool(p.grad.isfinite().all()) for p in parameters)
     failures = []
+    reference = "plain fp32"
+    if variant.precision != "fp32":
+        reference += f"; plain {variant.precision} is {lost:.1e} from it"
     if not error <= allowed:
         failures.append(
             f"the losses of the first {count} steps are {error:.1e} from plain fp32's, "
@@ -120,7 +123,7 @@ def of_training(
         status="fail" if failures else "pass",
         failures=failures,
         batch_size=len(images),
-        reference=f"plain fp32; plain {variant.precision} is {lost:.1e} from it",
+        reference=reference,
         measures={
             "losses": {"error": _number(error), "allowed": allowed},
             "weights without a gradient": {"error": len(parameters) - reached, "allowed": 0},
