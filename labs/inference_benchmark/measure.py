@@ -85,13 +85,14 @@ class Inference:
         setting, variant = bench.setting, bench.variant
         self.bench = bench
         network, batch = setting.network, setting.batch_size
-        seeds = [setting.images_seed() + 10 * i for i in range(BATCHES)]
-        self.images = [network.images(batch, seed) for seed in seeds]
-        self.targets = [network.targets(batch, seed) for seed in seeds]
+        self.targets = [
+            network.targets(batch, setting.images_seed() + 10 * index) for index in range(BATCHES)
+        ]
         layout = variant.layout()
+        images = [images_of(setting, index) for index in range(BATCHES)]
+        self.sample = torch.cat([batch[sample_of(bench)] for batch in images])
         self._batches = [
-            images.to(setting.device, variant.dtype).to(memory_format=layout)
-            for images in self.images
+            batch.to(setting.device, variant.dtype).to(memory_format=layout) for batch in images
         ]
         self._input = torch.empty_like(self._batches[0], memory_format=torch.preserve_format)
         self._input.copy_(self._batches[0])
@@ -133,14 +134,24 @@ class Inference:
             found[index] = float(self.bench.setting.network.loss(output, targets))
         return found
 
-    def sample(self, done: int) -> tuple[Tensor, Tensor]:
-        """Some images of the last batches, fp32, and their logits of the last timed iterations."""
-        setting = self.bench.setting
-        chosen = proof.sample_of(setting.batch_size, setting.seed)
-        indices = range(max(0, done - BATCHES), done)
-        images = torch.cat([self.images[i % BATCHES][chosen] for i in indices])
-        outputs = [self._kept[i % self._ring][chosen.to(setting.device)] for i in indices]
-        return images.to(setting.device), torch.cat(outputs)
+    def timed_sample(self, done: int) -> tuple[slice, Tensor]:
+        """The logits of the last timed iterations, one of each batch, for the images of `sample`;
+        and which of those these are."""
+        chosen = sample_of(self.bench).to(self.bench.setting.device)
+        last = range(done - BATCHES, done) if done >= BATCHES else range(done)
+        by_batch = sorted(last, key=lambda index: index % BATCHES)
+        outputs = [self._kept[index % self._ring][chosen] for index in by_batch]
+        return slice(len(chosen) * len(outputs)), torch.cat(outputs)
+
+
+def sample_of(bench: Bench) -> Tensor:
+    """Which images of each batch are compared."""
+    return proof.sample_of(bench.setting.batch_size, bench.setting.seed)
+
+
+def images_of(setting: Setting, index: int) -> Tensor:
+    """A batch of images, fp32 on the CPU."""
+    return setting.network.images(setting.batch_size, setting.images_seed() + 10 * index)
 
 
 def measure_inference(
@@ -155,10 +166,11 @@ def measure_inference(
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     if bench.variant.compile is not None or bench.variant.export:
         say("Compiling model (this may take minutes the first time) ...")
-    count_peak_anew(device)
     start = time.perf_counter()
     inference = Inference(bench)
     prepared_s = time.perf_counter() - start
+    truth = proof.find_truth(bench.model, bench.variant, inference.sample.to(device))
+    count_peak_anew(device)
     take_turn(lambda: inference(0), bench, wait_turn)
     inference.capture()
     measured = Measured()
@@ -173,9 +185,9 @@ def measure_inference(
     _timed(inference, device, iterations, measured)
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
-    images, timed = inference.sample(done)  # before another iteration takes the place of one
+    rows, timed = inference.timed_sample(done)  # before another iteration takes the place of one
     run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
-    run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
+    run.proof, agreement = proof.of_inference(bench.variant, truth.of(rows), timed)
     run.metrics["top1_agreement"] = agreement
     bench.iteration = inference
     return measured

@@ -57,9 +57,11 @@ def measure_timm(
     startup.watch_compilers(torch_compile=variant.compile is not None)
     if variant.compile is not None:
         say("Compiling model (this may take minutes the first time) ...")
+    images = measure.images_of(setting, 0)
+    sample = images[measure.sample_of(bench)].to(device)
+    truth = proof.find_truth(bench.model, variant, sample)
     measure.count_peak_anew(device)
     model = modes.prepare(build(setting.network.name, bench.model), variant)
-    images = setting.network.images(setting.batch_size, setting.images_seed())
     batch = images.to(device, variant.dtype).to(memory_format=variant.layout())
     step = modes.inference_step(model, variant, batch, device)
 
@@ -91,19 +93,18 @@ def measure_timm(
     live = weights + memory.tensor_bytes([batch])
     bench.iteration = lambda index: step()
     run.memory_mb = measure.memory_of(bench, bench.iteration, weights, lambda: live, copies=1)
-    _prove(bench, measured, images, output)
+    _prove(bench, measured, truth, output)
     return measured
 
 
-def _prove(bench: Bench, measured: Measured, images: Tensor, output: Tensor) -> None:
+def _prove(bench: Bench, measured: Measured, truth: proof.Truth, output: Tensor) -> None:
     """Compares the logits of the last timed step with the truth; its loss is the only one kept."""
     run, setting = bench.run, bench.setting
     targets = setting.network.targets(setting.batch_size, setting.images_seed())
     loss = float(setting.network.loss(output.cpu().float(), targets))
     others = len(measured.warmup_ms) + len(measured.step_ms) - 1
     measured.losses = [math.nan] * others + [loss]
-    chosen = proof.sample_of(setting.batch_size, setting.seed)
-    device = setting.device
+    chosen = measure.sample_of(bench).to(setting.device)
     run.proof, run.metrics["top1_agreement"] = proof.of_inference(
-        bench.model, bench.variant, images[chosen].to(device), output[chosen.to(device)]
+        bench.variant, truth, output[chosen]
     )

@@ -247,6 +247,8 @@ def _measure(
     _finish(bench, measured, group, arguments, training)
     if group.is_first:
         labs.save(record, path)
+        if wait_turn:
+            turns.end_turn()
         show.summary(say, bench, measured, group)
         say(f"Written: {path}")
     if record.status == "interrupted":

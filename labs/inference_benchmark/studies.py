@@ -187,7 +187,7 @@ def _in_turns(
             waiting = [_plan([*common, *plan, "--wait-turn"], folder) for plan in beside]
             with turns.prepared(waiting) as children:
                 for plan, child in zip(beside, children, strict=True):
-                    yield plan, child.finish()
+                    yield plan, child.measure()
 
 
 def _outcome(run: LabRun) -> str:
@@ -216,7 +216,9 @@ def _child(flags: list[str], folder: Path) -> LabRun:
     child = turns.Child(_plan(flags, folder))
     with processes.ended_with_us(child.process):
         try:
-            return child.finish()
+            run = child.measure()
+            child.process.wait()
+            return run
         except KeyboardInterrupt:
             processes.stop(child.process, turns.SECONDS_TO_STOP)
             raise
@@ -280,6 +282,8 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
         session, runs = _resumed(arguments, device, folder, session)
         print(f"Session {session}: {len(runs)} networks are complete")
     common = _common_flags(arguments, session)
+    baseline = single.planned([*common, *plain, "--network", names[0]]).variant
+    common += ["--baseline", baseline]
     left = [name for name in names if name not in runs]
     size = max(1, arguments.jobs // len(variants))
     try:
@@ -352,8 +356,6 @@ def _resumed(
 def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
     pairs: list[tuple[str, LabRow, LabRow]] = []
     for name in (name for name in names if name in runs):
-        for run in runs[name]:
-            run.baseline = runs[name][0].variant
         rows = sorted(labs.build_rows(runs[name]), key=lambda row: not row.is_baseline)
         pairs.append((name, *rows))  # type: ignore[arg-type]
     table = all_table(pairs)
