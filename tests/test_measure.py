@@ -29,7 +29,7 @@ PARSERS = {
 STUDIES = (
     "large ladder profiles inference_networks inference_ladder inference_compare inference_peers "
     "waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim "
-    "sweep_batch_size kernels inference_ops harness ceilings"
+    "sweep_batch_size kernels inference_ops inference_profiles harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -91,6 +91,8 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
     assert len(kept) == 2 * 4
     assert "version3_triton" in kept[4].read_text()
+    kept = sorted((tmp_path / "new folder" / "inference_benchmark" / "profiles").glob("fp*/*.json"))
+    assert len(kept) == 2 * 2
 
 
 def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> None:

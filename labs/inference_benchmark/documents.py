@@ -47,7 +47,7 @@ def _resnet(batch: int | None, study: str, command: str) -> Study:
 
 
 LADDERS = {
-    batch: _resnet(batch, "ladder", f"{ON} resnet50 --batch-size {batch} --ladder")
+    batch: _resnet(batch, "ladder", f"{ON} resnet50 --batch-size {batch} --ladder --jobs 9")
     for batch in LADDER_BATCHES
 }
 PEERS = {
@@ -61,7 +61,7 @@ TRAINING = (
     f"{ON} densenet121 --batch-size 2048 --mode training --precision bf16 --channels-last "
     "--compare compile",
 )
-NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1 --jobs 8"
+NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1 --jobs 16"
 """The end of each network's subject."""
 PRECISION = _resnet(USUAL, "compare precision", f"{B} --compare precision")
 MEMORY_FORMAT = _resnet(

@@ -16,7 +16,7 @@ unset CDPATH
 # Those that take long are first, so that several GPUs end together.
 STUDIES=(large ladder profiles inference_networks inference_ladder inference_compare inference_peers
   waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim sweep_batch_size
-  kernels inference_ops harness ceilings)
+  kernels inference_ops inference_profiles harness ceilings)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
@@ -86,19 +86,30 @@ profile() {
 }
 
 run_profiler() {
-  local tool=${2#run_} kept
+  local tool=${2#run_}
   tool=${tool%.*}
   PYTHON=$PYTHON try "$1" "$folder/$2" --output-dir "$raw/$tool" -- \
     --config medium --precision bf16 "${@:3}"
-  if [[ -f $raw/$tool/kernels.json ]]; then
-    kept=$FOLDER/profiles/$version/$tool
-    mkdir -p "$kept"
-    cp "$raw/$tool/kernels.json" "$raw/$tool/run.json" "$kept/"
+  keep "$raw/$tool" "$FOLDER/profiles/$version/$tool"
+}
+
+# keep PROFILE TO: its hot list and what was profiled.
+keep() {
+  if [[ -f $1/kernels.json ]]; then
+    mkdir -p "$2"
+    cp "$1/kernels.json" "$1/run.json" "$2/"
   fi
 }
 
+# What the exercises of the inference benchmark show to those who have no GPU.
+profile_inference() {
+  try "$PYTHON" labs/inference_benchmark/run_pytorch_profiler.py --output-dir "$RAW/$1" -- \
+    --network resnet50 --batch-size 32 --precision "$1"
+  keep "$RAW/$1" "$FOLDER/inference_benchmark/profiles/$1"
+}
+
 measure() {
-  local version batch set
+  local version batch set precision
   export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
@@ -121,7 +132,7 @@ measure() {
     # study.
     inference_ladder)
       for batch in 1 32 256; do
-        infer "ladder_$batch" resnet50 --batch-size "$batch" --ladder
+        infer "ladder_$batch" resnet50 --batch-size "$batch" --ladder --jobs 9
       done
       ;;
     inference_peers)
@@ -139,7 +150,8 @@ measure() {
       infer training densenet121 --batch-size 2048 --mode training --precision bf16 \
         --channels-last --compare compile
       ;;
-    inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 8 ;;
+    inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 16 ;;
+    inference_profiles) for precision in fp32 fp16; do profile_inference "$precision"; done ;;
     inference_ops) for set in predefined model_ops; do operators "$set"; done ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
