@@ -16,7 +16,7 @@ from test_profile_scripts import is_running, wait_for
 
 from labs.inference_benchmark import networks, single, studies, turns
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
-from workshop import labs
+from workshop import labs, results
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
@@ -193,12 +193,14 @@ def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert next(said for said in process.stdout if said == b"ready\n")
             assert not path.exists()
+            given = results.now()
             process.communicate(line)
         assert process.returncode == status and path.exists() == (status == 0)
         if status == 0:
             run = json.loads(path.read_text())
             assert run["status"] == "complete" and run["ceiling_tflops"] > 0
             assert "--wait-turn" not in run["command"]
+            assert run["created"] >= given  # rows are in the order of the turns
 
 
 def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,8 @@ def new_session() -> str:
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    """To the millisecond: runs are shown in the order in which they began."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def finite(values: list[float]) -> list[float | None]:

@@ -23,6 +23,7 @@ from labs.inference_benchmark.modes import (
     set_arithmetic,
     untuned,
 )
+from workshop import results
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
@@ -282,6 +283,7 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
         iterate()
     wait(bench.setting.device)
     wait_turn()
+    bench.run.created = results.now()  # which orders the rows
 
 
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
