@@ -9,7 +9,8 @@ from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
 
-GROUP = "torchrun --nproc-per-node 2 labs/inference_benchmark/micro_benchmarking_pytorch.py"
+PROGRAM = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
+GROUP = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 {PROGRAM}"
 NETWORK = "--network resnet18 --iterations 10"
 
 
@@ -63,7 +64,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found(
         "found.alone_per_s", "one process alone", "images/s",
         lambda m: float(m.even.metrics["one_process_per_s"] or 0),
-        "The line `One GPU alone`, of the same run.",
+        "Its line in the summary of the same run.",
     ),
     Found(
         "found.efficiency_percent", "efficiency in inference", "%", lambda m: percent(m.even),
@@ -75,11 +76,12 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.first_has", "images of the first process", "images", lambda m: m.parts[0],
-        "The line `[GPU 0] Local batch size`, of the run with a remainder.", within=0,
+        "The first process's line `Local batch size`, of the run with a remainder.", within=0,
     ),
     Found(
         "found.second_has", "images of the second process", "images", lambda m: m.parts[1],
-        "The line `[GPU 1] Local batch size`; together they have the whole batch.", within=0,
+        "The second process's line `Local batch size`; together they have the whole batch.",
+        within=0,
     ),
     Found(
         "found.most_percent", "the most that a remainder allows", "%", lambda m: m.most,
@@ -105,7 +107,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Chosen(
         "found.with_batch", "the exchange with a larger batch", ("grow", "shrink", "stay"),
-        lambda m: "stay", "how many gradients there are says the network, not the batch",
+        lambda m: "stay", "the number of gradients depends on the network, not on the batch",
         lambda m: "stays, so that a larger batch has more work for each exchange",
     ),
 )  # fmt: skip
