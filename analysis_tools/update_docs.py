@@ -21,6 +21,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
+from labs.inference_benchmark import documents as lab_documents  # noqa: E402
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import instructor  # noqa: E402
@@ -119,6 +120,12 @@ def render() -> dict[Path, str]:
         }
         if version.key != BASELINE:
             parts[folder / "README.md"][IDEAS] = _ideas(folder / "README.md", key, falls)
+    _, techniques, _ = _split(
+        _read(lab_documents.CHECKLIST), lab_documents.TECHNIQUES, lab_documents.CHECKLIST
+    )
+    lab_runs = [one.run for one in collection.lab_runs]
+    benches = [one.bench for one in collection.operators]
+    parts |= lab_documents.parts(lab_runs, benches, techniques)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 

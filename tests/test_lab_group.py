@@ -46,8 +46,9 @@ def test_torchrun_splits_a_batch_with_a_remainder(tmp_path: Path, mode: str) -> 
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[GPU 0] Local batch size: 3" in done.stdout
-    assert "[GPU 1] Local batch size: 2" in done.stdout
+    assert "[process 0] Local batch size: 3" in done.stdout
+    assert "[process 1] Local batch size: 2" in done.stdout
+    assert "Per-process throughput" in done.stdout and "GPU" not in done.stdout
     run = the_run(tmp_path)
     check(run)
     traces = {path.name for path in tmp_path.glob(f"traces/{run.session}/trace*")}

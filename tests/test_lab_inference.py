@@ -19,13 +19,16 @@ from labs.inference_benchmark import (
     measure,
     modes,
     networks,
+    own_runs,
     proof,
     request,
     rewriting,
+    show,
     single,
 )
+from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import labs
+from workshop import labs, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.versions import ROOT
@@ -188,27 +191,11 @@ def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
 
 
 def test_an_error_as_of_other_images_is_red_whatever_the_precision_loses() -> None:
-    one = bench(Variant("bf16"))
-    images = SMALL.images(6, 1)
-    truth = one.model.double()(images.double()).detach()
-    noise = 0.6 * (truth - truth.mean(0)).square().mean().sqrt() * torch.randn_like(truth)
-
-    def lossy(model: nn.Module, variant: Variant) -> nn.Module:
-        return Constant(truth + noise)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proof, "prepare", lossy)
-        found, _ = proof.of_inference(one.model.float(), one.variant, images, truth + noise)
-    assert found.status == "fail"
-
-
-class Constant(nn.Module):
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.output
+    truth = torch.randn(6, 1000, dtype=torch.float64)
+    for much, status in ((0.5, "pass"), (0.9, "fail")):
+        lossy = truth + much * torch.randn_like(truth)
+        found, _ = proof.of_inference(Variant("bf16"), proof.Truth(truth, lossy), lossy)
+        assert found.status == status
 
 
 @pytest.mark.parametrize("name", ["densenet121", "resnet18", "vit_b_32", "googlenet"])
@@ -309,6 +296,33 @@ def test_operations_are_those_of_the_formula() -> None:
     assert head.intensity(4, 2) == 4 * 512000 / (2 * (4 * 1256 + 257000))
 
 
+def test_what_runs_outside_of_modules_moves_bytes_too() -> None:
+    """A residual addition reads two images and writes one, in place or not; a view moves nothing; a
+    product with a weight reads that once for the whole batch."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 3, 1)
+            self.weight = torch.nn.Parameter(torch.ones(5, 4))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            images = images + self.conv(images)
+            images += self.conv(images)
+            return torch.nn.functional.linear(images.flatten()[:4].view(1, 4), self.weight)
+
+    counted = counts.count(torch.nn.Sequential(Block()), torch.ones(1, 3, 2, 2))
+    assert [(layer.name, layer.kind, layer.moved, layer.weights) for layer in counted.layers] == [
+        ("0.conv", "Conv2d", 24, 12),
+        ("0", "aten.add", 36, 0),
+        ("0.conv", "Conv2d", 24, 12),
+        ("0", "aten.add_", 36, 0),
+        ("0", "aten.mm", 4 + 5, 20),
+    ]
+    assert [layer.flops for layer in counted.layers] == [72, 0, 72, 0, 40]
+    assert counted.flops == 184
+
+
 @pytest.mark.parametrize(
     ("name", "products", "weights"),
     [("resnet50", 4.09, 25_557_032), ("vit_b_16", 17.56, 86_567_656)],
@@ -355,6 +369,14 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--dataparallel --device_ids 0,x", "numbers of GPUs"),
         ("--dataparallel", "needs two GPUs"),
         ("--distributed_dataparallel --rank 2 --world-size 2", "between 0 and --world-size"),
+        ("--peer timm --fold-norms", "leave out --fold-norms"),
+        ("--peer timm --export aoti", "leave out --export"),
+        ("--peer torch --mode training", "leave out --mode training"),
+        ("--peer timm --flops-prof-step 1", "leave out --flops-prof-step"),
+        ("--peer timm --distributed_dataparallel --world-size 2 --dist-url none://", "out several"),
+        ("--peer timm --compare peers", "--peer is for a single run"),
+        ("--peer timm --profile-steps 2", "--peer does not go with a profiler"),
+        ("--compare peers --mode training", "is for --mode inference"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -393,9 +415,6 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
 
 
 def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
-    from labs.inference_benchmark import show
-    from labs.inference_benchmark.group import Group
-
     one = bench(Variant())
     measured = measure.measure_inference(one, iterations=2, warmup=1, say=print)
     one.run.step_ms = measured.step_ms
@@ -407,6 +426,54 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "PROOF RED, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
+
+
+def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], size: int) -> str:
+    """What the summary of a run says, of a group of this size."""
+    one = bench(Variant())
+    one.run.proof = results.Parity(status="pass")
+    one.run.memory_mb, one.run.metrics["flop_per_byte"] = {"peak": 1e3}, 1.0
+    for name, value in run_changes.items():
+        setattr(one.run, name, value)
+    measured = measure.Measured(step_ms=one.run.step_ms)
+    show.summary(print, one, measured, Group(world_size=size))
+    return capsys.readouterr().out
+
+
+def test_p50_is_the_median_that_the_throughput_is_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = summary_of({"step_ms": [10.0, 20.0, 40.0, 40.0]}, capsys, 1)
+    assert "p50 30.000 ms, p90 40.000 ms" in output
+    assert "Throughput: 200.0 samples/sec" in output and "sample: 5,000.0" in output
+    run = bench(Variant()).run
+    run.step_ms = [10.0, 20.0, 40.0, 40.0]
+    assert own_runs.p50_ms(run) == 30.0
+
+
+@pytest.mark.parametrize(("processes", "words"), [
+    (1, "150.0% (above 100%: the product was measured at a busier moment"),
+    (2, "TFLOP/s: 75.0%\n"),
+])  # fmt: skip
+def test_shares_are_of_all_processes_and_more_than_all_is_explained(
+    processes: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {"processes": processes, "flop_per_byte": 1.0,
+               "one_process_per_s": 100.0, "scaling_efficiency": 1.25}  # fmt: skip
+    changes = {"step_ms": [10.0], "flops_per_step": 15e9, "ceiling_tflops": 1.0, "metrics": metrics}
+    output = summary_of(changes, capsys, processes)
+    assert words in output
+    if processes > 1:
+        assert "One process alone: 100.0" in output and "GPU" not in output
+        assert "efficiency: 125.0% (above 100%: the one alone was measured" in output
+
+
+def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    one = bench(Variant(), training=True)
+    measure.measure_training(one, iterations=2, warmup=1, say=print)
+    output = summary_of({"step_ms": [1.0], "proof": one.run.proof}, capsys, 1)
+    assert re.search(r"Proof: pass; losses: error .* allowed \(plain fp32\); ", output)
+    assert "; weights without a gradient: 0\n" in output
 
 
 @pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from workshop import operators
 from workshop.errors import ANSWER_IS_NO, DONE, WRONG_USAGE
 from workshop.profilers import load as profiles
 from workshop.roofline.ceilings import Measurement
@@ -54,7 +55,7 @@ def setting(precision: str = "fp32", cache: int = 1000) -> bench.Setting:
 
 def run(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
     status = bench.main([*SMALL, "--output-dir", str(folder), *words])
-    return status, json.loads((folder / "ops.json").read_text())["rows"]
+    return status, json.loads((folder / "ops.json").read_text())["operators"]
 
 
 # --- the sets and the flags ----------------------------------------------------------------------
@@ -308,6 +309,16 @@ def test_files_hold_every_row(tmp_path: Path, capsys) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_a_table_is_narrow_and_a_second_run_says_what_it_replaces(tmp_path: Path, capsys) -> None:
+    words = ["--dtype", "bf16", "--append-dtype", "--input-dim", "16-16-128-128"]
+    for count in (0, 1):
+        run(tmp_path, "--op", "add_", *words)
+        shown = capsys.readouterr().out
+        table = shown[: shown.index("  ceilings of")].splitlines()
+        assert max(map(len, table)) <= 100 and "add_(bf16)" in shown
+        assert shown.count("They replace those of an earlier run") == count
+
+
 def test_torch_alone_is_enough(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(tmp_path, "--op", "sum", "--input-dim", DIM)[0] == DONE
@@ -384,6 +395,8 @@ def test_it_runs_from_its_own_folder(type_command, tmp_path: Path) -> None:
     ended = type_command("python", "torch_tensor_ops_bench.py", *words, folder=FOLDER)
     assert ended.returncode == DONE, ended.stderr
     content = json.loads((tmp_path / "ops.json").read_text())
+    (row,) = operators.load(tmp_path / "ops.json").rows
+    assert (row.op, row.status) == ("add", "ok, cached") and row.gbs
     assert content["copy_gbs"] > 0 and content["tflops"]["fp32"] > 0
     assert content["cache_bytes"] > 10**5
     assert {"python", "torch"} <= content["software"].keys()

@@ -20,7 +20,7 @@ from test_lab_inference import SMALL, Variant, bench
 from test_profile_run import Ranges
 from test_profile_scripts import NVIDIA_GPU, RUNNERS, TOOLS, Machine, finished, problems
 
-from labs.inference_benchmark import group, measure, networks, profiling
+from labs.inference_benchmark import counts, group, measure, networks, profiling
 from workshop import labs
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
@@ -168,6 +168,7 @@ def test_torch_profiler_on_a_cpu(tmp_path: Path) -> None:
     assert isinstance(record, LabRun) and record.options["num_steps"] == 2
     assert record.flops_per_step == pytest.approx(2 * 3.63e9, rel=0.01)  # of the whole batch
     assert "top 5 operators take" in done.stdout and "was not compared" in done.stdout
+    assert "USDT" not in done.stdout + done.stderr and "Iterations: " not in done.stdout
     convolutions = next(k for k in table.kernels if k.name == "aten::conv2d")
     assert convolutions.calls == 2 * 20
 
@@ -177,6 +178,21 @@ def test_what_explains_a_tiny_llama_is_skipped() -> None:
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 77 and len(done.stderr.splitlines()) == 1
     assert "--flops-prof-step" in done.stderr
+
+
+def test_a_dry_run_of_all_says_what_is_skipped(machine: LabMachine) -> None:
+    scripts = ["run_deepspeed_flops.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop.profilers.run_all", "--dry-run", "--folder", FOLDER,
+         "--output-dir", machine.out, *scripts, "--", "--network", "resnet18"],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nskipped: this script explains the operations of a Tiny-LLaMA" in done.stdout
+    with_an_error = [*done.args[:-2], "--network", "resnet1000"]
+    with_an_error[with_an_error.index(scripts[0])] = "run_pytorch_profiler.py"
+    done = subprocess.run(with_an_error, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 2 and "error: " in done.stderr
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -245,6 +261,55 @@ def test_a_trace_of_the_benchmark_has_its_record(tmp_path: Path) -> None:
     assert [advice.finding for advice in found[:5]] == QUESTIONS
 
 
+def test_the_tables_of_operations_are_narrow_and_in_order() -> None:
+    ours = bench(Variant(), batch=4)
+    measure.measure_inference(ours, 2, 1, lambda line: None)
+    lines: list[str] = []
+    profiling.tables(ours, lines.append)
+    assert max(map(len, lines)) <= 106
+    start = lines.index("Top 10 operations by total CPU time of their own (Self CPU):")
+    header = lines[start + 2].split("  ")
+    assert [name.strip() for name in header if name] == [
+        "Name", "Self CPU %", "Self CPU", "CPU total", "CPU avg", "# of Calls",
+    ]  # fmt: skip
+    rows = [re.split(r"  +", line) for line in lines[start + 4 : start + 14]]
+    shares = [float(row[1].removesuffix("%")) for row in rows]
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.05
+    convolution = next(row for row in rows if row[0] == "aten::mkldnn_convolution")
+    assert int(convolution[-1]) == 2 * profiling.ITERATIONS
+    memory = [
+        float(re.split(r"  +", line)[1].split()[0].replace(",", "")) for line in lines[-11:-1]
+    ]
+    assert memory == sorted(memory, reverse=True) and memory[0] > 0
+
+
+@pytest.mark.parametrize(("installed", "words"), [
+    (False, "DeepSpeed is not installed"),
+    (True, "DeepSpeed can't be imported: RuntimeError('no compiler')"),
+])  # fmt: skip
+def test_without_a_deepspeed_that_works_pytorch_counts(
+    installed: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    if installed:
+        (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')")
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setattr(sys, "meta_path", [NoDeepSpeed, *sys.meta_path])
+    ours = bench(Variant(), batch=2)
+    lines: list[str] = []
+    profiling.flops(ours, 1, group.Group(), lines.append, training=False)
+    assert any(words in line for line in lines) and "Profile Summary at step 1:" in lines
+
+
+class NoDeepSpeed:
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name == "deepspeed":
+            raise ModuleNotFoundError("no deepspeed", name=name)
+
+
 # --- what a profile answers ----------------------------------------------------------------------
 
 
@@ -258,6 +323,12 @@ KERNELS = [
     kernel("copy", 6, "Memcpy HtoD (Pageable -> Device)"),
     kernel("copy", 4, "copy_kernel"),
     kernel("norm", 5),
+]  # 100 ms
+
+ON_CPU = [
+    kernel("GEMM", 55, "aten::mm"),
+    *(kernel("copy", 10, f"aten::{name}", 2) for name in ("to", "_to_copy", "copy_")),
+    *(kernel("copy", 7.5, f"aten::{name}", 2) for name in ("stack", "cat")),
 ]  # 100 ms
 
 
@@ -294,6 +365,7 @@ def counted(flops: float, bytes_: float) -> list[Kernel]:
         ("launches", {}, "It runs 35 kernels a step (70 in 2), 1.43 ms each on average."),
         ("launches", {"steps": None}, "It runs 70 kernels, 1.43 ms"),
         ("copies", {}, "10 copies a step; between host and device 6.0%, on the device 4.0%"),
+        ("copies", {"what": "operator", "kernels": ON_CPU}, "Copies: 2 copies a step, 45.0% of"),
         ("host-and-gpu", {}, "take 7 ms a step; the GPU works 80% of the time (50 ms a step)"),
         ("host-and-gpu", {"span_ms": None}, "the kernels take 50 ms a step; this tool has no"),
         ("host-and-gpu", {"what": "operator"}, "No GPU took part: 50 ms a step"),
@@ -304,6 +376,8 @@ def counted(flops: float, bytes_: float) -> list[Kernel]:
         ("compute-or-memory", {"kernels": counted(9e12, 1e10)},
          "The profiler counted 9,000 GFLOP and 10 GB: 900 FLOP a byte"),
         ("compute-or-memory", {"device": {"name": "a CPU"}}, "limits are not known"),
+        ("compute-or-memory", {"device": {"name": "a CPU"}, "ceiling_tflops": 1.0},
+         "This device's bandwidth is not known, while a large product reached 1 TFLOP/s"),
         ("compute-or-memory", {"device": {"name": "a CPU"}, "ceiling_tflops": 1.0,
                                "metrics": {"flop_per_byte": 100.0, "ceiling_gbs": 50.0}},
          "(measured) meet at 20: compute-bound"),
@@ -346,3 +420,25 @@ def test_a_lab_s_profile_in_the_collection_and_on_the_summary_page(tmp_path: Pat
     written = summary.write(content, folder)
     assert f'href="{LAB.key}/index.html"' in written[-1].read_text()
     assert json.loads((folder / "summary.json").read_text())["version"] == LAB.key
+
+
+def test_a_module_has_the_operations_and_bytes_of_all_its_calls() -> None:
+    """And of what it calls itself: an addition."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 3, 1)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = images + self.conv(self.conv(images))
+            return out
+
+    one = bench(Variant(), batch=2)
+    one.model = torch.nn.Sequential(Twice())
+    one.counts = counts.count(one.model, torch.ones(1, 3, 2, 2))
+    latencies = dict.fromkeys(("", "0", "0.conv"), 1.0)
+    *_, block, conv = profiling._report(one, 1, group.Group(), latencies, False)
+    flop, moved, weights = 2 * 2 * 72, 2 * (24 + 24 + 36), 2 * 12
+    assert "MACs, 100.0%, " in block and block.endswith(f", {flop / 4 / (moved + weights):.1f}")
+    assert "MACs, 100.0%, " in conv and conv.endswith(f", {flop / 4 / (96 + weights):.1f}")

@@ -37,6 +37,8 @@ fault = (here / "faults").read_text().split(" " + name + ":")
 fault = fault[1].split()[0] if len(fault) > 1 else ""
 if fault == "memory":
     sys.exit("error: no more memory")
+if fault == "crash":
+    os.abort()
 time.sleep(1e6 if fault == "never" else 0.2)
 if "--wait-turn" in words:
     log("ready")
@@ -47,6 +49,7 @@ log("begin")
 time.sleep(1e6 if fault == "endless" else 0.05)
 run = json.loads((here / (name.split()[1] + ".json")).read_text())
 run["session"], run["options"]["network"] = value["--session"], value["--network"]
+run["baseline"] = value["--baseline"]
 run["subject"] = run["subject"].replace("resnet18", value["--network"])
 Path(value["--result-file"]).parent.mkdir(parents=True, exist_ok=True)
 Path(value["--result-file"]).write_text(json.dumps(run))
@@ -120,15 +123,16 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(turns, "READY_WITHIN_S", 3)
-    stand_in.faults("alexnet plain:memory vgg11 fast:never")
+    stand_in.faults("alexnet plain:memory vgg11 fast:never vgg13 plain:crash")
     assert stand_in.run("--jobs", "8") == 1
     output = capsys.readouterr().out
-    assert "failed; no more memory" in output and "failed; not ready to be timed" in output
+    for why in ("no more memory", "not ready to be timed", "ended by SIGABRT"):
+        assert f"failed; {why}" in output
     assert stand_in.statuses() == {
         "resnet18": ["complete"] * 2,
         "alexnet": ["failed", "complete"],
         "vgg11": ["complete", "failed"],
-        "vgg13": ["complete"] * 2,
+        "vgg13": ["failed", "complete"],
     }
     assert all(name in stand_in.table() for name in NAMES)
     never = next(int(pid) for _, pid, name in stand_in.log() if name == "vgg11 fast")
@@ -137,7 +141,9 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     stand_in.faults("")
     assert stand_in.run("--jobs", "2", "--resume") == 0
     started = [name for what, _, name in stand_in.log() if what == "start"]
-    assert {name.split()[0] for name in started} == {"alexnet", "vgg11"} and len(started) == 4
+    assert {name.split()[0] for name in started} == {"alexnet", "vgg11", "vgg13"} and len(
+        started
+    ) == 6
     assert stand_in.statuses() == {name: ["complete"] * 2 for name in NAMES}
     assert stand_in.table().count("2.00x") == len(NAMES)
     # Another batch is another session, and has nothing yet.
@@ -176,11 +182,10 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ("inference", "training"))
-def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
+def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1",
-             "--mode", mode, "--result-file", str(path), "--wait-turn"]  # fmt: skip
+             "--result-file", str(path), "--wait-turn"]  # fmt: skip
     command = [sys.executable, str(PROGRAM), *flags, "--output-dir", str(tmp_path)]
     for line, status in ((b"\n", 0), (b"", 130)):
         path.unlink(missing_ok=True)
@@ -196,8 +201,9 @@ def test_the_program_waits_for_its_turn(mode: str, tmp_path: Path) -> None:
             assert "--wait-turn" not in run["command"]
 
 
-def test_jobs_are_for_all_networks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--network", "resnet18", *FLAGS[2:], "--output-dir", str(tmp_path)]
-    for more in (["--jobs", "2"], ["--resume"], ["--ladder", "--resume"]):
+    training = ["--mode", "training", "--compare", "compile"]
+    for more in (["--jobs", "2"], [*training, "--jobs", "2"], ["--ladder", "--resume"]):
         assert main([*flags, *more]) == 2
         assert "--network all" in capsys.readouterr().err

@@ -39,6 +39,9 @@ def test_a_row_pools_its_processes() -> None:
     assert row.units_per_s_per_gb == pytest.approx(32 / 3e-3 / 4)
     assert row.tflops == pytest.approx(88.0)
     assert (row.peak_share, row.ceiling_share) == (pytest.approx(2 / 3), pytest.approx(5 / 3))
+    for run in runs:
+        run.metrics["processes"] = 2
+    assert (row.peak_share, row.ceiling_share) == (pytest.approx(1 / 3), pytest.approx(5 / 6))
 
 
 @pytest.mark.parametrize(("count", "share", "expected"), [
@@ -104,6 +107,46 @@ def test_the_newest_session_of_each_subject_is_shown() -> None:
         ("resnet18", "20260101", 1),
         ("resnet50", "20261124", 3),
     ]
+
+
+def test_the_subjects_of_one_session_are_one_table() -> None:
+    subjects = [f"{name}, batch 32, inference" for name in ("vgg16", "alexnet")]
+    changes = [{"subject": subject, "session": "2"} for subject in subjects]
+    (rows,) = labs.newest(run for its in changes for run in lab_session(**its))
+    table = lab_table.lab_table(rows)
+    assert table.title == "inference_benchmark: 2 subjects, batch 32, inference, NVIDIA H200"
+    assert [line.cells[0] for line in table.lines[1:4]] == [
+        "alexnet: fp16, channels-last", "alexnet: fp16, wrong", "vgg16: fp32",
+    ]  # fmt: skip
+    assert table.lines[4].cells[6].startswith("2.00x [1.9")
+    assert table.notes[0].startswith("alexnet: fp16, wrong: proof red")
+
+
+def test_sessions_of_other_precisions_stay_and_batches_are_in_order() -> None:
+    runs = [
+        lab_run(subject=f"resnet18, batch {batch}", session=session, options={"precision": name})
+        for session, name, batch in (
+            ("1", "fp32", 16), ("2", "fp32", 2), ("3", "bf16", 2), ("4", "fp32", 1),
+            ("5", "fp32", 1),
+        )
+    ]  # fmt: skip
+    both = {"subject": "resnet18, batch 2", "session": "6"}
+    runs += [lab_run(name, **both, options={"precision": name}) for name in ("fp32", "bf16")]
+    found = [(rows[0].first.session, lab_table.title(rows)) for rows in labs.newest(runs)]
+    head = "inference_benchmark: resnet18, batch"
+    assert found == [
+        ("5", f"{head} 1, fp32, NVIDIA H200"),
+        ("3", f"{head} 2, bf16, NVIDIA H200"),
+        ("6", f"{head} 2, NVIDIA H200"),
+        ("2", f"{head} 2, fp32, NVIDIA H200"),
+        ("1", f"{head} 16, fp32, NVIDIA H200"),
+    ]
+
+
+def test_more_than_the_ceiling_is_explained() -> None:
+    rows = labs.build_rows([lab_run(ceiling_tflops=20.0), lab_run("half", ceiling_tflops=60.0)])
+    (note,) = [line for line in lab_table.lab_table(rows).notes if "of ceiling" in line]
+    assert note.startswith("fp32: of ceiling above 100%")
 
 
 def test_the_table_has_each_number_once_and_all_forms() -> None:
@@ -213,6 +256,54 @@ def dashboard(folder: Path) -> Snapshot:
     return Snapshot(collect(folder))
 
 
+OPERATOR: dict[str, Any] = {
+    "op": "add", "shapes": "64-1024", "dtype": "fp32", "kind": "memory", "status": "ok", "note": "",
+    "gbs": 4100.0, "tflops": 0.5, "of_ceiling": 0.95, "samples_ms": [1.0], "allowed": 2.0,
+}  # fmt: skip
+
+
+def write_operators(folder: Path, **changes: Any) -> Path:
+    """A run of the operator bench: a row of memory, a product, and a wrong one."""
+    nothing = dict.fromkeys(("gbs", "tflops", "of_ceiling"))
+    wrong = OPERATOR | {"op": "norm", "status": "WRONG", "note": "off by 9 roundings"} | nothing
+    rows = [OPERATOR, OPERATOR | {"op": "mm", "kind": "compute", "status": "ok, cached"}, wrong]
+    content = {"schema_version": 1, "operators": rows, "device": {"name": "NVIDIA H200"}}
+    path = folder / "ops" / "ops.json"
+    results.write_json(path, content | {"session": "2"} | changes)
+    return path
+
+
+def test_the_operator_bench_is_shown_beside_the_labs(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    path = write_operators(tmp_path)
+    snapshot = dashboard(tmp_path)
+    assert not snapshot.broken and blocks.first_view(snapshot) == LABS
+    choice = snapshot.settle(Choice())
+    assert choice.lab == "TorchTensorOpsBench: 3 operators in fp32, NVIDIA H200"
+    (block,) = blocks.view(LABS, snapshot, choice)
+    assert block.table is not None
+    texts = [[getattr(cell, "text", cell) for cell in row] for row in block.table.rows]
+    assert texts == [
+        ["add 64-1024", "green", "4,100 GB/s", "95.0%"],
+        ["mm 64-1024", "green, cached", "0.5 TFLOP/s", "95.0%"],
+        ["norm 64-1024", "RED", "-", "-"],
+    ]
+    assert [getattr(row[1], "look", "") for row in block.table.rows] == ["good", "good", "bad"]
+    assert "norm 64-1024: off by 9 roundings" in block.after
+    write_lab(tmp_path, *lab_session())
+    snapshot = dashboard(tmp_path)
+    assert "resnet50" in snapshot.settle(Choice()).lab and len(snapshot.lab_keys) == 2
+    assert snapshot.settle(choice).lab == choice.lab
+    report = content.build(collect(tmp_path), title="")
+    assert [alarm.text for alarm in report.alarms if alarm.kind == "WRONG"] == [
+        f"{choice.lab}: norm 64-1024: off by 9 roundings"
+    ]
+    assert "| add 64-1024 | green | 4,100 GB/s | 95.0% |" in pages.markdown_page(report, tmp_path)
+    write_operators(tmp_path, operators=[OPERATOR | {"gbs": "many"}])
+    (broken,) = collect(tmp_path).broken
+    assert broken.path == path and "operators[0].gbs should be" in broken.reason
+
+
 def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
     write_lab(tmp_path, *lab_session(), lab_run(subject="vgg16", session="1"))
     snapshot = dashboard(tmp_path)
@@ -263,7 +354,8 @@ def test_the_exported_page_of_labs_alone(tmp_path: Path) -> None:
 
 
 def test_the_report_of_labs_alone(tmp_path: Path) -> None:
-    paths = write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", plausibility=["odd"]))
+    paths = write_lab(tmp_path, *lab_session(), lab_run(subject="resnet18", session="1",
+                      plausibility=["odd"]))  # fmt: skip
     write_lab(tmp_path, lab_run(session="0"))
     report = content.build(collect(tmp_path), title="Labs")
     assert [alarm.kind for alarm in report.alarms] == ["IMPLAUSIBLE", "PROOF RED"]

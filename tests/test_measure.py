@@ -2,23 +2,34 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from test_lab_documents import STUDIES as STUDIES_OF_LAB
+from test_lab_documents import flags
 
 from analysis_tools import compare_versions, roofline_analysis
+from labs.inference_benchmark import documents, request
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "labs/inference_benchmark/TorchTensorOpsBench"))
+
+import torch_tensor_ops_bench  # noqa: E402
+
 SCRIPT = ROOT / "results" / "reference" / "measure.sh"
 PARSERS = {
     "compare_versions.py": compare_versions.build_parser,
     "roofline_analysis.py": roofline_analysis.build_parser,
     "workshop.kernels.benchmark": benchmark.build_parser,
+    "micro_benchmarking_pytorch.py": request.build_parser,
+    "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
 }
 STUDIES = (
-    "large ladder profiles waterfall_v4 waterfall_v3 sweep_seq_len once sweep_hidden_dim "
-    "sweep_batch_size kernels harness ceilings"
+    "large ladder profiles inference_networks inference_ladder inference_compare inference_peers "
+    "waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim "
+    "sweep_batch_size kernels inference_ops inference_profiles harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -68,15 +79,33 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
             arguments = PARSERS[name]().parse_args(flags)
             parsed.append(name)
             folder = arguments.results if name == "roofline_analysis.py" else arguments.output_dir
+            if "labs/" in tool:
+                folder = folder.parent
+                assert folder.name == "inference_benchmark"
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (11, 1, 1), strict=True)
+        zip(PARSERS, (11, 1, 1, 11, 2), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES)
     kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
     assert len(kept) == 2 * 4
     assert "version3_triton" in kept[4].read_text()
+    kept = sorted((tmp_path / "new folder" / "inference_benchmark" / "profiles").glob("fp*/*.json"))
+    assert len(kept) == 2 * 2
+
+
+def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> None:
+    """But for the set of operators, and the folder."""
+    _, typed = measure("out")
+    lines = [line.split("\t")[1:] for line in typed if "micro_benchmarking" in line]
+    commands = [command for _, command in [*STUDIES_OF_LAB, documents.NETWORKS]]
+    parsed = [
+        [vars(request.build_parser().parse_args(words)) | {"output_dir": None} for words in found]
+        for found in (lines, map(flags, commands))
+    ]
+    assert len(parsed[0]) == len(parsed[1])
+    assert all(command in parsed[0] for command in parsed[1])
 
 
 def test_python_may_be_given_by_a_relative_path(measure) -> None:

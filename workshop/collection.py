@@ -1,8 +1,8 @@
 """All results below some folders, kept up to date while new ones are written.
 
-Result files of versions and labs, and the kernel tables of profilers with the record of what was
-profiled. A file is read once, and again when it has changed. One that is broken is listed, and
-harms no other.
+Result files of versions, labs and the operator bench, and the kernel tables of profilers with the
+record of what was profiled. A file is read once, and again when it has changed. One that is broken
+is listed, and harms no other.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import labs, results
+from workshop import labs, operators, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.profilers import kernel_file
@@ -40,6 +40,14 @@ class StoredLab:
 
     path: Path
     run: LabRun
+
+
+@dataclass(frozen=True)
+class StoredOperators:
+    """A result file of the operator bench."""
+
+    path: Path
+    bench: operators.Bench
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Broken:
     reason: str
 
 
-_Content = StoredRun | StoredLab | KernelTable | Benchmark | Broken | None
+_Content = StoredRun | StoredLab | StoredOperators | KernelTable | Benchmark | Broken | None
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,9 @@ class _File:
 
 
 class Collection:
-    """The results below some folders. `refresh` replaces `runs` and `lab_runs` (oldest session
-    first), `profiles` (by folder), `benchmarks` and `broken` (by path) by new lists; a reader may
-    keep the old ones.
+    """The results below some folders. `refresh` replaces `runs`, `lab_runs` and `operators` (oldest
+    session first), `profiles` (by folder), `benchmarks` and `broken` (by path) by new lists; a
+    reader may keep the old ones.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -106,6 +114,7 @@ class Collection:
         self.folders = tuple(dict.fromkeys(folder.resolve() for folder in folders))
         self.runs: list[StoredRun] = []
         self.lab_runs: list[StoredLab] = []
+        self.operators: list[StoredOperators] = []
         self.profiles: list[Profile] = []
         self.benchmarks: list[Benchmark] = []
         self.broken: list[Broken] = []
@@ -133,6 +142,8 @@ class Collection:
                 return kernel_file.read(path)
             if kind == results.LAB:
                 return StoredLab(path, labs.load(path))
+            if kind == operators.KEY:
+                return StoredOperators(path, operators.load(path))
             if kind == _OF_A_BENCHMARK:
                 return _benchmark(path)
             return StoredRun(path, results.load(path)) if kind == _OF_A_RUN else None
@@ -146,7 +157,7 @@ class Collection:
             WorkshopError: it has the place of a result file, and is not even JSON.
         """
         key = results.second_key(path)
-        if key in (_OF_A_RUN, _OF_A_TABLE, results.LAB):
+        if key in (_OF_A_RUN, _OF_A_TABLE, results.LAB, operators.KEY):
             return key
         if key == _OF_A_BENCHMARK and path.name == kernel_file.JSON_FILE:
             return key
@@ -167,6 +178,8 @@ class Collection:
         self.runs = sorted(runs, key=lambda one: (one.run.session, one.path))
         of_labs = (c for p, c in found if isinstance(c, StoredLab) and p.name != RUN_FILE)
         self.lab_runs = sorted(of_labs, key=lambda one: (one.run.session, one.path))
+        benches = (c for _, c in found if isinstance(c, StoredOperators))
+        self.operators = sorted(benches, key=lambda one: (one.bench.session, one.path))
         records = {
             p: c.run
             for p, c in found

@@ -71,6 +71,11 @@ class LabRun:
     """What only this lab measures."""
     plausibility: list[str] = field(default_factory=list)
 
+    @property
+    def processes(self) -> int:
+        """That share a step, each on a device of its own."""
+        return int(self.metrics.get("processes") or 1)
+
 
 @dataclass(frozen=True)
 class LabRow:
@@ -79,10 +84,17 @@ class LabRow:
     runs: tuple[LabRun, ...]
     speedup: timing.Ratio | None = None
     """Units a second over the baseline's; None without one, and for the baseline."""
+    of: str = ""
+    """What tells its subject from those of the rows beside it, if these have several."""
 
     @property
     def first(self) -> LabRun:
         return self.runs[0]
+
+    @property
+    def label(self) -> str:
+        """The variant, and of what where that is not clear."""
+        return f"{self.of}: {self.first.variant}" if self.of else self.first.variant
 
     @property
     def device(self) -> str:
@@ -146,7 +158,7 @@ class LabRow:
 
     @property
     def peak_share(self) -> float | None:
-        """Useful operations a second, as a share of the data sheet's peak."""
+        """Useful operations a second, as a share of the data sheet's peak, of all devices."""
         return self._share(run.peak_tflops for run in self.runs)
 
     @property
@@ -157,7 +169,7 @@ class LabRow:
     def _share(self, limits: Iterable[float | None]) -> float | None:
         # Each process measures anew: a busy minute must not give a greater share.
         limit, rate = max((limit for limit in limits if limit), default=None), self.tflops
-        return rate / limit if rate and limit else None
+        return rate / limit / self.first.processes if rate and limit else None
 
     @property
     def plausibility(self) -> list[str]:
@@ -194,12 +206,44 @@ def build_rows(runs: Iterable[LabRun]) -> list[LabRow]:
 
 
 def newest(runs: Iterable[LabRun]) -> list[list[LabRow]]:
-    """The rows of the newest session of each device, lab and subject, in the order of these names:
-    a list holds what may be compared. Runs under a profiler are passed over."""
-    groups: dict[tuple[str, ...], dict[str, list[LabRow]]] = defaultdict(lambda: defaultdict(list))
+    """The rows of the newest session of each device, lab, subject and precision (or set of them),
+    in the order of these names. A list holds those of one session. Runs under a profiler are passed
+    over."""
+    groups: dict[tuple[str, ...], list[LabRow]] = defaultdict(list)
     for row in build_rows(run for run in runs if run.status != "profiled"):
-        groups[row.device, row.first.lab, row.first.subject][row.first.session].append(row)
-    return [sessions[max(sessions)] for _, sessions in sorted(groups.items())]
+        groups[row.first.session, row.device, row.first.lab, row.first.subject].append(row)
+    found: dict[tuple[object, ...], tuple[tuple[str, ...], list[LabRow]]] = {}
+    for (session, device, lab, subject), rows in sorted(groups.items()):
+        key = (*map(_numbers_by_value, (device, lab, subject)), precisions(rows))
+        found[key] = (device, lab, session), rows  # the newest comes last
+    joined: dict[tuple[str, ...], list[LabRow]] = defaultdict(list)
+    for _, (names, rows) in sorted(found.items()):
+        joined[names] += rows
+    return [_with_own_part(rows) for rows in joined.values()]
+
+
+def shared_subject(rows: Iterable[LabRow]) -> str:
+    """The parts of the subject that all rows have."""
+    parts = [row.first.subject.split(", ") for row in rows]
+    return ", ".join(part for part in parts[0] if all(part in others for others in parts))
+
+
+def _with_own_part(rows: list[LabRow]) -> list[LabRow]:
+    shared = shared_subject(rows).split(", ")
+    own = ([p for p in row.first.subject.split(", ") if p not in shared] for row in rows)
+    return [dataclasses.replace(row, of=", ".join(parts))
+            for row, parts in zip(rows, own, strict=True)]  # fmt: skip
+
+
+def precisions(rows: Iterable[LabRow]) -> tuple[str, ...]:
+    """Of all rows, each once; none where a lab has none."""
+    return tuple(sorted({str(row.first.options.get("precision") or "") for row in rows} - {""}))
+
+
+def _numbers_by_value(text: str) -> tuple[tuple[int, str], ...]:
+    """To sort by: "batch 4" comes before "batch 16"."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part)
+                 for part in re.split(r"(\d+)", text))  # fmt: skip
 
 
 def _device(run: LabRun) -> str:
@@ -207,9 +251,16 @@ def _device(run: LabRun) -> str:
 
 
 def _with_speedup(row: LabRow, baseline: LabRow | None) -> LabRow:
-    if baseline is None or baseline is row or not (row.times and baseline.times):
+    if baseline is None or baseline is row:
         return row
-    return dataclasses.replace(row, speedup=timing.speedup(_per_unit(baseline), _per_unit(row)))
+    return dataclasses.replace(row, speedup=speedup(baseline, row))
+
+
+def speedup(baseline: LabRow, row: LabRow) -> timing.Ratio | None:
+    """Units a second of a row over those of another; None where one of them has no times."""
+    if not (row.times and baseline.times):
+        return None
+    return timing.speedup(_per_unit(baseline), _per_unit(row))
 
 
 def _per_unit(row: LabRow) -> list[list[float]]:

@@ -2,16 +2,20 @@
 
 Counted on one image and multiplied by the batch, operation by operation, with a multiplication and
 an addition as two. The bytes of a layer are those of its inputs, outputs and weights, each once, as
-if it ran alone: a compiler that joins layers moves fewer.
+if it ran alone: a compiler that joins layers moves fewer. A layer is a module without children, or
+an operation that runs outside of those, as a residual addition does; views move nothing.
 """
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 _UNITS = (nn.MultiheadAttention,)
@@ -20,9 +24,12 @@ _UNITS = (nn.MultiheadAttention,)
 
 @dataclass(frozen=True)
 class Layer:
-    """One module without children. `flops` and `moved` are of one image, `weights` are elements."""
+    """A module without children, or an operation outside of those. `flops` and `moved` are of one
+    image, `weights` are elements."""
 
     name: str
+    """Of an operation that of the module that calls it; `kind` is its own in PyTorch, such as
+    "aten.add_"."""
     kind: str
     flops: float
     moved: int
@@ -59,41 +66,87 @@ def count(model: nn.Module, image: Tensor) -> Counts:
     """Counts a forward pass of an fp32 network in inference mode; image is (1, 3, H, W). Nothing is
     computed: shapes are enough."""
     model, image = copy.deepcopy(model).to("meta").eval(), image.to("meta")
-    layers: list[Layer] = []
-    with _no_fast_path(), FlopCounterMode(display=False) as counter:
-        for name, module in model.named_modules():
-            if _is_unit(module):
-                _watch(name, module, counter, layers)
+    counter = FlopCounterMode(display=False)
+    with _no_fast_path(), counter, _Layers(model, counter) as found:
         model(image)
         flops = float(counter.get_total_flops())
-    return Counts(flops, tuple(layers), sum(p.numel() for p in model.parameters()))
+    return Counts(flops, tuple(found.layers), sum(p.numel() for p in model.parameters()))
 
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, _UNITS) or next(module.children(), None) is None
 
 
-def _watch(name: str, module: nn.Module, counter: FlopCounterMode, layers: list[Layer]) -> None:
-    start = 0
+class _Layers(TorchDispatchMode):
+    """Lists a network's layers as they run: modules without children by their hooks, and each
+    operation outside of them."""
 
-    def before(*_: object) -> None:
-        nonlocal start
-        start = counter.get_total_flops()
+    def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self.layers: list[Layer] = []
+        self._counter = counter
+        self._weights = {_storage(p) for p in model.parameters()}
+        self._start = 0
+        self._inside = False
+        self._callers: list[str] = []
+        for name, module in model.named_modules():
+            self._watch(name, module)
 
-    def after(module: nn.Module, inputs: object, outputs: object) -> None:
-        flops = counter.get_total_flops() - start
-        moved = _elements(inputs) + _elements(outputs)
-        weights = sum(p.numel() for p in module.parameters())
-        layers.append(Layer(name, type(module).__name__, float(flops), moved, weights))
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(*_: object) -> None:
+            self._start, self._inside = self._counter.get_total_flops(), True
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+        def after(module: nn.Module, inputs: object, outputs: object) -> None:
+            weights = sum(p.numel() for p in module.parameters())
+            moved = _elements(_tensors((inputs, outputs)))
+            self._add(name, type(module).__name__, moved, weights)
+            self._inside = False
+
+        def enter(*_: object) -> None:
+            self._callers.append(name)
+
+        def leave(*_: object) -> None:
+            self._callers.pop()
+
+        first, last = (before, after) if _is_unit(module) else (enter, leave)
+        module.register_forward_pre_hook(first)
+        module.register_forward_hook(last)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        self._start = self._counter.get_total_flops()
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        places = {_storage(tensor) for tensor in inputs}
+        if func._schema.is_mutable or any(_storage(out) not in places for out in outputs):
+            weights = [tensor for tensor in inputs if _storage(tensor) in self._weights]
+            moved = _elements(inputs) - _elements(weights) + _elements(outputs)
+            self._add(self._callers[-1], str(func.overloadpacket), moved, _elements(weights))
+        return result
+
+    def _add(self, name: str, kind: str, moved: int, weights: int) -> None:
+        flops = float(self._counter.get_total_flops() - self._start)
+        self.layers.append(Layer(name, kind, flops, moved, weights))
 
 
-def _elements(value: object) -> int:
-    if isinstance(value, Tensor):
-        return value.numel()
-    return sum(map(_elements, value)) if isinstance(value, (tuple, list)) else 0
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _storage(tensor: Tensor) -> int:
+    """What a tensor and its views have in common; on the meta device as well."""
+    return tensor.untyped_storage()._cdata
 
 
 @contextlib.contextmanager

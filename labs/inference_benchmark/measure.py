@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from labs.inference_benchmark.modes import (
     Setting,
     Training,
     Variant,
+    captured,
     inference_step,
     prepare,
     set_arithmetic,
+    untuned,
 )
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
@@ -82,13 +85,14 @@ class Inference:
         setting, variant = bench.setting, bench.variant
         self.bench = bench
         network, batch = setting.network, setting.batch_size
-        seeds = [setting.images_seed() + 10 * i for i in range(BATCHES)]
-        self.images = [network.images(batch, seed) for seed in seeds]
-        self.targets = [network.targets(batch, seed) for seed in seeds]
+        self.targets = [
+            network.targets(batch, setting.images_seed() + 10 * index) for index in range(BATCHES)
+        ]
         layout = variant.layout()
+        images = [images_of(setting, index) for index in range(BATCHES)]
+        self.sample = torch.cat([batch[sample_of(bench)] for batch in images])
         self._batches = [
-            images.to(setting.device, variant.dtype).to(memory_format=layout)
-            for images in self.images
+            batch.to(setting.device, variant.dtype).to(memory_format=layout) for batch in images
         ]
         self._input = torch.empty_like(self._batches[0], memory_format=torch.preserve_format)
         self._input.copy_(self._batches[0])
@@ -98,6 +102,11 @@ class Inference:
         self._step = inference_step(model, variant, self._input, setting.device)
         self._kept: list[Tensor] = []
         self._ring = 1
+
+    def capture(self) -> None:
+        """Makes a graph of the step, where the variant wants one."""
+        if self.bench.variant.cuda_graph:
+            self._step = captured(self._step, self.bench.setting.device)
 
     def keep(self, iterations: int) -> None:
         """Makes room for the logits of the iterations, or of as many as fit."""
@@ -125,14 +134,24 @@ class Inference:
             found[index] = float(self.bench.setting.network.loss(output, targets))
         return found
 
-    def sample(self, done: int) -> tuple[Tensor, Tensor]:
-        """Some images of the last batches, fp32, and their logits of the last timed iterations."""
-        setting = self.bench.setting
-        chosen = proof.sample_of(setting.batch_size, setting.seed)
-        indices = range(max(0, done - BATCHES), done)
-        images = torch.cat([self.images[i % BATCHES][chosen] for i in indices])
-        outputs = [self._kept[i % self._ring][chosen.to(setting.device)] for i in indices]
-        return images.to(setting.device), torch.cat(outputs)
+    def timed_sample(self, done: int) -> tuple[slice, Tensor]:
+        """The logits of the last timed iterations, one of each batch, for the images of `sample`;
+        and which of those these are."""
+        chosen = sample_of(self.bench).to(self.bench.setting.device)
+        last = range(done - BATCHES, done) if done >= BATCHES else range(done)
+        by_batch = sorted(last, key=lambda index: index % BATCHES)
+        outputs = [self._kept[index % self._ring][chosen] for index in by_batch]
+        return slice(len(chosen) * len(outputs)), torch.cat(outputs)
+
+
+def sample_of(bench: Bench) -> Tensor:
+    """Which images of each batch are compared."""
+    return proof.sample_of(bench.setting.batch_size, bench.setting.seed)
+
+
+def images_of(setting: Setting, index: int) -> Tensor:
+    """A batch of images, fp32 on the CPU."""
+    return setting.network.images(setting.batch_size, setting.images_seed() + 10 * index)
 
 
 def measure_inference(
@@ -141,16 +160,19 @@ def measure_inference(
     """Warms up, times, and compares the timed logits with the truth; fills in the bench's run.
 
     Args:
-        wait_turn: called when all is ready to be timed, to wait until the device is free.
+        wait_turn: waits until the device is free; called when all is compiled.
     """
     run, device = bench.run, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
     if bench.variant.compile is not None or bench.variant.export:
         say("Compiling model (this may take minutes the first time) ...")
-    count_peak_anew(device)
     start = time.perf_counter()
     inference = Inference(bench)
     prepared_s = time.perf_counter() - start
+    truth = proof.find_truth(bench.model, bench.variant, inference.sample.to(device))
+    count_peak_anew(device)
+    take_turn(lambda: inference(0), bench, wait_turn)
+    inference.capture()
     measured = Measured()
     _warm_up(inference, device, warmup, measured)
     inference.keep(iterations)
@@ -160,13 +182,12 @@ def measure_inference(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _take_turn(wait_turn, inference, device, warmup, measured)
     _timed(inference, device, iterations, measured)
     done = len(measured.step_ms)
-    measured.losses = [math.nan] * len(measured.warmup_ms) + inference.losses(done)
-    images, timed = inference.sample(done)  # before another iteration takes the place of one
-    run.memory_mb = _memory(bench, inference, inference.weights_bytes, inference.live_bytes)
-    run.proof, agreement = proof.of_inference(bench.model, bench.variant, images, timed)
+    measured.losses = [math.nan] * warmup + inference.losses(done)
+    rows, timed = inference.timed_sample(done)  # before another iteration takes the place of one
+    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
+    run.proof, agreement = proof.of_inference(bench.variant, truth.of(rows), timed)
     run.metrics["top1_agreement"] = agreement
     bench.iteration = inference
     return measured
@@ -181,7 +202,6 @@ def measure_training(
     warmup: int,
     say: Notify,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    wait_turn: WaitTurn | None = None,
 ) -> Measured:
     """As `measure_inference`. The network learns one batch, without dropout, so that its losses can
     be compared; `wrap` makes it a part of a group of processes."""
@@ -201,11 +221,11 @@ def measure_training(
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
-    _take_turn(wait_turn, iteration, device, warmup, measured)
     _timed(iteration, device, iterations, measured)
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    run.memory_mb = _memory(bench, iteration, weights, lambda: _training_bytes(training), training)
+    live = partial(_training_bytes, training)
+    run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
     run.proof = proof.of_training(
         bench.model, bench.variant, setting, images, targets, training, measured.losses
     )
@@ -254,20 +274,14 @@ def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: M
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
 
 
-def _take_turn(
-    wait_turn: WaitTurn | None,
-    iteration: Iteration,
-    device: torch.device,
-    warmup: int,
-    measured: Measured,
-) -> None:
-    """Waits for the device, which has rested or worked for others meanwhile: it warms up again."""
+def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn | None) -> None:
+    """Compiles, by an iteration, and waits until the device is free."""
     if wait_turn is None:
         return
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # others need it
+    with untuned(bench.variant.precision):
+        iterate()
+    wait(bench.setting.device)
     wait_turn()
-    _warm_up(iteration, device, warmup, measured)
 
 
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
@@ -312,15 +326,17 @@ def count_peak_anew(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _memory(
+def memory_of(
     bench: Bench,
     iteration: Iteration,
     weights: int,
     live: Callable[[], int],
     training: Training | None = None,
+    *,
+    copies: int = BATCHES + 1,
 ) -> dict[str, float | str]:
-    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images, and
-    the rest: activations, workspaces, logits."""
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (so
+    many copies of a batch), and the rest: activations, workspaces, logits."""
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -329,7 +345,6 @@ def _memory(
         state = memory.optimizer_tensors(training.optimizer)
         parts["optimizer_state"] = memory.tensor_bytes(state)
     edge, images = bench.setting.network.edge, bench.setting.batch_size
-    copies = 1 if training else BATCHES + 1
     size = 4 if training else bench.variant.dtype.itemsize
     parts["images"] = copies * images * 3 * edge * edge * size
     if device.type == "cuda":
@@ -348,16 +363,23 @@ def _memory(
 def make_iteration(
     model: nn.Module, variant: Variant, setting: Setting, training: bool
 ) -> Callable[[], object]:
-    """One iteration as the benchmark runs it, to see what memory it takes."""
-    images = setting.network.images(setting.batch_size, setting.seed).to(setting.device)
-    images = images.to(memory_format=variant.layout())
+    """One iteration as the benchmark runs it, on black images, to see what memory it takes."""
+    network, device = setting.network, setting.device
+    shape = (setting.batch_size, 3, network.edge, network.edge)
+    dtype = torch.float32 if training else variant.dtype
+
+    def black() -> Tensor:
+        images = torch.empty(shape, dtype=dtype, device=device, memory_format=variant.layout())
+        return images.zero_()
+
     if training:
-        targets = setting.network.targets(setting.batch_size, setting.seed).to(setting.device)
-        return Training(copy.deepcopy(model), variant, setting, images, targets).step
-    batches = [images.to(variant.dtype, copy=True) for _ in range(BATCHES)]
+        targets = network.targets(setting.batch_size, setting.seed).to(device)
+        return Training(copy.deepcopy(model), variant, setting, black(), targets).step
     # To the network's own input each iteration copies one of the batches, which wait beside it.
-    inputs = torch.empty_like(batches[0])
+    inputs, *batches = (black() for _ in range(BATCHES + 1))
     step = inference_step(prepare(model, variant), variant, inputs, setting.device)
+    if variant.cuda_graph:
+        step = captured(step, setting.device)
 
     def iteration() -> None:
         inputs.copy_(batches[0])

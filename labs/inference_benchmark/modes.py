@@ -8,7 +8,7 @@ import ast
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,13 @@ class Variant:
     cuda_graph: bool = False
     export: bool = False
     """Compiled ahead of time, by AOTInductor."""
+    peer: str = ""
+    """Whose way of running it this is, of request.PEERS; empty: ours."""
 
     @property
     def label(self) -> str:
-        words = [self.precision + (" autocast" if self.autocast else "")]
+        words = [self.peer] if self.peer else []
+        words.append(self.precision + (" autocast" if self.autocast else ""))
         words += ["channels-last"] if self.channels_last else []
         words += ["folded norms"] if self.fold else []
         words += ["fused ReLUs"] if self.fuse else []
@@ -221,6 +224,19 @@ def set_arithmetic(precision: str) -> None:
     torch.backends.cudnn.benchmark = True
 
 
+@contextlib.contextmanager
+def untuned(precision: str) -> Iterator[None]:
+    """In the block convolutions take the first algorithm that does, and forget it afterwards:
+    beside other processes a search would find the wrong one. cuDNN's plans are kept for each
+    setting of TF32 apart, so that the other setting than the precision's gets these."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = precision != "tf32"
+    try:
+        yield
+    finally:
+        set_arithmetic(precision)
+
+
 # --- inference -----------------------------------------------------------------------------------
 
 
@@ -243,15 +259,18 @@ def laid_out(model: nn.Module, variant: Variant) -> nn.Module:
 def inference_step(
     model: nn.Module, variant: Variant, images: Tensor, device: torch.device
 ) -> InferenceStep:
-    """A step of a prepared network on static images, warmed up and captured where wanted."""
+    """A step of a prepared network on static images; a compiler begins at its first call."""
     run = _runnable(model, variant, images, device)
 
     def step() -> Tensor:
         with torch.no_grad(), variant.context(device):
             return logits(run(images))
 
-    if not variant.cuda_graph:
-        return step
+    return step
+
+
+def captured(step: InferenceStep, device: torch.device) -> InferenceStep:
+    """A step as one graph, on its static images."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -276,10 +295,10 @@ def _runnable(
         return _exported(model, variant, images)
     if variant.compile is None:
         return model
-    # Frozen weights may be laid out anew for the kernels that read them.
+    # Frozen weights may be laid out anew for the kernels that read them. Peers don't freeze theirs.
     import torch._inductor.config
 
-    torch._inductor.config.freezing = True
+    torch._inductor.config.freezing = not variant.peer
     compiled: Callable[[Tensor], Any] = torch.compile(model, **variant.compile)
     return compiled
 

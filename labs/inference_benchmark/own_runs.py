@@ -21,8 +21,10 @@ from workshop.run import timing
 
 PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py --network resnet18"
 TRACES = "traces"
-_VARIANT = ("precision", "autocast", "channels_last", "fold", "fuse", "compile", "cuda_graph",
-            "export")  # fmt: skip
+_VARIANT = (
+    *("precision", "autocast", "channels_last", "fold", "fuse", "compile", "cuda_graph"),
+    *("export", "peer"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Profile:
         """Of the time, in which the GPU has nothing to do; None on a CPU."""
         line = self.table.timeline
         return line.idle_ns / line.span_ns if line else None
+
+
+def is_of_peer(run: LabRun) -> bool:
+    return bool(run.options.get("peer"))
 
 
 def processes(run: LabRun) -> int:

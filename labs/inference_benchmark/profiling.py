@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from labs.inference_benchmark import measure
@@ -16,6 +17,7 @@ from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.show import RULE, Say
 from workshop import labs, results
+from workshop.profilers.names import display_name
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import timing
 from workshop.run.timing import StepClock
@@ -24,7 +26,10 @@ ITERATIONS = 5
 """Profiled for the tables."""
 WAIT, WARM_UP, ACTIVE = 1, 2, 2
 """Iterations of a trace: skipped, run to warm the profiler up, recorded."""
-ROWS = 10
+ROWS, NAME_WIDTH, CELL_WIDTH = 10, 36, 14
+Row = Any
+"""An operation's, of torch.profiler's key_averages()."""
+Columns = dict[str, Callable[[Row], str]]
 
 
 def _activities(bench: Bench) -> list[ProfilerActivity]:
@@ -43,22 +48,73 @@ def tables(bench: Bench, say: Say) -> None:
         for index in range(ITERATIONS):
             bench.iteration(index)
         measure.wait(device)
-    averages = profiler.key_averages()
+    on_gpu = device.type == "cuda"
+    rows: list[Row] = [
+        row for row in profiler.key_averages() if not getattr(row, "is_user_annotation", False)
+    ]
     say(RULE)
     say(f"PyTorch Profiler Results ({ITERATIONS} iterations):")
     say(RULE)
-    orders = [("Top 10 operations by total CPU time:", "self_cpu_time_total")]
-    if device.type == "cuda":
-        orders.append(("Top 10 operations by total CUDA time:", "self_device_time_total"))
-    memory = "self_device_memory_usage" if device.type == "cuda" else "self_cpu_memory_usage"
-    for title, key in (*orders, ("Memory Profiling:", memory)):
-        say(title)
-        say(averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=60))
-    if device.type == "cuda":
+    places = {"CPU": ("cpu", DeviceType.CPU)} | (
+        {"CUDA": ("device", DeviceType.CUDA)} if on_gpu else {}
+    )
+    for place, (attribute, type_) in places.items():
+        own = f"self_{attribute}_time_total"
+        whole_us = sum(getattr(row, own) for row in rows if row.device_type == type_)
+        say(f"Top {ROWS} operations by total {place} time of their own (Self {place}):")
+        _say_table(say, rows, own, _time_columns(place, attribute, whole_us))
+        say(f"Self {place} time total: {whole_us / 1e3:,.3f} ms")
+        say("")
+    say("Memory Profiling, by what an operation itself takes and keeps:")
+    columns: Columns = {}
+    for place, (attribute, _) in places.items():
+        columns |= _memory_columns(place, attribute)
+    _say_table(say, rows, f"self_{places[place][0]}_memory_usage", columns)
+    if on_gpu:
         with torch.autograd.profiler.emit_nvtx():
             for index in range(ITERATIONS):
                 bench.iteration(index)
         measure.wait(device)
+
+
+def _time_columns(place: str, attribute: str, whole_us: float) -> Columns:
+    """`attribute` is the place's word in the names of a row's attributes."""
+
+    def own_us(row: Row) -> float:
+        return float(getattr(row, f"self_{attribute}_time_total"))
+
+    def all_us(row: Row) -> float:
+        return float(getattr(row, f"{attribute}_time_total"))
+
+    return {
+        f"Self {place} %": lambda row: f"{own_us(row) / (whole_us or 1):.2%}",
+        f"Self {place}": lambda row: f"{own_us(row) / 1e3:,.3f} ms",
+        f"{place} total": lambda row: f"{all_us(row) / 1e3:,.3f} ms",
+        f"{place} avg": lambda row: f"{all_us(row) / 1e3 / row.count:,.3f} ms",
+    }
+
+
+def _memory_columns(place: str, attribute: str) -> Columns:
+    def megabytes(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{getattr(row, name) / 1e6:,.2f} MB"
+
+    return {
+        f"Self {place} Mem": megabytes(f"self_{attribute}_memory_usage"),
+        f"{place} Mem": megabytes(f"{attribute}_memory_usage"),
+    }
+
+
+def _say_table(say: Say, rows: Sequence[Row], sort_by: str, columns: Columns) -> None:
+    """The first rows, each no wider than 106 columns."""
+    columns = columns | {"# of Calls": lambda row: f"{row.count:,}"}
+    rule = "-" * (NAME_WIDTH + CELL_WIDTH * len(columns))
+    say(rule)
+    say(f"{'Name':<{NAME_WIDTH}}" + "".join(f"{name:>{CELL_WIDTH}}" for name in columns))
+    say(rule)
+    for row in sorted(rows, key=lambda row: -getattr(row, sort_by))[:ROWS]:
+        cells = "".join(f"{cell(row):>{CELL_WIDTH}}" for cell in columns.values())
+        say(f"{display_name(row.key, NAME_WIDTH - 2):<{NAME_WIDTH}}{cells}")
+    say(rule)
 
 
 def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
@@ -102,22 +158,24 @@ def flops(bench: Bench, step: int, group: Group, say: Say, training: bool) -> No
     device, batch = bench.setting.device, bench.setting.batch_size
     images = bench.setting.network.images(batch, bench.setting.seed).to(device)
     say(RULE)
-    if importlib.util.find_spec("deepspeed"):
+    try:
+        from deepspeed.profiling.flops_profiler import FlopsProfiler
+    except Exception as error:  # it looks for compilers and devices while it is imported
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "deepspeed"
+        why = "is not installed" if missing else f"can't be imported: {error!r:.100}"
+        say(f"FLOPS Profiler Output (PyTorch's counter; DeepSpeed {why}):")
+    else:
         say("DeepSpeed FLOPS Profiler Output:")
         say(RULE)
-        _deepspeed(bench.model, images, step)
+        _deepspeed(FlopsProfiler(bench.model), bench.model, images, step)
         return
-    say("FLOPS Profiler Output (PyTorch's counter; DeepSpeed is not installed):")
     say(RULE)
     latencies = _latencies(bench.model, images)
     for line in _report(bench, step, group, latencies, training):
         say(line)
 
 
-def _deepspeed(model: nn.Module, images: torch.Tensor, step: int) -> None:
-    from deepspeed.profiling.flops_profiler import FlopsProfiler
-
-    profiler = FlopsProfiler(model)
+def _deepspeed(profiler: Any, model: nn.Module, images: torch.Tensor, step: int) -> None:
     profiler.start_profile()
     with torch.no_grad():
         model.eval()(images)
@@ -153,9 +211,8 @@ def _report(
     yield ""
     yield "Each module: parameters, MACs, their share, forward time, its share, FLOP a byte"
     size = bench.variant.dtype.itemsize
-    by_name = {layer.name: layer for layer in counted.layers}
     for name, module in bench.model.named_modules():
-        own = [layer for n, layer in by_name.items() if n == name or n.startswith(f"{name}.")]
+        own = [one for one in counted.layers if f"{one.name}.".startswith(f"{name}.")]
         if not name or name.count(".") > 1 or not own or name not in latencies:
             continue
         macs = sum(layer.flops for layer in own) * batch / 2

@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ from labs.inference_benchmark.networks import logits, run_once
 from workshop.results import Parity
 
 MOST_TIMES = 3.0
-"""The plain network's error at the same precision, of which the timed one may have this many."""
+"""The plain network's error at the same precision, of which the timed one may have this many. True
+runs of 65 networks had 0.8 to 1.1 of it in fp16 on an H200, and up to 2.0 in bf16 on a CPU."""
 FLOOR = 8 * 2.0**-24
 """Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
-MOST_ERROR = 0.5
-"""Relative to the logits: however much the plain network loses, a timed one may not be further from
-the truth, since at 1.4 it has the logits of other images."""
+MOST_ERROR = 0.7
+"""Relative to the logits: however much the plain network loses, the timed one may not be further
+from the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up
+to 0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
 """Images of each batch that are compared, drawn at random."""
 MOST_LAYERS_OF_A_BLOCK = 12
@@ -39,25 +42,36 @@ def sample_of(batch_size: int, seed: int) -> Tensor:
     return torch.randperm(batch_size, generator=generator)[:SAMPLE]
 
 
-@torch.no_grad()
-def of_inference(
-    model: nn.Module, variant: Variant, images: Tensor, timed: Tensor
-) -> tuple[Parity, float]:
-    """The verdict on logits of the timed iterations, and the share of images (of segmentation:
-    pixels) for which the class with the largest logit is the truth's.
+@dataclass(frozen=True)
+class Truth:
+    """Logits of some images, fp64 on the CPU, (N, classes) or (N, classes, H, W)."""
 
-    Args:
-        model: the fp32 network.
-        images: fp32 (N, 3, H, W).
-        timed: the logits for them, (N, classes) or (N, classes, H, W), any precision.
-    """
-    with run_once():
-        truth = logits(copy.deepcopy(model).double()(images.double()))
-    set_arithmetic(variant.precision)
+    logits: Tensor
+    """Of the fp32 network, computed in fp64."""
+    plain: Tensor
+    """Of plain eager mode at the variant's precision."""
+
+    def of(self, rows: slice) -> "Truth":
+        """That of some of the images."""
+        return Truth(self.logits[rows], self.plain[rows])
+
+
+@torch.no_grad()
+def find_truth(model: nn.Module, variant: Variant, images: Tensor) -> Truth:
+    """Runs the fp32 network in fp64, and as it is at the variant's precision; images are fp32
+    (N, 3, H, W)."""
     plain = variant.plain()
-    with plain.context(images.device):
-        eager = logits(prepare(model, plain)(images.to(plain.dtype))).double()
-    timed = timed.double()
+    with run_once():
+        truth = logits(copy.deepcopy(model).double()(images.double())).cpu()
+        with plain.context(images.device):
+            eager = logits(prepare(model, plain)(images.to(plain.dtype))).double().cpu()
+    return Truth(truth, eager)
+
+
+def of_inference(variant: Variant, known: Truth, timed: Tensor) -> tuple[Parity, float]:
+    """The verdict on logits of the timed iterations, of any precision, and the share of images (of
+    segmentation: pixels) for which the class with the largest logit is the truth's."""
+    truth, eager, timed = known.logits, known.plain, timed.double().cpu()
     # What all images have in common says nothing of whether each was looked at.
     scale = (truth - truth.mean(0, keepdim=True)).square().mean().sqrt()
     if len(truth) == 1:
@@ -67,7 +81,7 @@ def of_inference(
     agreement = float((timed.argmax(1) == truth.argmax(1)).double().mean())
     parity = Parity(
         status="pass" if error <= allowed else "fail",
-        batch_size=len(images),
+        batch_size=len(truth),
         reference=f"fp64; plain eager {variant.precision} is {lost:.1e} from it",
         measures={"logits": {"error": _number(error), "allowed": allowed}},
     )
@@ -106,6 +120,9 @@ def of_training(
     parameters = [p for p in trained.model.parameters() if p.requires_grad]
     reached = sum(p.grad is not None and bool(p.grad.isfinite().all()) for p in parameters)
     failures = []
+    reference = "plain fp32"
+    if variant.precision != "fp32":
+        reference += f"; plain {variant.precision} is {lost:.1e} from it"
     if not error <= allowed:
         failures.append(
             f"the losses of the first {count} steps are {error:.1e} from plain fp32's, "
@@ -119,10 +136,10 @@ def of_training(
         status="fail" if failures else "pass",
         failures=failures,
         batch_size=len(images),
-        reference=f"plain fp32; plain {variant.precision} is {lost:.1e} from it",
+        reference=reference,
         measures={
             "losses": {"error": _number(error), "allowed": allowed},
-            "tensors with a gradient": {"error": len(parameters) - reached, "allowed": 1},
+            "weights without a gradient": {"error": len(parameters) - reached, "allowed": 0},
         },
     )
 

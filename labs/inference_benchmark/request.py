@@ -11,7 +11,8 @@ from workshop.arguments import count
 
 LAB = "inference_benchmark"
 OUTPUT_DIR = results.DEFAULT_FOLDER / LAB
-COMPARISONS = ("precision", "compile", "memory-format", "batch-size")
+COMPARISONS = ("precision", "compile", "memory-format", "batch-size", "peers")
+PEERS = ("torch", "timm")
 DESCRIPTION = """\
 Benchmarks vision networks: throughput, latency and memory, of inference or training.
 
@@ -105,6 +106,13 @@ def _add_speed(add: Add) -> None:
         help="capture the whole network in a graph",
     )
     add("--export", choices=("aoti",), help="compile ahead of time, by AOTInductor")
+    add(
+        "--peer",
+        choices=PEERS,
+        default="",
+        help="a peer's way of running it, for comparison: torch.compile as it is, timm's network "
+        "and loop",
+    )
 
 
 def _add_profilers(add: Add) -> None:
@@ -152,8 +160,8 @@ def _add_studies(add: Add) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="processes that prepare beside each other; each is timed alone; of --network all "
-        "(default 1)",
+        help="processes of a study that prepare beside each other; each is timed alone, its "
+        "compilation is not (default 1)",
     )
     add(
         "--resume",

@@ -34,13 +34,7 @@ def fold_norms(model: nn.Module) -> nn.Module:
     return folded
 
 
-@torch.library.custom_op(
-    "inference_benchmark::convolution_relu",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor bias, Tensor? added, int[] stride, int[] padding, "
-    "int[] dilation) -> Tensor",
-)
-def convolution_relu(
+def fused_convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -50,16 +44,33 @@ def convolution_relu(
     dilation: list[int],
 ) -> Tensor:
     """relu(conv(x) + bias + added): x (N, C, H, W), weight (K, C, R, S), bias (K,), added and the
-    result (N, K, P, Q)."""
-    y = F.conv2d(x, weight, bias, stride, padding, dilation)
-    return F.relu(y if added is None else y + added)
+    result (N, K, P, Q). On a GPU one kernel of the vendor's library, which writes nothing of what
+    lies between to memory."""
+    if x.device.type != "cuda":
+        y = F.conv2d(x, weight, bias, stride, padding, dilation)
+        return F.relu(y if added is None else y + added)
+    library = "miopen" if torch.version.hip else "cudnn"
+    rest = (bias, stride, padding, dilation, 1)
+    if added is None:
+        result: Tensor = getattr(torch, f"{library}_convolution_relu")(x, weight, *rest)
+    else:
+        function = getattr(torch, f"{library}_convolution_add_relu")
+        result = function(x, weight, added, 1.0, *rest)
+    return result
 
 
-convolution_relu.register_fake(convolution_relu._init_fn)
+# For compilers, which know neither of the libraries' operators.
+opaque_convolution = torch.library.custom_op(
+    "inference_benchmark::fused_convolution",
+    fused_convolution,
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor bias, Tensor? added, int[] stride, int[] padding, "
+    "int[] dilation) -> Tensor",
+)
 
 
-@convolution_relu.register_kernel("cuda")
-def _by_the_vendors_library(
+@opaque_convolution.register_fake
+def _shape(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -68,16 +79,7 @@ def _by_the_vendors_library(
     padding: list[int],
     dilation: list[int],
 ) -> Tensor:
-    """In one kernel, which does not write what lies between to memory."""
-    library = "miopen" if torch.version.hip else "cudnn"
-    tail = (bias, stride, padding, dilation, 1)
-    if added is None:
-        function = getattr(torch, f"{library}_convolution_relu")
-        found: Tensor = function(x, weight, *tail)
-    else:
-        function = getattr(torch, f"{library}_convolution_add_relu")
-        found = function(x, weight, added, 1.0, *tail)
-    return found
+    return F.conv2d(x, weight, bias, stride, padding, dilation)
 
 
 class ConvolutionRelu(nn.Module):
@@ -87,12 +89,12 @@ class ConvolutionRelu(nn.Module):
         super().__init__()
         self.convolution = convolution
         self.bias = nn.Parameter(_bias(convolution), requires_grad=False)
+        sides = (convolution.stride, convolution.padding, convolution.dilation)
+        self.geometry = [[int(n) for n in pair] for pair in sides]
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        one = self.convolution
-        result: Tensor = convolution_relu(
-            x, one.weight, self.bias, added, one.stride, one.padding, one.dilation
-        )
+        run = opaque_convolution if torch.compiler.is_compiling() else fused_convolution
+        result: Tensor = run(x, self.convolution.weight, self.bias, added, *self.geometry)
         return result
 
 

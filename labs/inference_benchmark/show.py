@@ -4,6 +4,8 @@ import argparse
 import math
 from collections.abc import Callable
 
+import torch
+
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
@@ -16,10 +18,15 @@ UNSTEADY = 0.1
 Say = Callable[[str], object]
 
 
-def speaker(group: Group) -> Say:
+def speaker(group: Group, device: torch.device) -> Say:
     """Prints lines, with the process's number where there are several."""
-    head = f"[GPU {group.rank}] " if group.world_size > 1 else ""
+    head = f"[{_each(device.type)} {group.rank}] " if group.world_size > 1 else ""
     return lambda line: print(f"{head}{line}" if line else line, flush=True)
+
+
+def _each(device: str) -> str:
+    """What a process of a group has for itself: on a CPU they share one."""
+    return "GPU" if device == "cuda" else "process"
 
 
 def configuration(
@@ -30,7 +37,8 @@ def configuration(
     if group.world_size > 1:
         say(f"Local batch size: {setting.batch_size}")
         say(f"Global batch size: {arguments.batch_size}")
-    say(f"Iterations: {arguments.iterations}")
+    if arguments.profile_steps is None:  # a profiler's script adds some that it does not record
+        say(f"Iterations: {arguments.iterations}")
     say(f"FP16: {variant.precision == 'fp16'}")
     say(f"Precision: {variant.precision.upper()}{' autocast' if variant.autocast else ''}")
     say(f"Mode: {arguments.mode}")
@@ -62,7 +70,7 @@ def summary(say: Say, bench: Bench, measured: Measured, group: Group) -> None:
     """The guide's lines, and what else the run has measured; of a red run only why it is red."""
     run = bench.run
     say(RULE)
-    say("Performance Summary:" if group.world_size == 1 else "Performance Summary (all GPUs):")
+    say(f"Performance Summary{' (all processes)' if group.world_size > 1 else ''}:")
     say(RULE)
     for line in (*_identity(run, bench, measured, group), "", *_proof(run)):
         say(line)
@@ -96,6 +104,9 @@ def _proof(run: LabRun) -> list[str]:
     if closest is not None:
         name, error, allowed = closest
         words += f"; {name}: error {error:.1e} of {allowed:.1e} allowed ({run.proof.reference})"
+    for name, measure in run.proof.measures.items():
+        if measure["allowed"] == 0:  # a count
+            words += f"; {name}: {measure['error']}"
     lines = [words, *(f"PROOF RED, no throughput: {why}" for why in run.proof.failures)]
     if "top1_agreement" in run.metrics:
         lines.append(f"Top-1 agreement with fp32: {run.metrics['top1_agreement']:.1%}")
@@ -106,8 +117,8 @@ def _speed(run: LabRun, group: Group) -> list[str]:
     ordered = sorted(run.step_ms)
     mean = sum(ordered) / len(ordered)
     deviation = math.sqrt(sum((ms - mean) ** 2 for ms in ordered) / max(1, len(ordered) - 1))
-    per_s = run.units_per_step / timing.median(ordered) * 1e3
-    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = timing.median(ordered), percentile(ordered, 0.9), percentile(ordered, 0.99)
+    per_s = run.units_per_step / p50 * 1e3
     whole = " (global)" if group.world_size > 1 else ""
     lines = [
         f"Average time per iteration: {mean / 1e3:.4f} seconds",
@@ -115,16 +126,17 @@ def _speed(run: LabRun, group: Group) -> list[str]:
         f"Latency: p50 {p50:.3f} ms, p90 {p90:.3f} ms, p99 {p99:.3f} ms",
         f"Throughput: {per_s:,.1f} samples/sec{whole}, from the median",
         f"Images per second: {per_s:,.1f}",
-        f"Milliseconds per batch: {p50:.3f}",
         f"Microseconds per sample: {p50 / run.units_per_step * 1e3:,.1f}",
     ]
     if deviation / mean > UNSTEADY:
         lines.append(f"Unsteady: the times scatter by more than {UNSTEADY:.0%}; run it again")
     if group.world_size > 1:
+        each = _each(str(run.device["type"]))
+        efficiency = float(run.metrics["scaling_efficiency"] or 0.0)
         lines += [
-            f"Per-GPU throughput: {per_s / group.world_size:,.1f} samples/sec",
-            f"One GPU alone: {run.metrics['one_process_per_s']:,.1f} samples/sec",
-            f"Scaling efficiency: {run.metrics['scaling_efficiency']:.1%}",
+            f"Per-{each} throughput: {per_s / group.world_size:,.1f} samples/sec",
+            f"One {each} alone: {run.metrics['one_process_per_s']:,.1f} samples/sec",
+            f"Scaling efficiency: {_share(efficiency, 'the one alone')}",
         ]
     if compile_s := run.setup_s.get("compile"):
         lines.append(f"Compilation time: {compile_s:.1f} seconds")
@@ -161,9 +173,15 @@ def _work(run: LabRun, bench: Bench) -> list[str]:
         f"Arithmetic intensity: {run.metrics['flop_per_byte']:,.1f} FLOP a byte, layer by layer",
     ]
     if run.peak_tflops:
-        share = rate / run.peak_tflops / float(run.metrics.get("processes") or 1)
+        share = rate / run.peak_tflops / run.processes
         lines.append(f"Share of the data sheet's {run.peak_tflops:,.0f} TFLOP/s: {share:.1%}")
     if run.ceiling_tflops:
-        share = rate / run.ceiling_tflops / float(run.metrics.get("processes") or 1)
-        lines.append(f"Share of a large product's {run.ceiling_tflops:,.3g} TFLOP/s: {share:.1%}")
+        words = _share(rate / run.ceiling_tflops / run.processes, "the product")
+        lines.append(f"Share of a large product's {run.ceiling_tflops:,.3g} TFLOP/s: {words}")
     return lines
+
+
+def _share(share: float, of: str) -> str:
+    """As in "97.4%"; above 100%, why that can be."""
+    high = f" (above 100%: {of} was measured at a busier moment; run it again)"
+    return f"{share:.1%}{high if share > 1 else ''}"

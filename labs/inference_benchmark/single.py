@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark import measure, modes, networks, request, show, turns
+from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show, turns
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
@@ -75,6 +75,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
         compile=context,
         cuda_graph=arguments.cuda_graph,
         export=arguments.export == "aoti",
+        peer=arguments.peer,
     )
 
 
@@ -90,10 +91,33 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
             f"--flops-prof-step {step}: it must be smaller than --iterations "
             f"{arguments.iterations}, which counts from 0"
         )
-    if arguments.jobs > 1 or arguments.resume:
-        raise WorkshopError("--jobs and --resume are for --network all")
+    if arguments.jobs > 1 and (training or not (arguments.compare or arguments.ladder)):
+        raise WorkshopError("--jobs is for --network all, --compare and --ladder of inference")
+    if arguments.resume:
+        raise WorkshopError("--resume is for --network all")
     if not 0 <= arguments.seed < 2**62:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^62")
+    if variant.peer:
+        _check_peer(arguments, variant)
+
+
+def _check_peer(arguments: argparse.Namespace, variant: Variant) -> None:
+    """Raises WorkshopError for what a peer does not do, NotOnThisMachine without its package."""
+    refused = {
+        "--mode training": arguments.mode == "training",
+        "--fold-norms": variant.fold,
+        "--cuda-graph": variant.cuda_graph,
+        "--export": variant.export,
+        "--flops-prof-step": arguments.flops_prof_step,
+        "--dataparallel": arguments.dataparallel,
+        "several processes": groups.find(arguments).world_size > 1,
+    }
+    given = [name for name, value in refused.items() if value]
+    if given:
+        raise WorkshopError(
+            f"--peer {variant.peer} is plain inference in one process: leave out {', '.join(given)}"
+        )
+    errors.require(variant.peer)
 
 
 def dataparallel(arguments: argparse.Namespace, variant: Variant) -> tuple[int, ...]:
@@ -194,7 +218,7 @@ def _measure(
     path: Path,
     training: bool,
 ) -> int:
-    say = show.speaker(group)
+    say = show.speaker(group, setting.device)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
     groups.meet(group)
@@ -202,12 +226,11 @@ def _measure(
     if training:
         wrap = groups.wrapper(group, setting.device)
         measured = measure.measure_training(
-            bench, arguments.iterations, arguments.warmup_iterations, say, wrap, wait_turn
+            bench, arguments.iterations, arguments.warmup_iterations, say, wrap
         )
     else:
-        measured = measure.measure_inference(
-            bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn
-        )
+        timed = peer_timm.measure_timm if variant.peer == "timm" else measure.measure_inference
+        measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn)
     # After the iterations: processes beside this one may prepare until then.
     dtype = PRECISIONS[variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
@@ -224,6 +247,8 @@ def _measure(
     _finish(bench, measured, group, arguments, training)
     if group.is_first:
         labs.save(record, path)
+        if wait_turn:
+            turns.end_turn()
         show.summary(say, bench, measured, group)
         say(f"Written: {path}")
     if record.status == "interrupted":

@@ -5,7 +5,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [arguments.compare, arguments.ladder, arguments.find_max_batch]
     if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
         raise WorkshopError("--compare, --ladder, --find-max-batch: one at a time, and no torchrun")
+    if arguments.peer:
+        raise WorkshopError("--peer is for a single run; --compare peers runs all of them")
     device = hardware.get_device(arguments.device)
     if arguments.network == ALL:
         arguments.study = "all networks"
@@ -54,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """The variants of --compare, the baseline first; the other flags hold for all of them."""
+    if arguments.compare == "peers":
+        return peers(arguments, device)
     common = _speed_flags(arguments, without=arguments.compare)
     on_gpu = device.type == "cuda"
     if arguments.compare == "precision":
@@ -70,6 +74,20 @@ def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]
     return [common, *((*common, "--compile", *context) for context in contexts)]
 
 
+def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
+    """At one precision: plain, the peers as their users run them for speed, and ours."""
+    if arguments.mode == "training":
+        raise WorkshopError("--compare peers is for --mode inference")
+    common = ("--precision", single.variant_of(arguments).precision)
+    graphs = ("--compileContext", "{'mode': 'reduce-overhead'}") if device.type == "cuda" else ()
+    tuned = ("--compileContext", "{'mode': 'max-autotune'}")
+    torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
+    theirs: list[Flags] = [(*torch_, "--compile", *graphs), timm, (*timm, "--compile", *tuned)]
+    # Of two --precision the last one counts.
+    theirs.append(fastest(arguments, device))
+    return [common, *((*flags, *common) for flags in theirs)]
+
+
 def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     """From fp32 in eager mode, one change at a time; each rung keeps those before it."""
     on_gpu, half = device.type == "cuda", _half(device)
@@ -80,12 +98,19 @@ def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     rungs.append(kept := ("--precision", half))
     rungs.append(kept := (*kept, "--channels-last"))
     rungs.append(kept := (*kept, "--fold-norms"))
+    rungs.append((*kept, "--fuse-relus"))
+    rungs.append((*kept, "--fuse-relus", "--compile"))
     graph = ("--cuda-graph",) if on_gpu else ()
-    rungs.append((*kept, "--compile"))
     if on_gpu:
-        rungs.append((*kept, "--compile", *graph))
+        rungs.append((*kept, "--fuse-relus", "--compile", *graph))
+    # AOTInductor does not know the fused operator.
     rungs.append((*kept, "--export", "aoti", *graph))
     return rungs
+
+
+def fastest(arguments: argparse.Namespace, device: torch.device) -> Flags:
+    """The rung of the ladder with all that is compiled as it runs."""
+    return [rung for rung in ladder(arguments, device) if "--compile" in rung][-1]
 
 
 def _half(device: torch.device) -> str:
@@ -130,10 +155,8 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
     interrupted = False
     try:
         for repeat in range(arguments.repeats):
-            for plan in plans if repeat % 2 == 0 else plans[::-1]:
-                if plan in dead:
-                    continue
-                found = _child([*common, *plan], folder)
+            alive = [plan for plan in plans[:: 1 - 2 * (repeat % 2)] if plan not in dead]
+            for plan, found in _in_turns(alive, common, folder, arguments.jobs):
                 runs.append(found)
                 if found.status != "complete":
                     dead.add(plan)
@@ -163,6 +186,23 @@ def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
     return re.sub(r"\W", "_", " ".join(words))
 
 
+def _in_turns(
+    plans: Sequence[Flags], common: Sequence[str], folder: Path, jobs: int
+) -> Iterator[tuple[Flags, LabRun]]:
+    """Each variant and its run. So many processes as `jobs` prepare beside each other; each is
+    timed alone."""
+    if jobs == 1:
+        for plan in plans:
+            yield plan, _child([*common, *plan], folder)
+    else:
+        for start in range(0, len(plans), jobs):
+            beside = plans[start : start + jobs]
+            waiting = [_plan([*common, *plan, "--wait-turn"], folder) for plan in beside]
+            with turns.prepared(waiting) as children:
+                for plan, child in zip(beside, children, strict=True):
+                    yield plan, child.measure()
+
+
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
         return f"{timing.median(run.step_ms):.3f} ms an iteration; proof {run.proof.status}"
@@ -189,7 +229,9 @@ def _child(flags: list[str], folder: Path) -> LabRun:
     child = turns.Child(_plan(flags, folder))
     with processes.ended_with_us(child.process):
         try:
-            return child.finish()
+            run = child.measure()
+            child.process.wait()
+            return run
         except KeyboardInterrupt:
             processes.stop(child.process, turns.SECONDS_TO_STOP)
             raise
@@ -246,26 +288,25 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     each group of networks."""
     folder = results.prepare_folder(arguments.output_dir)
     plain: Flags = ("--precision", _half(device))
-    # A compiler that may change weights folds norms itself.
-    graph = ("--cuda-graph",) if device.type == "cuda" else ()
-    variants: tuple[Flags, ...] = (plain, (*plain, "--channels-last", "--compile", *graph))
+    variants = (plain, fastest(arguments, device))
     names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
     session = results.new_session()
     runs: dict[str, list[LabRun]] = {}
     if arguments.resume:
         session, runs = _resumed(arguments, device, folder, session)
         print(f"Session {session}: {len(runs)} networks are complete")
+    common = _common_flags(arguments, session)
+    baseline = single.planned([*common, *plain, "--network", names[0]]).variant
+    common += ["--baseline", baseline]
     left = [name for name in names if name not in runs]
     size = max(1, arguments.jobs // len(variants))
     try:
         for start in range(0, len(left), size):
-            plans = []
-            for name in left[start : start + size]:
-                arguments.network = name
-                common = _common_flags(arguments, session)
-                plans += [(name, [*common, *flags]) for flags in variants]
+            group = left[start : start + size]
+            plans = [(*flags, "--network", name) for name in group for flags in variants]
             measured: dict[str, list[LabRun]] = {}
-            for name, run in _in_turns(plans, folder, arguments.jobs > 1):
+            for plan, run in _in_turns(plans, common, folder, arguments.jobs):
+                name = plan[-1]
                 measured.setdefault(name, []).append(run)
                 if len(measured[name]) == len(variants):
                     runs[name] = measured[name]
@@ -294,20 +335,6 @@ def _present(names: Iterable[str]) -> list[str]:
         except errors.NotOnThisMachine as missing:
             print(f"{name}: skipped: {missing}")
     return found
-
-
-def _in_turns(
-    plans: list[tuple[str, list[str]]], folder: Path, beside: bool
-) -> Iterator[tuple[str, LabRun]]:
-    """Each plan's name and its run; `beside`: they prepare beside each other."""
-    if not beside:
-        for name, flags in plans:
-            yield name, _child(flags, folder)
-        return
-    waiting = [_plan([*flags, "--wait-turn"], folder) for _, flags in plans]
-    with turns.prepared(waiting) as children:
-        for (name, _), child in zip(plans, children, strict=True):
-            yield name, child.finish()
 
 
 def _resumed(
@@ -343,8 +370,6 @@ def _resumed(
 def _write_all(names: list[str], runs: dict[str, list[LabRun]], folder: Path) -> tables.Table:
     pairs: list[tuple[str, LabRow, LabRow]] = []
     for name in (name for name in names if name in runs):
-        for run in runs[name]:
-            run.baseline = runs[name][0].variant
         rows = sorted(labs.build_rows(runs[name]), key=lambda row: not row.is_baseline)
         pairs.append((name, *rows))  # type: ignore[arg-type]
     table = all_table(pairs)

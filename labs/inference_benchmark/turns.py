@@ -7,6 +7,7 @@ device. A process says on stdout that it is ready, and waits for a line on stdin
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from workshop import errors, labs
 from workshop.labs import LabRun
 from workshop.run import processes
 
-READY = "ready"
+READY, DONE = "ready", "done"
 READY_WITHIN_S = 900
 SECONDS_TO_STOP = 30
 
@@ -30,6 +31,11 @@ def wait_turn() -> None:
     print(READY, flush=True)
     if not sys.stdin.readline():
         raise KeyboardInterrupt
+
+
+def end_turn() -> None:
+    """Says that this process needs the device no more: to end takes seconds."""
+    print(DONE, flush=True)
 
 
 @dataclass(frozen=True)
@@ -62,33 +68,40 @@ class Child:
             start_new_session=True,
         )
 
-    def hear(self) -> bool:
-        """Takes some output; whether the process is ready or has ended."""
+    def hear(self, word: str = READY) -> bool:
+        """Takes some output; whether the process has said the word or has ended."""
         assert self.process.stdout is not None
         some = os.read(self.process.stdout.fileno(), 2**16)
         self._heard += some
-        return not some or READY.encode() in self._heard.splitlines()
+        return not some or word.encode() in self._heard.splitlines()
 
     def end_late(self) -> None:
         """Ends a process that did not get ready."""
         self._late = True
         processes.kill_group(self.process)
 
-    def finish(self) -> LabRun:
-        """Gives the process its turn, if it waits for one, and waits for its end; its result, or a
-        record of its failure."""
-        self.process.communicate(b"\n")
+    def measure(self) -> LabRun:
+        """Gives the process its turn, if it waits for one, until it needs the device no more; its
+        result, or a record of its failure."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(b"\n")
+            self.process.stdin.close()
+        while not self.hear(DONE):
+            pass
         run, path = self.plan.planned, self.plan.path
         if path.exists():
             return labs.load(path)
+        code = self.process.wait()
         self._complaint.seek(0)
         text = self._complaint.read().decode(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
-        missing = self.process.returncode == errors.NOT_ON_THIS_MACHINE
-        run.status = "skipped" if missing else "failed"
+        run.status = "skipped" if code == errors.NOT_ON_THIS_MACHINE else "failed"
         run.error = lines[-1].removeprefix("error: ")[:300]
         if self._late:
             run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
+        elif code < 0:
+            run.error = f"ended by {signal.Signals(-code).name}"
         labs.save(run, path)
         return run
 

@@ -34,7 +34,7 @@ _OF_THE_RUNNER = {
 }
 _NO_EFFECT = (
     *("compare", "ladder", "find_max_batch", "autograd_profiler", "kineto", "flops_prof_step"),
-    *("distributed_dataparallel", "dataparallel"),
+    *("distributed_dataparallel", "dataparallel", "peer"),
 )
 _Run = Callable[[markers.Range], object]
 

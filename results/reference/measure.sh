@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Measures what the documents show of a device: comparisons, waterfalls, sweeps, profiles, kernels,
-# into a folder like those beside this script.
+# the inference benchmark, into a folder like those beside this script.
 #
 # Usage: results/reference/measure.sh FOLDER [STUDY ...]
 #
-# Without a STUDY all of them, which takes an H200 two hours. Several GPUs share the work, a study at
+# Without a STUDY all of them, which takes an H200 hours. Several GPUs share the work, a study at
 # a time each; CUDA_VISIBLE_DEVICES says which to use. A study begins with the compilers' caches
 # empty, since what the first use of a version costs is measured too.
 #
@@ -14,8 +14,9 @@ set -euo pipefail
 unset CDPATH
 
 # Those that take long are first, so that several GPUs end together.
-STUDIES=(large ladder profiles waterfall_v4 waterfall_v3 sweep_seq_len once sweep_hidden_dim
-  sweep_batch_size kernels harness ceilings)
+STUDIES=(large ladder profiles inference_networks inference_ladder inference_compare inference_peers
+  waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim sweep_batch_size
+  kernels inference_ops inference_profiles harness ceilings)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
@@ -62,6 +63,17 @@ sweep() {
     --versions "${VERSIONS[@]}" --repeats 1 --num-steps 10
 }
 
+# infer NAME FLAGS: a study of the inference benchmark.
+infer() {
+  try "$PYTHON" labs/inference_benchmark/micro_benchmarking_pytorch.py \
+    --output-dir "$FOLDER/inference_benchmark/$1" --network "${@:2}"
+}
+
+operators() {
+  try "$PYTHON" labs/inference_benchmark/TorchTensorOpsBench/torch_tensor_ops_bench.py \
+    --output-dir "$FOLDER/inference_benchmark/$1" "--run-${1//_/-}"
+}
+
 # Of a profile the hot list is kept. Tools that read counters run each kernel many times, so that
 # they get two layers.
 profile() {
@@ -74,19 +86,30 @@ profile() {
 }
 
 run_profiler() {
-  local tool=${2#run_} kept
+  local tool=${2#run_}
   tool=${tool%.*}
   PYTHON=$PYTHON try "$1" "$folder/$2" --output-dir "$raw/$tool" -- \
     --config medium --precision bf16 "${@:3}"
-  if [[ -f $raw/$tool/kernels.json ]]; then
-    kept=$FOLDER/profiles/$version/$tool
-    mkdir -p "$kept"
-    cp "$raw/$tool/kernels.json" "$raw/$tool/run.json" "$kept/"
+  keep "$raw/$tool" "$FOLDER/profiles/$version/$tool"
+}
+
+# keep PROFILE TO: its hot list and what was profiled.
+keep() {
+  if [[ -f $1/kernels.json ]]; then
+    mkdir -p "$2"
+    cp "$1/kernels.json" "$1/run.json" "$2/"
   fi
 }
 
+# What the exercises of the inference benchmark show to those who have no GPU.
+profile_inference() {
+  try "$PYTHON" labs/inference_benchmark/run_pytorch_profiler.py --output-dir "$RAW/$1" -- \
+    --network resnet50 --batch-size 32 --precision "$1"
+  keep "$RAW/$1" "$FOLDER/inference_benchmark/profiles/$1"
+}
+
 measure() {
-  local version
+  local version batch set precision
   export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
@@ -105,6 +128,31 @@ measure() {
     sweep_batch_size) sweep sweep_batch_size batch-size 16 64 256 1024 4096 16384 ;;
     sweep_hidden_dim) sweep sweep_hidden_dim hidden-dim 256 ... 4096 ;;
     profiles) for version in "${VERSIONS[@]}"; do profile "$version"; done ;;
+    # What the lab's README and CHECKLIST.md quote: its documents.py finds it by network, batch and
+    # study.
+    inference_ladder)
+      for batch in 1 32 256; do
+        infer "ladder_$batch" resnet50 --batch-size "$batch" --ladder --jobs 9
+      done
+      ;;
+    inference_peers)
+      for batch in 32 256; do
+        infer "peers_$batch" resnet50 --batch-size "$batch" --fp16 1 --compare peers
+      done
+      ;;
+    inference_compare)
+      infer precision resnet50 --batch-size 32 --compare precision
+      infer memory_format resnet50 --batch-size 32 --precision fp16 --compare memory-format
+      infer compile resnet50 --batch-size 32 --precision fp16 --channels-last --compare compile
+      infer batch_size resnet50 --batch-size 32 --compare batch-size
+      ;;
+    inference_training)
+      infer training densenet121 --batch-size 2048 --mode training --precision bf16 \
+        --channels-last --compare compile
+      ;;
+    inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 16 ;;
+    inference_profiles) for precision in fp32 fp16; do profile_inference "$precision"; done ;;
+    inference_ops) for set in predefined model_ops; do operators "$set"; done ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)

@@ -5,13 +5,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from workshop import labs
 from workshop.compare.rows import ONE_PROCESS, ratio
 from workshop.compare.tables import Line, Report, Table, number
 from workshop.errors import printable
 from workshop.labs import LabRow
+from workshop.operators import Bench
 
 RED, GREEN = "RED", "green"
-_STYLES = {RED: "red", "FAILED": "red", "skipped": "dim", "not run": "dim"}
+_STYLES = {RED: "red", "FAILED": "red", "IMPLAUSIBLE": "red", "skipped": "dim", "not run": "dim"}
 _ONE_PROCESS = (
     f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each variant"
 )
@@ -51,10 +53,29 @@ def _columns(table: Table, columns: Sequence[int]) -> Table:
     return dataclasses.replace(table, header=[table.header[i] for i in columns], lines=lines)
 
 
+_OF_OPERATORS = {"ok": GREEN, "ok, cached": f"{GREEN}, cached", "WRONG": RED}
+"""The statuses of the operator bench as proofs."""
+
+
+def operator_table(bench: Bench) -> Table:
+    """A line for each operator and size."""
+    lines = []
+    for row in bench.rows:
+        verdict = _OF_OPERATORS.get(row.status, row.status)
+        cells = (f"{row.op} {row.shapes}", verdict, row.rate, number(row.of_ceiling, ".1%"))
+        lines.append(Line(list(map(printable, cells)), _STYLES.get(verdict)))
+    notes = [printable(f"{row.op} {row.shapes}: {row.note}") for row in bench.rows if row.note]
+    header = ("operator", "proof", "rate", "of ceiling")
+    return Table(printable(bench.title), header, lines, notes, left=(0, 1))
+
+
 def title(rows: Sequence[LabRow]) -> str:
-    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, NVIDIA H200"."""
-    row = rows[0]
-    return printable(f"{row.first.lab}: {row.first.subject}, {row.device}")
+    """As in "inference_benchmark: resnet50, 32 x 3 x 224 x 224, fp16, NVIDIA H200": with the
+    precision, if it is that of all rows."""
+    subjects, precisions = {row.first.subject for row in rows}, labs.precisions(rows)
+    shared = [f"{len(subjects)} subjects"] * (len(subjects) > 1) + [labs.shared_subject(rows)]
+    shared += [*(precisions if len(precisions) == 1 else ()), rows[0].device]
+    return printable(f"{rows[0].first.lab}: {', '.join(filter(None, shared))}")
 
 
 def proof(row: LabRow) -> str:
@@ -78,7 +99,7 @@ def verdict(row: LabRow) -> str:
 
 def _cells(row: LabRow) -> list[str]:
     return [
-        row.first.variant,
+        row.label,
         proof(row),
         number(row.units_per_s, ",.1f"),
         *(number(ms, ",.3f") for ms in _percentiles(row)),
@@ -96,11 +117,16 @@ def _percentiles(row: LabRow) -> tuple[float | None, ...]:
 
 def _notes(rows: Sequence[LabRow]) -> list[str]:
     """What the numbers alone do not say."""
-    lines = [f"{row.first.variant}: {row.note()}" for row in rows if row.note() and not row.failed]
+    lines = [f"{row.label}: {row.note()}" for row in rows if row.note() and not row.failed]
     lines += [
-        f"{row.first.variant}: no speed-up, since {row.first.baseline} has no time in this session"
+        f"{row.label}: no speed-up, since {row.first.baseline} has no time in this session"
         for row in rows
         if row.times and row.first.baseline and not row.is_baseline and not row.speedup
+    ]
+    lines += [
+        f"{row.first.variant}: of ceiling above 100%: the ceiling was measured at a busier moment"
+        for row in rows
+        if (row.ceiling_share or 0.0) > 1
     ]
     if any(row.speedup and row.speedup.interval is None for row in rows):
         lines.append(_ONE_PROCESS)
@@ -117,11 +143,11 @@ def alarms(rows: Sequence[LabRow]) -> list[str]:
 
 
 def failure(row: LabRow) -> str:
-    return printable(f"{row.first.variant}: {row.note()}")
+    return printable(f"{row.label}: {row.note()}")
 
 
 def implausible(row: LabRow) -> list[str]:
-    return [printable(f"{row.first.variant}: {sentence}") for sentence in row.plausibility]
+    return [printable(f"{row.label}: {sentence}") for sentence in row.plausibility]
 
 
 def _record(row: LabRow) -> dict[str, Any]:

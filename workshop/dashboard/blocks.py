@@ -8,7 +8,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop.collection import Profile
+from workshop.collection import Profile, StoredOperators
 from workshop.compare import lab_table, tables
 from workshop.compare.rows import Row, without_interval
 from workshop.compare.sweep import AXES
@@ -88,7 +88,7 @@ def view(name: str, snapshot: Snapshot, choice: Choice) -> list[Block]:
 
 def first_view(snapshot: Snapshot) -> str:
     """What a visitor sees first: labs, where nothing else was measured."""
-    return LABS if snapshot.labs and not snapshot.groups else next(iter(VIEWS))
+    return LABS if snapshot.lab_keys and not snapshot.groups else next(iter(VIEWS))
 
 
 def _note(key: str, title: str, *lines: str) -> Block:
@@ -365,6 +365,8 @@ def _hot_list(table: KernelTable) -> Table:
 
 
 def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
+    if choice.lab in snapshot.operators:
+        return [_operators(snapshot.operators[choice.lab])]
     found = snapshot.labs.get(choice.lab)
     if found is None:
         programs = "python labs/inference_benchmark/micro_benchmarking_pytorch.py"
@@ -379,12 +381,23 @@ def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
               before=[(line, BAD) for line in alarms],
               after=[*notes, *data.files_in_words(snapshot.lab_paths(found))], wide=True)
     ]  # fmt: skip
-    if any(row.times for row in found):
+    if any(row.times for row in found) and not found[0].of:  # a table of many subjects is enough
         title = f"{printable(found[0].first.unit).capitalize()} a second"
         colours = "Green is faster than the baseline, orange slower, and pale without a verdict."
         after = [colours] if any(row.speedup for row in found) else []
         blocks.append(Block("lab-rates", title, figures.lab_rates(found), after=after, wide=True))
     return blocks
+
+
+def _operators(stored: StoredOperators) -> Block:
+    table = lab_table.operator_table(stored.bench)
+    lines: list[Cells] = []
+    for line in table.lines:
+        name, proof, *rest = line.cells
+        look = GOOD if proof.startswith(lab_table.GREEN) else BAD if line.style == "red" else WARN
+        lines.append([Cell(name, "name"), Cell(proof, look), *rest])
+    after = [*table.notes, *data.files_in_words([stored.path])]
+    return Block("lab", table.title, table=Table(table.header, lines, 2), after=after, wide=True)
 
 
 def _lab_cells(row: LabRow, cells: Sequence[str]) -> Cells:

@@ -65,6 +65,7 @@ class Snapshot:
         self.groups: dict[Group, list[StoredRun]] = {}
         for stored in collection.runs:
             self.groups.setdefault(group_of(stored.run), []).append(stored)
+        self.operators = {printable(one.bench.title): one for one in collection.operators}
         self._lab_files = {id(stored.run): stored for stored in collection.lab_runs}
         self._peaks = compared.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
@@ -104,9 +105,14 @@ class Snapshot:
 
     @functools.cached_property
     def labs(self) -> dict[str, list[LabRow]]:
-        """The rows of the newest session of each lab, subject and device, by their title."""
+        """The rows of the newest session of each lab, subject, precision and device, by title."""
         found = labs.newest(stored.run for stored in self._lab_files.values())
         return {lab_table.title(rows): rows for rows in found}
+
+    @property
+    def lab_keys(self) -> list[str]:
+        """What the view of labs can show: titles of `labs` and `operators`."""
+        return [*self.labs, *self.operators]
 
     def lab_paths(self, rows: Iterable[LabRow]) -> list[Path]:
         """The result files that rows of a lab are made of."""
@@ -123,8 +129,9 @@ class Snapshot:
             of_its_device: whether the profile must be of the chosen device.
         """
         lab = choice.lab
-        if lab not in self.labs:
-            lab = max(self.labs, key=lambda key: self.labs[key][0].first.session, default="")
+        if lab not in self.lab_keys:
+            newest = max(self.labs, key=lambda key: self.labs[key][0].first.session, default="")
+            lab = newest or next(iter(self.operators), "")
         if not self.groups:
             profile = choice.profile if choice.profile in self.profiles else ""
             profile = profile or next(iter(self.profiles), "")

@@ -54,7 +54,7 @@ def page(collection: Collection) -> str:
                       {_key(group): " · ".join(group) for group in snapshot.sizes()}),
             "profile": ("Profile", first.profile,
                         {key: data.profile_label(p) for key, p in snapshot.profiles.items()}),
-            "lab": ("Lab", first.lab, {key: key for key in snapshot.labs}),
+            "lab": ("Lab", first.lab, {key: key for key in snapshot.lab_keys}),
         },
         views=views,
         broken=Markup(_markup(layout.broken(snapshot), figures)),
@@ -73,7 +73,7 @@ def _views(snapshot: Snapshot, figures: list[Any]) -> Iterator[dict[str, Any]]:
     if not snapshot.groups:
         choices += [(name, "", Choice()) for name in of_groups]
     choices += [(blocks.KERNELS, key, Choice(profile=key)) for key in snapshot.profiles or [""]]
-    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.labs or [""]]
+    choices += [(blocks.LABS, key, Choice(lab=key)) for key in snapshot.lab_keys or [""]]
     console = Console(stderr=True)
     for name, key, choice in track(
         choices, "drawing", console=console, disable=not console.is_terminal, transient=True

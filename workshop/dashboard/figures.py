@@ -347,7 +347,7 @@ def lab_rates(rows: Sequence[LabRow]) -> go.Figure:
     figure = _horizontal(f"{unit} a second", 150 + 55 * len(timed), legend=False)
     rates = [row.units_per_s or 0.0 for row in timed]
     figure.add_bar(
-        y=[text(row.first.variant) for row in timed],
+        y=[text(row.label) for row in timed],
         x=rates,
         orientation="h",
         marker_color=list(map(_verdict_colour, timed)),

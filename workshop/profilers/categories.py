@@ -6,14 +6,15 @@ operators, which take the place of kernels in the trace of a machine without a G
 A name says which function ran, not why it was called. So:
 
 - "elementwise" is every pass over data that memory bounds: besides pointwise functions also sums,
-  softmax, RoPE, SwiGLU, dropout, fills, random numbers and the loss on logits that exist already.
+  softmax, pooling, RoPE, SwiGLU, dropout, fills, random numbers and the loss on logits that exist
+  already.
   An attention or a norm that is written out in PyTorch comes out as such passes (and products).
 - "attention" is a kernel made for it. "GEMM" is a matrix product, with the reduction of its
   partial sums, or a convolution.
 - "copy" moves bytes and computes nothing: between memories, into another layout or data type.
 - "optimizer" holds all of PyTorch's foreach kernels, which clip gradients as well.
-- "other" is the rest: lookups and updates by index (embeddings), sorts, pooling;
-  operators that only describe memory (a view); autograd's nodes, which call operators.
+- "other" is the rest: lookups and updates by index (embeddings), sorts; operators that only
+  describe memory (a view); autograd's nodes, which call operators.
 
 Of a C++ name that its profiler has truncated the template arguments are gone, and what only they
 say: then a copy in PyTorch's elementwise kernel counts as "elementwise", too.
@@ -96,11 +97,11 @@ _RULES = (
     (
         "other",
         r"embedding|gather|scatter|index_?(?:select|put|add|copy|fill|func|elementwise|kernel)"
-        r"|^aten::(?:index|sort|argsort|topk|multinomial|nonzero|unique\w*)_?$|_pool",
+        r"|^aten::(?:index|sort|argsort|topk|multinomial|nonzero|unique\w*)_?$",
     ),
     (
         "elementwise",
-        r"^aten::|elementwise|reduce_?kernel|softmax|dropout|distribution|silu|gelu|swiglu|geglu"
+        r"^aten::|elementwise|(?:max|avg|average)_?pool|pooling|reduce_?kernel|softmax|dropout|distribution|silu|gelu|swiglu|geglu"
         r"|_rope|rope_|rotary|cross_?entropy|nll_?loss|triu|tril",
     ),
 )

@@ -1,6 +1,7 @@
 """What a lab's profile answers: the questions of its guide, in sentences, and the lab's own flags
 for what the advisor finds."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 from workshop.labs import LabRun
@@ -37,6 +38,10 @@ _TREATMENTS = {
     }
 }
 """By lab and finding."""
+_CALLS_A_COPY = re.compile(
+    r"aten::(?:to|_to_copy|type_as|clone|contiguous|stack|repeat|repeat_interleave)$"
+)
+"""Operators of a CPU that copy by calling another one, copy_ or cat, which counts itself."""
 _FASTER = "--fp16 1 (or --precision tf32, bf16) uses faster units."
 _LARGER = (
     "What is left is the products' own rate: --channels-last, a larger --batch-size, "
@@ -56,7 +61,7 @@ def answers(figures: Figures, lab: LabRun) -> Iterator[tuple[str, str, str]]:
     """(name, answer, what goes with it) for each question."""
     yield "top-kernels", _top(figures), "`python -m workshop.profilers show` lists them all."
     yield "launches", _launches(figures), "--compile and --fold-norms make fewer."
-    yield "copies", _copies(figures), "Above 10%, the guide takes them for the bottleneck."
+    yield "copies", _copies(figures), "Above 10%, look at these first."
     yield "host-and-gpu", _host_and_gpu(figures), f"A timeline comes from {_RUNNERS}."
     yield "compute-or-memory", _roof(figures, lab), "run_ncu.sh and run_rocprofv3.sh count both."
 
@@ -81,7 +86,8 @@ def _copies(figures: Figures) -> str:
     copies = [kernel for kernel in figures.table.kernels if kernel.category == "copy"]
     between = figures.groups_ns["copy"]
     within = sum(kernel.total_ns for kernel in copies) - between
-    number = figures.times(sum(kernel.calls for kernel in copies), "copies")
+    calls = sum(kernel.calls for kernel in copies if not _CALLS_A_COPY.match(kernel.name))
+    number = figures.times(calls, "copies")
     parts = f"between host and device {between / figures.total_ns:.1%}"
     if figures.on_host:
         return f"Copies: {number}, {within / figures.total_ns:.1%} of the operators' time."
@@ -123,9 +129,15 @@ def _roof(figures: Figures, lab: LabRun) -> str:
     )
     ridge, origin = _ridge(figures, lab)
     if ridge is None:
+        limits = "limits are not known"
+        if lab.ceiling_tflops:
+            limits = (
+                f"bandwidth is not known, while a large product reached "
+                f"{digits(lab.ceiling_tflops)} TFLOP/s"
+            )
         return (
-            f"{facts}. This device's limits are not known: `python "
-            "analysis_tools/roofline_analysis.py --measure` measures them, then profile again."
+            f"{facts}. This device's {limits}: `python analysis_tools/roofline_analysis.py "
+            "--measure` measures both, then profile again."
         )
     verdict = "compute" if intensity > ridge else "memory"
     return (

@@ -141,9 +141,19 @@ def _dry_run(outcomes: list[Outcome], arguments: argparse.Namespace) -> int:
     for outcome in outcomes:
         print(f"# --- {outcome.script}: {outcome.question}", flush=True)
         command = _command(outcome, arguments, dry_run=True)
-        status = subprocess.run(command, env=_environment(), check=False).returncode
-        if status != errors.NOT_ON_THIS_MACHINE:
-            worst = worst or status
+        done = subprocess.run(
+            command,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=_environment(),
+            check=False,
+        )
+        if done.returncode == errors.NOT_ON_THIS_MACHINE:
+            print(f"skipped: {_reason(list(_lines_from_the_end(done.stderr)), done.returncode)}")
+            continue
+        sys.stderr.write(done.stderr)
+        worst = worst or done.returncode
     return worst
 
 

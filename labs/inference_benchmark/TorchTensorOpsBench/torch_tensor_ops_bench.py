@@ -40,7 +40,7 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import errors, results  # noqa: E402
+from workshop import errors, operators, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.gate import plausibility  # noqa: E402
@@ -250,6 +250,8 @@ def cache_bytes(device: torch.device) -> int:
 
 HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "bound", "error (allowed)",
           "status")  # fmt: skip
+WIDTH = 100
+"""Columns of a terminal that the table takes at most."""
 STYLES = {WRONG: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", ABSENT: "dim"}
 
 
@@ -304,7 +306,7 @@ class Report:
         return [
             row.op,
             row.shapes,
-            f"{row.seconds * 1e3:,.4g} ±{half:.1%}",
+            f"{row.seconds * 1e3:,.4g} ±{half:.{1 if half < 0.1 else 0}%}",
             model.rate_text(row.rate, row.kind),
             *("-" if share is None else f"{share:.1%}" for share in shares),
             model.bound(self.limits, self.point(row)),
@@ -353,28 +355,32 @@ class Report:
         command += [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         return {
             "schema_version": SCHEMA_VERSION,
-            "lab": "inference_benchmark/TorchTensorOpsBench",
+            operators.KEY: records,
             "command": command,
             "cache_bytes": self.cache,
-            "rows": records,
         } | dataclasses.asdict(self.measurement)
 
     def show(self) -> None:
         if importlib.util.find_spec("rich") is None:
             print(self.as_markdown())
             return
+        from rich import box
         from rich.console import Console
         from rich.table import Table
 
         console = Console(highlight=False, markup=False)
-        if not console.is_terminal:
-            console = Console(width=160, highlight=False, markup=False)
+        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
         title = f"{self.title}, {self.measurement.device['name']}"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for index, name in enumerate(HEADER):
-            table.add_column(name, justify="right" if 2 <= index < 8 else "left")
-        for row in self.rows:
-            table.add_row(*self.cells(row), style=STYLES.get(self.status(row)))
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+                      show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+        lines = [self.cells(row) for row in self.rows]
+        shown = [i for i in range(len(HEADER)) if any(cells[i] != "-" for cells in lines)]
+        for i in shown:
+            words = re.sub(r" (?=ceiling|sheet|\()", "\n", HEADER[i])
+            table.add_column(words, justify="right" if 2 <= i < 8 else "left", no_wrap=i >= 2,
+                             overflow="fold")  # fmt: skip
+        for row, cells in zip(self.rows, lines, strict=True):
+            table.add_row(*(cells[i] for i in shown), style=STYLES.get(self.status(row)))
         console.print(table)
         for line in self.notes():
             console.print(f"  {line}", soft_wrap=True)
@@ -487,9 +493,12 @@ def _benchmark(arguments: argparse.Namespace) -> int:
             if not rows:
                 raise
     report = Report(rows, measurement, setting.cache)
+    earlier = (folder / "ops.json").exists()
     written = report.write(folder)
     report.show()
     print(f"Written: {', '.join(map(str, written))}")
+    if earlier:
+        print("They replace those of an earlier run; --output-dir DIR keeps both")
     traces = [row.trace for row in rows if row.trace]
     if traces:
         more = f"  ({len(traces) - 1} more beside it)" if len(traces) > 1 else ""

@@ -8,6 +8,7 @@ and with how much memory. Works on a CPU too.
 import argparse
 import csv
 import io
+import os
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -70,6 +71,7 @@ def profile_program(arguments: argparse.Namespace, prepare: Prepare) -> int:
 
 def profile_steps(run: Watched, arguments: argparse.Namespace) -> profile:
     """Runs WAIT + WARMUP + `steps` steps, of which the last ones are recorded into `trace`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
     steps, stacks = arguments.steps, arguments.stacks
     activities = [ProfilerActivity.CPU]
     if run.device.type == "cuda":  # so it is called on AMD too

@@ -64,7 +64,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found(
         "found.alone_per_s", "one process alone", "images/s",
         lambda m: float(m.even.metrics["one_process_per_s"] or 0),
-        "Its line in the summary of the same run.",
+        "The line `One GPU alone` (CPU: `One process alone`), of the same run.",
     ),
     Found(
         "found.efficiency_percent", "efficiency in inference", "%", lambda m: percent(m.even),
@@ -76,7 +76,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.first_has", "images of the first process", "images", lambda m: m.parts[0],
-        "The first process's line `Local batch size`, of the run with a remainder.", within=0,
+        "The line `Local batch size` of GPU (or process) 0, of the run with a remainder.", within=0,
     ),
     Found(
         "found.second_has", "images of the second process", "images", lambda m: m.parts[1],

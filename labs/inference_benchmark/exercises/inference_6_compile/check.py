@@ -190,7 +190,8 @@ def _runs(work: Work) -> Iterator[Item]:
 def measured(work: Work) -> Measured:
     """Raises Missing: one of the three measurements is not there."""
     runs = work.lab_runs("inference_benchmark", mode="inference")
-    alone = (run for run in runs if "plain_ms" in run.metrics and not run.baseline)
+    own = (run for run in runs if not own_runs.is_of_peer(run))
+    alone = (run for run in own if "plain_ms" in run.metrics and not run.baseline)
     single = next((run for run in alone if run.options["compile"] is not None), None)
     if single is None:
         raise Missing(

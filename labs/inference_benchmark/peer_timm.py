@@ -1,0 +1,110 @@
+"""timm's network of the same name, in a loop as timm's own benchmark has it: one fixed batch on the
+device, and each step timed by the host's clock, with the device idle before and after it.
+
+Its weights are those of our network, so that its timed logits have the same truth. timm compiles
+with torch.compile as it is.
+"""
+
+import math
+import time
+
+import torch
+from torch import Tensor, nn
+
+from labs.inference_benchmark import measure, modes, networks, proof
+from labs.inference_benchmark.measure import Bench, Measured
+from workshop.errors import WorkshopError
+from workshop.run import memory, startup
+
+
+def build(name: str, ours: nn.Module) -> nn.Module:
+    """timm's network with our network's weights, in fp32 on the same device, for inference.
+
+    Raises:
+        WorkshopError: timm has no network of that name, or its weights have other names or shapes.
+    """
+    networks.import_torchvision()  # timm imports it
+    import timm
+
+    if not timm.is_model(name):
+        raise WorkshopError(f"--peer timm: timm has no network {name}; it has resnet50")
+    theirs: nn.Module = timm.create_model(name)
+    state = ours.state_dict()
+    shapes, given = (_shapes(one) for one in (theirs.state_dict(), state))
+    if differing := sorted({key for key, _ in shapes ^ given}):
+        raise WorkshopError(
+            f"--peer timm: of {name}'s weights timm has {len(differing)} by another name or in "
+            f"another shape, as {differing[0]}; take a ResNet or a DenseNet"
+        )
+    theirs.load_state_dict(state)
+    return theirs.to(next(ours.parameters()).device).eval()
+
+
+def _shapes(state: dict[str, Tensor]) -> set[tuple[str, torch.Size]]:
+    return {(name, tensor.shape) for name, tensor in state.items()}
+
+
+def measure_timm(
+    bench: Bench,
+    iterations: int,
+    warmup: int,
+    say: measure.Notify,
+    wait_turn: measure.WaitTurn | None = None,
+) -> Measured:
+    """As `measure.measure_inference`."""
+    run, setting, variant = bench.run, bench.setting, bench.variant
+    device = setting.device
+    startup.watch_compilers(torch_compile=variant.compile is not None)
+    if variant.compile is not None:
+        say("Compiling model (this may take minutes the first time) ...")
+    images = measure.images_of(setting, 0)
+    sample = images[measure.sample_of(bench)].to(device)
+    truth = proof.find_truth(bench.model, variant, sample)
+    measure.count_peak_anew(device)
+    model = modes.prepare(build(setting.network.name, bench.model), variant)
+    batch = images.to(device, variant.dtype).to(memory_format=variant.layout())
+    step = modes.inference_step(model, variant, batch, device)
+
+    def timed(into: list[float]) -> Tensor:
+        measure.wait(device)
+        start = time.perf_counter()
+        output = step()
+        measure.wait(device)
+        into.append((time.perf_counter() - start) * 1e3)
+        return output
+
+    measure.take_turn(step, bench, wait_turn)
+    measured = Measured()
+    for _ in range(warmup):
+        timed(measured.warmup_ms)
+    compile_s = startup.compile_seconds()
+    run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
+    if not variant.captures_itself:
+        measure.count_peak_anew(device)  # a graph's memory is seen only while it is captured
+    try:
+        for _ in range(iterations):
+            output = timed(measured.step_ms)
+    except KeyboardInterrupt:
+        measured.interrupted = True
+    if not measured.step_ms:
+        raise KeyboardInterrupt
+    output = output.clone()  # a graph's next replay takes its place
+    weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+    live = weights + memory.tensor_bytes([batch])
+    bench.iteration = lambda index: step()
+    run.memory_mb = measure.memory_of(bench, bench.iteration, weights, lambda: live, copies=1)
+    _prove(bench, measured, truth, output)
+    return measured
+
+
+def _prove(bench: Bench, measured: Measured, truth: proof.Truth, output: Tensor) -> None:
+    """Compares the logits of the last timed step with the truth; its loss is the only one kept."""
+    run, setting = bench.run, bench.setting
+    targets = setting.network.targets(setting.batch_size, setting.images_seed())
+    loss = float(setting.network.loss(output.cpu().float(), targets))
+    others = len(measured.warmup_ms) + len(measured.step_ms) - 1
+    measured.losses = [math.nan] * others + [loss]
+    chosen = measure.sample_of(bench).to(setting.device)
+    run.proof, run.metrics["top1_agreement"] = proof.of_inference(
+        bench.variant, truth, output[chosen]
+    )

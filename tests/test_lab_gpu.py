@@ -1,0 +1,83 @@
+"""The inference benchmark on a GPU: its variants, their proof, its memory."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from labs.inference_benchmark import counts, measure, modes, networks, request, single, studies
+from labs.inference_benchmark.micro_benchmarking_pytorch import main
+from labs.inference_benchmark.modes import Setting, Variant
+from workshop import labs
+
+pytestmark = pytest.mark.gpu
+ALL = {"channels_last": True, "fold": True, "fuse": True}
+VARIANTS = (
+    Variant("tf32"),
+    Variant("fp16", channels_last=True),
+    Variant("bf16", **ALL),
+    Variant("fp16", **ALL, cuda_graph=True),
+    Variant("fp16", **ALL, compile={}, cuda_graph=True),
+    Variant("fp16", channels_last=True, compile={"mode": "reduce-overhead"}),
+    Variant("fp16", channels_last=True, fold=True, export=True, cuda_graph=True),
+)
+
+
+def bench(variant: Variant, name: str, training: bool = False) -> measure.Bench:
+    words = ["--network", name, "--batch-size", "6", "--device", "cuda"]
+    arguments = request.build_parser().parse_args(words)
+    device = torch.device("cuda", 0)
+    network = networks.get_network(name)
+    modes.check(variant, device, training=training)
+    record = single.new_run(arguments, network, variant, device)
+    return measure.make_bench(Setting(network, device, 6, seed=1), variant, record, training)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.label)
+def test_a_variant_is_proven(variant: Variant) -> None:
+    one = bench(variant, "resnet18")
+    measured = measure.measure_inference(one, iterations=8, warmup=3, say=print)
+    assert one.run.proof.status == "pass", one.run.proof.failures
+    assert measured.losses[-1] == measured.losses[-3] != measured.losses[-2]
+
+
+def test_a_graph_on_images_that_stay_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench(Variant("fp16", cuda_graph=True), "resnet18")
+    monkeypatch.setattr(modes.torch.cuda.CUDAGraph, "replay", lambda self: None)
+    measure.measure_inference(one, iterations=4, warmup=2, say=print)
+    assert one.run.proof.status == "fail"
+
+
+@pytest.mark.parametrize("compiled", (None, {}), ids=("eager", "compiled"))
+def test_training_is_proven(compiled: dict[str, object] | None) -> None:
+    variant = Variant("bf16", autocast=True, channels_last=True, compile=compiled)
+    one = bench(variant, "densenet121", training=True)
+    measure.measure_training(one, iterations=4, warmup=2, say=print)
+    assert one.run.proof.status == "pass", one.run.proof.failures
+
+
+def test_a_study_side_by_side(tmp_path: Path) -> None:
+    flags = ["--network", "resnet18", "--batch-size", "4", "--iterations", "5", "--fp16", "1"]
+    study = ["--compare", "memory-format", "--jobs", "2", "--repeats", "2"]
+    assert main([*flags, *study, "--output-dir", str(tmp_path)]) == 0
+    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    assert len(runs) == 4 and all(run.ceiling_tflops > 100 for run in runs if run.ceiling_tflops)
+
+
+def test_memory_that_ran_out_is_given_back() -> None:
+    device = torch.device("cuda", 0)
+    network = networks.get_network("resnet18")
+    model = networks.build(network, 1, device)
+    before = torch.cuda.memory_allocated()
+    tried = [studies._runs(model, Variant("fp16"), Setting(network, device, batch, 1), False)
+             for batch in (4, 2**18, 4)]  # fmt: skip
+    assert tried == [True, False, True]
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_counts_are_those_of_the_cpu() -> None:
+    network = dataclasses.replace(networks.get_network("resnet18"), edge=64)
+    model = networks.build(network, 1, torch.device("cuda", 0))
+    on_gpu = counts.count(model, network.images(1, 1))
+    assert on_gpu == counts.count(model.cpu(), network.images(1, 1))
