@@ -385,6 +385,8 @@ def test_a_prediction_is_never_red() -> None:
     [
         (4.05, True, "4 ms"),
         (8, False, "yours, 8 ms, is 2 times too high\nH."),
+        (3.8, False, "yours, 3.8 ms, is 5% too low"),
+        (8000, False, "2,000 times too high"),
         (-1, False, "off by 5"),
         (40.4, False, "yours, 40.4 ms: a factor of ten"),
     ],

@@ -4,7 +4,6 @@ which question, what it measured, and the true counts of its network."""
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,6 @@ class Profile:
         return line.idle_ns / line.span_ns if line else None
 
 
-def own_runs(work: Work) -> list[LabRun]:
-    """Complete runs and those whose proof is red, newest first; none of a peer's."""
-    found = [*work.lab_runs(LAB), *work.lab_runs(LAB, status="proof failed")]
-    return sorted(
-        filterfalse(is_of_peer, found), key=lambda run: (run.created, run.session), reverse=True
-    )
-
-
 def is_of_peer(run: LabRun) -> bool:
     return bool(run.options.get("peer"))
 
@@ -77,12 +68,6 @@ def is_plain(run: LabRun) -> bool:
 
 def _switches_nothing_on(run: LabRun) -> bool:
     return not any(run.options.get(name) for name in _VARIANT[1:]) and processes(run) == 1
-
-
-def of_group(runs: Sequence[LabRun], mode: str) -> LabRun | None:
-    """The newest run of several processes."""
-    found = (run for run in runs if processes(run) > 1 and run.options["mode"] == mode)
-    return next(found, None)
 
 
 def comparisons(runs: Sequence[LabRun], option: str) -> list[list[LabRow]]:
@@ -136,10 +121,7 @@ def newest(runs: Sequence[LabRun], what: str, flags: str) -> LabRun:
 
 def with_flag(flag: str) -> Callable[[LabRun], bool]:
     """Whether a run's command had a flag, with its value if one is given: "--iterations 5"."""
-    words = flag.split()
-    return lambda run: any(
-        run.command[i : i + len(words)] == words for i in range(len(run.command))
-    )
+    return lambda run: f" {flag} " in f" {' '.join(run.command)} ".replace("_", "-")
 
 
 def text_option(run: LabRun, name: str) -> str:
@@ -147,12 +129,11 @@ def text_option(run: LabRun, name: str) -> str:
 
 
 def p50_ms(run: LabRun) -> float:
-    """As the summary prints it."""
     return timing.median(run.step_ms)
 
 
 def images_per_s(run: LabRun) -> float:
-    return run.units_per_step / timing.median(run.step_ms) * 1e3
+    return run.units_per_step / p50_ms(run) * 1e3
 
 
 def memory_mb(run: LabRun, part: str) -> float:

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -166,11 +167,23 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
         if not runs:
             raise
     rows = labs.build_rows(runs)
-    _write(rows, folder, arguments.study.replace(" ", "_").replace("-", "_"))
+    _write(rows, folder, _file_name(arguments, rows[0].first))
     if interrupted:
         print("interrupted: the table holds what was completed", file=sys.stderr)
         return errors.INTERRUPTED
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+
+
+def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
+    """Of a study's table and picture: another network, batch, precision or mode has its own."""
+    words = [arguments.study, arguments.network]
+    if arguments.compare != "batch-size":
+        words.append(f"batch {arguments.batch_size}")
+    if arguments.compare not in (None, "precision"):
+        words.append(str(first.options["precision"]))
+    if arguments.mode == "training":
+        words.append(arguments.mode)
+    return re.sub(r"\W", "_", " ".join(words))
 
 
 def _in_turns(
@@ -235,6 +248,7 @@ def _write(rows: list[LabRow], folder: Path, name: str) -> None:
         }
     )
     print(f"Written: {', '.join(str(folder / f'{name}.{end}') for end in ('md', 'json', 'png'))}")
+    print(f"Result files: {folder / 'runs' / rows[0].first.session}")
 
 
 def draw(rows: list[LabRow], target: Path) -> None:
@@ -406,13 +420,17 @@ def _find_max_batch(arguments: argparse.Namespace, device: torch.device) -> int:
 
     def try_batch(batch: int) -> bool:
         setting = Setting(network, device, batch, arguments.seed)
-        if device.type == "cpu":
+        if estimated:
             enough = needed(model, variant, setting, training) <= limit
         else:
             enough = _runs(model, variant, setting, training)
-        print(f"batch {batch:,}: {'fits' if enough else 'does not fit'}", flush=True)
+        print(f"batch {batch:,}: {words[enough]}", flush=True)
         return enough
 
+    estimated = device.type == "cpu"
+    words = ("does not fit", "fits")
+    if estimated:
+        words = ("should not fit (estimated)", "should fit (estimated)")
     limit = FREE_SHARE * (hardware.free_memory_bytes(device) or 0)
     needed = _Need()
     found = largest(try_batch)

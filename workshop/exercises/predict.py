@@ -15,6 +15,8 @@ from workshop.exercises.frame import Item, Part, Work
 
 M = TypeVar("M")
 """What a check has gathered from the participant's results."""
+NEARLY_RIGHT = 1.2
+"""Up to this factor a difference is said in percent."""
 
 
 def prediction(
@@ -158,11 +160,13 @@ def ask(
 
 def _how_far(yours: float, measured: float) -> str:
     if yours > 0 and measured > 0:
-        ratio = yours / measured
-        return f"{ratio:.3g} times too high" if ratio > 1 else f"{1 / ratio:.3g} times too low"
+        way, ratio = ("high", yours / measured) if yours > measured else ("low", measured / yours)
+        if ratio >= NEARLY_RIGHT:
+            return f"{_number(ratio, '')} times too {way}"
+        return f"{100 * abs(yours / measured - 1):.2g}% too {way}"
     return f"off by {abs(yours - measured):.3g}"
 
 
 def _number(value: float, unit: str) -> str:
     digits = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return digits + ("%" if unit == "%" else f" {unit}" if unit else "")
+    return f"{digits} {unit}" if unit not in ("", "%", "x") else f"{digits}{unit}"

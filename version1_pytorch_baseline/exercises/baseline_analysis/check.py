@@ -113,7 +113,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "takes the time; one far below 1, that a part of the backward pass did not run.",
     ),
     Predicted(
-        "predict.twice_the_batch", "predicted: twice the batch", "times", lambda m: m.growth,
+        "predict.twice_the_batch", "predicted: twice the batch", "x", lambda m: m.growth,
         "2 says that the step's time is work; 1, that it is overhead, which more work would fill.",
         within=0.15,
     ),
@@ -137,7 +137,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "over the rate, which is what the step reached.", within=0.06,
     ),
     Found(
-        "found.twice_the_batch", "twice the batch", "times", lambda m: m.growth,
+        "found.twice_the_batch", "twice the batch", "x", lambda m: m.growth,
         "The median of the run with twice the batch over that of the later of the other two.",
     ),
     Found(

@@ -85,7 +85,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         within=0.5,
     ),
     Predicted(
-        "predict.batch_1_calls", "predicted: calls with a single sequence", "times",
+        "predict.batch_1_calls", "predicted: calls with a single sequence", "x",
         lambda m: calls(m.single) / calls(m.table),
         "A batch makes calls longer, not more: what a call costs at the least is the same for one "
         "sequence as for many.", within=0.1,
@@ -104,23 +104,23 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "elementwise and copy in the line `by category`, added up.",
     ),
     Found(
-        "found.products_twice_as_fast", "if products were twice as fast", "times",
+        "found.products_twice_as_fast", "if products were twice as fast", "x",
         lambda m: m.twice_as_fast(PRODUCTS),
         "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
         "whole time has idle time in it.",
     ),
     Found(
-        "found.passes_twice_as_fast", "if passes over memory were twice as fast", "times",
+        "found.passes_twice_as_fast", "if passes over memory were twice as fast", "x",
         lambda m: m.twice_as_fast(PASSES), "As for the products, with the other share.",
     ),
     Found(
-        "found.batch_1_calls", "calls with a single sequence, over those with the batch", "times",
+        "found.batch_1_calls", "calls with a single sequence, over those with the batch", "x",
         lambda m: calls(m.single) / calls(m.table),
         "From the lines under the two hot lists: calls of one step.",
     ),
     Found(
         "found.batch_1_call_time",
-        "the time of a call with a single sequence, over that with the batch", "times",
+        "the time of a call with a single sequence, over that with the batch", "x",
         lambda m: call_ns(m.single) / call_ns(m.table),
         "In each profile the ms of a step over its calls; then the one over the other.",
         within=0.06,

@@ -69,12 +69,12 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "Weights, gradients and optimizer state of the line `memory`, added up.",
     ),
     Found(
-        "found.rest_growth", "`rest`, from 256 to 512 tokens", "times",
+        "found.rest_growth", "`rest`, from 256 to 512 tokens", "x",
         lambda run: rest_mb(run[LONG]) / rest_mb(run[MIDDLE]),
         "`rest` of the run with 512 tokens over that of the run with 256.",
     ),
     Found(
-        "found.state_growth", "the state, from 256 to 512 tokens", "times",
+        "found.state_growth", "the state, from 256 to 512 tokens", "x",
         lambda run: state_mb(run[LONG]) / state_mb(run[MIDDLE]),
         "Weights, gradients and optimizer state, of both runs.",
     ),

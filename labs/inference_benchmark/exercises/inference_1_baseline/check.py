@@ -45,7 +45,7 @@ class Measured:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: a run is not there."""
-    runs = own_runs.plain_runs(work, precision="fp32")
+    runs = [run for run in own_runs.plain_runs(work, precision="fp32") if not run.baseline]
     alike = [run for run in runs if own_runs.with_flag("--warmup-iterations 1")(run)]
     later = own_runs.newest(alike, "with one warm-up iteration", BASE)
     same = [r for r in runs if _place(r) == _place(later)]
@@ -53,7 +53,8 @@ def measured(work: Work) -> Measured:
     if len(twice) < 2:
         raise Missing("a second run of the same, please:", f"{own_runs.PROGRAM} {BASE}")
     single = [r for r in same if r.units_per_step == 1]
-    large = [r for r in same if r.units_per_step > later.units_per_step]
+    most = max(r.units_per_step for r in same)
+    large = [r for r in same if r.units_per_step == most > later.units_per_step]
     return Measured(
         later,
         twice[1],
@@ -82,10 +83,10 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "channels and the smallest images, have nearly all of them.", within=0.1,
     ),
     Predicted(
-        "predict.first_over_median", "predicted: the first iteration", "times",
+        "predict.first_over_median", "predicted: the warm-up iteration", "x",
         lambda m: m.first_ms / p50_ms(m.later),
-        "What the first one does beside its work, such as choosing algorithms and asking for "
-        "memory, depends on the device: measure it, and leave it out.",
+        "What it does beside its work, such as choosing algorithms and asking for memory, depends "
+        "on the device: measure it, and leave it out.",
     ),
     Predicted(
         "predict.large_over_single", "predicted: images a second, large batch over one image", "",
@@ -121,7 +122,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         within=0.05, margin=0.2,
     ),
     Found(
-        "found.mean_with_first_ms", "the mean with the first iteration in it", "ms",
+        "found.mean_with_first_ms", "the mean with the warm-up iteration in it", "ms",
         lambda m: m.mean_with_first_ms,
         "The warm-up iteration and all timed ones, added up, over their number: 21 if 20 were "
         "timed.", within=0.01,
@@ -141,7 +142,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "p50 of the run with --batch-size 1.",
     ),
     Found(
-        "found.large_over_single", "images a second, large batch over one image", "times",
+        "found.large_over_single", "images a second, large batch over one image", "x",
         lambda m: images_per_s(m.large) / images_per_s(m.single),
         "The throughput of the largest batch over that of a single image.",
     ),

@@ -1,22 +1,22 @@
 """The profiler: predictions and findings against the participant's own trace of one network."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from labs.inference_benchmark import own_runs
-from labs.inference_benchmark.own_runs import LAB, true_counts
+from labs.inference_benchmark.own_runs import true_counts
 from labs.inference_benchmark.profiling import ITERATIONS
 from workshop.exercises.frame import Item, Missing, Work, judged
 from workshop.exercises.hot_list import names
-from workshop.exercises.predict import Chosen, Found, NotCompared, Predicted, Question, ask
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
-from workshop.profilers import load
-from workshop.profilers.table import KernelTable
+from workshop.profilers.table import Kernel, KernelTable
 
 PROFILE = "--batch-size 4 --iterations 5 --autograd-profiler --kineto"
 TOP = 5
 NEARLY = 0.9
-"""Of the fifth's time: a row with more may be in its place."""
+"""Of a row's time: a row with more may be in its place."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,17 @@ class Measured:
 
     @property
     def idle_percent(self) -> float:
-        if self.table.timeline is None:
-            raise NotCompared("without a GPU, operators run one after the other on the CPU")
         return 100 * (1 - self.busy)
 
 
 def measured(work: Work) -> Measured:
-    """Raises Missing: there is no profiled run, or its trace is gone."""
-    traced = own_runs.with_flag("--kineto")
-    runs = [run for run in own_runs.plain_runs(work) if traced(run)]
-    run = own_runs.newest(runs, "with a trace", PROFILE)
-    traces = sorted((work.results / LAB / "traces" / run.session).glob("trace*.json"))
-    if not traces:
-        raise Missing("your newest run's trace is gone:", f"{own_runs.PROGRAM} {PROFILE}")
-    return Measured(run, load.load(traces[0]))
+    """Raises Missing: there is no run with tables and a trace."""
+    tables = own_runs.with_flag("--autograd-profiler")
+    runs = [run for run in own_runs.plain_runs(work, precision="fp32") if tables(run)]
+    found = next(own_runs.profiles(work.results, runs), None)
+    if found is None:
+        raise Missing("no tables with a trace yet:", f"{own_runs.PROGRAM} {PROFILE}")
+    return Measured(found.run, found.table)
 
 
 def check(work: Work) -> Iterator[Item]:
@@ -74,7 +71,6 @@ def check(work: Work) -> Iterator[Item]:
 
 
 def _top_five(work: Work) -> Iterator[Item]:
-    """The answers are a list, in any order but for the first."""
     kernels = measured(work).table.kernels
     answers = work.answers["found.top_five"]
     what = "the five that take the most time"
@@ -82,14 +78,24 @@ def _top_five(work: Work) -> Iterator[Item]:
         yield Item(False, what, f'write a list of {TOP} names: ["first", "second", ...]')
         return
     least = NEARLY * kernels[min(TOP, len(kernels)) - 1].total_ns
-    hottest = [kernel for kernel in kernels if kernel.total_ns >= least]
-    wrong = [str(a) for a in answers if not any(names(str(a), k.name) for k in hottest)]
+    found = [_named(str(answer), kernels) for answer in answers]
+    wrong = [
+        str(answer)
+        for answer, kernel in zip(answers, found, strict=True)
+        if kernel is None or kernel.total_ns < least
+    ]
     if wrong:
         yield Item(False, what, f"not among them: {', '.join(wrong):.200}")
-    elif len({k.name for a in answers for k in hottest if names(str(a), k.name)}) < TOP:
-        yield Item(False, what, "one of them is there twice")
-    else:
-        yield judged(names(str(answers[0]), kernels[0].name), what, "the longest comes first")
+        return
+    times = [kernel.total_ns for kernel in found if kernel]
+    in_order = all(a >= NEARLY * b for a, b in itertools.pairwise(times))
+    twice = len({kernel.name for kernel in found if kernel}) < TOP
+    why = "one of them is there twice" if twice else "the longest comes first"
+    yield judged(in_order and not twice, what, why)
+
+
+def _named(answer: str, kernels: Iterable[Kernel]) -> Kernel | None:
+    return next((kernel for kernel in kernels if names(answer, kernel.name)), None)
 
 
 def gain(part: float) -> float:
@@ -117,23 +123,25 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.calls", "calls of an iteration", "", lambda m: m.calls,
-        "The line under the hot list: `N calls, ... ms each`, of one step.",
+        "The line under the hot list: `N calls, ... ms each`, of one step.", within=0.0,
         slips=lambda m: [(m.table.launches, "that is all iterations of the trace")],
     ),
     Found(
         "found.products_percent", "the share of convolutions and the linear layer", "%",
-        lambda m: 100 * m.part("GEMM"), "GEMM in the line `by category`.", margin=0.2,
+        lambda m: 100 * m.part("GEMM"), "GEMM in the line `by category`.", within=0.0,
+        margin=0.3,
     ),
     Found(
         "found.norms_percent", "the norms' share", "%", lambda m: 100 * m.part("norm"),
-        "norm in the line `by category`.", margin=0.2,
+        "norm in the line `by category`.", within=0.0,
+        margin=0.3,
     ),
     Found(
         "found.idle_percent", "the time in which the GPU waits", "%", lambda m: m.idle_percent,
-        "The line `GPU busy A of B ms`: 1 - A / B.", margin=1.0,
+        "The line `GPU busy A of B ms`: 1 - A / B; 0 without a GPU.", within=0.0, margin=1.0,
     ),
     Found(
-        "found.products_twice_as_fast", "if products were twice as fast", "times",
+        "found.products_twice_as_fast", "if products were twice as fast", "x",
         lambda m: gain(m.products),
         "1 / (1 - p / 2), where p is their part of the whole time, as a fraction. On a GPU the "
         "whole time has idle time in it.",

@@ -107,7 +107,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.gflop_batch", "operations of the larger batch", "GFLOP",
-        lambda m: gflop(m.large), "`fwd flops per GPU` of the larger batch.",
+        lambda m: gflop(m.large), "`fwd FLOPs per GPU` of the larger batch.",
         slips=lambda m: [
             (gflop(m.large) / 2, "those are MACs: a multiplication and an addition each"),
             (gflop(m.large) / m.large.units_per_step, "that is one image"),
@@ -119,8 +119,8 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         slips=lambda m: [(true_counts(m.large).flops / 2e9, "those are MACs")],
     ),
     Found(
-        "found.growth", "operations of the larger batch over those of the smaller", "times",
-        lambda m: m.growth, "The two runs' `fwd flops per GPU`, one over the other.", within=0.01,
+        "found.growth", "operations of the larger batch over those of the smaller", "x",
+        lambda m: m.growth, "The two runs' `fwd FLOPs per GPU`, one over the other.", within=0.01,
     ),
     Found(
         "found.rate_gflops", "what the timed iterations reached", "GFLOP/s",
@@ -134,7 +134,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         lambda m: m.share_percent, "The line `Share of a large product's`.",
     ),
     Found(
-        "found.share_of_one_image_percent", "the same, as the guide would have it", "%",
+        "found.share_of_one_image_percent", "the same, as the guide has it", "%",
         lambda m: m.share_percent / m.large.units_per_step,
         "With the operations of one image, and the time of the whole batch.", within=0.05,
     ),
@@ -155,14 +155,14 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         slips=lambda _: [(2.0, "the guide's own: operations of one image, bytes of 32")],
     ),
     Found(
-        "guide.ridge", "where its GPU turns", "FLOP a byte", lambda _: RIDGE,
+        "guide.ridge", "its GPU's ridge point", "FLOP a byte", lambda _: RIDGE,
         "The peak over the bandwidth: 163 TFLOP/s over 6 TB/s.",
     ),
     Chosen(
-        "guide.bound", "what bounds the network as a whole", ("compute", "memory"),
+        "guide.bound", "the limit that the network would meet first", ("compute", "memory"),
         lambda _: "compute" if GUIDE_INTENSITY > RIDGE else "memory",
-        f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the GPU turns at {RIDGE:.0f}",
-        lambda _: f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the GPU turns at {RIDGE:.0f}",
+        f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the ridge point is {RIDGE:.0f}",
+        lambda _: f"{GUIDE_INTENSITY:.0f} FLOP a byte, and the ridge point is {RIDGE:.0f}",
     ),
     Found(
         "layers.conv", f"the intensity of {CONV}", "FLOP a byte", lambda m: m.intensity(CONV),
@@ -176,7 +176,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "bytes.",
     ),
     Found(
-        "layers.linear_batch", f"the batch at which {LINEAR} turns", "images",
+        "layers.linear_batch", f"the batch at which {LINEAR} is at the ridge point", "images",
         lambda m: m.linear_batch,
         f"2 x weights x B / (4 x (in x B + out x B + weights)) = {RIDGE:.1f}, solved for B.",
         within=0.08,

@@ -9,7 +9,8 @@ from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
 
-GROUP = "torchrun --nproc-per-node 2 labs/inference_benchmark/micro_benchmarking_pytorch.py"
+PROGRAM = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
+GROUP = f"OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 {PROGRAM}"
 NETWORK = "--network resnet18 --iterations 10"
 
 
@@ -79,7 +80,8 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.second_has", "images of the second process", "images", lambda m: m.parts[1],
-        "The line `[GPU 1] Local batch size`; together they have the whole batch.", within=0,
+        "The second process's line `Local batch size`; together they have the whole batch.",
+        within=0,
     ),
     Found(
         "found.most_percent", "the most that a remainder allows", "%", lambda m: m.most,
@@ -105,7 +107,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Chosen(
         "found.with_batch", "the exchange with a larger batch", ("grow", "shrink", "stay"),
-        lambda m: "stay", "how many gradients there are says the network, not the batch",
+        lambda m: "stay", "the number of gradients depends on the network, not on the batch",
         lambda m: "stays, so that a larger batch has more work for each exchange",
     ),
 )  # fmt: skip

@@ -10,10 +10,11 @@ from workshop.labs import LabRow, LabRun
 from workshop.run import timing
 
 PROGRAM = "python labs/inference_benchmark/micro_benchmarking_pytorch.py"
-SMALL, LARGE = "resnet18", "resnet50"
 MODES = ("none", "default", "reduce-overhead", "max-autotune")
 AS_FAST = 0.97
 """Of the fastest mode's throughput: above it the order may be chance."""
+WIDE = 2.0
+"""An interval whose ends are further apart says little."""
 SCRIPT_BATCHES = 20
 
 
@@ -40,14 +41,6 @@ class Comparison:
         low, high = self.difference.interval or (1.0, 1.0)
         return "faster" if low > 1 else "slower" if high < 1 else "none"
 
-    def speedup(self) -> float:
-        """Of the default mode, as the table has it; where that has a verdict only, of the images a
-        second."""
-        difference = self.difference
-        if self.verdict != "none":
-            return difference.value
-        return self.rate("default") / self.rate("none")
-
     def rate(self, mode: str) -> float:
         """Images a second; 0 of a mode that has none."""
         row = self.row(mode)
@@ -56,18 +49,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Measured:
-    """The newest single run with --compile, and the newest comparisons."""
+    """The newest single run with --compile, the newest comparison in fp32, and the newest of the
+    same network and batch at half precision."""
 
     single: LabRun
-    small: Comparison
-    large: Comparison
+    full: Comparison
     half: Comparison
-
-    @property
-    def plain_fp32(self) -> Comparison:
-        """Of the network that was compared at half precision too."""
-        network = self.half.rows[0].first.options["network"]
-        return self.small if network == SMALL else self.large
 
     @property
     def compile_s(self) -> float:
@@ -97,8 +84,8 @@ def mode_of(run: LabRun) -> str:
 
 
 def fastest(m: Measured) -> list[str]:
-    most = max(m.large.rate(mode) for mode in MODES)
-    return [mode for mode in MODES if m.large.rate(mode) >= AS_FAST * most]
+    most = max(m.full.rate(mode) for mode in MODES)
+    return [mode for mode in MODES if m.full.rate(mode) >= AS_FAST * most]
 
 
 def _never(m: Measured) -> list[tuple[float, str]]:
@@ -111,13 +98,14 @@ def _interval(difference: timing.Ratio) -> str:
     if difference.interval is None:
         return "a single process of each shows nothing"
     low, high = difference.interval
-    return f"{low:.2f} to {high:.2f} times as fast"
+    few = ": too few processes, or too restless a machine" if high > WIDE * low else ""
+    return f"{low:.2f} to {high:.2f} times as fast{few}"
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
-        "predict.speedup", "predicted: the speed-up of compiling", "times",
-        lambda m: m.large.speedup(),
+        "predict.speedup", "predicted: the speed-up of compiling", "x",
+        lambda m: m.full.difference.value,
         "Convolutions stay with the vendor's library. What the compiler joins lies between them, "
         "and cannot win more than it takes.",
     ),
@@ -125,11 +113,6 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "predict.compile_s", "predicted: seconds to compile", "s", lambda m: m.compile_s,
         "It traces the network, writes kernels and calls a compiler for each: the time follows "
         "the number of different operations, not their size.", within=0.5,
-    ),
-    Chosen(
-        "predict.gains_more", "predicted: which network gains more", (SMALL, LARGE),
-        lambda m: (SMALL, LARGE),  # a prediction is never wrong
-        note=lambda m: f"{SMALL} {m.small.speedup():.2f}x, {LARGE} {m.large.speedup():.2f}x",
     ),
     Found(
         "found.compile_s", "seconds to compile", "s", lambda m: m.compile_s,
@@ -150,40 +133,35 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         )],
     ),
     Found(
-        "found.speedup_resnet50", f"the speed-up of {LARGE}", "times",
-        lambda m: m.large.speedup(),
+        "found.speedup", "the speed-up in fp32", "x", lambda m: m.full.difference.value,
         "The column `speed-up` of the comparison in fp32, of `compile` without a mode's name; "
         "where it has no number, images/s over images/s of plain fp32.",
     ),
     Chosen(
-        "found.difference", f"whether compiling {LARGE} makes a difference",
-        ("faster", "slower", "none"), lambda m: m.large.verdict,
+        "found.difference", "whether compiling makes a difference in fp32",
+        ("faster", "slower", "none"), lambda m: m.full.verdict,
         "an interval that contains 1 shows none; above 1 it is faster, below slower",
-        lambda m: _interval(m.large.difference),
+        lambda m: _interval(m.full.difference),
     ),
     Chosen(
-        "found.fastest", f"the fastest mode of {LARGE}", MODES, fastest,
+        "found.fastest", "the fastest mode in fp32", MODES, fastest,
         "the column of images/s says so",
-        lambda m: ", ".join(f"{mode} {m.large.rate(mode):,.1f}" for mode in MODES
-                            if m.large.rate(mode)),
+        lambda m: ", ".join(f"{mode} {m.full.rate(mode):,.1f}" for mode in MODES
+                            if m.full.rate(mode)),
     ),
     Found(
-        "found.speedup_resnet18", f"the speed-up of {SMALL}", "times",
-        lambda m: m.small.speedup(),
-        f"As for {LARGE}, of its own comparison.",
-    ),
-    Found(
-        "found.speedup_half", "the speed-up at half precision", "times",
-        lambda m: m.half.speedup(),
+        "found.speedup_half", "the speed-up at half precision", "x",
+        lambda m: m.half.difference.value,
         "Of the comparison with --precision fp16 or bf16, likewise.",
     ),
     Found(
-        "found.both", "both changes together", "times",
-        lambda m: m.half.rate("default") / m.plain_fp32.rate("none"),
+        "found.both", "both changes together", "x",
+        lambda m: m.half.rate("default") / m.full.rate("none"),
         "Images/s of the compiled network at half precision over those of plain fp32.",
         within=0.05,
         slips=lambda m: [(
-            m.half.speedup(), "that is over plain at the same precision: divide by plain fp32's",
+            m.half.difference.value,
+            "that is over plain at the same precision: divide by plain fp32's",
         )],
     ),
     Chosen(
@@ -196,45 +174,51 @@ QUESTIONS: tuple[Question[Measured], ...] = (
 
 def _runs(work: Work) -> Iterator[Item]:
     m = measured(work)
-    first = m.large.rows[0].first
+    first = m.full.rows[0].first
     half = m.half.rows[0].first.options["precision"]
     ms = timing.median(m.single.step_ms)
     note = (
         f"compiled in {m.compile_s:.1f} s, then {ms:,.1f} ms a batch where plain takes "
         f"{float(m.single.metrics['plain_ms'] or 0):,.1f}"
     )
-    yield Item(True, f"your runs: {LARGE}, {SMALL}, fp32 and {half}, {first.device['name']}", note)
+    yield Item(True, f"your runs: {first.subject}, fp32 and {half}, {first.device['name']}", note)
 
 
 # --- the participant's runs ----------------------------------------------------------------------
 
 
 def measured(work: Work) -> Measured:
-    """Raises Missing: one of the four measurements is not there."""
+    """Raises Missing: one of the three measurements is not there."""
     runs = work.lab_runs("inference_benchmark", mode="inference")
     own = (run for run in runs if not own_runs.is_of_peer(run))
     alone = (run for run in own if "plain_ms" in run.metrics and not run.baseline)
     single = next((run for run in alone if run.options["compile"] is not None), None)
     if single is None:
-        raise Missing("no single run with --compile yet:", _command(SMALL, "--compile"))
-    large = _comparison(runs, (LARGE,), ("fp32",))
-    small = _comparison(runs, (SMALL,), ("fp32",))
-    return Measured(single, small, large, _comparison(runs, (SMALL, LARGE), ("fp16", "bf16")))
+        raise Missing(
+            "no single run with --compile yet:", f"{own_runs.PROGRAM} --batch-size 4 --compile"
+        )
+    full = _comparison(runs, ("fp32",))
+    like = full.rows[0].first
+    same = [run for run in runs if _what(run) == _what(like)]
+    return Measured(single, full, _comparison(same, ("fp16", "bf16"), *_what(like)))
+
+
+def _what(run: LabRun) -> tuple[str, int]:
+    return own_runs.text_option(run, "network"), run.units_per_step
 
 
 def _comparison(
-    runs: Sequence[LabRun], networks: tuple[str, ...], precisions: tuple[str, ...]
+    runs: Sequence[LabRun],
+    precisions: tuple[str, ...],
+    network: str = "resnet18",
+    batch_size: int = 4,
 ) -> Comparison:
-    """The newest one."""
+    """The newest one; network and batch are for the command that makes it."""
     for rows in own_runs.comparisons(runs, "compile"):
-        options = rows[0].first.options
-        if options["network"] in networks and options["precision"] in precisions:
+        if rows[0].first.options["precision"] in precisions:
             return Comparison(rows)
+    flags = f"--network {network} --batch-size {batch_size} --iterations 10"
     raise Missing(
-        f"{' or '.join(networks)} in {' or '.join(precisions)} was not compared yet:",
-        _command(networks[0], f"--compare compile --precision {precisions[-1]}"),
+        f"no comparison in {' or '.join(precisions)} yet:",
+        f"{PROGRAM} {flags} --compare compile --precision {precisions[-1]}",
     )
-
-
-def _command(network: str, flags: str) -> str:
-    return f"{PROGRAM} --network {network} --batch-size 4 --iterations 5 {flags}"
