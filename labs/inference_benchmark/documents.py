@@ -328,6 +328,7 @@ def _cells(groups: Groups) -> dict[str, str]:
         "bf16 or fp16": of_variants(PRECISION, HALF),
         "channels last": of_variants(MEMORY_FORMAT),
         "batch norms folded": of_rung("folded norms"),
+        "convolution and ReLU fused": of_rung("fused ReLUs"),
         "larger batch": of_variants(BATCH_SIZE),
         "torch.compile": of_variants(COMPILE),
         "graph": of_rung("graph"),
