@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from labs.inference_benchmark import (
     rewriting,
     show,
     single,
+    studies,
 )
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
@@ -505,3 +507,33 @@ def test_an_implausible_rate_is_a_sentence() -> None:
     record.peak_tflops, record.flops_per_step, record.step_ms = 10.0, 1e12, [1.0]
     assert "more than the data sheet's 10" in single.implausible(record, 1)[0]
     assert single.implausible(record, 200) == []
+
+
+MODES = ("", " reduce-overhead", " max-autotune")
+LADDER = [
+    "fp32", "tf32", "fp16", "fp16, channels-last", "fp16, channels-last, folded norms",
+    "fp16, channels-last, folded norms, fused ReLUs",
+    "fp16, channels-last, folded norms, fused ReLUs, compile",
+    "fp16, channels-last, folded norms, fused ReLUs, compile, graph",
+    "fp16, channels-last, folded norms, AOTInductor, graph",
+]  # fmt: skip
+TUNED = "--compile --compileContext \"{'mode': 'max-autotune'}\""
+
+
+@pytest.mark.parametrize(
+    ("words", "labels"),
+    [
+        ("--ladder", LADDER),
+        ("--compare precision", ["fp32", "tf32", "bf16", "fp16"]),
+        ("--compare memory-format --fp16 1", ["fp16", "fp16, channels-last"]),
+        ("--compare compile", ["fp32", *(f"fp32, compile{mode}" for mode in MODES)]),
+        (f"--compare compile {TUNED}", ["fp32", "fp32, compile max-autotune"]),
+    ],
+)
+def test_a_study_has_these_variants_on_a_gpu(
+    words: str, labels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studies, "_has", lambda *_: True)
+    given, gpu = arguments(*shlex.split(words)), torch.device("cuda")
+    plans = studies.ladder(given, gpu) if given.ladder else studies.compared(given, gpu)
+    assert [single.variant_of(arguments(*plan)).label for plan in plans] == labels

@@ -59,7 +59,7 @@ PEERS = {
 TRAINING = (
     "densenet121, batch 2048, 224 x 224, training, compare compile",
     f"{ON} densenet121 --batch-size 2048 --mode training --precision bf16 --channels-last "
-    "--compare compile",
+    "--compare compile --compile",
 )
 NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1 --jobs 16"
 """The end of each network's subject."""

@@ -141,7 +141,12 @@ def _add_profilers(add: Add) -> None:
 
 
 def _add_studies(add: Add) -> None:
-    add("--compare", choices=COMPARISONS, help="run its variants in alternating processes")
+    add(
+        "--compare",
+        choices=COMPARISONS,
+        help="run its variants in alternating processes; compile with --compile: eager mode and "
+        "that alone",
+    )
     add(
         "--ladder",
         action="store_true",

@@ -68,6 +68,8 @@ def compared(arguments: argparse.Namespace, device: torch.device) -> list[Flags]
     if arguments.compare == "batch-size":
         batches = GPU_BATCHES if on_gpu else CPU_BATCHES
         return [(*common, "--batch-size", str(batch)) for batch in batches]
+    if arguments.compile:
+        return [common, (*common, *_compile_flags(arguments))]
     # On a CPU reduce-overhead is the default mode.
     names = ["", "reduce-overhead", "max-autotune"] if on_gpu else ["", "max-autotune"]
     contexts = [("--compileContext", f"{{'mode': '{name}'}}") if name else () for name in names]
@@ -125,6 +127,10 @@ def _has(precision: str, device: torch.device) -> bool:
     return True
 
 
+def _compile_flags(arguments: argparse.Namespace) -> Flags:
+    return ("--compile", "--compileContext", arguments.compile_context or "{}")
+
+
 def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]:
     """The flags that hold for all variants: those given, but for the one that is compared."""
     flags: list[str] = []
@@ -134,7 +140,7 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
     if without != "memory-format" and arguments.channels_last:
         flags.append("--channels-last")
     if without != "compile" and arguments.compile:
-        flags += ["--compile", "--compileContext", arguments.compile_context or "{}"]
+        flags += _compile_flags(arguments)
     for name in ("fold_norms", "fuse_relus", "cuda_graph"):
         if getattr(arguments, name):
             flags.append(f"--{name.replace('_', '-')}")

@@ -148,7 +148,7 @@ measure() {
       ;;
     inference_training)
       infer training densenet121 --batch-size 2048 --mode training --precision bf16 \
-        --channels-last --compare compile
+        --channels-last --compare compile --compile
       ;;
     inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 16 ;;
     inference_profiles) for precision in fp32 fp16; do profile_inference "$precision"; done ;;
