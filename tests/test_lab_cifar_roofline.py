@@ -282,6 +282,8 @@ def test_amd_s_profiles(
         whole, kernel = drawn[-1].points
         assert (whole.category, kernel.label) == (hierarchy.WHOLE, kernel.label)
         assert whole.intensity == kernel.intensity == pytest.approx(flops / moved), printed
+        assert whole.flops_per_s == pytest.approx(kernel.flops_per_s)
+        assert whole.bytes_per_s == pytest.approx(kernel.bytes_per_s)
     assert ADD.split("<")[0].split()[-1] in drawn[0].points[1].label
 
 
