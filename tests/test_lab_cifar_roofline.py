@@ -235,6 +235,8 @@ def test_every_kernel_at_every_level(
     marks = figures.marks(drawn[0], figures.view(drawn[0]))
     markers = {mark.point.level: mark.marker[0] for mark in marks}
     assert markers == {"memory": "o", "L2": "s", "L1": "D"}
+    areas = {mark.point.label: mark.area for mark in marks}
+    assert areas["my_sum"] > areas["my_gemm"] > areas["my_gemm, L2"] == areas["my_sum, L1"]
     assert "my_gemm: memory-bound: 1 of 2 GB/s, 50% of its roof" in printed
     assert "my_gemm, L2: below the memory roof, and far from it: 4 of 9 GB/s" in printed
     assert "IMPLAUSIBLE" not in printed

@@ -100,7 +100,8 @@ class Mark:
     y: float
     edge: int
     area: float
-    """In square points: in proportion to its time; where no times are known, all alike."""
+    """In square points: in proportion to its time; all alike where no times are known, and at the
+    caches."""
     implausible: bool
 
     @property
@@ -181,7 +182,9 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
     found = []
     for rank, point in enumerate(roofline.points[:MOST_DRAWN], 1):
         part = (point.seconds or 0.0) / longest if longest else 0.2
-        area = max(_SMALLEST_AREA, _LARGEST_AREA * part)
+        # A kernel's points at the caches are small, or they would cover each other.
+        size = _LARGEST_AREA if point.level == MAIN_MEMORY else 0.0
+        area = max(_SMALLEST_AREA, size * part)
         if place := frame.place(point):
             found.append(Mark(rank, point, *place, area, bool(model.exceeded(roofline, point))))
     return found
