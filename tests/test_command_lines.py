@@ -70,6 +70,9 @@ NO_NAME = "no such name\x1b[31m"
 """Steers a terminal, too."""
 HUGE = {"1e23", "1" + 23 * "0"}
 BENCHMARK = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
+ROOFLINE_LAB = "labs/cifar10_roofline/roofline/"
+PLOT = f"{ROOFLINE_LAB}plot_roofline.py"
+NCU_CSV = str(ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv")
 GOOD = {
     "--learning-rate": HUGE,
     "--port": {"0"},
@@ -94,6 +97,8 @@ ANYTHING = {
     ("workshop/profilers/run_all.py", "--output-dir"),  # run_all_profilers.sh has made them
     ("workshop/profilers/run_all.py", "--lock"),
     (BENCHMARK, "--dist-url"),
+    (f"{ROOFLINE_LAB}parse_ncu_csv.py", "--label"),  # any text
+    (PLOT, "--label"),
     ("labs/inference_benchmark/results_sheet.py", "--name"),
 }
 """Flags of which only the empty value is known to be wrong."""
@@ -111,6 +116,8 @@ NEEDS = {
     "workshop/profilers/__main__.py diff": {"a": [PROFILE], "b": [PROFILE]},
     "workshop/profilers/__main__.py draw": {"path": [TRACE], "output": ["--output", "a.png"]},
     "workshop/profilers/__main__.py advise": {"paths": [PROFILE]},
+    f"{ROOFLINE_LAB}parse_ncu_csv.py": {"report": [NCU_CSV]},
+    PLOT: {"report": ["--report", NCU_CSV]},
     "analysis_tools/report_generator.py": {"results": ["--results", "runs"]},
     "analysis_tools/regression_tester.py check": {
         "baseline": ["--baseline", "baseline.json"],
@@ -129,6 +136,8 @@ NEEDS = {
 FORCED = ["--baseline", "baseline.json", "--device", "cpu", "--force"]
 INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
+    (PLOT, "--ai"): ["--gflops", "1"],
+    (PLOT, "--gflops"): ["--ai", "1"],
     ("analysis_tools/roofline_analysis.py", "--ai"): ["--gflops", "1"],
     ("analysis_tools/roofline_analysis.py", "--gflops"): ["--ai", "1"],
     ("analysis_tools/roofline_analysis.py", "--device"): ["--measure"],

@@ -39,7 +39,12 @@ from workshop.profilers.table import Kernel, KernelTable
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = ROOT / "workshop" / "profilers" / "runners"
 FOLDERS = [ROOT / version.folder for version in versions.VERSIONS.values()]
-APPLICATIONS = ("tiny_llama_v1.py", "micro_benchmarking_pytorch.py")
+APPLICATIONS = {
+    "tiny_llama_v1.py": "--profile-steps",
+    "micro_benchmarking_pytorch.py": "--profile-steps",
+    "train.py": "--profile-one-step",
+}
+"""Each with its flag for a profile."""
 TOOLS = ("rocprofv3", "rocprof_sys", "rocprof_compute", "ncu", "nsys", "proton")
 
 Run = subprocess.CompletedProcess[str]
@@ -284,7 +289,7 @@ NEEDED = {
     "rocprofv3 --stats": "--kernel-trace --hip-runtime-trace --memory-copy-trace --marker-trace",
     "rocprof-sys-sample": "ROCPROFSYS_TIME_OUTPUT=OFF",
     "rocprof-sys-run": "ROCPROFSYS_TIME_OUTPUT=OFF",
-    "ncu": "--profile-from-start=off --no-cuda-graph TORCHINDUCTOR_COMPILE_THREADS=1",
+    "ncu": "--profile-from-start=off TORCHINDUCTOR_COMPILE_THREADS=1",
     "nsys profile": "--capture-range=cudaProfilerApi --capture-range-end=stop "
     "--cuda-graph-trace=node",
     "nsys stats": "--report=cuda_gpu_kern_sum --report=cuda_gpu_mem_time_sum "
@@ -368,8 +373,10 @@ def _rules(program: str, given: Options, application: list[str]) -> Iterator[str
     rules = {
         "Triton up to 3.6 runs no script that ends with sys.exit": program == "proton"
         and Path(application[0]).name != "proton_app.py",
-        "the application is not the folder's": script not in APPLICATIONS
-        or "--profile-steps" not in application,
+        "the application is not the folder's": APPLICATIONS.get(script) not in application,
+        "a graph's kernels are not measured": program == "ncu"
+        and "--profile-steps" in application
+        and "--no-cuda-graph" not in application,
         "no output format: its default depends on the version": v3 and not formats,
         f"{formats} is no output format": v3
         and formats - {"csv", "json", "pftrace", "otf2", "rocpd"},

@@ -8,12 +8,14 @@ times are those of a kernel alone, and there is no timeline. What it computes an
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from workshop.errors import WorkshopError
+from workshop.profilers.names import printable
 from workshop.profilers.reading import (
     BEFORE_HEADER,
     CsvTable,
@@ -32,6 +34,13 @@ _TIME_LABEL = "Duration"
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 """The second is what Blackwell calls it."""
+CACHES = {"L2": "lts__t_bytes.sum", "L1": "l1tex__t_bytes.sum"}
+DRAM = "DRAM"
+LEVELS = (DRAM, *CACHES)
+"""Where bytes are counted, from the memory up to the level that the cores ask."""
+_BUSY = {
+    part: f"{part.lower()}__throughput.avg.pct_of_peak_sustained_elapsed" for part in ("SM", DRAM)
+}
 _DEVICE = "device__attribute_display_name"
 
 # Operations by executed thread instruction: a fused multiply-add is two, and instructions on half
@@ -43,8 +52,13 @@ _OPS_PER_INSTRUCTION = {
 }
 # Matrix units: operations already, by data types. Those on integers are no floating-point ones.
 _TENSOR = re.compile(r"sm__ops_path_tensor_src_(?!int)(\w{1,60})\.sum")
+_VECTOR_KINDS = {"f": "FP32", "d": "FP64", "h": "FP16/BF16"}
+"""By the first letter of the instruction: those on half precision take both of its types."""
+TENSOR = " tensor"
+"""Ends the kinds of operations that the tensor cores do, as in "BF16 tensor"."""
 
-_WANTED = {_TIME, *_READ, *_WRITTEN, _DEVICE, *_OPS_PER_INSTRUCTION}
+_WANTED = {_TIME, *_READ, *_WRITTEN, *CACHES.values(), *_BUSY.values(), _DEVICE}
+_WANTED |= _OPS_PER_INSTRUCTION.keys()
 _TIMES_NS = {
     **dict.fromkeys(("", "ns", "nsec", "nsecond"), 1.0),
     **dict.fromkeys(("us", "usec", "usecond"), 1e3),
@@ -68,6 +82,48 @@ class Launch(NamedTuple):
     units: dict[str, str]
 
 
+@dataclass
+class Counted:
+    """What ncu counted of one kernel, over all its launches."""
+
+    name: str
+    calls: int = 0
+    time_ns: float = 0.0
+    operations: dict[str, float] = field(default_factory=dict)
+    """By kind: "FP32", "FP64" and "FP16/BF16" of the vector units, "BF16 tensor" and its like."""
+    moved: dict[str, float] = field(default_factory=dict)
+    """Bytes by level, of those among LEVELS that were collected."""
+    busy_ns: dict[str, float] = field(default_factory=dict)
+    """By part of the chip, "SM" and "DRAM": the time, each launch by the share of the part's peak
+    that ncu says it reached."""
+
+    @property
+    def flops(self) -> float:
+        return sum(self.operations.values())
+
+    def add(self, other: "Counted") -> None:
+        self.calls += other.calls
+        self.time_ns += other.time_ns
+        for name in ("operations", "moved", "busy_ns"):
+            mine: dict[str, float] = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                mine[key] = mine.get(key, 0.0) + value
+
+
+@dataclass
+class Report:
+    """All that was counted of a run; `kernels` comes longest total first."""
+
+    path: Path
+    device: str | None
+    kernels: list[Counted]
+    total: Counted
+    metrics: set[str]
+    """Those that were collected, of all that are read here."""
+    warnings: list[str]
+    """Sentences: rows that could not be read."""
+
+
 def recognises(path: Path) -> bool:
     """Whether a file is a page of ncu's in CSV, with or without a program's output before it.
 
@@ -85,18 +141,14 @@ def read(path: Path) -> KernelTable:
         WorkshopError: it can't be read, or has no kernel with a time.
     """
     problems = Problems(path)
-    table = CsvTable(path, problems, first_column=_ID)
-    details = "Metric Name" in table.columns
-    launches = _details_launches(table, problems) if details else _raw_launches(table, problems)
     sums = Sums()
     device = None
-    for launch in launches:
+    for launch in _launches(path, problems):
         with problems.noted(launch.row):
             _add(sums, launch)
             device = device or launch.values.get(_DEVICE)
     if not len(sums):
-        nothing = problems.error("kernels with a time")
-        raise WorkshopError(f"{nothing}; was ncu run with --metrics {_TIME}?")
+        raise _no_kernels(problems)
     kernels, warnings = sums.kernels(), problems.warnings()
     vector_units = _OPS_PER_INSTRUCTION.keys() & launch.values.keys()
     if vector_units and all(kernel.flops is None for kernel in kernels):
@@ -105,6 +157,40 @@ def read(path: Path) -> KernelTable:
             "(sm__ops_path_tensor_*) they would be far too few"
         )
     return KernelTable(path, "ncu", kernels, device=device, warnings=warnings)
+
+
+def read_counts(path: Path) -> Report:
+    """As `read`, with operations by kind and bytes by level. What was not collected is absent.
+
+    Raises:
+        WorkshopError: it can't be read, or has no kernel with a time.
+    """
+    problems, total = Problems(path), Counted("all kernels")
+    kernels: dict[str, Counted] = {}
+    metrics: set[str] = set()
+    device = None
+    for launch in _launches(path, problems):
+        with problems.noted(launch.row):
+            counted = _counted(launch)
+            kernels.setdefault(counted.name, Counted(counted.name)).add(counted)
+            total.add(counted)
+            metrics |= {name for name, value in launch.values.items() if value not in _MISSING}
+            device = device or launch.values.get(_DEVICE)
+    if not total.time_ns:
+        raise _no_kernels(problems)
+    ordered = sorted(kernels.values(), key=lambda kernel: (-kernel.time_ns, kernel.name))
+    return Report(path, device, ordered, total, metrics, problems.warnings())
+
+
+def _launches(path: Path, problems: Problems) -> Iterator[Launch]:
+    table = CsvTable(path, problems, first_column=_ID)
+    details = "Metric Name" in table.columns
+    return _details_launches(table, problems) if details else _raw_launches(table, problems)
+
+
+def _no_kernels(problems: Problems) -> WorkshopError:
+    nothing = problems.error("kernels with a time")
+    return WorkshopError(f"{nothing}; was ncu run with --metrics {_TIME}?")
 
 
 def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
@@ -165,6 +251,20 @@ def _is_wanted(metric: str) -> bool:
 
 def _add(sums: Sums, launch: Launch) -> None:
     """Adds a launch. Raises NoNumber: it has no time, or a counter holds no number."""
+    counted = _counted(launch)
+    # Without a counter of the tensor cores there are no operations: what the other units do is
+    # next to nothing in a product.
+    known = any(kind.endswith(TENSOR) for kind in counted.operations)
+    sums.add(
+        launch.name,
+        counted.time_ns,
+        bytes=counted.moved.get(DRAM),
+        flops=counted.flops if known else None,
+    )
+
+
+def _counted(launch: Launch) -> Counted:
+    """Raises NoNumber: it has no name or time, or a counter holds no number."""
     if not launch.name:
         raise NoNumber("has no kernel name")
     time = launch.values.get(_TIME, "")
@@ -173,22 +273,30 @@ def _add(sums: Sums, launch: Launch) -> None:
     unit = launch.units[_TIME]
     if unit not in _TIMES_NS:
         raise NoNumber(f"{unit!r:.40} is no unit of time")
-    time_ns = nanoseconds(time, _TIMES_NS[unit])
+    counted = Counted(printable(launch.name), 1, nanoseconds(time, _TIMES_NS[unit]))
     read, written = _count(launch, *_READ), _count(launch, *_WRITTEN)
-    moved = None if read is None or written is None else read + written
-    sums.add(launch.name, time_ns, bytes=moved, flops=_flops(launch))
-
-
-def _flops(launch: Launch) -> float | None:
-    """Floating-point operations of a launch; None where no counter of the tensor cores was
-    collected: what the other units do is next to nothing in a product."""
-    operations, of_tensor_cores = 0.0, False
+    caches = {level: _count(launch, metric) for level, metric in CACHES.items()}
+    if read is not None and written is not None:
+        counted.moved[DRAM] = read + written
+    counted.moved |= {level: moved for level, moved in caches.items() if moved is not None}
+    for part, metric in _BUSY.items():
+        if (percent := launch.values.get(metric, "")) not in _MISSING:
+            counted.busy_ns[part] = counted.time_ns * amount(percent, 0.01)
     for metric, factor in _operation_counters(tuple(launch.values)):
         count = _count(launch, metric)
         if count is not None:
-            operations += count * factor
-            of_tensor_cores |= metric not in _OPS_PER_INSTRUCTION
-    return operations if of_tensor_cores else None
+            kind = _kind(metric)
+            counted.operations[kind] = counted.operations.get(kind, 0.0) + count * factor
+    return counted
+
+
+@lru_cache(maxsize=4096)
+def _kind(metric: str) -> str:
+    """Of the operations that a metric counts; a tensor core's by the type that it reads."""
+    tensor = _TENSOR.fullmatch(metric)
+    if tensor:
+        return tensor[1].split("_")[0].upper() + TENSOR
+    return _VECTOR_KINDS[metric.removeprefix("smsp__sass_thread_inst_executed_op_")[0]]
 
 
 @lru_cache(maxsize=4096)

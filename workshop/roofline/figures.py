@@ -36,6 +36,8 @@ _MARKERS = {
     _RIGHT: (">", "triangle-right"),
 }
 """By edge: matplotlib's and plotly's name."""
+_LEVELS = {"L2": ("s", "square"), "L1": ("D", "diamond")}
+"""Of points in the plot whose bytes are those of a cache."""
 _EDGES = {_LEFT: "no operations, or not counted", _RIGHT: "no bytes, or not counted"}
 _X_TITLE, _Y_TITLE = "arithmetic intensity, FLOP per byte of memory traffic", "FLOP/s"
 _FONT_SIZE, _LONGEST_NAME = 13, 36
@@ -98,7 +100,8 @@ class Mark:
     y: float
     edge: int
     area: float
-    """In square points: in proportion to its time; where no times are known, all alike."""
+    """In square points: in proportion to its time; all alike where no times are known, and at the
+    caches."""
     implausible: bool
 
     @property
@@ -114,6 +117,12 @@ class Mark:
     @property
     def colour(self) -> str:
         return COLOURS[self.point.category]
+
+    @property
+    def marker(self) -> tuple[str, str]:
+        """Matplotlib's and plotly's name."""
+        inside = _LEVELS.get(self.point.level, _MARKERS[_INSIDE])
+        return inside if self.edge == _INSIDE else _MARKERS[self.edge]
 
     @property
     def is_lower_bound(self) -> bool:
@@ -173,7 +182,9 @@ def marks(roofline: Roofline, frame: View) -> list[Mark]:
     found = []
     for rank, point in enumerate(roofline.points[:MOST_DRAWN], 1):
         part = (point.seconds or 0.0) / longest if longest else 0.2
-        area = max(_SMALLEST_AREA, _LARGEST_AREA * part)
+        # A kernel's points at the caches are small, or they would cover each other.
+        size = _LARGEST_AREA if point.level == MAIN_MEMORY else 0.0
+        area = max(_SMALLEST_AREA, size * part)
         if place := frame.place(point):
             found.append(Mark(rank, point, *place, area, bool(model.exceeded(roofline, point))))
     return found
@@ -324,7 +335,7 @@ def _draw_marks(axes: Any, drawn: Sequence[Mark]) -> None:
             mark.x,
             mark.y,
             s=mark.area,
-            marker=_MARKERS[mark.edge][0],
+            marker=mark.marker[0],
             color=mark.colour,
             alpha=0.85,
             edgecolors=mark.edge_colour,
@@ -381,6 +392,12 @@ def _draw_legend(figure: Any, drawn: Sequence[Mark], origins: Iterable[str]) -> 
         text: {"marker": _MARKERS[edge][0], "color": grey}
         for edge, text in _EDGES.items()
         if edge in present
+    }
+    levels = {mark.point.level for mark in drawn if mark.edge == _INSIDE}
+    entries |= {
+        f"bytes at {level}": {"marker": marker, "color": grey}
+        for level, (marker, _) in _LEVELS.items()
+        if level in levels
     }
     if any(mark.is_lower_bound for mark in drawn):
         entries["bytes are a lower bound"] = {"marker": "$\\leftarrow$", "color": grey}
@@ -445,7 +462,7 @@ def plotly_figure(roofline: Roofline) -> Any:
             marker={
                 "color": COLOURS[category],
                 "size": [mark.diameter for mark in own],
-                "symbol": [_MARKERS[mark.edge][1] for mark in own],
+                "symbol": [mark.marker[1] for mark in own],
                 "opacity": 0.85,
                 "line": {
                     "color": [mark.edge_colour for mark in own],

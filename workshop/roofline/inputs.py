@@ -140,9 +140,12 @@ def from_numbers(
 
 
 def given_ceilings(
-    compute_tflops: float | None, bandwidth_gbs: float | None, precision: str
+    compute_tflops: float | None,
+    bandwidth_gbs: float | None,
+    precision: str,
+    caches_gbs: Mapping[str, float | None] | None = None,
 ) -> list[Ceiling]:
-    """Ceilings that were typed, in TFLOP/s and GB/s.
+    """Ceilings that were typed, in TFLOP/s and GB/s; those of caches by level.
 
     Raises:
         WorkshopError: one is not positive.
@@ -150,6 +153,10 @@ def given_ceilings(
     typed = (
         ("--peak-bw", bandwidth_gbs, 1e9, model.MEMORY, MAIN_MEMORY),
         ("--peak-compute", compute_tflops, 1e12, model.COMPUTE, precision),
+        *(
+            (f"--peak-{level.lower()}", gbs, 1e9, model.MEMORY, level)
+            for level, gbs in (caches_gbs or {}).items()
+        ),
     )
     return [
         Ceiling(kind, name, _check(flag, value) * unit, model.GIVEN, flag)

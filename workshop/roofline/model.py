@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 MEMORY, COMPUTE, NEITHER = "memory", "compute", "neither"
 KINDS = (MEMORY, COMPUTE)
 MAIN_MEMORY = "memory"
-"""The level that bytes are counted at; others are caches."""
+"""The level that bytes are counted at, where nothing else is said; others are caches."""
 GIVEN, DATA_SHEET, MEASURED = "given", "data sheet", "measured"
 ORIGINS = (GIVEN, DATA_SHEET, MEASURED)
 """Where a ceiling is from; the first that is known is the roof."""
@@ -64,6 +64,8 @@ class Point:
     calls: int | None = None
     at_least: bool = False
     """Whether its bytes are a lower bound, so that its intensity is an upper one."""
+    level: str = MAIN_MEMORY
+    """Where its bytes were counted, whose ceiling holds for them."""
 
     @property
     def intensity(self) -> float | None:
@@ -115,9 +117,9 @@ class Roofline:
         return f"{self.device}: {self.title}" if self.device else self.title
 
     def limit(self, point: Point, kind: str, origins: tuple[str, ...] = ORIGINS) -> Ceiling | None:
-        """The ceiling of a kind that holds for a point, from the first origin that has it: the
-        main memory's, or that of its precision."""
-        name = MAIN_MEMORY if kind == MEMORY else point.precision
+        """The ceiling of a kind that holds for a point, from the first origin that has it: that of
+        the level at which its bytes were counted, or of its precision."""
+        name = point.level if kind == MEMORY else point.precision
         known = [c for c in self.ceilings if (c.kind, c.name) == (kind, name)]
         return next((c for origin in origins for c in known if c.origin == origin), None)
 

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # What the run_*.sh scripts share: arguments, checks of the machine, the output folder, running.
 # They source it. Each version's folder has links to the scripts, and so has each lab's whose program
-# takes --profile-steps: the folder of the link that was called chooses the program. Written for bash
-# 3.2 (macOS) and later.
+# takes --profile-steps, or has a train.py with --profile-one-step: the folder of the link that was
+# called chooses the program. Written for bash 3.2 (macOS) and later.
 #
 # A script may set DEFAULT_STEPS and MODES, then calls `begin "$@"`, which sets
 #   OUT     the folder for its outputs, absolute
@@ -15,11 +15,13 @@ unset CDPATH
 SCRIPT=${BASH_SOURCE[1]}
 FOLDER=$(cd "$(dirname "$SCRIPT")" && pwd)
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
-for MODEL in "$FOLDER"/tiny_llama_v[0-9].py "$FOLDER"/micro_benchmarking_pytorch.py; do
+for MODEL in "$FOLDER"/tiny_llama_v[0-9].py "$FOLDER"/{micro_benchmarking_pytorch,train}.py; do
   [[ ! -f $MODEL ]] || break
 done
+ONE_STEP=no # whether the program profiles one step and ends
 case $MODEL in
   */tiny_llama_*) KEY=${MODEL##*/tiny_llama_} KEY=${KEY%.py} COUNT_FLAG=--num-steps ;;
+  */train.py) KEY=${FOLDER##*/} COUNT_FLAG="" ONE_STEP=yes ;;
   *) KEY=${FOLDER##*/} COUNT_FLAG=--iterations ;; # a lab
 esac
 TOOL=$(basename "$SCRIPT" .sh)
@@ -75,11 +77,13 @@ skip() {
 
 begin() {
   local word previous=""
+  local -a profiled
   OUT=$ROOT/results/profiles/$KEY/$TOOL
   if [[ $TOOL == all_profilers ]]; then
     DEFAULT_STEPS=""
     OUT=$ROOT/results/profiles
   fi
+  if [[ $ONE_STEP == yes ]]; then DEFAULT_STEPS=1; fi
   STEPS=$DEFAULT_STEPS
   FLAGS=()
   while [[ $# -gt 0 ]]; do
@@ -106,21 +110,28 @@ begin() {
     "$DEFAULT_STEPS") ;;
     0* | *[!0-9]*) fail 2 "--steps $STEPS: it must be a whole number of at least 1" ;;
   esac
+  [[ $ONE_STEP == no || $STEPS == 1 ]] ||
+    fail 2 "--steps $STEPS: $(basename "$MODEL") profiles one step; --warmup-iters, after --, says which"
   OUT=$(absolute "$OUT")
   # The same folder may be named for all versions.
   [[ $TOOL != all_profilers ]] || OUT=$OUT/$KEY
   for word in "$@"; do
     refuse_own_flag "$word"
     case $previous:$word in # some tools run in another folder
-      --text-file:*) word=$(absolute "$word") ;;
+      --text-file:* | --data:*) word=$(absolute "$word") ;;
+      *:--data=*) word=--data=$(absolute "${word#*=}") ;;
       *:--text-file=*) word=--text-file=$(absolute "${word#*=}") ;;
     esac
     FLAGS+=("$word")
     previous=$word
   done
   choose_python
+  profiled=(--profile-steps "$STEPS" --output-dir "$OUT")
+  if [[ $ONE_STEP == yes ]]; then
+    profiled=(--epochs 1 --batch-size 128 --profile-one-step --warmup-iters 20 --out-dir "$OUT")
+  fi
   # shellcheck disable=SC2034 # it is for the scripts
-  TRAIN=("$PYTHON" "$MODEL" --profile-steps "$STEPS" --output-dir "$OUT" ${FLAGS[@]+"${FLAGS[@]}"})
+  TRAIN=("$PYTHON" "$MODEL" "${profiled[@]}" ${FLAGS[@]+"${FLAGS[@]}"})
   trap on_exit EXIT
   trap 'exit 130' INT
   trap 'exit 143' TERM
@@ -134,9 +145,9 @@ absolute() { # absolute PATH
 # this script prints.
 refuse_own_flag() { # refuse_own_flag WORD
   local flag name=${1%%=*}
-  for flag in --output-dir --profile-steps "$COUNT_FLAG"; do
+  for flag in --out-dir --output-dir --profile-steps "$COUNT_FLAG"; do
     [[ $name == --?* && $flag == "$name"* ]] || continue
-    [[ $flag == --output-dir ]] || flag=--steps
+    case $flag in --out*) flag=--output-dir ;; *) flag=--steps ;; esac
     fail 2 "$name, after --, is no flag for a profile: use $flag of $(basename "$SCRIPT")"
   done
 }

@@ -33,6 +33,12 @@ fi
 tensor=$(grep '^sm__ops_path_tensor_src_' <<<"$known" | grep -v -e int -e fp8 -e fp64 -e sparsity | sort -u) ||
   note "ncu names no metrics of this chip's tensor cores: TFLOP/s are left out"
 for metric in $tensor; do metrics+=,$metric.sum; done
+graph=(--no-cuda-graph)
+if [[ $ONE_STEP == yes ]]; then # the roofline lab: bytes at the caches too, and how busy the chip is
+  for part in sm dram; do metrics+=,${part}__throughput.avg.pct_of_peak_sustained_elapsed; done
+  metrics+=,lts__t_bytes.sum,l1tex__t_bytes.sum
+  graph=() # it has one only where it is asked for
+fi
 
 # Only the steps between cudaProfilerStart and cudaProfilerStop, which the program calls, are
 # profiled. A filter by NVTX range loses the backward pass of most programs: such ranges belong to
@@ -42,7 +48,8 @@ for metric in $tensor; do metrics+=,$metric.sum; done
 # for them for ever. ncu takes no -- before the program.
 run env TORCHINDUCTOR_COMPILE_THREADS=1 \
   ncu --profile-from-start off --target-processes all --clock-control none \
-  --metrics "$metrics" --export "$OUT/ncu.ncu-rep" --force-overwrite "${TRAIN[@]}" --no-cuda-graph
+  --metrics "$metrics" --export "$OUT/ncu.ncu-rep" --force-overwrite "${TRAIN[@]}" \
+  ${graph[@]+"${graph[@]}"}
 attempt_to "$OUT/ncu.csv" ncu --import "$OUT/ncu.ncu-rep" --csv --page raw --print-units base
 
 show

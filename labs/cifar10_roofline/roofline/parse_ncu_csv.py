@@ -1,0 +1,177 @@
+"""Sums up what Nsight Compute counted: time, operations by kind, bytes by level, and what follows.
+
+    ncu --import report.ncu-rep --csv > report.csv
+    parse_ncu_csv.py report.csv --label resnet18_bs128 --out summary.txt
+
+Either page of ncu's CSV will do; --page raw has all digits. A table of all kernels follows.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from workshop import errors
+
+if __name__ == "__main__":
+    errors.begin()
+
+from workshop import results
+from workshop.arguments import parse
+from workshop.errors import WorkshopError
+from workshop.profilers import ncu
+from workshop.profilers.names import display_name, printable
+from workshop.profilers.ncu import Counted, Report
+
+SEEDS_COUNTERS = tuple(
+    f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum" for op in ("fadd", "fmul", "ffma")
+)
+"""Of operations, without which there is nothing to sum up, as without the memory's bytes."""
+MOST_OFF = 0.02
+"""Of the model's operations: a larger difference is warned of."""
+MOST_FLOPS = 1e21
+"""That a profiled step may have."""
+NAME_WIDTH = 60
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done, 2 wrong usage or a report without the metrics.",
+    )
+    add = parser.add_argument
+    add("report", type=Path, metavar="CSV", help="what ncu --import ... --csv printed")
+    add("--label", metavar="TEXT", help="of the run (default: the file's name)")
+    add(
+        "--out", type=Path, metavar="FILE", help="where the summary goes too (default: screen only)"
+    )
+    add("--flops", type=float, metavar="N",
+        help="operations of the model's layers in what was profiled, to compare with")  # fmt: skip
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(lambda: _sum_up(arguments), interrupted="interrupted")
+
+
+def _sum_up(arguments: argparse.Namespace) -> int:
+    if arguments.flops is not None and not 1 <= arguments.flops <= MOST_FLOPS:
+        raise WorkshopError(f"--flops {arguments.flops}: it must lie between 1 and {MOST_FLOPS:g}")
+    if arguments.out:
+        results.prepare_file(arguments.out, "--out")
+    report = ncu.read_counts(arguments.report)
+    check(report)
+    label = printable(arguments.label or arguments.report.stem)
+    text = "\n".join(summary(report, label, arguments.flops)) + "\n"
+    print(text, end="")
+    if arguments.out:
+        results.write_text(arguments.out, text)
+        print(f"Written: {arguments.out}")
+    return errors.DONE
+
+
+def check(report: Report) -> None:
+    """Raises WorkshopError: operations or bytes were not collected."""
+    missing = [metric for metric in SEEDS_COUNTERS if metric not in report.metrics]
+    if ncu.DRAM not in report.total.moved:
+        missing += ["dram__bytes_read.sum", "dram__bytes_write.sum"]
+    if missing:
+        raise WorkshopError(
+            f"{report.path}: ncu did not collect {', '.join(missing)}: name them under --metrics, "
+            "as run_ncu.sh does"
+        )
+
+
+# --- in words ------------------------------------------------------------------------------------
+
+
+def summary(report: Report, label: str, model_flops: float | None = None) -> Iterator[str]:
+    """The lines of the summary.
+
+    Args:
+        model_flops: operations that the model's layers do.
+    """
+    total = report.total
+    yield f"label: {label}"
+    if report.device:
+        yield f"device: {printable(report.device)}"
+    yield f"kernels: {total.calls} launches of {len(report.kernels)} kernels"
+    yield f"time: {total.time_ns / 1e6:.6f} ms, each kernel alone"
+    yield f"FLOPs: {total.flops:.6g}"
+    yield from (f"  {kind}: {count:.6g}" for kind, count in total.operations.items())
+    yield from (f"bytes, {level}: {moved:.6g}" for level, moved in total.moved.items())
+    yield from (f"AI, {level}: {_intensity(total, level)} FLOP/byte" for level in total.moved)
+    yield f"GFLOP/s: {_gflops(total)}"
+    yield from (
+        f"{part} throughput: {busy / total.time_ns:.1%} of its peak, by time"
+        for part, busy in total.busy_ns.items()
+    )
+    yield from _doubts(report, model_flops)
+    yield ""
+    yield from _table(report)
+
+
+def _intensity(counted: Counted, level: str) -> str:
+    """Operations for each byte at a level, as --ai takes them; "-" without any byte."""
+    moved = counted.moved.get(level)
+    return f"{counted.flops / moved:.6f}" if moved else "-"
+
+
+def _gflops(counted: Counted) -> str:
+    return f"{counted.flops / counted.time_ns:.3f}" if counted.time_ns else "-"
+
+
+def _doubts(report: Report, model_flops: float | None) -> Iterator[str]:
+    """What is not in the figures, and how far they are from the model's."""
+    total = report.total
+    yield from (f"warning: {warning}" for warning in report.warnings)
+    if not any(kind.endswith(ncu.TENSOR) for kind in total.operations):
+        yield (
+            "warning: the tensor cores' work is not in these metrics: products in fp16, bf16 and "
+            "tf32 count as nothing, so FLOPs, AI and GFLOP/s may be far too low. Collect "
+            "sm__ops_path_tensor_src_*.sum, as run_ncu.sh does"
+        )
+    absent = [level for level in ncu.CACHES if level not in total.moved]
+    if absent:
+        metrics = ", ".join(ncu.CACHES[level] for level in absent)
+        yield f"note: bytes at {' and '.join(absent)} were not collected ({metrics})"
+    if model_flops:
+        off = total.flops / model_flops - 1
+        yield f"model: {model_flops:.6g} FLOPs; counted {off:+.2%}"
+        if abs(off) > MOST_OFF:
+            yield f"warning: counted and model differ by more than {MOST_OFF:.0%}: {_why(off)}"
+
+
+def _why(off: float) -> str:
+    if off < 0:
+        return "kernels or kinds of operations are missing, or an algorithm needs fewer"
+    return "element-wise kernels, which no layer counts, do that much, or more than this ran"
+
+
+def _table(report: Report) -> Iterator[str]:
+    """A line for each kernel, longest first."""
+    levels = list(report.total.moved)
+    yield " ".join(
+        ["  share", " calls", "        ms", "     GFLOP", "  GFLOP/s",
+         *(f"AI {level:>7}" for level in levels), " kernel"]
+    )  # fmt: skip
+    for kernel in report.kernels:
+        intensities = " ".join(_short(_intensity(kernel, level)) for level in levels)
+        yield (
+            f"{kernel.time_ns / report.total.time_ns:7.1%} {kernel.calls:6d} "
+            f"{kernel.time_ns / 1e6:10.4f} {kernel.flops / 1e9:10.3f} {_short(_gflops(kernel))} "
+            f"{intensities}  {display_name(kernel.name, NAME_WIDTH)}"
+        )
+
+
+def _short(number: str) -> str:
+    return f"{number if number == '-' else format(float(number), '.3f'):>10}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

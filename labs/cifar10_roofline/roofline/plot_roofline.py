@@ -1,0 +1,135 @@
+"""Draws a roofline: of one point that is typed, or of every kernel that a profiler counted.
+
+    plot_roofline.py --ai 15.624057 --gflops 1466.556 --peak-compute 30.0 --peak-bw 300.0 \\
+        --label resnet18_bs128_L4 --out resnet18_bs128_L4.png
+    plot_roofline.py --report report.csv --peak-l2 5500 --label resnet18 --out resnet18.png
+
+A report is ncu's CSV, or the folder that rocprof-compute or rocprofv3 filled. With ncu's metrics of
+the caches each kernel is a point at L1, L2 and memory. What follows is printed in words.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
+    from workshop.needed import import_torch
+
+    import_torch()
+
+from workshop import errors, results
+from workshop.arguments import count, parse
+from workshop.errors import WorkshopError
+from workshop.profilers.metrics import digits
+from workshop.profilers.names import printable
+from workshop.roofline import ceilings, figures, hierarchy, inputs
+from workshop.roofline.model import (
+    COMPUTE,
+    MEMORY,
+    Point,
+    Roofline,
+    flags,
+    rate_text,
+    sentences,
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 done, 2 wrong usage or no counters, 77 a package is missing.",
+    )
+    add = parser.add_argument
+    add("--ai", type=float, metavar="X", help="FLOP per byte of memory traffic")
+    add("--gflops", type=float, metavar="X", help="10^9 FLOP/s")
+    add("--report", type=Path, metavar="PATH", help="in the place of --ai and --gflops")
+    add("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
+    for level in ("bw", "l2", "l1"):
+        what = "memory" if level == "bw" else f"{level.upper()} cache"
+        add(f"--peak-{level}", type=float, metavar="X", help=f"GB/s of the {what}")
+    add(
+        "--chip",
+        metavar="NAME",
+        help='data sheet of a listed chip, as "L4" (default: the report\'s)',
+    )
+    add("--precision", choices=("fp32", "tf32", "bf16", "fp16"),
+        help="of --peak-compute (default: that of most operations, else fp32)")  # fmt: skip
+    add(
+        "--label", metavar="TEXT", help="of the point, or of all kernels (default: the file's name)"
+    )
+    add(
+        "--top",
+        type=count,
+        default=12,
+        metavar="N",
+        help="points to describe (default %(default)s)",
+    )
+    add("--out", type=Path, metavar="FILE", default=Path("roofline.png"),
+        help="the picture, a PNG (default: %(default)s)")  # fmt: skip
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(lambda: _plot(arguments), interrupted="interrupted")
+
+
+def _plot(arguments: argparse.Namespace) -> int:
+    roofline = _roofline(arguments)
+    errors.require("matplotlib")
+    results.prepare_file(arguments.out, "--out")
+    main_point = roofline.points[0]
+    precision = arguments.precision or main_point.precision
+    caches = {"L2": arguments.peak_l2, "L1": arguments.peak_l1}
+    given = inputs.given_ceilings(arguments.peak_compute, arguments.peak_bw, precision, caches)
+    ceilings.attach(roofline, given=given, chip=arguments.chip)
+    with results.atomic_path(arguments.out) as path:
+        figures.draw(roofline, path, labels=min(arguments.top, figures.MOST_DRAWN))
+    for line in (
+        *sentences(roofline, arguments.top),
+        *ridge(roofline, main_point),
+        *flags(roofline),
+    ):
+        print(line)
+    for note in roofline.notes:
+        print(f"note: {note}")
+    print(f"Written: {arguments.out}")
+    return errors.DONE
+
+
+def _roofline(arguments: argparse.Namespace) -> Roofline:
+    """Raises WorkshopError: neither a report nor both numbers are given, or all of them."""
+    ai, gflops, report = arguments.ai, arguments.gflops, arguments.report
+    typed = [value for value in (ai, gflops) if value is not None]
+    if report is not None and not typed:
+        label = printable(arguments.label or report.stem)
+        return hierarchy.load(report, label, precision=arguments.precision)
+    if report is not None or len(typed) != 2:
+        raise WorkshopError("give --ai and --gflops, or --report alone (see --help)")
+    labels = [arguments.label] if arguments.label else []
+    return inputs.from_numbers([ai], [gflops], labels, arguments.precision or "fp32")
+
+
+def ridge(roofline: Roofline, point: Point) -> list[str]:
+    """On which side of the ridge a point lies, and its share of the limit there, in sentences; none
+    where a ceiling or its intensity is not known."""
+    memory, compute = (roofline.limit(point, kind) for kind in (MEMORY, COMPUTE))
+    if not (memory and compute and point.intensity and point.flops_per_s):
+        return []
+    at, reached = compute.rate / memory.rate, min(compute.rate, point.intensity * memory.rate)
+    side, limit = ("left", "memory") if point.intensity < at else ("right", "compute")
+    return [
+        f"ridge point: {rate_text(compute.rate, COMPUTE)} / {rate_text(memory.rate, MEMORY)} = "
+        f"{digits(at)} FLOP/byte; {digits(point.intensity)} lies {side} of it, where {limit} is "
+        "the limit",
+        f"limit there: {rate_text(reached, COMPUTE)}; {rate_text(point.flops_per_s, COMPUTE)} is "
+        f"{point.flops_per_s / reached:.0%} of it",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

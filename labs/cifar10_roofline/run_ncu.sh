@@ -1,0 +1,1 @@
+../../workshop/profilers/runners/run_ncu.sh
