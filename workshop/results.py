@@ -183,7 +183,7 @@ def new_session() -> str:
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def finite(values: list[float]) -> list[float | None]:

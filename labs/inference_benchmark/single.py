@@ -231,6 +231,7 @@ def _measure(
     else:
         timed = peer_timm.measure_timm if variant.peer == "timm" else measure.measure_inference
         measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn)
+    record.created = results.now()  # rows are in this order, that of the turns
     # After the iterations: processes beside this one may prepare until then.
     dtype = PRECISIONS[variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)

@@ -367,12 +367,10 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
     """A line for each network: plain, and as fast as it gets."""
     lines = []
     for name, plain, fast in pairs:
-        share = "-"
-        if fast.tflops and fast.first.ceiling_tflops:
-            share = f"{fast.tflops / fast.first.ceiling_tflops:.1%}"
         cells = [name, tables.number(plain.units_per_s, ",.0f"),
                  tables.number(fast.units_per_s, ",.0f"),
-                 f"{fast.speedup.value:.2f}x" if fast.speedup else "-", share,
+                 f"{fast.speedup.value:.2f}x" if fast.speedup else "-",
+                 tables.number(fast.ceiling_share, ".1%"),
                  f"{lab_table.proof(plain)}, {lab_table.proof(fast)}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
     header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "proof")
@@ -386,11 +384,12 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_IMAGES) -> int:
-    """The largest batch that fits, to a 32nd: doubled until one does not fit, then bisected. 0 if
-    a single image does not fit."""
+    """The largest batch up to `most` that fits, to a 32nd: doubled until one does not fit, then
+    bisected. 0 if a single image does not fit."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while low and high - low > max(1, low // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
