@@ -26,6 +26,7 @@ from labs.inference_benchmark import (
     rewriting,
     show,
     single,
+    studies,
     turns,
 )
 from labs.inference_benchmark.group import Group
@@ -413,6 +414,11 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--compile --compileContext {'options':{'a_b':1}}", "no option 'a_b'"),
         ("--compileContext {}", "goes with --compile"),
         ("--fp16 1 --precision bf16", "give one of them"),
+        ("--amp-opt-level 4 --precision fp32", "mean bf16 and fp32: give one of them"),
+        ("--ladder --mode training", "are for --mode inference"),
+        ("--ladder --channels-last", "variants of their own"),
+        ("--network all --ladder", "one at a time"),
+        ("--compare compile --kineto", "--kineto is for a single run"),
         ("--flops-prof-step 20", "smaller than --iterations 20"),
         ("--cuda-graph", "needs a GPU"),
         ("--network resnet5O", "nearest are"),
@@ -442,6 +448,12 @@ def test_wrong_input_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error)
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_comparison_keeps_the_mixed_precision_that_is_given() -> None:
+    given = arguments("--amp-opt-level", "4", "--compare", "memory-format")
+    labels = [single.variant_of(arguments(*flags)).label for flags in studies.compared(given, CPU)]
+    assert labels == ["bf16 autocast", "bf16 autocast, channels-last"]
 
 
 def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
@@ -552,8 +564,6 @@ def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097, 2**17, 2**20))
 def test_the_largest_batch_is_found_by_bisection(limit: int) -> None:
-    from labs.inference_benchmark import studies
-
     tried: list[int] = []
 
     def fits(batch: int) -> bool:

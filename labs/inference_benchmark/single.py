@@ -53,12 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def variant_of(arguments: argparse.Namespace) -> Variant:
     """Raises WorkshopError for flags that contradict each other."""
-    precision = arguments.precision or ("fp16" if arguments.fp16 else "fp32")
-    if arguments.fp16 and precision != "fp16":
-        raise WorkshopError(f"--fp16 1 and --precision {precision}: give one of them")
-    autocast = False
-    if arguments.amp_opt_level:
-        precision, autocast = AMP[arguments.amp_opt_level], True
+    level = arguments.amp_opt_level
+    given = {arguments.precision, "fp16" if arguments.fp16 else None, AMP.get(level)} - {None}
+    if len(given) > 1:
+        raise WorkshopError(
+            f"--precision, --fp16 and --amp-opt-level mean {' and '.join(sorted(given))}: "
+            "give one of them"
+        )
+    precision = given.pop() if given else "fp32"
     context = None
     if arguments.compile_context is not None and not arguments.compile:
         raise WorkshopError("--compileContext goes with --compile")
@@ -68,7 +70,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
     return Variant(
         precision=precision,
         # Training keeps fp32 weights at every precision.
-        autocast=autocast or (training and precision in ("bf16", "fp16")),
+        autocast=level > 0 or (training and precision in ("bf16", "fp16")),
         channels_last=arguments.channels_last,
         fold=arguments.fold_norms,
         fuse=arguments.fuse_relus,
