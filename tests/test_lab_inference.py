@@ -296,6 +296,61 @@ def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPat
     assert one.run.proof.status == "pass", one.run.proof.failures
 
 
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ([6.0, 3.0, 9.0], "pass"),
+        ([6.0, 6.0, 6.0], "fail"),
+        ([6.0, 3.0, float("nan")], "fail"),
+        ([6.0, float("nan"), 3.0], "fail"),
+    ],
+)
+def test_a_loss_must_fall_at_some_time(
+    losses: list[float], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_plain_steps", lambda *_: (losses[:2], [True]))
+    monkeypatch.setattr(proof, "FIRST_STEPS", 2)
+    images = torch.ones(1)
+    found = proof.of_training(
+        nn.Linear(1, 1), Variant(), Setting(SMALL, CPU, 1, 1), images, images, losses, [False]
+    )
+    assert found.status == status
+    results.json_text(found.measures)
+
+
+def test_a_batch_norm_that_can_t_train_on_an_image_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pooled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body.append(nn.BatchNorm1d(256))
+
+    monkeypatch.setattr(networks, "get_network", lambda name: networks.Network("pooled", Pooled))
+    words = ["--mode", "training", "--batch-size", "1", "--output-dir", str(tmp_path)]
+    with pytest.raises(WorkshopError, match="two images a process"):
+        single.run(arguments(*words))
+
+
+def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--output-dir=/a", "--result-file", "/b", "--fp16", "1", "--output-dir", "/c"]
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    assert single._command()[1:] == ["--fp16", "1"]
+
+
+def test_each_batch_that_is_tried_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def backend(graph: nn.Module, inputs: list[Tensor]) -> nn.Module:
+        compiled.append(graph)
+        return graph
+
+    model, variant = Small().eval(), Variant(compile={"backend": backend})
+    for batch in range(2, 12):
+        assert studies._runs(model, variant, Setting(SMALL, CPU, batch, 1), False)
+    assert len(compiled) == 10
+
+
 def test_a_plain_network_that_overflows_leaves_the_widest_limit() -> None:
     truth = torch.randn(6, 10, dtype=torch.float64)
     lost = proof.Truth(truth, truth * float("nan"))

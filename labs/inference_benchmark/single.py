@@ -5,9 +5,11 @@ import copy
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show, turns
@@ -208,7 +210,8 @@ def _command() -> list[str]:
     hidden = {"--output-dir", "--result-file"}
     kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
     hidden.add("--wait-turn")
-    return ["micro_benchmarking_pytorch.py", *(w for w in kept if w not in hidden)]
+    shown = (word for word in kept if word.partition("=")[0] not in hidden)
+    return ["micro_benchmarking_pytorch.py", *shown]
 
 
 def _measure(
@@ -227,9 +230,7 @@ def _measure(
     wait_turn = turns.wait_turn if arguments.wait_turn else None
     if training:
         wrap = groups.wrapper(group, setting.device)
-        measured = measure.measure_training(
-            bench, arguments.iterations, arguments.warmup_iterations, say, wrap
-        )
+        measured = _trained(bench, arguments, say, wrap)
     else:
         timed = peer_timm.measure_timm if variant.peer == "timm" else measure.measure_inference
         measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn)
@@ -264,6 +265,24 @@ def _measure(
         "proof failed": errors.ANSWER_IS_NO,
         "interrupted": errors.INTERRUPTED,
     }[record.status]
+
+
+def _trained(
+    bench: Bench,
+    arguments: argparse.Namespace,
+    say: show.Say,
+    wrap: Callable[[nn.Module], nn.Module],
+) -> Measured:
+    counts = arguments.iterations, arguments.warmup_iterations
+    try:
+        return measure.measure_training(bench, *counts, say, wrap)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise WorkshopError(
+            f"{arguments.network} has batch norms that can't train on a single image: take a "
+            "larger --batch-size, two images a process"
+        ) from None
 
 
 def _finish(

@@ -458,6 +458,7 @@ def _runs(model: torch.nn.Module, variant: Variant, setting: Setting, training: 
     except errors.OutOfMemory:
         return False
     finally:
+        torch._dynamo.reset()  # after eight shapes it would compile no more
         gc.collect()
         torch.cuda.empty_cache()
 
