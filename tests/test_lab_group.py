@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import networks
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting
 from workshop import labs
+from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.versions import ROOT
 
@@ -35,6 +37,12 @@ def test_no_image_is_lost_and_each_counts_the_same(
     for one in settings:  # DDP divides by the number of processes
         assert one.loss_weight / world_size == pytest.approx(one.batch_size / batch)
     assert len({one.images_seed() for one in settings}) == world_size
+
+
+@pytest.mark.parametrize("url", ("foo://x", "tcp://127.0.0.1"))
+def test_a_url_where_nothing_can_meet_is_one_line(url: str) -> None:
+    with pytest.raises(WorkshopError, match="--dist-url"):
+        groups.join(Group(world_size=2, method=url), CPU, None)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -27,6 +28,7 @@ from labs.inference_benchmark import (
     show,
     single,
     studies,
+    turns,
 )
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
@@ -135,8 +137,14 @@ def no_head_bias(inference: measure.Inference) -> None:
     inference._step = lambda: step() - bias  # type: ignore[operator]
 
 
+def no_work_at_first(inference: measure.Inference) -> None:
+    step, steps = inference._step, itertools.count()
+    stale = step().clone()
+    inference._step = lambda: step() if next(steps) > 1 else stale
+
+
 FAULTS: tuple[Callable[[measure.Inference], None], ...] = (
-    stale_images, stale_output, half_a_batch, in_bf16, no_head_bias,
+    stale_images, stale_output, half_a_batch, in_bf16, no_head_bias, no_work_at_first,
 )  # fmt: skip
 
 
@@ -245,7 +253,19 @@ def wrong_rate(training: modes.Training) -> None:
     training.optimizer.param_groups[0]["lr"] = 0.02
 
 
-@pytest.mark.parametrize("fault", (frozen_weights, severed_gradient, wrong_rate))
+def no_work_after_the_warm_up(training: modes.Training) -> None:
+    step, steps = training.optimizer.step, itertools.count()
+
+    def some(*_: object) -> None:
+        if next(steps) < 2:
+            step()
+
+    training.optimizer.step = some  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize(
+    "fault", (frozen_weights, severed_gradient, wrong_rate, no_work_after_the_warm_up)
+)
 def test_training_that_does_other_work_is_red(
     fault: Callable[[modes.Training], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +282,99 @@ def test_training_that_does_other_work_is_red(
     monkeypatch.setattr(measure, "Training", Spoilt)
     measure.measure_training(one, iterations=4, warmup=2, say=print)
     assert one.run.proof.status == "fail"
+
+
+def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its backward pass nothing is left but a few gradients."""
+    one, steps = bench(Variant(), training=True), itertools.count()
+    true_step = modes.Training.step
+
+    def step(self: modes.Training, *ranges: Any) -> Tensor:
+        if next(steps) == 5:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise KeyboardInterrupt
+        return true_step(self, *ranges)
+
+    monkeypatch.setattr(modes.Training, "step", step)
+    monkeypatch.setattr(measure, "memory_of", lambda *_, **__: {})  # on a GPU it runs no step
+    measured = measure.measure_training(one, iterations=8, warmup=2, say=print)
+    assert measured.interrupted and len(measured.step_ms) == 3
+    assert one.run.proof.status == "pass", one.run.proof.failures
+
+
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ([6.0, 3.0, 9.0], "pass"),
+        ([6.0, 6.0, 6.0], "fail"),
+        ([6.0, 3.0, float("nan")], "fail"),
+        ([6.0, float("nan"), 3.0], "fail"),
+    ],
+)
+def test_a_loss_must_fall_at_some_time(
+    losses: list[float], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_plain_steps", lambda *_: (losses[:2], [True]))
+    monkeypatch.setattr(proof, "FIRST_STEPS", 2)
+    images = torch.ones(1)
+    found = proof.of_training(
+        nn.Linear(1, 1), Variant(), Setting(SMALL, CPU, 1, 1), images, images, losses, [False]
+    )
+    assert found.status == status
+    results.json_text(found.measures)
+
+
+def test_a_batch_norm_that_can_t_train_on_an_image_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pooled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body.append(nn.BatchNorm1d(256))
+
+    monkeypatch.setattr(networks, "get_network", lambda name: networks.Network("pooled", Pooled))
+    words = ["--mode", "training", "--batch-size", "1", "--output-dir", str(tmp_path)]
+    with pytest.raises(WorkshopError, match="two images a process"):
+        single.run(arguments(*words))
+
+
+def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--output-dir=/a", "--result-file", "/b", "--fp16", "1", "--output-dir", "/c"]
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    assert single._command()[1:] == ["--fp16", "1"]
+
+
+def test_each_batch_that_is_tried_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def backend(graph: nn.Module, inputs: list[Tensor]) -> nn.Module:
+        compiled.append(graph)
+        return graph
+
+    model, variant = Small().eval(), Variant(compile={"backend": backend})
+    for batch in range(2, 12):
+        assert studies._runs(model, variant, Setting(SMALL, CPU, batch, 1), False)
+    assert len(compiled) == 10
+
+
+def test_a_plain_network_that_overflows_leaves_the_widest_limit() -> None:
+    truth = torch.randn(6, 10, dtype=torch.float64)
+    lost = proof.Truth(truth, truth * float("nan"))
+    for timed, status in ((truth, "pass"), (lost.plain, "fail")):
+        found, _ = proof.of_inference(Variant("fp16"), lost, timed)
+        assert found.status == status and found.measures["logits"]["allowed"] == proof.MOST_ERROR
+
+
+def test_on_a_gpu_the_proof_s_network_is_not_in_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench(Variant())
+    one.setting.device = torch.device("cuda")
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 10e6)
+    size = sum(t.numel() * t.element_size() for t in one.model.state_dict().values())
+    found = measure.memory_of(one, print, 1000, lambda: 0)
+    assert found["peak"] == pytest.approx(10 - size / 1e6)
+    parts = [found[name] for name in ("weights", "images", "rest")]
+    assert sum(map(float, parts)) == pytest.approx(float(found["peak"]))
 
 
 # --- networks and counts -------------------------------------------------------------------------
@@ -362,6 +475,11 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--compile --compileContext {'options':{'a_b':1}}", "no option 'a_b'"),
         ("--compileContext {}", "goes with --compile"),
         ("--fp16 1 --precision bf16", "give one of them"),
+        ("--amp-opt-level 4 --precision fp32", "mean bf16 and fp32: give one of them"),
+        ("--ladder --mode training", "are for --mode inference"),
+        ("--ladder --channels-last", "variants of their own"),
+        ("--network all --ladder", "one at a time"),
+        ("--compare compile --kineto", "--kineto is for a single run"),
         ("--flops-prof-step 20", "smaller than --iterations 20"),
         ("--cuda-graph", "needs a GPU"),
         ("--network resnet5O", "nearest are"),
@@ -393,6 +511,12 @@ def test_wrong_input_is_one_line(
     assert not list(tmp_path.rglob("*.json"))
 
 
+def test_a_comparison_keeps_the_mixed_precision_that_is_given() -> None:
+    given = arguments("--amp-opt-level", "4", "--compare", "memory-format")
+    labels = [single.variant_of(arguments(*flags)).label for flags in studies.compared(given, CPU)]
+    assert labels == ["bf16 autocast", "bf16 autocast, channels-last"]
+
+
 def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
     """As a user types it, from the program's own folder."""
     done = subprocess.run(
@@ -414,6 +538,27 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
     assert run.status == "complete" and len(run.step_ms) == 3
     assert run.command[0] == PROGRAM.name and str(tmp_path) not in json.dumps(run.command)
     assert run.flops_per_step == pytest.approx(2 * 3.63e9, rel=0.01)
+
+
+def test_a_run_is_as_old_as_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that prepare beside each other begin in any order, rows are in that of turns."""
+    ends, true_measure = [], measure.measure_inference
+
+    def measured(*parts: Any) -> measure.Measured:
+        found = true_measure(*parts)
+        ends.append(results.now())
+        return found
+
+    monkeypatch.setattr(networks, "get_network", lambda name: SMALL)
+    monkeypatch.setattr(measure, "measure_inference", measured)
+    words = ["--batch-size", "2", "--iterations", "1", "--output-dir", str(tmp_path)]
+    assert single.run(arguments(*words)) == 0
+    (path,) = tmp_path.rglob("*.json")
+    assert labs.load(path).created >= ends[0]
+    planned = single.planned(["--network", "small", "--device", "cpu"])
+    before, path = planned.created, tmp_path / "failed.json"
+    plan = turns.Plan([sys.executable, "-c", "raise SystemExit('no')"], planned, path)
+    assert turns.Child(plan).measure().created > before
 
 
 def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,6 +610,7 @@ def test_shares_are_of_all_processes_and_more_than_all_is_explained(
     changes = {"step_ms": [10.0], "flops_per_step": 15e9, "ceiling_tflops": 1.0, "metrics": metrics}
     output = summary_of(changes, capsys, processes)
     assert words in output
+    assert f"per GB: {6 / 10e-3 / processes:,.1f}\n" in output  # the peak is of one process
     if processes > 1:
         assert "One process alone: 100.0" in output and "GPU" not in output
         assert "efficiency: 125.0% (above 100%: the one alone was measured" in output
@@ -475,13 +621,11 @@ def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> No
     measure.measure_training(one, iterations=2, warmup=1, say=print)
     output = summary_of({"step_ms": [1.0], "proof": one.run.proof}, capsys, 1)
     assert re.search(r"Proof: pass; losses: error .* allowed \(plain fp32\); ", output)
-    assert "; weights without a gradient: 0\n" in output
+    assert "; weights that stay: 0\n" in output
 
 
-@pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097))
+@pytest.mark.parametrize("limit", (0, 1, 2, 7, 100, 1000, 4097, 2**17, 2**20))
 def test_the_largest_batch_is_found_by_bisection(limit: int) -> None:
-    from labs.inference_benchmark import studies
-
     tried: list[int] = []
 
     def fits(batch: int) -> bool:
@@ -489,6 +633,7 @@ def test_the_largest_batch_is_found_by_bisection(limit: int) -> None:
         return batch <= limit
 
     found = studies.largest(fits)
+    limit = min(limit, studies.MOST_IMAGES)
     assert found <= limit and limit - found <= max(0, limit // 32)
     assert len(tried) <= 24
 

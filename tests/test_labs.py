@@ -42,6 +42,7 @@ def test_a_row_pools_its_processes() -> None:
     for run in runs:
         run.metrics["processes"] = 2
     assert (row.peak_share, row.ceiling_share) == (pytest.approx(1 / 3), pytest.approx(5 / 6))
+    assert row.units_per_s_per_gb == pytest.approx(32 / 3e-3 / 4 / 2)
 
 
 @pytest.mark.parametrize(("count", "share", "expected"), [

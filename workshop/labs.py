@@ -152,9 +152,9 @@ class LabRow:
 
     @property
     def units_per_s_per_gb(self) -> float | None:
-        """Units a second for each 10^9 bytes of peak memory."""
+        """Units a second for each 10^9 bytes of peak memory, which every process has."""
         rate, peak_mb = self.units_per_s, self.peak_memory_mb
-        return rate / peak_mb * 1e3 if rate and peak_mb else None
+        return rate / peak_mb / self.first.processes * 1e3 if rate and peak_mb else None
 
     @property
     def peak_share(self) -> float | None:

@@ -77,15 +77,19 @@ def device_of(group: Group, name: str) -> torch.device:
 
 
 def join(group: Group, device: torch.device, backend: str | None) -> None:
+    """Raises WorkshopError if the processes can't meet at --dist-url."""
     if group.world_size == 1:
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if group.method == TORCHRUN_METHOD:
         dist.init_process_group(backend)
         return
-    dist.init_process_group(
-        backend, init_method=group.method, rank=group.rank, world_size=group.world_size
-    )
+    try:
+        dist.init_process_group(
+            backend, init_method=group.method, rank=group.rank, world_size=group.world_size
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorkshopError(f"--dist-url {group.method}: no group ({error!s:.100})") from None
 
 
 def leave(group: Group) -> None:

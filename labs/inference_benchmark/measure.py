@@ -23,7 +23,6 @@ from labs.inference_benchmark.modes import (
     set_arithmetic,
     untuned,
 )
-from workshop import results
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
@@ -135,14 +134,16 @@ class Inference:
             found[index] = float(self.bench.setting.network.loss(output, targets))
         return found
 
-    def timed_sample(self, done: int) -> tuple[slice, Tensor]:
-        """The logits of the last timed iterations, one of each batch, for the images of `sample`;
-        and which of those these are."""
+    def timed_samples(self, done: int) -> list[Tensor]:
+        """The logits of all iterations that are kept, for the images of `sample`, or of its first
+        batch where that ran alone: a tensor for each iteration and the one after it."""
         chosen = sample_of(self.bench).to(self.bench.setting.device)
-        last = range(done - BATCHES, done) if done >= BATCHES else range(done)
-        by_batch = sorted(last, key=lambda index: index % BATCHES)
-        outputs = [self._kept[index % self._ring][chosen] for index in by_batch]
-        return slice(len(chosen) * len(outputs)), torch.cat(outputs)
+        found = []
+        for first in range(max(0, done - self._ring), max(1, done - BATCHES + 1)):
+            both = range(first, min(first + BATCHES, done))
+            by_batch = sorted(both, key=lambda index: index % BATCHES)
+            found.append(torch.cat([self._kept[i % self._ring][chosen].cpu() for i in by_batch]))
+        return found
 
 
 def sample_of(bench: Bench) -> Tensor:
@@ -186,10 +187,9 @@ def measure_inference(
     _timed(inference, device, iterations, measured)
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
-    rows, timed = inference.timed_sample(done)  # before another iteration takes the place of one
+    timed = inference.timed_samples(done)  # before another iteration takes the place of one
     run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
-    run.proof, agreement = proof.of_inference(bench.variant, truth.of(rows), timed)
-    run.metrics["top1_agreement"] = agreement
+    run.proof, run.metrics["top1_agreement"] = proof.of_all(bench.variant, truth, timed)
     bench.iteration = inference
     return measured
 
@@ -222,13 +222,16 @@ def measure_training(
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
+    before = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
     _timed(iteration, device, iterations, measured)
+    after = (parameter.detach().cpu() for parameter in model.parameters())
+    stayed = list(map(torch.equal, before, after))
     measured.losses = [float(loss) for loss in losses]
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
     live = partial(_training_bytes, training)
     run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
     run.proof = proof.of_training(
-        bench.model, bench.variant, setting, images, targets, training, measured.losses
+        bench.model, bench.variant, setting, images, targets, measured.losses, stayed
     )
     bench.iteration = iteration
     return measured
@@ -283,7 +286,6 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
         iterate()
     wait(bench.setting.device)
     wait_turn()
-    bench.run.created = results.now()  # which orders the rows
 
 
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
@@ -338,7 +340,8 @@ def memory_of(
     copies: int = BATCHES + 1,
 ) -> dict[str, float | str]:
     """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (so
-    many copies of a batch), and the rest: activations, workspaces, logits."""
+    many copies of a batch), and the rest: activations, workspaces, logits. The fp32 network, which
+    waits there for the proof, is no part of it."""
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -351,6 +354,7 @@ def memory_of(
     parts["images"] = copies * images * 3 * edge * edge * size
     if device.type == "cuda":
         peak, source = torch.cuda.max_memory_allocated(device), "allocator"
+        peak -= memory.tensor_bytes([*bench.model.parameters(), *bench.model.buffers()])
     else:
         peak = memory.cpu_step_peak(lambda: iteration(0), live)
         source = "profiled allocations"

@@ -3,13 +3,14 @@
 Inference: the logits that the timed iterations left are compared with the fp32 network's in fp64,
 and may be no further from them than a small multiple of what plain eager mode loses at the same
 precision. Training: the losses of the first steps are compared with those of plain fp32 in the
-same way, the loss must fall, and every weight must have a gradient.
+same way, the loss must fall at some time, and the timed steps must change each weight that plain
+fp32's change.
 """
 
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ MOST_ERROR = 0.7
 from the truth. Logits of other images are at 1.4. In bf16 random MobileNets and ShuffleNets lose up
 to 0.66, since their depthwise convolutions cancel what is smooth, and not the rounding."""
 SAMPLE = 8
-"""Images of each batch that are compared, drawn at random."""
+"""Images of each batch that are compared at most: the last, and others drawn at random."""
 MOST_LAYERS_OF_A_BLOCK = 12
 FIRST_STEPS = 3
 """Training steps whose losses are compared: later ones amplify the rounding of earlier ones."""
@@ -39,7 +40,8 @@ FIRST_STEPS = 3
 def sample_of(batch_size: int, seed: int) -> Tensor:
     """Indices of the images that are compared, int64 (at most SAMPLE,)."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(batch_size, generator=generator)[:SAMPLE]
+    drawn = torch.randperm(batch_size, generator=generator)[: SAMPLE - 1]
+    return torch.cat([drawn, torch.tensor([batch_size - 1])]).unique()
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ class Truth:
     plain: Tensor
     """Of plain eager mode at the variant's precision."""
 
-    def of(self, rows: slice) -> "Truth":
-        """That of some of the images."""
-        return Truth(self.logits[rows], self.plain[rows])
+    def of_first(self, count: int) -> "Truth":
+        """That of the first images."""
+        return Truth(self.logits[:count], self.plain[:count])
 
 
 @torch.no_grad()
@@ -77,7 +79,7 @@ def of_inference(variant: Variant, known: Truth, timed: Tensor) -> tuple[Parity,
     if len(truth) == 1:
         scale = truth.square().mean().sqrt()
     error, lost = (float((x - truth).square().mean().sqrt() / scale) for x in (timed, eager))
-    allowed = min(MOST_TIMES * lost + FLOOR, MOST_ERROR)
+    allowed = min(MOST_ERROR, MOST_TIMES * lost + FLOOR)  # MOST_ERROR if lost is NaN
     agreement = float((timed.argmax(1) == truth.argmax(1)).double().mean())
     parity = Parity(
         status="pass" if error <= allowed else "fail",
@@ -93,32 +95,41 @@ def of_inference(variant: Variant, known: Truth, timed: Tensor) -> tuple[Parity,
     return parity, agreement
 
 
+def of_all(variant: Variant, known: Truth, timed: Sequence[Tensor]) -> tuple[Parity, float]:
+    """`of_inference` of logits of the first images, at several times: the first red verdict, or
+    else the last."""
+    for one in timed:
+        verdict = of_inference(variant, known.of_first(len(one)), one)
+        if verdict[0].status == "fail":
+            break
+    return verdict
+
+
 def of_training(
     model: nn.Module,
     variant: Variant,
     setting: Setting,
     images: Tensor,
     targets: Tensor,
-    trained: Training,
     losses: list[float],
+    stayed: list[bool],
 ) -> Parity:
     """The verdict on a training run.
 
     Args:
         model: the fp32 network before the first step.
         images, targets: the batch that was learned.
-        trained: after its last step.
-        losses: of all its steps.
+        losses: of all steps.
+        stayed: whether the timed steps left a parameter of the network as it was.
     """
     count = min(FIRST_STEPS, len(losses))
-    true_losses = _plain_losses(model, Variant(), setting, images, targets, count)
-    plain_losses = _plain_losses(model, variant.plain(), setting, images, targets, count)
+    true_losses, moves = _plain_steps(model, Variant(), setting, images, targets, count)
+    plain_losses, _ = _plain_steps(model, variant.plain(), setting, images, targets, count)
     set_arithmetic(variant.precision)
     lost = max(abs(a - b) for a, b in zip(plain_losses, true_losses, strict=True))
     error = max(abs(a - b) for a, b in zip(losses[:count], true_losses, strict=True))
     allowed = MOST_TIMES * lost + 2.0**-16 * abs(true_losses[0])
-    parameters = [p for p in trained.model.parameters() if p.requires_grad]
-    reached = sum(p.grad is not None and bool(p.grad.isfinite().all()) for p in parameters)
+    still = sum(moved and stays for moved, stays in zip(moves, stayed, strict=True))
     failures = []
     reference = "plain fp32"
     if variant.precision != "fp32":
@@ -128,32 +139,34 @@ def of_training(
             f"the losses of the first {count} steps are {error:.1e} from plain fp32's, "
             f"{allowed:.1e} allowed"
         )
-    if not losses[-1] < losses[0]:
-        failures.append(f"the loss does not fall: {losses[0]:.4f} to {losses[-1]:.4f}")
-    if reached < len(parameters):
-        failures.append(f"{len(parameters) - reached} of {len(parameters)} weights get no gradient")
+    # A network without norms may overshoot later, at this rate: its work is the same.
+    if not (all(map(math.isfinite, losses)) and min(losses) < losses[0]):
+        failures.append(f"the loss never falls, or overflows: {losses[0]:.4f} to {losses[-1]:.4f}")
+    if still:
+        failures.append(f"weights that stay as they were in the timed steps: {still}")
     return Parity(
         status="fail" if failures else "pass",
         failures=failures,
         batch_size=len(images),
         reference=reference,
         measures={
-            "losses": {"error": _number(error), "allowed": allowed},
-            "weights without a gradient": {"error": len(parameters) - reached, "allowed": 0},
+            "losses": {"error": _number(error), "allowed": _number(allowed)},
+            "weights that stay": {"error": still, "allowed": 0},
         },
     )
 
 
-def _plain_losses(
+def _plain_steps(
     model: nn.Module,
     variant: Variant,
     setting: Setting,
     images: Tensor,
     targets: Tensor,
     count: int,
-) -> list[float]:
-    """Of this process's images. Of a group's training one process does all: the gradients of a
-    step are those of all parts, each with its share of the whole batch."""
+) -> tuple[list[float], list[bool]]:
+    """The losses of this process's images; and whether most of a parameter's numbers change: those
+    of a bias before a batch norm do so by rounding alone. Of a group's training one process does
+    all: the gradients of a step are those of all parts, each with its share of the whole batch."""
     set_arithmetic(variant.precision)
     torch.backends.cudnn.benchmark = False  # a minute for a batch that is large, to save seconds
     plain = Training(recomputing(copy.deepcopy(model)), variant, setting, images, targets)
@@ -171,7 +184,8 @@ def _plain_losses(
         ]
         plain.update()
         losses.append(float(step[setting.rank]))
-    return losses
+    pairs = zip(model.parameters(), plain.model.parameters(), strict=True)
+    return losses, [2 * int((old != new).sum()) > old.numel() for old, new in pairs]
 
 
 def recomputing(model: nn.Module) -> nn.Module:

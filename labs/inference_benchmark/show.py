@@ -155,7 +155,7 @@ def _memory(run: LabRun) -> list[str]:
         if name not in ("peak", "source", "reserved") and amount
     }
     words = ", ".join(f"{name.replace('_', ' ')} {amount:,.0f}" for name, amount in parts.items())
-    per_s = run.units_per_step / timing.median(run.step_ms) * 1e3
+    per_s = run.units_per_step / timing.median(run.step_ms) * 1e3 / run.processes
     where = "GPU " if run.device["type"] == "cuda" else ""
     return [
         f"{where}Memory Usage: {peak:,.0f} MB at its peak ({words})",

@@ -5,9 +5,11 @@ import copy
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show, turns
@@ -53,12 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def variant_of(arguments: argparse.Namespace) -> Variant:
     """Raises WorkshopError for flags that contradict each other."""
-    precision = arguments.precision or ("fp16" if arguments.fp16 else "fp32")
-    if arguments.fp16 and precision != "fp16":
-        raise WorkshopError(f"--fp16 1 and --precision {precision}: give one of them")
-    autocast = False
-    if arguments.amp_opt_level:
-        precision, autocast = AMP[arguments.amp_opt_level], True
+    level = arguments.amp_opt_level
+    given = {arguments.precision, "fp16" if arguments.fp16 else None, AMP.get(level)} - {None}
+    if len(given) > 1:
+        raise WorkshopError(
+            f"--precision, --fp16 and --amp-opt-level mean {' and '.join(sorted(given))}: "
+            "give one of them"
+        )
+    precision = given.pop() if given else "fp32"
     context = None
     if arguments.compile_context is not None and not arguments.compile:
         raise WorkshopError("--compileContext goes with --compile")
@@ -68,7 +72,7 @@ def variant_of(arguments: argparse.Namespace) -> Variant:
     return Variant(
         precision=precision,
         # Training keeps fp32 weights at every precision.
-        autocast=autocast or (training and precision in ("bf16", "fp16")),
+        autocast=level > 0 or (training and precision in ("bf16", "fp16")),
         channels_last=arguments.channels_last,
         fold=arguments.fold_norms,
         fuse=arguments.fuse_relus,
@@ -206,7 +210,8 @@ def _command() -> list[str]:
     hidden = {"--output-dir", "--result-file"}
     kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
     hidden.add("--wait-turn")
-    return ["micro_benchmarking_pytorch.py", *(w for w in kept if w not in hidden)]
+    shown = (word for word in kept if word.partition("=")[0] not in hidden)
+    return ["micro_benchmarking_pytorch.py", *shown]
 
 
 def _measure(
@@ -225,12 +230,11 @@ def _measure(
     wait_turn = turns.wait_turn if arguments.wait_turn else None
     if training:
         wrap = groups.wrapper(group, setting.device)
-        measured = measure.measure_training(
-            bench, arguments.iterations, arguments.warmup_iterations, say, wrap
-        )
+        measured = _trained(bench, arguments, say, wrap)
     else:
         timed = peer_timm.measure_timm if variant.peer == "timm" else measure.measure_inference
         measured = timed(bench, arguments.iterations, arguments.warmup_iterations, say, wait_turn)
+    record.created = results.now()  # rows are in this order, that of the turns
     # After the iterations: processes beside this one may prepare until then.
     dtype = PRECISIONS[variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(setting.device, dtype)
@@ -261,6 +265,24 @@ def _measure(
         "proof failed": errors.ANSWER_IS_NO,
         "interrupted": errors.INTERRUPTED,
     }[record.status]
+
+
+def _trained(
+    bench: Bench,
+    arguments: argparse.Namespace,
+    say: show.Say,
+    wrap: Callable[[nn.Module], nn.Module],
+) -> Measured:
+    counts = arguments.iterations, arguments.warmup_iterations
+    try:
+        return measure.measure_training(bench, *counts, say, wrap)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise WorkshopError(
+            f"{arguments.network} has batch norms that can't train on a single image: take a "
+            "larger --batch-size, two images a process"
+        ) from None
 
 
 def _finish(

@@ -25,17 +25,21 @@ ALL = "all"
 """As a name: each of the benchmark's networks."""
 Flags = tuple[str, ...]
 """Of the program, for one variant."""
+_OF_ONE_RUN = (
+    *("autograd_profiler", "kineto", "flops_prof_step"),
+    *("distributed_dataparallel", "dataparallel", "peer"),
+)
+_OF_A_VARIANT = (
+    *("amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
+    *("cuda_graph", "export"),
+)
 FREE_SHARE = 0.9
 """Of a CPU's free memory that a batch may take: beyond it the system ends the process."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Does the study that was asked for; its exit status."""
-    wanted = [arguments.compare, arguments.ladder, arguments.find_max_batch]
-    if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
-        raise WorkshopError("--compare, --ladder, --find-max-batch: one at a time, and no torchrun")
-    if arguments.peer:
-        raise WorkshopError("--peer is for a single run; --compare peers runs all of them")
+    _refuse(arguments)
     device = hardware.get_device(arguments.device)
     if arguments.network == ALL:
         arguments.study = "all networks"
@@ -49,6 +53,29 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.study = f"compare {arguments.compare}" if arguments.compare else "ladder"
     plans = ladder(arguments, device) if arguments.ladder else compared(arguments, device)
     return _alternate(plans, arguments)
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Raises WorkshopError for flags that a study would pass over."""
+    everything = arguments.network == ALL
+    wanted = [everything, arguments.compare, arguments.ladder, arguments.find_max_batch]
+    if sum(map(bool, wanted)) > 1 or "RANK" in os.environ:
+        raise WorkshopError(
+            "--network all, --compare, --ladder, --find-max-batch: one at a time, and no torchrun"
+        )
+    for name in _OF_ONE_RUN:
+        if getattr(arguments, name):
+            flag = name if name.startswith("d") else name.replace("_", "-")
+            raise WorkshopError(f"--{flag} is for a single run: leave it out of a study")
+    if everything or arguments.ladder:
+        if arguments.mode == "training":
+            raise WorkshopError("--network all and --ladder are for --mode inference")
+        given = [name for name in _OF_A_VARIANT if getattr(arguments, name)]
+        if given:
+            raise WorkshopError(
+                f"--{given[0].replace('_', '-')}: leave it out, --network all and --ladder have "
+                "variants of their own"
+            )
 
 
 # --- what is compared ----------------------------------------------------------------------------
@@ -135,8 +162,8 @@ def _speed_flags(arguments: argparse.Namespace, without: str) -> tuple[str, ...]
     """The flags that hold for all variants: those given, but for the one that is compared."""
     flags: list[str] = []
     if without != "precision":
-        precision = arguments.precision or ("fp16" if arguments.fp16 else "fp32")
-        flags += ["--precision", precision]
+        flags += ["--precision", single.variant_of(arguments).precision]
+        flags += ["--amp-opt-level", str(arguments.amp_opt_level)]
     if without != "memory-format" and arguments.channels_last:
         flags.append("--channels-last")
     if without != "compile" and arguments.compile:
@@ -387,12 +414,10 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
     """A line for each network: plain, and as fast as it gets."""
     lines = []
     for name, plain, fast in pairs:
-        share = "-"
-        if fast.tflops and fast.first.ceiling_tflops:
-            share = f"{fast.tflops / fast.first.ceiling_tflops:.1%}"
         cells = [name, tables.number(plain.units_per_s, ",.0f"),
                  tables.number(fast.units_per_s, ",.0f"),
-                 f"{fast.speedup.value:.2f}x" if fast.speedup else "-", share,
+                 f"{fast.speedup.value:.2f}x" if fast.speedup else "-",
+                 tables.number(fast.ceiling_share, ".1%"),
                  f"{lab_table.proof(plain)}, {lab_table.proof(fast)}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
     header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "proof")
@@ -406,11 +431,12 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_IMAGES) -> int:
-    """The largest batch that fits, to a 32nd: doubled until one does not fit, then bisected. 0 if
-    a single image does not fit."""
+    """The largest batch up to `most` that fits, to a 32nd: doubled until one does not fit, then
+    bisected. 0 if a single image does not fit."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while low and high - low > max(1, low // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -456,6 +482,7 @@ def _runs(model: torch.nn.Module, variant: Variant, setting: Setting, training: 
     except errors.OutOfMemory:
         return False
     finally:
+        torch._dynamo.reset()  # after eight shapes it would compile no more
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import errors, labs
+from workshop import errors, labs, results
 from workshop.labs import LabRun
 from workshop.run import processes
 
@@ -92,6 +92,7 @@ class Child:
         run, path = self.plan.planned, self.plan.path
         if path.exists():
             return labs.load(path)
+        run.created = results.now()
         code = self.process.wait()
         self._complaint.seek(0)
         text = self._complaint.read().decode(errors="replace")
