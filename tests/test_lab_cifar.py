@@ -488,6 +488,8 @@ def test_a_training_that_does_not_learn_is_red(
     ("flags", "said"),
     [
         (("--batch-size", "51"), "has 50 images"),
+        (("--workers", "-1"), "between 0 and 64"),
+        (("--lr", "nan"), "--lr nan"),
         (("--amp", "--precision", "bf16"), "--amp is --precision fp16"),
         (("--precision", "fp16"), "does not have it"),
         (("--cuda-graph",), "needs a GPU"),

@@ -4,6 +4,7 @@ CIFAR-10 is pickled. A pickle can run any program, so that these are read by an 
 arrays, texts, numbers, lists and dicts alone; the archive is read where it lies and not unpacked.
 """
 
+import importlib.util
 import io
 import pickle
 import socket
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workshop import errors, results
-from workshop.errors import WorkshopError
+from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run.torchvision import make_importable
 
 ARCHIVE = "cifar-10-python.tar.gz"
@@ -222,7 +223,8 @@ def _patience() -> Iterator[None]:
 def digits() -> Dataset:
     """1,797 digits, written by 43 people and scanned to 8 x 8; enlarged to CIFAR-10's layout. The
     split into 1,437 for training and 360 for the test is the same in every run."""
-    errors.require("sklearn")
+    if importlib.util.find_spec("sklearn") is None:
+        raise NotOnThisMachine("digits come with scikit-learn: pip install scikit-learn")
     from sklearn.datasets import load_digits
 
     found = load_digits()

@@ -153,7 +153,7 @@ def new_run(
     kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
     record = LabRun(
         lab=request.LAB,
-        session=results.new_session(),
+        session=arguments.session or results.new_session(),
         subject=f"{arguments.model}, {dataset.name}, batch {arguments.batch_size}, training",
         variant=f"{variant.label}, {source}",
         unit="images",

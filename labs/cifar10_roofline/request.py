@@ -1,7 +1,6 @@
 """The command line of the training."""
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 from workshop import results
-from workshop.arguments import count
+from workshop.arguments import MOST, count
 from workshop.errors import WorkshopError
 from workshop.run.precision import PRECISIONS, Precision, get_precision
 from workshop.run.trainer import missing_for_compile
@@ -18,7 +17,15 @@ LAB = "cifar10_roofline"
 FOLDER = Path(__file__).resolve().parent
 MODELS = ("resnet18", "resnet34")
 DATASETS = ("cifar10", "digits")
-MOST_WORKERS = 64
+_BOUNDS = {
+    "lr": (1e-9, 1e3),
+    "label_smoothing": (0, 0.99),
+    "warmup": (0, MOST),
+    "seed": (0, MOST),
+    "workers": (0, 64),
+    "save_every": (0, MOST),
+    "warmup_iters": (0, MOST),
+}
 Add = Callable[..., Any]
 DESCRIPTION = """\
 Trains ResNet-18 or ResNet-34 on CIFAR-10, with the first convolution for images of 32 x 32.
@@ -44,24 +51,22 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", choices=MODELS, default="resnet18", help="default resnet18")
     add("--epochs", type=count, default=20, metavar="N", help="passes over the images (default 20)")
     add("--batch-size", type=count, default=128, metavar="N", help="images a step (default 128)")
-    add(
-        "--lr", type=_positive, default=0.1, metavar="X", help="highest learning rate (default 0.1)"
-    )
+    add("--lr", type=float, default=0.1, metavar="X", help="highest learning rate (default 0.1)")
     add(
         "--warmup",
-        type=_whole,
+        type=int,
         metavar="N",
         help="steps in which the learning rate rises to --lr; a cosine to 0 follows (default: one "
         "epoch, at most half of all steps)",
     )
     add(
         "--label-smoothing",
-        type=_share,
+        type=float,
         default=0.1,
         metavar="X",
-        help="of the cross-entropy, at least 0 and below 1 (default 0.1)",
+        help="of the cross-entropy (default 0.1)",
     )
-    add("--seed", type=_whole, default=42, help="of weights, order and augmentation (default 42)")
+    add("--seed", type=int, default=42, help="of weights, order and augmentation (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     _add_data(parser.add_argument_group("data").add_argument)
     _add_files(parser.add_argument_group("files").add_argument)
@@ -72,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="warm up, mark one training step for the profiler, and end",
     )
-    add("--warmup-iters", type=_whole, default=20, metavar="N", help="before it (default 20)")
+    add("--warmup-iters", type=int, default=20, metavar="N", help="before it (default 20)")
     add(
         "--profile-iter",
         type=count,
@@ -95,7 +100,7 @@ def _add_data(add: Add) -> None:
     )
     add(
         "--workers",
-        type=_workers,
+        type=int,
         default=0,
         metavar="N",
         help="processes that prepare batches (default 0: the training process does)",
@@ -122,8 +127,9 @@ def _add_files(add: Add) -> None:
         metavar="FOLDER",
         help=f"for the result file (default: results/{LAB} of this checkout)",
     )
-    add("--save-every", type=_whole, default=0, metavar="N", help="epochs (default 0: never)")
+    add("--save-every", type=int, default=0, metavar="N", help="epochs (default 0: never)")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of this program")
+    add("--session", help=argparse.SUPPRESS)  # runs of one session are compared
 
 
 def _add_speed(add: Add) -> None:
@@ -132,36 +138,6 @@ def _add_speed(add: Add) -> None:
     add("--channels-last", action="store_true", help="images and weights as NHWC")
     add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--cuda-graph", action="store_true", help="capture the whole training step in a graph")
-
-
-def _whole(text: str) -> int:
-    """From 0 to a million."""
-    return 0 if text == "0" else count(text)
-
-
-def _workers(text: str) -> int:
-    if not text.isdecimal() or float(text) > MOST_WORKERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to {MOST_WORKERS}")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _positive(text: str) -> float:
-    if not 0 < _number(text) <= 1e3:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0, up to 1000")
-    return float(text)
-
-
-def _share(text: str) -> float:
-    if not 0 <= _number(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to below 1")
-    return float(text)
 
 
 def precision_of(arguments: argparse.Namespace, device: torch.device) -> Precision:
@@ -176,7 +152,13 @@ def precision_of(arguments: argparse.Namespace, device: torch.device) -> Precisi
 
 
 def check(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Raises WorkshopError for flags that do not go together or can't run on this device."""
+    """Raises WorkshopError for numbers out of bounds, and flags that do not go together or can't
+    run on this device."""
+    for name, (low, high) in _BOUNDS.items():
+        value = getattr(arguments, name)
+        if value is not None and not low <= value <= high:
+            flag = name.replace("_", "-")
+            raise WorkshopError(f"--{flag} {value}: it must lie between {low:g} and {high:,}")
     if arguments.cuda_graph and device.type != "cuda":
         raise WorkshopError("--cuda-graph needs a GPU")
     if arguments.workers and arguments.data_on_gpu:
