@@ -467,6 +467,26 @@ def test_a_training_leaves_its_weights_curves_and_result(
     assert 0 <= json.loads(path.read_text())["metrics"]["test_accuracy"] <= 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp --workers 2",
+        "--precision tf32",
+        "--cuda-graph --data-on-gpu",
+        "--cuda-graph --data-on-gpu --amp --channels-last",
+        "--compile --precision bf16 --channels-last --data-on-gpu",
+        "--compile --cuda-graph --precision bf16 --channels-last --data-on-gpu",
+        "--profile-one-step --warmup-iters 5",
+    ],
+)
+def test_fast_paths_train_the_same_on_a_gpu(
+    train: Callable[..., tuple[int, str]], flags: str
+) -> None:
+    status, printed = train("--device", "cuda", *flags.split())
+    assert status == 0, printed
+
+
 def test_a_training_that_does_not_learn_is_red(
     train: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
