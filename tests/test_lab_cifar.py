@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -218,6 +219,25 @@ def test_digits_stand_in_loudly(
     (result,) = (tmp_path / "results").rglob("*.json")
     options = labs.load(result).options
     assert (options["dataset"], options["asked_for_dataset"]) == ("digits", "cifar10")
+
+
+@pytest.mark.parametrize(
+    "problem", [URLError("no name"), RuntimeError("File not found or corrupt")]
+)
+def test_a_download_that_fails_leaves_nothing(
+    problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks.build("resnet18")  # torchvision is imported
+    from torchvision.datasets import utils
+
+    def download(url: str, folder: str, name: str, md5: str) -> None:
+        assert md5 == "c58f30108f718f92721af3b95e74349a"
+        Path(folder, name).write_bytes(b"half")
+        raise problem
+
+    monkeypatch.setattr(utils, "download_url", download)
+    assert data._download(tmp_path / "new") == str(problem)
+    assert not list((tmp_path / "new").iterdir())
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ import pickle
 import socket
 import sys
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -200,9 +200,10 @@ def _download(folder: Path) -> str:
     results.prepare_folder(folder, "--data")
     print(f"Downloading CIFAR-10 (170 MB) to {folder}", file=sys.stderr)
     try:
-        with results.atomic_path(folder / ARCHIVE) as path, _patience():
-            download_url(CIFAR10.url, str(folder), path.name, CIFAR10.tgz_md5)
-    except (URLError, WorkshopError, RuntimeError, OSError) as error:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary, _patience():
+            download_url(CIFAR10.url, temporary, ARCHIVE, CIFAR10.tgz_md5)
+            Path(temporary, ARCHIVE).replace(folder / ARCHIVE)
+    except (OSError, RuntimeError) as error:  # RuntimeError is the checksum's
         return str(error)
     return ""
 

@@ -212,8 +212,8 @@ def _headline(ready: Run) -> str:
     r, steps = ready.record, ready.batches.steps
     return (
         f"{r.subject}: {r.variant}, on {r.device['name']}\n"
-        f"{ready.arguments.epochs} epochs of {steps} steps, "
-        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP each"
+        f"epochs: {ready.arguments.epochs}, of {steps} steps each with "
+        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP"
     )
 
 
