@@ -20,6 +20,7 @@ import pytest
 import stored_runs
 import torch
 
+from labs.cifar10_roofline import networks as cifar_networks
 from labs.inference_benchmark import measure
 from workshop import errors, results
 from workshop import parity as gate_command
@@ -79,6 +80,11 @@ GOOD = {
     "--seed": {"0"},
     "--flops-prof-step": {"0"},
     "--rank": {"0"},
+    "--warmup": {"0"},
+    "--warmup-iters": {"0"},
+    "--save-every": {"0"},
+    "--workers": {"0"},
+    "--label-smoothing": {"0"},
     "--percent": {"0", "-1"},
     "--from": {"0", "-1"},
     "--to": {*HUGE, "inf", "1e400"},
@@ -180,6 +186,7 @@ def stop_where_work_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         (trainer, "Runner"),
         (parity, "check_model"),
         (measure, "make_bench"),
+        (cifar_networks, "build"),
         (copies, "make"),
         (subprocess.Popen, "__init__"),
         (ProcessPoolExecutor, "__init__"),

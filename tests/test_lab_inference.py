@@ -650,8 +650,8 @@ def test_an_implausible_rate_is_a_sentence() -> None:
     record = single.new_run(arguments(), SMALL, Variant(), CPU)
     assert isinstance(record, LabRun)
     record.peak_tflops, record.flops_per_step, record.step_ms = 10.0, 1e12, [1.0]
-    assert "more than the data sheet's 10" in single.implausible(record, 1)[0]
-    assert single.implausible(record, 200) == []
+    assert "more than the data sheet's 10" in labs.implausible(record, 1)[0]
+    assert labs.implausible(record, 200) == []
 
 
 MODES = ("", " reduce-overhead", " max-autotune")

@@ -267,6 +267,17 @@ def _per_unit(row: LabRow) -> list[list[float]]:
     return [[ms / row.first.units_per_step for ms in times] for times in row.times]
 
 
+def implausible(record: LabRun, devices: int = 1) -> list[str]:
+    """A sentence if the operations a second are more than the chips can do."""
+    if not (record.peak_tflops and record.flops_per_step and record.step_ms):
+        return []
+    rate = record.flops_per_step / timing.median(record.step_ms) / 1e9
+    limit = record.peak_tflops * devices
+    if rate <= limit:
+        return []
+    return [f"IMPLAUSIBLE: {rate:,.0f} TFLOP/s, more than the data sheet's {limit:,.0f}"]
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from labs.inference_benchmark import rewriting
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
 from workshop.run.markers import Range
-from workshop.run.precision import PRECISIONS, supported
+from workshop.run.precision import PRECISIONS, set_arithmetic, supported
 from workshop.run.trainer import missing_for_compile
 
 MEANT = {"static-memory": "triton.cudagraphs", "matmul-padding": "shape_padding"}
@@ -214,14 +214,6 @@ def check_precision(name: str, device: torch.device) -> None:
             f"--precision {name}: this device does not have it; it has "
             f"{', '.join(supported(device))}"
         )
-
-
-def set_arithmetic(precision: str) -> None:
-    """For the whole process: fp32 is real fp32 unless it is tf32, in convolutions too, for which
-    PyTorch takes tf32 by default; and convolutions try their algorithms once for each shape."""
-    PRECISIONS[precision].set_matmul_mode()
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    torch.backends.cudnn.benchmark = True
 
 
 @contextlib.contextmanager

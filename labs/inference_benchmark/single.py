@@ -308,7 +308,7 @@ def _finish(
     record.metrics["flop_per_byte"] = bench.counts.intensity(bench.setting.batch_size, element)
     if record.status != "complete":
         return
-    record.plausibility = implausible(record, group.world_size)
+    record.plausibility = labs.implausible(record, group.world_size)
     # Compilers take longer beside other processes: there is no break-even then.
     if record.setup_s.get("compile") and not training and not arguments.wait_turn:
         plain_ms = measure.time_plain(bench)
@@ -336,17 +336,6 @@ def _compare_with_one(
         bench.run.metrics["one_process_per_s"] = 1e3 / one_ms
         bench.run.metrics["scaling_efficiency"] = one_ms / all_ms / group.world_size
     groups.meet(group)
-
-
-def implausible(record: LabRun, devices: int) -> list[str]:
-    """A sentence if the operations a second are more than the chips can do."""
-    if not (record.peak_tflops and record.flops_per_step and record.step_ms):
-        return []
-    rate = record.flops_per_step / timing.median(record.step_ms) / 1e9
-    limit = record.peak_tflops * devices
-    if rate <= limit:
-        return []
-    return [f"IMPLAUSIBLE: {rate:,.0f} TFLOP/s, more than the data sheet's {limit:,.0f}"]
 
 
 def _profile(

@@ -52,6 +52,14 @@ PRECISIONS = {
 }
 
 
+def set_arithmetic(name: str) -> None:
+    """For the whole process: fp32 is real fp32 unless it is tf32, in convolutions too, for which
+    PyTorch takes tf32 by default; and convolutions try their algorithms once for each shape."""
+    PRECISIONS[name].set_matmul_mode()
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    torch.backends.cudnn.benchmark = True
+
+
 def of_losses(name: str) -> str:
     """What has to be known of losses at a precision before they are compared step by step."""
     precision = PRECISIONS.get(name)

@@ -1,0 +1,139 @@
+"""Batches of an epoch: shuffled, cropped and flipped, by worker processes or on the device.
+
+What an epoch sees follows from the seed and the epoch alone: it is the same with any number of
+workers, on the device, and after a resume.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from labs.cifar10_roofline.data import Part
+
+PADDING = 4
+"""Black pixels around an image, out of which 32 x 32 are cropped."""
+Batch = tuple[Tensor, Tensor]
+"""Images, uint8 (B, 3, 32, 32), and labels, int64 (B,)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is drawn for an epoch, for each image of it. All int64 (N,)."""
+
+    order: Tensor
+    top: Tensor
+    left: Tensor
+    flip: Tensor
+    """1 for an image that is mirrored, else 0."""
+
+    @staticmethod
+    def draw(count: int, seed: int, epoch: int, flips: bool) -> "Plan":
+        generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+        order = torch.randperm(count, generator=generator)
+        top, left = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
+        flip = torch.randint(2, (count,), generator=generator) * flips
+        return Plan(order, top, left, flip)
+
+    def to(self, device: torch.device) -> "Plan":
+        return Plan(*(part.to(device) for part in (self.order, self.top, self.left, self.flip)))
+
+    def batch(self, images: Part, index: int, size: int) -> Batch:
+        """The batch of that number, on the images' device."""
+        rows = slice(index * size, (index + 1) * size)
+        chosen = self.order[rows]
+        cropped = crop(images.images[chosen], self.top[rows], self.left[rows], self.flip[rows])
+        return cropped, images.labels[chosen]
+
+
+def crop(images: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
+    """Crops of images with black borders, some mirrored, all gathered at once."""
+    padded = F.pad(images, (PADDING,) * 4)
+    edge = torch.arange(32, device=images.device)
+    across = torch.where(flip[:, None] > 0, 31 - edge, edge) + left[:, None]
+    down = edge + top[:, None]
+    each = torch.arange(len(images), device=images.device)
+    colour = torch.arange(3, device=images.device)
+    return padded[
+        each[:, None, None, None],
+        colour[:, None, None],
+        down[:, None, :, None],
+        across[:, None, None, :],
+    ]
+
+
+@dataclass
+class _Prepared(Dataset[Batch]):
+    """Batches by (epoch, index), for DataLoader's workers."""
+
+    part: Part
+    size: int
+    seed: int
+    flips: bool
+    _plan: tuple[int, Plan] | None = None
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        epoch, index = key
+        if self._plan is None or self._plan[0] != epoch:
+            self._plan = epoch, Plan.draw(len(self.part.labels), self.seed, epoch, self.flips)
+        return self._plan[1].batch(self.part, index, self.size)
+
+
+class _Order:
+    """DataLoader's sampler: the keys of an epoch's batches, in order."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.epoch = steps, 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((self.epoch, index) for index in range(self.steps))
+
+    def __len__(self) -> int:
+        return self.steps
+
+
+class Batches:
+    """Of the training images: whole batches, the remainder of an epoch is left out."""
+
+    def __init__(
+        self,
+        part: Part,
+        size: int,
+        seed: int,
+        flips: bool,
+        device: torch.device,
+        workers: int = 0,
+        on_device: bool = False,
+    ) -> None:
+        self.steps = len(part.labels) // size
+        self._device, self._on_device = device, on_device
+        self._prepared = _Prepared(part.to(device) if on_device else part, size, seed, flips)
+        self._order = _Order(self.steps)
+        self._loader = DataLoader(
+            self._prepared,
+            batch_size=None,
+            sampler=self._order,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda",
+            # A draw from the global one would change what a resumed run draws.
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """Its batches, on the device."""
+        if self._on_device:
+            p = self._prepared
+            plan = Plan.draw(len(p.part.labels), p.seed, epoch, p.flips).to(self._device)
+            for index in range(self.steps):
+                yield plan.batch(p.part, index, p.size)
+            return
+        self._order.epoch = epoch
+        for images, labels in self._loader:
+            yield (
+                images.to(self._device, non_blocking=True),
+                labels.to(self._device, non_blocking=True),
+            )

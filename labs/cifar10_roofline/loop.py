@@ -1,0 +1,366 @@
+"""A training from the command line: its epochs, what it prints and saves, its result file."""
+
+import argparse
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labs.cifar10_roofline import checkpoints, curves, data, networks, proof, request
+from labs.cifar10_roofline.batches import Batches
+from labs.cifar10_roofline.data import Dataset
+from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
+from workshop import errors, labs, results
+from workshop.errors import OutOfMemory, WorkshopError
+from workshop.labs import LabRun
+from workshop.run import hardware, markers, memory, startup, trainer
+from workshop.run.precision import PRECISIONS, set_arithmetic
+from workshop.run.timing import StepClock, median
+
+SETTLING_STEPS = 5
+"""At most, that are not in the result's times: in them memory, compilers and a graph settle."""
+TEST_BATCH = 500
+CIFAR10_IMAGES = 50_000
+STEP = "train_step"
+"""The range of the profiled step."""
+_SAME_ON_RESUME = ("model", "epochs", "batch_size", "lr", "label_smoothing", "seed")
+"""Of the settings that a resumed training should share with its checkpoint."""
+
+
+@dataclass
+class Run:
+    """A training that is ready to start."""
+
+    arguments: argparse.Namespace
+    dataset: Dataset
+    batches: Batches
+    model: nn.Module
+    training: Training
+    record: LabRun
+    settings: dict[str, Any]
+    history: list[dict[str, float]]
+    """A line for each complete epoch."""
+    epoch: int = 0
+    """How many are complete."""
+    best_accuracy: float = 0.0
+
+    def path(self, ending: str) -> Path:
+        name = f"{self.arguments.model}_{self.dataset.name}_{ending}"
+        return Path(self.arguments.out_dir) / name
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, or profiles a step; the exit status."""
+    errors.require("rich", "matplotlib")
+    device = hardware.get_device(arguments.device)
+    request.check(arguments, device)
+    with trainer.memory_failure_as(lambda asked: _too_large(arguments, asked)):
+        ready = prepare(arguments, device)
+        return profile(ready) if arguments.profile_one_step else train(ready)
+
+
+def _too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"--batch-size {arguments.batch_size} does not fit in memory: {asked} was asked for "
+        "beyond it; take a smaller one"
+    )
+
+
+# --- before the first step -----------------------------------------------------------------------
+
+
+def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
+    """Reads the images, builds the network, takes up a checkpoint; raises WorkshopError."""
+    precision = request.precision_of(arguments, device)
+    if arguments.amp and device.type == "cpu":
+        print("--amp is without effect on the CPU", file=sys.stderr)
+    saved = checkpoints.load(arguments.resume) if arguments.resume else None
+    for folder, flag in ((arguments.out_dir, "--out-dir"), (arguments.output_dir, "--output-dir")):
+        results.prepare_folder(folder, flag)
+    dataset = data.load(arguments.dataset, arguments.data)
+    images = len(dataset.train.labels)
+    if arguments.batch_size > images:
+        raise WorkshopError(
+            f"--batch-size {arguments.batch_size}: {dataset.name} has {images} images to train with"
+        )
+    batches = Batches(
+        dataset.train, arguments.batch_size, arguments.seed, dataset.flips, device,
+        arguments.workers, arguments.data_on_gpu,
+    )  # fmt: skip
+    total = arguments.epochs * batches.steps
+    warmup = arguments.warmup
+    if warmup is None:
+        warmup = min(batches.steps, total // 2)
+    problem = Problem(
+        Schedule(arguments.lr, warmup, total),
+        arguments.label_smoothing, dataset.mean, dataset.std,
+    )  # fmt: skip
+    variant = Variant(
+        precision.name, arguments.channels_last, arguments.compile, arguments.cuda_graph
+    )
+    set_arithmetic(precision.name)
+    torch.manual_seed(arguments.seed)
+    model = networks.build(arguments.model)
+    training = Training(model, variant, problem, device)
+    settings = {name: getattr(arguments, name) for name in _SAME_ON_RESUME}
+    settings |= {"dataset": dataset.name, "warmup": warmup, "precision": precision.name}
+    record = new_run(arguments, dataset, variant, device, settings)
+    record.flops_per_step = networks.flops_per_image(model) * arguments.batch_size
+    ready = Run(arguments, dataset, batches, model, training, record, settings, [])
+    if saved:
+        _resume(ready, saved)
+    return ready
+
+
+def _resume(ready: Run, saved: dict[str, Any]) -> None:
+    path, epochs = ready.arguments.resume, ready.arguments.epochs
+    for sentence in checkpoints.differences(path, saved["settings"], ready.settings):
+        print(sentence, file=sys.stderr)
+    checkpoints.restore(path, saved, ready.training)
+    ready.epoch, ready.best_accuracy = saved["epoch"], saved["best_accuracy"]
+    ready.history = saved["history"]
+    ready.record.options["resumed_after_epoch"] = ready.epoch
+    if ready.epoch >= epochs:
+        raise WorkshopError(
+            f"--resume {path}: {ready.epoch} epochs are done, --epochs {epochs} leaves nothing "
+            "to do; give more"
+        )
+
+
+def new_run(
+    arguments: argparse.Namespace,
+    dataset: Dataset,
+    variant: Variant,
+    device: torch.device,
+    settings: dict[str, Any],
+) -> LabRun:
+    """A record of a run that has not measured yet."""
+    where = "data on the GPU" if device.type == "cuda" else "data on the device"
+    plural = "" if arguments.workers == 1 else "s"
+    source = where if arguments.data_on_gpu else f"{arguments.workers} worker{plural}"
+    hidden = {"--output-dir", "--out-dir", "--data", "--resume"}
+    words = sys.argv[1:]
+    kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
+    record = LabRun(
+        lab=request.LAB,
+        session=arguments.session or results.new_session(),
+        subject=f"{arguments.model}, {dataset.name}, batch {arguments.batch_size}, training",
+        variant=f"{variant.label}, {source}",
+        unit="images",
+        units_per_step=arguments.batch_size,
+        device=hardware.describe(device),
+        software=results.describe_software(),
+        git_commit=results.git_commit(),
+        created=results.now(),
+        command=["train.py", *(w for w in kept if w.split("=")[0] not in hidden)],
+        options={
+            **settings,
+            **asdict(variant),
+            "asked_for_dataset": arguments.dataset,
+            "workers": arguments.workers,
+            "data_on_gpu": arguments.data_on_gpu,
+        },
+    )
+    if sheet := hardware.peaks(device):
+        record.peak_tflops = sheet.tflops.get(variant.precision)
+        record.peak_source = sheet.source
+    return record
+
+
+# --- epochs --------------------------------------------------------------------------------------
+
+
+def train(ready: Run) -> int:
+    """Trains all epochs, saves, checks, writes the result; the exit status."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    training, record, arguments = ready.training, ready.record, ready.arguments
+    startup.watch_compilers(torch_compile=training.variant.compile)
+    first = proof.First(copy.deepcopy(training.state()))
+    times: list[float] = []
+    losses: list[float] = []
+    console = Console(stderr=True)
+    columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
+    print(_headline(ready))
+    start = time.perf_counter()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=training.problem.schedule.total)
+        progress.update(task, completed=training.done)
+        while ready.epoch < arguments.epochs:
+            advance = partial(progress.advance, task)
+            progress.update(task, description=f"epoch {ready.epoch + 1}")
+            epoch_times, epoch_losses = _epoch(ready, first, advance)
+            times += epoch_times
+            losses += epoch_losses
+            _end_epoch(ready, epoch_times, epoch_losses)
+    record.setup_s["training"] = time.perf_counter() - start
+    return _finish(ready, first, times, losses)
+
+
+def _headline(ready: Run) -> str:
+    r, steps = ready.record, ready.batches.steps
+    return (
+        f"{r.subject}: {r.variant}, on {r.device['name']}\n"
+        f"epochs: {ready.arguments.epochs}, of {steps} steps each with "
+        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP"
+    )
+
+
+def _epoch(
+    ready: Run, first: proof.First, advance: Callable[[], object]
+) -> tuple[list[float], list[float]]:
+    """Trains one epoch; times in ms, with the wait for the batch, and losses of its steps."""
+    training, clock, losses = ready.training, StepClock(ready.training.device), list[Tensor]()
+    training.model.train()
+    clock.mark()
+    for images, labels in ready.batches.epoch(ready.epoch):
+        loss = training.step(images, labels)
+        clock.mark()
+        losses.append(loss)
+        first.see(training, images, labels, loss)
+        advance()
+    times = clock.durations_ms()
+    return times, torch.stack(losses).tolist()
+
+
+def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
+    """Tests, prints the epoch's line, saves what is to be saved."""
+    training, test = ready.training, ready.dataset.test
+    correct = sum(
+        training.correct(test.images[i : i + TEST_BATCH], test.labels[i : i + TEST_BATCH])
+        for i in range(0, len(test.labels), TEST_BATCH)
+    )
+    ready.epoch += 1
+    line = {
+        "epoch": float(ready.epoch),
+        "loss": sum(losses) / len(losses),
+        "test_accuracy": correct / len(test.labels),
+        "images_per_s": len(times) * ready.arguments.batch_size / sum(times) * 1e3,
+        "learning_rate": training.problem.schedule.at(training.done - 1),
+    }
+    ready.history.append(line)
+    print(
+        f"epoch {ready.epoch}/{ready.arguments.epochs}  loss {line['loss']:.4f}  "
+        f"test accuracy {line['test_accuracy']:.2%}  {line['images_per_s']:,.0f} images/s  "
+        f"learning rate {line['learning_rate']:.5f}",
+        flush=True,
+    )
+    best = line["test_accuracy"] > ready.best_accuracy
+    ready.best_accuracy = max(ready.best_accuracy, line["test_accuracy"])
+    every = ready.arguments.save_every
+    if best or (every and ready.epoch % every == 0):
+        content = checkpoints.checkpoint(
+            training, ready.settings, ready.epoch, ready.best_accuracy, ready.history
+        )
+        if best:
+            checkpoints.save(ready.path("best.pt"), content)
+        if every and ready.epoch % every == 0:
+            checkpoints.save(ready.path(f"epoch_{ready.epoch}.pt"), content)
+
+
+def _finish(ready: Run, first: proof.First, times: list[float], losses: list[float]) -> int:
+    """Saves weights and curves, checks the run and writes its result; the exit status."""
+    training, record, device = ready.training, ready.record, ready.training.device
+    weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
+    checkpoints.save(ready.path("final_weights.pt"), weights)
+    curves.draw(record.subject, ready.history, ready.path("curves.png"))
+    settling = min(SETTLING_STEPS, len(times) - 1)
+    record.step_ms = times[settling:]
+    record.setup_s |= {
+        "compile": startup.compile_seconds(), "warm_up": sum(times[:settling]) / 1e3
+    }  # fmt: skip
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        parts = memory.break_down(peak, training.model, training.optimizer, "allocator")
+        record.memory_mb = parts
+    record.losses = results.finite(losses)
+    record.metrics |= {
+        "test_accuracy": ready.history[-1]["test_accuracy"],
+        "best_accuracy": ready.best_accuracy,
+        "epochs": ready.epoch,
+        "images_per_s_last_epoch": ready.history[-1]["images_per_s"],
+    }
+    record.proof = proof.of_training(ready.model, training, first, losses)
+    dtype = PRECISIONS[training.variant.precision].autocast_dtype
+    record.ceiling_tflops = hardware.measure_matmul_tflops(device, dtype)
+    record.plausibility = labs.implausible(record)
+    passed = record.proof.status == "pass"
+    record.status = "complete" if passed else "proof failed"
+    path = labs.save(record, labs.new_path(record, ready.arguments.output_dir))
+    _summary(ready, path)
+    return errors.DONE if passed else errors.ANSWER_IS_NO
+
+
+def _summary(ready: Run, path: Path) -> None:
+    record = ready.record
+    if record.proof.status == "fail":
+        print(f"PROOF RED: {'; '.join(record.proof.failures)}")
+    else:
+        ms = median(record.step_ms)
+        print(
+            f"proof green (against {record.proof.reference}); median step {ms:.2f} ms: "
+            f"{record.units_per_step / ms * 1e3:,.0f} images/s, "
+            f"{(record.flops_per_step or 0) / ms / 1e9:.2f} TFLOP/s, data loading included"
+        )
+        print(*record.plausibility, sep="\n", end="\n" * bool(record.plausibility))
+    print(f"test accuracy {record.metrics['test_accuracy']:.2%} on {ready.dataset.name}, "
+          f"best {ready.best_accuracy:.2%}; {record.setup_s['training']:.1f} s")  # fmt: skip
+    print(f"Written: {path}, and to {ready.arguments.out_dir}: {ready.path('*').name}")
+
+
+# --- the profiled step ---------------------------------------------------------------------------
+
+
+def profile(ready: Run) -> int:
+    """Runs up to the asked-for iteration and marks it: a range for who reads the profile, and the
+    profiler's start and stop for the tool, which collect what other threads launch too, as autograd
+    does in the backward pass."""
+    arguments, training = ready.arguments, ready.training
+    wanted = arguments.warmup_iters + arguments.profile_iter
+    stands_in = ready.dataset.name != arguments.dataset
+    images = CIFAR10_IMAGES if stands_in else len(ready.dataset.train.labels)
+    there = arguments.epochs * (images // arguments.batch_size)
+    if wanted > there:
+        raise WorkshopError(
+            f"iteration {wanted} (--warmup-iters {arguments.warmup_iters}, --profile-iter "
+            f"{arguments.profile_iter}) never comes: {arguments.epochs} epochs have {there}; give "
+            "more --epochs or a smaller --batch-size"
+        )
+    print(_headline(ready))
+    training.model.train()
+    # Digits that stand in for CIFAR-10 have fewer steps: they come round again.
+    stream = (batch for epoch in count() for batch in ready.batches.epoch(epoch))
+    for _, batch in zip(range(wanted - 1), stream, strict=False):
+        training.step(*batch)
+    images_, labels = next(stream)
+    on_gpu = training.device.type == "cuda"
+    range_ = markers.for_vendor_tools(training.device)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+    with range_(STEP):
+        loss = training.step(images_, labels, nullcontext if arguments.cuda_graph else range_)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    if not math.isfinite(float(loss)):
+        raise WorkshopError(f"the loss is {float(loss)}: take a smaller --lr")
+    ready.record.status = "profiled"
+    ready.record.losses = results.finite([float(loss)])
+    path = labs.save(ready.record, labs.new_path(ready.record, arguments.output_dir))
+    print(
+        f"Profiled iteration {wanted}, in the range {STEP}: {arguments.batch_size} images, loss "
+        f"{float(loss):.4f}.\nWritten: {path}"
+    )
+    return errors.DONE

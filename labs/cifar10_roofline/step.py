@@ -1,0 +1,198 @@
+"""The training step: normalise, forward, loss, backward, SGD; and how its learning rate goes."""
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workshop.run.markers import Range
+from workshop.run.precision import PRECISIONS
+
+MOMENTUM = 0.9
+WEIGHT_DECAY = 5e-4
+STEPS_BEFORE_CAPTURE = 3
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a step runs. All of it is off in the plain one."""
+
+    precision: str = "fp32"
+    """Of workshop.run.precision; or fp64, in which the truth is computed."""
+    channels_last: bool = False
+    compile: bool = False
+    cuda_graph: bool = False
+
+    def plain(self) -> "Variant":
+        return Variant(self.precision)
+
+    @property
+    def label(self) -> str:
+        words = [self.precision]
+        words += ["channels-last"] * self.channels_last + ["compile"] * self.compile
+        return ", ".join(words + ["graph"] * self.cuda_graph)
+
+    def layout(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate: `warmup` steps in a line to `highest`, then a cosine to 0 at `total`."""
+
+    highest: float
+    warmup: int
+    total: int
+
+    def at(self, step: int) -> float:
+        """That of a step, from 0."""
+        if step < self.warmup:
+            return self.highest * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.total - self.warmup)
+        return self.highest * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is learned, at any variant."""
+
+    schedule: Schedule
+    label_smoothing: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class Training:
+    """A network in training. Weights and momentum are fp32 at every precision; in fp16 the loss is
+    scaled."""
+
+    def __init__(
+        self, model: nn.Module, variant: Variant, problem: Problem, device: torch.device
+    ) -> None:
+        self.variant, self.problem, self.device = variant, problem, device
+        exact = variant.precision == "fp64"
+        self._dtype = torch.float64 if exact else torch.float32
+        self.model: nn.Module = copy.deepcopy(model).to(device, self._dtype)
+        self.model.to(memory_format=variant.layout())  # type: ignore[call-overload]
+        mean, std = (
+            torch.tensor(v, dtype=self._dtype, device=device).view(3, 1, 1)
+            for v in (problem.mean, problem.std)
+        )
+        self._scale, self._shift = 1 / (255 * std), mean / std
+        # In memory of the device, a captured graph reads it anew at each step.
+        self._rate = torch.zeros((), device=device)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(),
+            lr=self._rate if device.type == "cuda" else 0.0,
+            momentum=MOMENTUM,
+            nesterov=True,
+            weight_decay=WEIGHT_DECAY,
+            fused=device.type == "cuda",
+        )
+        precision = PRECISIONS["fp32" if exact else variant.precision]
+        self._autocast = lambda: precision.autocast(device.type)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.loss_scaling)
+        self._forward: Callable[[Tensor], Tensor] = self.logits
+        if variant.compile:
+            self._forward = torch.compile(self.logits, dynamic=False)
+        self.done = 0
+        """Steps, also of a run that this one resumes."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._own_steps = 0
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Of uint8 images (B, 3, 32, 32)."""
+        values = images.to(self._dtype) * self._scale - self._shift
+        out: Tensor = self.model(values.contiguous(memory_format=self.variant.layout()))
+        return out
+
+    def step(self, images: Tensor, labels: Tensor, range_: Range = nullcontext) -> Tensor:
+        """Trains one step, with a marker range around each part; its loss, a scalar on the
+        device."""
+        rate = self.problem.schedule.at(self.done)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        if self.variant.cuda_graph:
+            loss = self._graphed(images, labels)
+        else:
+            loss = self._train(images, labels, range_)
+        self.done += 1
+        self._own_steps += 1
+        return loss
+
+    def _train(self, images: Tensor, labels: Tensor, range_: Range = nullcontext) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with range_("forward"), self._autocast():
+            loss = F.cross_entropy(
+                self._forward(images).to(self._dtype),
+                labels,
+                label_smoothing=self.problem.label_smoothing,
+            )
+        with range_("backward"):
+            self.scaler.scale(loss).backward()
+        with range_("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss.detach()
+
+    def _graphed(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The first steps run eagerly, on a stream of their own as a capture wants it; then the
+        step is captured, which runs nothing, and replayed."""
+        if self._own_steps < STEPS_BEFORE_CAPTURE:
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                loss = self._train(images, labels)
+            torch.cuda.synchronize(self.device)
+            return loss
+        if self._graph is None:
+            self._images, self._labels = images.clone(), labels.clone()
+            self.optimizer.zero_grad(set_to_none=True)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._loss = self._train(self._images, self._labels)
+        self._images.copy_(images)
+        self._labels.copy_(labels)
+        self._graph.replay()
+        return self._loss.clone()
+
+    @torch.no_grad()
+    def correct(self, images: Tensor, labels: Tensor) -> int:
+        """How many images the network puts into the right class, in evaluation mode."""
+        self.model.eval()
+        with self._autocast():
+            found = self.logits(images.to(self.device)).argmax(1)
+        self.model.train()
+        return int((found == labels.to(self.device)).sum())
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.done,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from `state()`, which may be of another device or variant."""
+        self.model.load_state_dict(state["model"])
+        own = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share tensors
+        for group, kept in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(kept)
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.done = state["step"]

@@ -1,0 +1,32 @@
+"""Trains ResNet-18 or ResNet-34 on CIFAR-10, or marks one step of the training for a profiler.
+
+request.py has its flags, data.py reads images, step.py is the training step, loop.py the epochs,
+checkpoints.py what is saved, proof.py what shows that a fast step trains the same network.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+from labs.cifar10_roofline import loop, request
+from workshop import errors
+from workshop.arguments import parse
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains from the command line; returns the exit status."""
+    arguments = parse(request.build_parser(), argv)
+    return errors.exit_status(
+        lambda: loop.run(arguments),
+        interrupted="interrupted: --resume goes on from the newest checkpoint in --out-dir",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

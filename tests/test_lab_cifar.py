@@ -1,0 +1,593 @@
+"""The CIFAR-10 lab's training: its images, its step, its checkpoints, the proof, the program."""
+
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from labs.cifar10_roofline import checkpoints, data, loop, networks, proof
+from labs.cifar10_roofline.batches import Batches, Plan, crop
+from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
+from labs.cifar10_roofline.train import main
+from workshop import labs
+from workshop.errors import WorkshopError
+from workshop.versions import ROOT
+
+CPU = torch.device("cpu")
+FOLDER = ROOT / "labs" / "cifar10_roofline"
+IMAGES = 10
+"""In each of the six files."""
+
+
+class Small(nn.Module):
+    """In the place of a ResNet: milliseconds a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 9, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = torch.relu(self.norm(self.conv(images)))
+        out: Tensor = self.head(nn.functional.adaptive_avg_pool2d(found, 3).flatten(1))
+        return out
+
+
+def batch_file(seed: int, **other: Any) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+    labels = [int(label) for label in random.integers(0, 10, IMAGES)]
+    pixels = random.integers(0, 256, (IMAGES, 3072)).astype(np.uint8)
+    pixels[:, :1024] = np.array(labels)[:, None] * 25  # something to learn
+    return {"batch_label": "a batch", "labels": labels, "data": pixels} | other
+
+
+def write_cifar(folder: Path) -> Path:
+    """Six files of CIFAR-10's format, as Python 2 wrote them."""
+    unpacked = folder / data.UNPACKED
+    unpacked.mkdir(parents=True)
+    for seed, name in enumerate((*data.TRAIN_FILES, *data.TEST_FILES)):
+        (unpacked / name).write_bytes(pickle.dumps(batch_file(seed), protocol=2))
+    return folder
+
+
+def write_archive(folder: Path) -> Path:
+    write_cifar(folder / "source")
+    with tarfile.open(folder / data.ARCHIVE, "w:gz") as archive:
+        archive.add(folder / "source" / data.UNPACKED, data.UNPACKED)
+    return folder
+
+
+@pytest.fixture
+def train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Runs the program on a small network and 50 images; its status and all that it printed."""
+    monkeypatch.setattr(networks, "build", lambda name: Small())
+    monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
+    write_cifar(tmp_path / "data")
+
+    def run(*flags: str | Path, out: str = "out") -> tuple[int, str]:
+        where = ["--data", tmp_path / "data", "--out-dir", tmp_path / out]
+        usual = ["--device", "cpu", "--batch-size", "8", "--lr", "0.05", "--epochs", "4"]
+        words = [*usual, "--output-dir", tmp_path / "results", *where, *flags]
+        status = main([str(word) for word in words])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+def test_the_networks_are_those_for_small_images() -> None:
+    model = networks.build("resnet18")
+    macs = networks.flops_per_image(model, training=False) / 2
+    assert macs == pytest.approx(0.5555e9, rel=0.01)
+    forward = networks.flops_per_image(model, training=False)
+    first = 2 * 3 * 9 * 64 * 32 * 32  # whose gradient for the image is not computed
+    assert networks.flops_per_image(model) == 3 * forward - first
+    assert model.eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+# --- images --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [write_cifar, write_archive])
+def test_cifars_files_are_read(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    found = data.cifar10(write(tmp_path))
+    assert found.train.images.shape == (50, 3, 32, 32) and found.test.images.dtype == torch.uint8
+    expected = batch_file(1)
+    assert found.train.labels[10:20].tolist() == expected["labels"]
+    assert np.array_equal(found.train.images[10].numpy().ravel(), expected["data"][0])
+
+
+class Malicious:
+    """A pickle that runs a program."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(batch_file(0))[:-2000],
+        b"",
+        pickle.dumps([1, 2]),
+        pickle.dumps(batch_file(0, labels=[11] * IMAGES)),
+        pickle.dumps(batch_file(0, labels=[1])),
+        pickle.dumps(batch_file(0, data=np.zeros((IMAGES, 3072)))),
+        pickle.dumps(batch_file(0, data=np.zeros((IMAGES, 12), np.uint8))),
+    ],
+    ids=["truncated", "empty", "a list", "label 11", "one label", "floats", "small images"],
+)
+def test_a_file_that_is_no_batch_is_refused(content: bytes) -> None:
+    with pytest.raises(WorkshopError, match="here: no batch of CIFAR-10"):
+        data.parse_batch(content, "here")
+
+
+def test_a_pickle_that_would_run_a_program_does_not(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    with pytest.raises(WorkshopError, match=r"asks for posix\.mkdir"):
+        data.parse_batch(pickle.dumps(batch_file(0, more=Malicious(ran))), "here")
+    assert not ran.exists()
+
+
+def link_instead(archive: tarfile.TarFile) -> None:
+    member = tarfile.TarInfo(f"{data.UNPACKED}/data_batch_1")
+    member.type, member.linkname = tarfile.SYMTYPE, "/etc/hostname"
+    archive.addfile(member)
+
+
+def too_large(archive: tarfile.TarFile) -> None:
+    member = tarfile.TarInfo(f"{data.UNPACKED}/data_batch_1")
+    member.size = data.MOST_BYTES + 1
+    archive.addfile(member, io.BytesIO(bytes(member.size)))
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [(link_instead, "is no batch"), (too_large, "is no batch"), (lambda archive: None, "missing")],
+)
+def test_an_archive_with_other_members_is_refused(
+    members: Callable[[tarfile.TarFile], None], said: str, tmp_path: Path
+) -> None:
+    with tarfile.open(tmp_path / data.ARCHIVE, "w:gz") as archive:
+        members(archive)
+    with pytest.raises(WorkshopError, match=said):
+        data.cifar10(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"no archive", bytes.upper]
+)
+def test_a_damaged_archive_is_one_line(
+    damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = write_archive(tmp_path) / data.ARCHIVE
+    archive.write_bytes(damage(archive.read_bytes()))
+    folders = ["--out-dir", str(tmp_path / "out"), "--output-dir", str(tmp_path / "results")]
+    assert main(["--data", str(tmp_path), "--device", "cpu", *folders]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(archive) in said
+
+
+def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
+    pytest.importorskip("sklearn")
+    found, again = data.digits(), data.digits()
+    assert found.train.images.shape == (1437, 3, 32, 32) and len(found.test.labels) == 360
+    assert found.train.images.dtype == torch.uint8 and not found.flips
+    assert torch.equal(found.test.images, again.test.images)
+    assert found.test.labels[:8].tolist() == DIGITS
+    assert found.test.labels.bincount().min() >= 20
+    assert found.train.images.max() == 255
+
+
+DIGITS = [3, 2, 4, 3, 2, 1, 1, 0]
+
+
+def test_digits_stand_in_loudly(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    train: Callable[..., tuple[int, str]],
+) -> None:
+    other = data.cifar10(tmp_path / "data")
+    stand_in = data.Dataset("digits", other.train, other.test, other.mean, other.std, False)
+    monkeypatch.setattr(data, "digits", lambda: stand_in)
+    monkeypatch.setattr(data, "_download", lambda folder: "no network")
+    status, printed = train("--data", tmp_path / "nothing", "--epochs", "2")
+    assert status == 0, printed
+    assert "WARNING" in printed and "no network" in printed and "DIGITS" in printed
+    (result,) = (tmp_path / "results").rglob("*.json")
+    options = labs.load(result).options
+    assert (options["dataset"], options["asked_for_dataset"]) == ("digits", "cifar10")
+
+
+@pytest.mark.parametrize(
+    "problem", [URLError("no name"), RuntimeError("File not found or corrupt")]
+)
+def test_a_download_that_fails_leaves_nothing(
+    problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks.build("resnet18")  # torchvision is imported
+    from torchvision.datasets import utils
+
+    def download(url: str, folder: str, name: str, md5: str) -> None:
+        assert md5 == "c58f30108f718f92721af3b95e74349a"
+        Path(folder, name).write_bytes(b"half")
+        raise problem
+
+    monkeypatch.setattr(utils, "download_url", download)
+    assert data._download(tmp_path / "new") == str(problem)
+    assert not list((tmp_path / "new").iterdir())
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_crops_are_those_of_each_image_alone() -> None:
+    images = torch.randint(1, 256, (5, 3, 32, 32), dtype=torch.uint8)
+    top, left = torch.tensor([0, 4, 8, 3, 1]), torch.tensor([8, 4, 0, 5, 2])
+    flip = torch.tensor([0, 0, 1, 1, 0])
+    found = crop(images, top, left, flip)
+    for i in range(5):
+        padded = nn.functional.pad(images[i], (4,) * 4)
+        expected = padded[:, top[i] : top[i] + 32, left[i] : left[i] + 32]
+        assert torch.equal(found[i], expected.flip(-1) if flip[i] else expected)
+    assert torch.equal(found[1], images[1])
+
+
+def test_batches_are_the_same_from_workers_and_on_the_device(tmp_path: Path) -> None:
+    part = data.cifar10(write_cifar(tmp_path)).train
+    kinds = [
+        Batches(part, 8, 1, True, CPU, workers, on_device)
+        for workers, on_device in ((0, False), (2, False), (0, True))
+    ]
+    for epoch in (0, 1):
+        for a, b, c in zip(*(kind.epoch(epoch) for kind in kinds), strict=True):
+            assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0])
+            assert torch.equal(a[1], b[1]) and torch.equal(a[1], c[1])
+    first, second = (torch.cat([y for _, y in kinds[2].epoch(epoch)]) for epoch in (0, 1))
+    assert len(first) == 48 and not torch.equal(first, second)
+
+
+def test_an_epoch_has_each_image_once_and_mirrors_no_digit() -> None:
+    plan, digits = (Plan.draw(500, 3, 0, flips) for flips in (True, False))
+    assert plan.order.sort().values.tolist() == list(range(500))
+    assert {*plan.top.tolist()} == {*plan.left.tolist()} == set(range(9))
+    assert 200 < int(plan.flip.sum()) < 300 and not digits.flip.any()
+
+
+# --- step ----------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
+    schedule = Schedule(0.4, warmup=4, total=12)
+    rates = [schedule.at(step) for step in (0, 1, 3, 4, 8, 12)]
+    assert rates == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.2, 0.0])
+    assert Schedule(0.4, warmup=0, total=2).at(0) == 0.4
+
+
+PROBLEM = Problem(Schedule(0.05, 2, 20), 0.1, (0.5,) * 3, (0.25,) * 3)
+
+
+def trained(training: Training, steps: int = 12) -> tuple[proof.First, list[float]]:
+    """A run of a training on one batch."""
+    import copy
+
+    first, losses = proof.First(copy.deepcopy(training.state())), []
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(10, (16,), generator=generator)
+    for _ in range(steps):
+        loss = training.step(images, labels)
+        first.see(training, images, labels, loss)
+        losses.append(float(loss))
+    return first, losses
+
+
+class Deeper(Small):
+    """With what a fault can sever."""
+
+    severed = False
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = torch.relu(self.norm(self.conv(images)))
+        if self.severed:
+            found = found.detach()
+        out: Tensor = self.head(nn.functional.adaptive_avg_pool2d(found, 3).flatten(1))
+        return out
+
+
+def verdict(variant: Variant, break_it: Callable[[Training], None] = lambda training: None) -> Any:
+    torch.manual_seed(0)
+    model = Deeper()
+    training = Training(model, variant, PROBLEM, CPU)
+    break_it(training)
+    first, losses = trained(training)
+    return proof.of_training(model, training, first, losses)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [Variant(), Variant(channels_last=True), Variant("bf16"), Variant("bf16", channels_last=True)],
+    ids=lambda variant: variant.label,
+)
+def test_true_steps_are_proven(variant: Variant) -> None:
+    found = verdict(variant)
+    assert found.status == "pass", found.failures
+
+
+def sever(training: Training) -> None:
+    training.model.severed = True  # type: ignore[assignment]
+
+
+def no_update(training: Training) -> None:
+    training.optimizer.step = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+def no_momentum(training: Training) -> None:
+    training.optimizer.param_groups[0].update(momentum=0.0, nesterov=False)
+
+
+def rolled(training: Training) -> None:
+    true_step = training.step
+    training.step = lambda x, y: true_step(x, y.roll(1))  # type: ignore[method-assign]
+
+
+def stale_gradients(training: Training) -> None:
+    training.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", [sever, no_update, no_momentum, stale_gradients, rolled])
+def test_a_step_that_trains_otherwise_is_found(
+    fault: Callable[[Training], None], precision: str
+) -> None:
+    assert verdict(Variant(precision, channels_last=True), fault).status == "fail"
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def weights(folder: Path, name: str = "resnet18_cifar10_final_weights.pt") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(folder / name, weights_only=True)
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("flags", [(), ("--channels-last", "--precision", "bf16")])
+def test_a_resumed_training_is_the_uninterrupted_one(
+    train: Callable[..., tuple[int, str]], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    status, printed = train("--save-every", "1", *flags)
+    assert status == 0, printed
+    middle = tmp_path / "out" / "resnet18_cifar10_epoch_2.pt"
+    status, printed = train("--resume", middle, "--save-every", "1", *flags, out="resumed")
+    assert status == 0 and "goes on otherwise" not in printed, printed
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "resumed"))
+    last = "resnet18_cifar10_epoch_4.pt"
+    ends = [weights(tmp_path / folder, last) for folder in ("out", "resumed")]
+    moments = [end["training"]["optimizer"]["state"] for end in ends]  # type: ignore[index]
+    assert all(
+        torch.equal(moments[0][i]["momentum_buffer"], moments[1][i]["momentum_buffer"])
+        for i in moments[0]
+    )
+    assert [line["loss"] for line in ends[0]["history"]] == [  # type: ignore[union-attr]
+        line["loss"]
+        for line in ends[1]["history"]  # type: ignore[union-attr]
+    ]
+
+
+KILLED = """
+import os, signal, sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_lab_cifar import Small
+from labs.cifar10_roofline import networks, train
+networks.build = lambda name: Small()
+true_save, saves = torch.save, []
+def save(content, path):
+    true_save(content, path)
+    saves.append(path)
+    if str(path).endswith(".pt") and len(saves) == int(sys.argv[2]):
+        os.truncate(path, os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save = save
+train.main(sys.argv[3:])
+"""
+
+
+@pytest.mark.slow
+def test_a_training_killed_while_it_saves_goes_on(
+    train: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    assert train("--save-every", "1")[0] == 0
+    flags = ["--device", "cpu", "--batch-size", "8", "--lr", "0.05", "--epochs", "4"]
+    folders = ["--data", tmp_path / "data", "--out-dir", tmp_path / "killed"]
+    command = [sys.executable, "-c", KILLED, ROOT / "tests", "4", *flags, *folders]
+    killed = subprocess.run(
+        [*map(str, command), "--output-dir", str(tmp_path), "--save-every", "1"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    newest = max((tmp_path / "killed").glob("resnet18*.pt"), key=lambda p: p.stat().st_mtime_ns)
+    status, printed = train("--resume", newest, out="killed")
+    assert status == 0, printed
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "killed"))
+
+
+def test_other_checkpoints_are_one_line(
+    train: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    assert train("--epochs", "1", "--save-every", "1")[0] == 0
+    good = tmp_path / "out" / "resnet18_cifar10_best.pt"
+    short = tmp_path / "short.pt"
+    short.write_bytes(good.read_bytes()[:-500])
+    evil = tmp_path / "evil.pt"
+    torch.save({"format": checkpoints.FORMAT, "more": Malicious(tmp_path / "ran")}, evil)
+    other = weights(tmp_path / "out", good.name)
+    other["training"]["model"]["conv.weight"] = torch.zeros(2, 3)  # type: ignore[call-overload]
+    torch.save(other, tmp_path / "other.pt")
+    for flags, said in (
+        ((good, "--model", "resnet34"), "of --model resnet18, not resnet34"),
+        ((good, "--epochs", "1"), "leaves nothing to do"),
+        ((short,), "truncated"),
+        ((evil,), "no checkpoint"),
+        ((tmp_path / "none.pt",), "can't be read"),
+        ((tmp_path / "other.pt",), "not those of this network"),
+        ((tmp_path / "out" / "resnet18_cifar10_final_weights.pt",), "weights alone"),
+    ):
+        status, printed = train("--resume", *flags)
+        assert status == 2 and said in printed and "Traceback" not in printed, printed
+    assert not (tmp_path / "ran").exists()
+
+
+# --- program -------------------------------------------------------------------------------------
+
+
+def test_a_training_leaves_its_weights_curves_and_result(
+    train: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    status, printed = train("--data-on-gpu", "--amp")
+    assert status == 0, printed
+    assert printed.count("images/s") >= 4 and "--amp is without effect on the CPU" in printed
+    names = {path.name.removeprefix("resnet18_cifar10_") for path in (tmp_path / "out").iterdir()}
+    assert names == {"best.pt", "final_weights.pt", "curves.png"}
+    assert (tmp_path / "out" / "resnet18_cifar10_curves.png").read_bytes()[:4] == b"\x89PNG"
+    (path,) = (tmp_path / "results").rglob("*.json")
+    result = labs.load(path)
+    assert len(result.step_ms) == 24 - loop.SETTLING_STEPS and len(result.losses) == 24
+    assert result.losses[-1] is not None and result.losses[0] is not None
+    assert result.losses[-1] < result.losses[0]
+    (row,) = labs.build_rows([result])
+    assert row.proof == "pass" and row.units_per_s and row.tflops
+    assert 0 <= json.loads(path.read_text())["metrics"]["test_accuracy"] <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp --workers 2",
+        "--precision tf32",
+        "--cuda-graph --data-on-gpu",
+        "--cuda-graph --data-on-gpu --amp --channels-last",
+        "--compile --precision bf16 --channels-last --data-on-gpu",
+        "--compile --cuda-graph --precision bf16 --channels-last --data-on-gpu",
+        "--profile-one-step --warmup-iters 5",
+    ],
+)
+def test_fast_paths_train_the_same_on_a_gpu(
+    train: Callable[..., tuple[int, str]], flags: str
+) -> None:
+    status, printed = train("--device", "cuda", *flags.split())
+    assert status == 0, printed
+
+
+def test_a_training_that_does_not_learn_is_red(
+    train: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    true_step = Training.step
+
+    def step(self: Training, images: Tensor, labels: Tensor, *more: Any) -> Tensor:
+        if self.variant.channels_last:
+            labels = labels.roll(1)
+        return true_step(self, images, labels, *more)
+
+    monkeypatch.setattr(Training, "step", step)
+    status, printed = train("--channels-last")
+    assert status == 1 and "PROOF RED" in printed
+    (path,) = (tmp_path / "results").rglob("*.json")
+    assert labs.build_rows([labs.load(path)])[0].units_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--batch-size", "51"), "has 50 images"),
+        (("--workers", "-1"), "between 0 and 64"),
+        (("--lr", "nan"), "--lr nan"),
+        (("--amp", "--precision", "bf16"), "--amp is --precision fp16"),
+        (("--precision", "fp16"), "does not have it"),
+        (("--cuda-graph",), "needs a GPU"),
+        (("--workers", "2", "--data-on-gpu"), "the device prepares"),
+        (("--profile-one-step", "--warmup-iters", "24"), "iteration 25"),
+        (("--profile-one-step", "--profile-iter", "5"), "never comes"),
+    ],
+)
+def test_flags_that_can_not_be_are_one_line(
+    train: Callable[..., tuple[int, str]], flags: tuple[str, ...], said: str
+) -> None:
+    status, printed = train(*flags)
+    assert status == 2 and said in printed and "Traceback" not in printed
+
+
+def test_one_step_is_marked_and_no_other(
+    train: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import contextmanager
+
+    events: list[str] = []
+
+    @contextmanager
+    def range_(name: str) -> Any:
+        events.append(name)
+        yield
+        events.append(f"/{name}")
+
+    true_step = Training.step
+
+    def step(self: Training, *more: Any) -> Tensor:
+        events.append(f"step {self.done}")
+        return true_step(self, *more)
+
+    monkeypatch.setattr(Training, "step", step)
+    monkeypatch.setattr("workshop.run.markers.for_vendor_tools", lambda device: range_)
+    status, printed = train("--profile-one-step", "--warmup-iters", "7", "--profile-iter", "2")
+    assert status == 0 and "Profiled iteration 9" in printed
+    parts = [word for part in ("forward", "backward", "optimizer") for word in (part, f"/{part}")]
+    before = [f"step {index}" for index in range(8)]
+    assert events == [*before, "train_step", "step 8", *parts, "/train_step"]
+    (path,) = (tmp_path / "results").rglob("*.json")
+    result = labs.load(path)
+    assert result.status == "profiled" and result.flops_per_step and not result.step_ms
+
+
+@pytest.mark.slow
+def test_the_program_runs_from_its_folder_without_installing(tmp_path: Path) -> None:
+    write_cifar(tmp_path / "data")
+    words = "train.py --model resnet18 --epochs 1 --batch-size 8 --device cpu".split()
+    folders = ["--data", tmp_path / "data", "--out-dir", tmp_path, "--output-dir", tmp_path]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *words, *map(str, folders), "--lr", "0.01"],
+        cwd=FOLDER,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1/1" in done.stdout and "proof green" in done.stdout
