@@ -137,3 +137,11 @@ def type_command() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def broken_pipe_is_an_error() -> Iterator[None]:
+    """As Python has it. A script of setup/ that runs within a test lets it end the process, and the
+    next test that writes to a pipe without a reader would end the tests."""
+    yield
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)

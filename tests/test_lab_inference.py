@@ -680,5 +680,5 @@ def test_a_study_has_these_variants_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(studies, "_has", lambda *_: True)
     given, gpu = arguments(*shlex.split(words)), torch.device("cuda")
-    plans = studies.ladder(given, gpu) if given.ladder else studies.compared(given, gpu)
+    plans = studies.ladder(gpu) if given.ladder else studies.compared(given, gpu)
     assert [single.variant_of(arguments(*plan)).label for plan in plans] == labels

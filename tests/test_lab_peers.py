@@ -90,7 +90,7 @@ def test_all_peers_run_at_the_precision_that_is_given(
     monkeypatch.setattr(studies, "_has", lambda *_: True)
     parse, network = request.build_parser().parse_args, ["--network", "resnet18"]
     arguments = parse([*network, "--compare", "peers", "--precision", "bf16"])
-    rungs = [label(rung) for rung in studies.ladder(arguments, torch.device(device))]
+    rungs = [label(rung) for rung in studies.ladder(torch.device(device))]
     assert [label(flags) for flags in studies.compared(arguments, torch.device(device))] == [
         "bf16",
         f"torch, bf16, channels-last, {mode}",

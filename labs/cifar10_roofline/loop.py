@@ -339,7 +339,7 @@ def profile(ready: Run) -> int:
         )
     print(_headline(ready))
     training.model.train()
-    # Digits that stand in for CIFAR-10 have fewer steps: they come round again.
+    # Digits taken in place of CIFAR-10 have fewer steps an epoch: more epochs follow.
     stream = (batch for epoch in count() for batch in ready.batches.epoch(epoch))
     for _, batch in zip(range(wanted - 1), stream, strict=False):
         training.step(*batch)

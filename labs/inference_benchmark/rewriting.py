@@ -69,17 +69,9 @@ opaque_convolution = torch.library.custom_op(
 )
 
 
-@opaque_convolution.register_fake
-def _shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    added: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> Tensor:
-    return F.conv2d(x, weight, bias, stride, padding, dilation)
+opaque_convolution.register_fake(
+    lambda x, weight, bias, added, *geometry: F.conv2d(x, weight, bias, *geometry)
+)
 
 
 class ConvolutionRelu(nn.Module):

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _find_max_batch(arguments, device)
     errors.require("rich", "matplotlib")
     arguments.study = f"compare {arguments.compare}" if arguments.compare else "ladder"
-    plans = ladder(arguments, device) if arguments.ladder else compared(arguments, device)
+    plans = ladder(device) if arguments.ladder else compared(arguments, device)
     return _alternate(plans, arguments)
 
 
@@ -113,11 +113,11 @@ def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
     theirs: list[Flags] = [(*torch_, "--compile", *graphs), timm, (*timm, "--compile", *tuned)]
     # Of two --precision the last one counts.
-    theirs.append(fastest(arguments, device))
+    theirs.append(fastest(device))
     return [common, *((*flags, *common) for flags in theirs)]
 
 
-def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
+def ladder(device: torch.device) -> list[Flags]:
     """From fp32 in eager mode, one change at a time; each rung keeps those before it."""
     on_gpu, half = device.type == "cuda", _half(device)
     rungs: list[Flags] = [()]
@@ -137,9 +137,9 @@ def ladder(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     return rungs
 
 
-def fastest(arguments: argparse.Namespace, device: torch.device) -> Flags:
+def fastest(device: torch.device) -> Flags:
     """The rung of the ladder with all that is compiled as it runs."""
-    return [rung for rung in ladder(arguments, device) if "--compile" in rung][-1]
+    return [rung for rung in ladder(device) if "--compile" in rung][-1]
 
 
 def _half(device: torch.device) -> str:
@@ -321,7 +321,7 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
     each group of networks."""
     folder = results.prepare_folder(arguments.output_dir)
     plain: Flags = ("--precision", _half(device))
-    variants = (plain, fastest(arguments, device))
+    variants = (plain, fastest(device))
     names = _present(dict.fromkeys(networks.ALIASES.get(name, name) for name in networks.NAMES))
     session = results.new_session()
     runs: dict[str, list[LabRun]] = {}

@@ -84,11 +84,9 @@ class Child:
         """Gives the process its turn, if it waits for one, until it needs the device no more; its
         result, or a record of its failure."""
         assert self.process.stdin is not None
-        # Not to one that has ended: where a library has reset SIGPIPE, that would end us.
-        if READY.encode() in self._heard.splitlines() and self.process.poll() is None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(b"\n")
-                self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(b"\n")
+            self.process.stdin.close()
         while not self.hear(DONE):
             pass
         run, path = self.plan.planned, self.plan.path
