@@ -4,6 +4,13 @@ collected is said, and the figures in words are those in the picture."""
 import csv
 import io
 import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +382,70 @@ def test_ncu_s_command_is_the_guide_s_corrected(machine: Machine) -> None:
 def test_flags_that_do_not_go_with_one_step(words: str, message: str, machine: Machine) -> None:
     done = machine.run("ncu", "--dry-run", *words.split())
     assert done.returncode == 2 and message in done.stderr
+
+
+# --- the profiled step on a GPU ------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from labs.cifar10_roofline import loop
+from labs.cifar10_roofline.train import main
+
+set_arithmetic = loop.set_arithmetic
+
+
+def without_a_search(name):  # its winner may be another one in each process
+    set_arithmetic(name)
+    torch.backends.cudnn.benchmark = False
+
+
+loop.set_arithmetic = without_a_search
+names, flags = sys.argv[1], sys.argv[2:]
+if names:
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    torch.cuda.profiler.start, torch.cuda.profiler.stop = profiler.start, profiler.stop
+status = main(flags)
+if names:
+    kernels = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    Path(names).write_text(json.dumps([n for n in kernels if not n.startswith("Mem")]))
+sys.exit(status)
+"""
+
+
+def function_name(kernel: str) -> str:
+    """Of a kernel, without namespaces, template and arguments, which tools write differently."""
+    for unnamed in ("<unnamed>", "(anonymous namespace)"):
+        kernel = kernel.replace(unnamed, "")
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0].split("::")[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("ncu") is None, reason="needs ncu")
+def test_ncu_collects_the_kernels_that_torch_profiler_sees(tmp_path: Path) -> None:
+    report, names = tmp_path / "step.ncu-rep", tmp_path / "names.json"
+    flags = ["--profile-one-step", "--warmup-iters", "3", "--batch-size", "64", "--amp"]
+    flags += ["--dataset", "digits", "--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
+    collect = ["ncu", "--profile-from-start", "off", "--metrics", TIME, "--export", str(report)]
+    program = [sys.executable, "-c", PROGRAM]
+
+    def run(*command: str) -> str:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(*program, str(names), *flags)
+    run(*collect, *program, "", *flags)
+    page = tmp_path / "step.csv"
+    page.write_text(run("ncu", "--import", str(report), "--csv", "--page", "raw"))
+    seen = Counter(map(function_name, json.loads(names.read_text())))
+    collected: Counter[str] = Counter()
+    for kernel in ncu.read_counts(page).kernels:
+        collected[function_name(kernel.name)] += kernel.calls
+    assert sum(seen.values()) > 100 and collected == seen
