@@ -1,5 +1,6 @@
 """The CIFAR-10 lab's training: its images, its step, its checkpoints, the proof, the program."""
 
+import copy
 import io
 import json
 import os
@@ -505,6 +506,28 @@ def test_fast_paths_train_the_same_on_a_gpu(
 ) -> None:
     status, printed = train("--device", "cuda", *flags.split())
     assert status == 0, printed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_first_step_that_overflows_changes_nothing(graph: bool) -> None:
+    device = torch.device("cuda")
+    problem = Problem(Schedule(0.1, 1, 100), 0.1, (0.5,) * 3, (0.2,) * 3)
+    training = Training(Small(), Variant("fp16", False, False, graph), problem, device)
+    training.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
+    held = torch.full((10**7,), torch.nan, device=device)
+    del held  # memory that is handed out next holds NaN
+    before = copy.deepcopy(training.state())
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, device=device)
+    labels = torch.randint(0, 10, (8,), device=device)
+    training.step(images, labels)
+    weights = training.model.state_dict()
+    assert torch.equal(weights["head.weight"], before["model"]["head.weight"])
+    for _ in range(40):
+        loss = training.step(images, labels)
+    assert torch.isfinite(loss) and not torch.equal(
+        training.model.state_dict()["head.weight"], before["model"]["head.weight"]
+    )
 
 
 def test_a_training_that_does_not_learn_is_red(

@@ -96,6 +96,10 @@ class Training:
             weight_decay=WEIGHT_DECAY,
             fused=device.type == "cuda",
         )
+        # If the scaled loss of the first step overflows, PyTorch's fused update skips it and leaves
+        # the momentum that it was to write as it was allocated.
+        for weight in self.model.parameters():
+            self.optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         precision = PRECISIONS["fp32" if exact else variant.precision]
         self._autocast = lambda: precision.autocast(device.type)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.loss_scaling)
