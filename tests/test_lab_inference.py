@@ -338,12 +338,6 @@ def test_a_batch_norm_that_can_t_train_on_an_image_is_one_line(
         single.run(arguments(*words))
 
 
-def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--output-dir=/a", "--result-file", "/b", "--fp16", "1", "--output-dir", "/c"]
-    monkeypatch.setattr(sys, "argv", ["program", *words])
-    assert single._command()[1:] == ["--fp16", "1"]
-
-
 def test_each_batch_that_is_tried_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 

@@ -1,10 +1,12 @@
 """Labs: their result files, their rows, and where these are shown."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
 from analysis_tools import performance_dashboard, report_generator
@@ -18,6 +20,7 @@ from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.report import content, pages
 from workshop.results import Parity
+from workshop.run import lab_record
 
 RED = Parity(status="fail", failures=["logits differ"])
 LABS = blocks.LABS
@@ -381,3 +384,19 @@ def test_labs_do_not_change_what_is_said_of_versions(tmp_path: Path) -> None:
     assert (before.rows, before.glance) == (after.rows, after.glance)
     assert before.counts == [after.counts[0], *after.counts[2:]]
     assert after.proof.startswith(before.proof)
+
+
+def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--out=/a", "--file", "/b", "--fp16", "1", "--out", "/c", "--wait", "--seed", "3"]
+    monkeypatch.setattr(sys, "argv", ["/d/program.py", *words])
+    shape: dict[str, Any] = {
+        "lab": "",
+        "subject": "",
+        "variant": "",
+        "unit": "images",
+        "units_per_step": 1,
+    }
+    hidden = ("--out", "--file", "--wait")
+    begun = lab_record.begin(torch.device("cpu"), "fp32", "", hidden, **shape)
+    assert begun.command == ["program.py", "--fp16", "1", "--seed", "3"]
+    assert begun.session and begun.software["torch"]

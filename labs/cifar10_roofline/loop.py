@@ -23,7 +23,7 @@ from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
-from workshop.run import hardware, markers, memory, startup, trainer
+from workshop.run import hardware, lab_record, markers, memory, startup, trainer
 from workshop.run.precision import PRECISIONS, set_arithmetic
 from workshop.run.timing import StepClock, median
 
@@ -148,21 +148,16 @@ def new_run(
     where = "data on the GPU" if device.type == "cuda" else "data on the device"
     plural = "" if arguments.workers == 1 else "s"
     source = where if arguments.data_on_gpu else f"{arguments.workers} worker{plural}"
-    hidden = {"--output-dir", "--out-dir", "--data", "--resume"}
-    words = sys.argv[1:]
-    kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
-    record = LabRun(
+    return lab_record.begin(
+        device,
+        variant.precision,
+        arguments.session,
+        ("--output-dir", "--out-dir", "--data", "--resume"),
         lab=request.LAB,
-        session=arguments.session or results.new_session(),
         subject=f"{arguments.model}, {dataset.name}, batch {arguments.batch_size}, training",
         variant=f"{variant.label}, {source}",
         unit="images",
         units_per_step=arguments.batch_size,
-        device=hardware.describe(device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
-        command=["train.py", *(w for w in kept if w.split("=")[0] not in hidden)],
         options={
             **settings,
             **asdict(variant),
@@ -171,10 +166,6 @@ def new_run(
             "data_on_gpu": arguments.data_on_gpu,
         },
     )
-    if sheet := hardware.peaks(device):
-        record.peak_tflops = sheet.tflops.get(variant.precision)
-        record.peak_source = sheet.source
-    return record
 
 
 # --- epochs --------------------------------------------------------------------------------------

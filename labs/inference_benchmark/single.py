@@ -21,7 +21,7 @@ from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
 from workshop.roofline import ceilings
 from workshop.roofline.model import MAIN_MEMORY
-from workshop.run import hardware, timing, trainer
+from workshop.run import hardware, lab_record, timing, trainer
 from workshop.run.precision import PRECISIONS
 
 AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
@@ -160,19 +160,17 @@ def new_run(
     batch, label = f", batch {arguments.batch_size}", variant.label
     if arguments.study == "compare batch-size":
         batch, label = "", f"{label}{batch}"
-    record = LabRun(
+    record = lab_record.begin(
+        device,
+        variant.precision,
+        arguments.session,
+        ("--output-dir", "--result-file", "--wait-turn"),
         lab=request.LAB,
-        session=arguments.session or results.new_session(),
         subject=f"{network.name}{batch}, {edge} x {edge}, {arguments.mode}{study}",
         variant=label,
         unit="images",
         units_per_step=arguments.batch_size,
-        device=hardware.describe(device),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
         baseline=arguments.baseline.strip("-"),
-        command=_command(),
         options={
             "network": network.name,
             "batch_size": arguments.batch_size,
@@ -183,9 +181,6 @@ def new_run(
             },
         },
     )
-    if sheet := hardware.peaks(device):
-        record.peak_tflops = sheet.tflops.get(variant.precision)
-        record.peak_source = sheet.source
     notes: list[str] = []
     known = ceilings.find(hardware.device_name(device), record.device.get("threads"), None, notes)
     rates = {one.name: one.rate for one in known}
@@ -202,16 +197,6 @@ def planned(flags: list[str]) -> LabRun:
     device = hardware.get_device(arguments.device)
     network = networks.get_network(arguments.network)
     return new_run(arguments, network, variant_of(arguments), device)
-
-
-def _command() -> list[str]:
-    """What was typed, without the folders in which this machine keeps things."""
-    words = sys.argv[1:]
-    hidden = {"--output-dir", "--result-file"}
-    kept = [w for w, before in zip(words, ["", *words], strict=False) if before not in hidden]
-    hidden.add("--wait-turn")
-    shown = (word for word in kept if word.partition("=")[0] not in hidden)
-    return ["micro_benchmarking_pytorch.py", *shown]
 
 
 def _measure(
