@@ -109,9 +109,9 @@ def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
         raise WorkshopError("--compare peers is for --mode inference")
     common = ("--precision", single.variant_of(arguments).precision)
     graphs = ("--compileContext", "{'mode': 'reduce-overhead'}") if device.type == "cuda" else ()
-    tuned = ("--compileContext", "{'mode': 'max-autotune'}")
     torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
-    theirs: list[Flags] = [(*torch_, "--compile", *graphs), timm, (*timm, "--compile", *tuned)]
+    compiled = ("--compile", *graphs)
+    theirs: list[Flags] = [(*torch_, *compiled), timm, (*timm, *compiled)]
     # Of two --precision the last one counts.
     theirs.append(fastest(device))
     return [common, *((*flags, *common) for flags in theirs)]
