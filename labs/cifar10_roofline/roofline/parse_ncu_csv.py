@@ -150,7 +150,10 @@ def _doubts(report: Report, model_flops: float | None) -> Iterator[str]:
 def _why(off: float) -> str:
     if off < 0:
         return "kernels or kinds of operations are missing, or an algorithm needs fewer"
-    return "element-wise kernels, which no layer counts, do that much, or more than this ran"
+    return (
+        "tensor cores count whole tiles, also where a layer has fewer channels than its tile; "
+        "element-wise kernels count too, and whatever else ran"
+    )
 
 
 def _table(report: Report) -> Iterator[str]:
