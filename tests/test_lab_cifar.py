@@ -192,7 +192,6 @@ def test_a_damaged_archive_is_one_line(
 
 
 def test_digits_have_cifars_layout_and_a_fixed_split() -> None:
-    pytest.importorskip("sklearn")
     found, again = data.digits(), data.digits()
     assert found.train.images.shape == (1437, 3, 32, 32) and len(found.test.labels) == 360
     assert found.train.images.dtype == torch.uint8 and not found.flips

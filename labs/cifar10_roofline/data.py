@@ -225,7 +225,7 @@ def digits() -> Dataset:
     """1,797 digits, written by 43 people and scanned to 8 x 8; enlarged to CIFAR-10's layout. The
     split into 1,437 for training and 360 for the test is the same in every run."""
     if importlib.util.find_spec("sklearn") is None:
-        raise NotOnThisMachine("digits come with scikit-learn: pip install scikit-learn")
+        raise NotOnThisMachine("digits come with scikit-learn: run `make setup`")
     from sklearn.datasets import load_digits
 
     found = load_digits()
