@@ -28,13 +28,13 @@ from labs.inference_benchmark import (
     show,
     single,
     studies,
-    turns,
 )
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
+from workshop.run import turns
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"

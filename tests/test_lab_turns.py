@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from test_profile_scripts import is_running, wait_for
 
-from labs.inference_benchmark import networks, single, studies, turns
+from labs.inference_benchmark import networks, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from workshop import labs, results
+from workshop.run import turns
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"

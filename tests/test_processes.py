@@ -43,7 +43,7 @@ folder.mkdir()
 run_all.main(["--folder", str(folder), "--output-dir", str(here / "out"), "run_nsys.sh"])
 """,
     "networks in turns": """
-from labs.inference_benchmark import turns
+from workshop.run import turns
 plan = turns.Plan([sys.executable, str(here / "child.py")], None, here / "run.json")
 with turns.prepared([plan]):
     pass

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show, turns
+from labs.inference_benchmark import measure, modes, networks, peer_timm, request, show
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
@@ -21,7 +21,7 @@ from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
 from workshop.roofline import ceilings
 from workshop.roofline.model import MAIN_MEMORY
-from workshop.run import hardware, lab_record, timing, trainer
+from workshop.run import hardware, lab_record, timing, trainer, turns
 from workshop.run.precision import PRECISIONS
 
 AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}

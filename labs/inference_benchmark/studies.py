@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from labs.inference_benchmark import measure, modes, networks, request, single, turns
+from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
 from workshop.compare import lab_table, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
-from workshop.run import hardware, memory, processes, timing, trainer
+from workshop.run import hardware, memory, timing, trainer, turns
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
@@ -222,18 +222,9 @@ def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
 def _in_turns(
     plans: Sequence[Flags], common: Sequence[str], folder: Path, jobs: int
 ) -> Iterator[tuple[Flags, LabRun]]:
-    """Each variant and its run. So many processes as `jobs` prepare beside each other; each is
-    timed alone."""
-    if jobs == 1:
-        for plan in plans:
-            yield plan, _child([*common, *plan], folder)
-    else:
-        for start in range(0, len(plans), jobs):
-            beside = plans[start : start + jobs]
-            waiting = [_plan([*common, *plan, "--wait-turn"], folder) for plan in beside]
-            with turns.prepared(waiting) as children:
-                for plan, child in zip(beside, children, strict=True):
-                    yield plan, child.measure()
+    """Each variant and its run."""
+    runs = turns.in_turns([_plan([*common, *plan], folder) for plan in plans], jobs)
+    return zip(plans, runs, strict=True)
 
 
 def _outcome(run: LabRun) -> str:
@@ -255,19 +246,6 @@ def _plan(flags: list[str], folder: Path) -> turns.Plan:
     path = labs.new_path(planned, folder)
     command = [sys.executable, str(PROGRAM), *flags, "--result-file", str(path)]
     return turns.Plan(command, planned, path)
-
-
-def _child(flags: list[str], folder: Path) -> LabRun:
-    """Runs one variant in a process of its own; its result, or a record of its failure."""
-    child = turns.Child(_plan(flags, folder))
-    with processes.ended_with_us(child.process):
-        try:
-            run = child.measure()
-            child.process.wait()
-            return run
-        except KeyboardInterrupt:
-            processes.stop(child.process, turns.SECONDS_TO_STOP)
-            raise
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:

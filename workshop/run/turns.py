@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workshop import errors, labs, results
@@ -105,6 +105,34 @@ class Child:
             run.error = f"ended by {signal.Signals(-code).name}"
         labs.save(run, path)
         return run
+
+
+def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
+    """The run of each plan. So many processes as `jobs` prepare beside each other, with
+    --wait-turn; each is timed alone."""
+    if jobs == 1:
+        yield from map(_alone, plans)
+        return
+    for start in range(0, len(plans), jobs):
+        waiting = [
+            replace(plan, command=[*plan.command, "--wait-turn"])
+            for plan in plans[start : start + jobs]
+        ]
+        with prepared(waiting) as children:
+            for child in children:
+                yield child.measure()
+
+
+def _alone(plan: Plan) -> LabRun:
+    child = Child(plan)
+    with processes.ended_with_us(child.process):
+        try:
+            run = child.measure()
+            child.process.wait()
+            return run
+        except KeyboardInterrupt:
+            processes.stop(child.process, SECONDS_TO_STOP)
+            raise
 
 
 @contextlib.contextmanager
