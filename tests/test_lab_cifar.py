@@ -19,7 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labs.cifar10_roofline import checkpoints, data, loop, networks, proof
+from labs.cifar10_roofline import (
+    checkpoints,
+    data,
+    documents,
+    loop,
+    measure_table,
+    networks,
+    proof,
+    request,
+)
 from labs.cifar10_roofline.batches import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
@@ -258,7 +267,7 @@ def test_crops_are_those_of_each_image_alone() -> None:
 def test_batches_are_the_same_from_workers_and_on_the_device(tmp_path: Path) -> None:
     part = data.cifar10(write_cifar(tmp_path)).train
     kinds = [
-        Batches(part, 8, 1, True, CPU, workers, on_device)
+        Batches(part, 8, 50, 1, True, CPU, workers, on_device)
         for workers, on_device in ((0, False), (2, False), (0, True))
     ]
     for epoch in (0, 1):
@@ -270,7 +279,7 @@ def test_batches_are_the_same_from_workers_and_on_the_device(tmp_path: Path) -> 
 
 
 def test_an_epoch_has_each_image_once_and_mirrors_no_digit() -> None:
-    plan, digits = (Plan.draw(500, 3, 0, flips) for flips in (True, False))
+    plan, digits = (Plan.draw(500, 500, 3, 0, flips) for flips in (True, False))
     assert plan.order.sort().values.tolist() == list(range(500))
     assert {*plan.top.tolist()} == {*plan.left.tolist()} == set(range(9))
     assert 200 < int(plan.flip.sum()) < 300 and not digits.flip.any()
@@ -291,9 +300,7 @@ PROBLEM = Problem(Schedule(0.05, 2, 20), 0.1, (0.5,) * 3, (0.25,) * 3)
 
 def trained(training: Training, steps: int = 12) -> tuple[proof.First, list[float]]:
     """A run of a training on one batch."""
-    import copy
-
-    first, losses = proof.First(copy.deepcopy(training.state())), []
+    first, losses = proof.First([copy.deepcopy(training.state())]), []
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8, generator=generator)
     labels = torch.randint(10, (16,), generator=generator)
@@ -357,12 +364,47 @@ def stale_gradients(training: Training) -> None:
     training.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign, assignment]
 
 
+def forgotten_momentum(training: Training) -> None:
+    true_step = training.step
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        for own in training.optimizer.state.values():
+            own["momentum_buffer"].zero_()
+        return true_step(images, labels)
+
+    training.step = step  # type: ignore[method-assign, assignment]
+
+
+def statistics_at_rest(training: Training) -> None:
+    training.model.norm.momentum = 0.0  # type: ignore[union-attr]
+
+
+FAULTS = [sever, no_update, no_momentum, forgotten_momentum, stale_gradients, rolled,
+          statistics_at_rest]  # fmt: skip
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("fault", [sever, no_update, no_momentum, stale_gradients, rolled])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_trains_otherwise_is_found(
     fault: Callable[[Training], None], precision: str
 ) -> None:
     assert verdict(Variant(precision, channels_last=True), fault).status == "fail"
+
+
+def test_steps_that_a_scaled_loss_leaves_out_are_not_compared() -> None:
+    torch.manual_seed(0)
+    model = Deeper()
+    training = Training(model, Variant(), PROBLEM, CPU)
+    true_step, steps = training.step, iter(range(100))
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        return true_step(images, labels) if next(steps) % 2 else torch.tensor(2.4)
+
+    training.step = step  # type: ignore[method-assign, assignment]
+    first, losses = trained(training)
+    training.done = len(losses)
+    assert len(first.batches) == proof.FIRST_STEPS and 2.4 not in first.losses
+    assert proof.of_training(model, training, first, losses[1::2] * 2).status == "pass"
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -613,3 +655,35 @@ def test_the_program_runs_from_its_folder_without_installing(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     assert "epoch 1/1" in done.stdout and "proof green" in done.stdout
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_table_is_of_trainings_in_turns(tmp_path: Path) -> None:
+    few = ["--models", "resnet18", "--batch-sizes", "8", "--repeats", "1", "--jobs", "2"]
+    flags = "--dataset digits --epochs 1 --epoch-images 160 --device cpu --lr 0.003"
+    assert measure_table.main([*few, "--output-dir", str(tmp_path), "--", *flags.split()]) == 0
+    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    assert {run.variant for run in runs} == {
+        "fp32, 2 workers",
+        "fp32, channels-last, data on the device",
+    }
+    assert all(len(run.losses) == 20 and run.options["epoch_images"] == 160 for run in runs)
+    (text,) = documents.parts(runs)[documents.README].values()
+    assert "| fp32, 2 workers |" in text and text.count("green") == 2
+
+
+def test_the_fast_path_on_a_gpu_can_be_asked_for() -> None:
+    parse_flags = request.build_parser().parse_args
+    for flags in measure_table.variants(torch.device("cuda")):
+        parse_flags([*flags])
+    (text,) = documents.parts([])[documents.README].values()
+    assert text == f"Not measured yet: `{documents.COMMAND}`."
+
+
+def test_an_epoch_of_more_images_draws_each_before_any_again() -> None:
+    order = Plan.draw(50, 120, 3, 0, True).order.tolist()
+    assert len(order) == 120
+    assert sorted(order[:50]) == sorted(order[50:100]) == list(range(50))

@@ -31,9 +31,12 @@ class Plan:
     """1 for an image that is mirrored, else 0."""
 
     @staticmethod
-    def draw(count: int, seed: int, epoch: int, flips: bool) -> "Plan":
+    def draw(images: int, count: int, seed: int, epoch: int, flips: bool) -> "Plan":
+        """`count` out of so many images: each is drawn once before any is drawn again."""
         generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
-        order = torch.randperm(count, generator=generator)
+        rounds = -(-count // images)
+        order = torch.cat([torch.randperm(images, generator=generator) for _ in range(rounds)])
+        order = order[:count]
         top, left = torch.randint(2 * PADDING + 1, (2, count), generator=generator)
         flip = torch.randint(2, (count,), generator=generator) * flips
         return Plan(order, top, left, flip)
@@ -71,6 +74,8 @@ class _Prepared(Dataset[Batch]):
 
     part: Part
     size: int
+    count: int
+    """Images of an epoch."""
     seed: int
     flips: bool
     _plan: tuple[int, Plan] | None = None
@@ -78,8 +83,11 @@ class _Prepared(Dataset[Batch]):
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         epoch, index = key
         if self._plan is None or self._plan[0] != epoch:
-            self._plan = epoch, Plan.draw(len(self.part.labels), self.seed, epoch, self.flips)
+            self._plan = epoch, self.plan(epoch)
         return self._plan[1].batch(self.part, index, self.size)
+
+    def plan(self, epoch: int) -> Plan:
+        return Plan.draw(len(self.part.labels), self.count, self.seed, epoch, self.flips)
 
 
 class _Order:
@@ -102,15 +110,16 @@ class Batches:
         self,
         part: Part,
         size: int,
+        count: int,
         seed: int,
         flips: bool,
         device: torch.device,
         workers: int = 0,
         on_device: bool = False,
     ) -> None:
-        self.steps = len(part.labels) // size
+        self.steps = count // size
         self._device, self._on_device = device, on_device
-        self._prepared = _Prepared(part.to(device) if on_device else part, size, seed, flips)
+        self._prepared = _Prepared(part.to(device) if on_device else part, size, count, seed, flips)
         self._order = _Order(self.steps)
         self._loader = DataLoader(
             self._prepared,
@@ -127,7 +136,7 @@ class Batches:
         """Its batches, on the device."""
         if self._on_device:
             p = self._prepared
-            plan = Plan.draw(len(p.part.labels), p.seed, epoch, p.flips).to(self._device)
+            plan = p.plan(epoch).to(self._device)
             for index in range(self.steps):
                 yield plan.batch(p.part, index, p.size)
             return

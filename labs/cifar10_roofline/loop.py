@@ -23,8 +23,8 @@ from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, markers, memory, startup, trainer
-from workshop.run.precision import PRECISIONS, set_arithmetic
+from workshop.run import hardware, lab_record, markers, memory, startup, trainer, turns
+from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
 from workshop.run.timing import StepClock, median
 
 SETTLING_STEPS = 5
@@ -33,7 +33,9 @@ TEST_BATCH = 500
 CIFAR10_IMAGES = 50_000
 STEP = "train_step"
 """The range of the profiled step."""
-_SAME_ON_RESUME = ("model", "epochs", "batch_size", "lr", "label_smoothing", "seed")
+_SAME_ON_RESUME = (
+    *("model", "epochs", "batch_size", "epoch_images", "lr", "label_smoothing", "seed"),
+)
 """Of the settings that a resumed training should share with its checkpoint."""
 
 
@@ -88,13 +90,13 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     for folder, flag in ((arguments.out_dir, "--out-dir"), (arguments.output_dir, "--output-dir")):
         results.prepare_folder(folder, flag)
     dataset = data.load(arguments.dataset, arguments.data)
-    images = len(dataset.train.labels)
+    images = arguments.epoch_images or len(dataset.train.labels)
     if arguments.batch_size > images:
         raise WorkshopError(
-            f"--batch-size {arguments.batch_size}: {dataset.name} has {images} images to train with"
+            f"--batch-size {arguments.batch_size}: an epoch of {dataset.name} has {images} images"
         )
     batches = Batches(
-        dataset.train, arguments.batch_size, arguments.seed, dataset.flips, device,
+        dataset.train, arguments.batch_size, images, arguments.seed, dataset.flips, device,
         arguments.workers, arguments.data_on_gpu,
     )  # fmt: skip
     total = arguments.epochs * batches.steps
@@ -105,16 +107,15 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
         Schedule(arguments.lr, warmup, total),
         arguments.label_smoothing, dataset.mean, dataset.std,
     )  # fmt: skip
-    variant = Variant(
-        precision.name, arguments.channels_last, arguments.compile, arguments.cuda_graph
-    )
+    variant = variant_of(arguments, precision.name)
     set_arithmetic(precision.name)
     torch.manual_seed(arguments.seed)
     model = networks.build(arguments.model)
     training = Training(model, variant, problem, device)
     settings = {name: getattr(arguments, name) for name in _SAME_ON_RESUME}
     settings |= {"dataset": dataset.name, "warmup": warmup, "precision": precision.name}
-    record = new_run(arguments, dataset, variant, device, settings)
+    record = new_run(arguments, dataset.name, variant, device)
+    record.options |= settings
     record.flops_per_step = networks.flops_per_image(model) * arguments.batch_size
     ready = Run(arguments, dataset, batches, model, training, record, settings, [])
     if saved:
@@ -137,12 +138,12 @@ def _resume(ready: Run, saved: dict[str, Any]) -> None:
         )
 
 
+def variant_of(arguments: argparse.Namespace, precision: str) -> Variant:
+    return Variant(precision, arguments.channels_last, arguments.compile, arguments.cuda_graph)
+
+
 def new_run(
-    arguments: argparse.Namespace,
-    dataset: Dataset,
-    variant: Variant,
-    device: torch.device,
-    settings: dict[str, Any],
+    arguments: argparse.Namespace, dataset: str, variant: Variant, device: torch.device
 ) -> LabRun:
     """A record of a run that has not measured yet."""
     where = "data on the GPU" if device.type == "cuda" else "data on the device"
@@ -152,14 +153,14 @@ def new_run(
         device,
         variant.precision,
         arguments.session,
-        ("--output-dir", "--out-dir", "--data", "--resume"),
+        ("--output-dir", "--out-dir", "--data", "--resume", "--result-file", "--wait-turn"),
         lab=request.LAB,
-        subject=f"{arguments.model}, {dataset.name}, batch {arguments.batch_size}, training",
+        subject=f"{arguments.model}, {dataset}, batch {arguments.batch_size}, training",
         variant=f"{variant.label}, {source}",
         unit="images",
         units_per_step=arguments.batch_size,
+        baseline=arguments.baseline,
         options={
-            **settings,
             **asdict(variant),
             "asked_for_dataset": arguments.dataset,
             "workers": arguments.workers,
@@ -178,7 +179,10 @@ def train(ready: Run) -> int:
 
     training, record, arguments = ready.training, ready.record, ready.arguments
     startup.watch_compilers(torch_compile=training.variant.compile)
-    first = proof.First(copy.deepcopy(training.state()))
+    if arguments.wait_turn:
+        _compile(ready)
+        turns.wait_turn()
+    first = proof.First([copy.deepcopy(training.state())])
     times: list[float] = []
     losses: list[float] = []
     console = Console(stderr=True)
@@ -197,6 +201,15 @@ def train(ready: Run) -> int:
             _end_epoch(ready, epoch_times, epoch_losses)
     record.setup_s["training"] = time.perf_counter() - start
     return _finish(ready, first, times, losses)
+
+
+def _compile(ready: Run) -> None:
+    """Trains a step, beside other processes and so without tuning, and takes it back."""
+    training = ready.training
+    before = copy.deepcopy(training.state())
+    with untuned(training.variant.precision):
+        training.step(*next(ready.batches.epoch(0)))
+    training.load(before)
 
 
 def _headline(ready: Run) -> str:
@@ -288,7 +301,10 @@ def _finish(ready: Run, first: proof.First, times: list[float], losses: list[flo
     record.plausibility = labs.implausible(record)
     passed = record.proof.status == "pass"
     record.status = "complete" if passed else "proof failed"
-    path = labs.save(record, labs.new_path(record, ready.arguments.output_dir))
+    path = ready.arguments.result_file or labs.new_path(record, ready.arguments.output_dir)
+    labs.save(record, path)
+    if ready.arguments.wait_turn:
+        turns.end_turn()
     _summary(ready, path)
     return errors.DONE if passed else errors.ANSWER_IS_NO
 

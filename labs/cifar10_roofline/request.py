@@ -99,6 +99,12 @@ def _add_data(add: Add) -> None:
         "train.py)",
     )
     add(
+        "--epoch-images",
+        type=count,
+        metavar="N",
+        help="images of an epoch: part of them, or some more than once (default: each once)",
+    )
+    add(
         "--workers",
         type=int,
         default=0,
@@ -129,7 +135,10 @@ def _add_files(add: Add) -> None:
     )
     add("--save-every", type=int, default=0, metavar="N", help="epochs (default 0: never)")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint of this program")
-    add("--session", help=argparse.SUPPRESS)  # runs of one session are compared
+    for flag in ("--session", "--baseline"):  # runs of one session are compared
+        add(flag, default="", help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)
+    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
 
 
 def _add_speed(add: Add) -> None:

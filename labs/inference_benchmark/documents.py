@@ -108,10 +108,6 @@ def parts(
 # --- blocks --------------------------------------------------------------------------------------
 
 
-def not_measured(command: str) -> str:
-    return f"Not measured yet: `{command}`."
-
-
 def _several(
     groups: Groups, by_batch: dict[int, Study], render: Callable[[list[LabRow]], str]
 ) -> str:
@@ -124,17 +120,8 @@ def _block(groups: Groups, study: Study, render: Callable[[list[LabRow]], str]) 
     subject, command = study
     found = groups.get(subject, [])
     if not found:
-        return not_measured(command)
-    return "\n\n".join(f"{_source(rows, command)}\n\n{render(rows)}" for rows in found)
-
-
-def _source(rows: Sequence[LabRow], command: str) -> str:
-    """As in "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`"."""
-    runs = [run for row in rows for run in row.runs]
-    commits = sorted({run.git_commit[:7] for run in runs if run.git_commit})
-    versions = sorted({str(run.software.get("torch")) for run in runs})
-    words = [rows[0].device, f"PyTorch {', '.join(versions)}", f"commit {', '.join(commits)}"]
-    return f"{escape(', '.join(words))}: `{command}`"
+        return lab_table.not_measured(command)
+    return "\n\n".join(f"{lab_table.source(rows, command)}\n\n{render(rows)}" for rows in found)
 
 
 def _comparison_table(rows: list[LabRow]) -> str:
@@ -228,9 +215,9 @@ def _networks(groups: Groups) -> str:
     blocks = []
     for pairs in by_device.values():
         table = dataclasses.replace(studies.all_table(pairs), continues=True)  # no heading
-        source = _source([row for _, *rows in pairs for row in rows], command)
+        source = lab_table.source([row for _, *rows in pairs for row in rows], command)
         blocks.append(f"{source}\n\n{tables.markdown([table])}")
-    return "\n\n".join(blocks) or not_measured(command)
+    return "\n\n".join(blocks) or lab_table.not_measured(command)
 
 
 def _pair(rows: Sequence[LabRow]) -> Pair | None:
@@ -252,7 +239,7 @@ def _operators(benches: Iterable[Bench]) -> str:
     """The newest run of each kind."""
     newest = {bench.title: bench for bench in benches}
     found = [lab_table.operator_table(bench) for bench in newest.values()]
-    return tables.markdown(found, heading="###") or not_measured(BENCH)
+    return tables.markdown(found, heading="###") or lab_table.not_measured(BENCH)
 
 
 # --- CHECKLIST.md --------------------------------------------------------------------------------
@@ -282,7 +269,7 @@ def _changes(groups: Groups) -> str:
         ]
         table = markdown_table(["change", *(f"batch {n}" for n in batches)], lines)
         blocks.append(f"{escape(device)}: `{B_LADDER}`\n\n{table}")
-    return "\n\n".join(blocks) or not_measured(B_LADDER)
+    return "\n\n".join(blocks) or lab_table.not_measured(B_LADDER)
 
 
 def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:

@@ -20,12 +20,11 @@ from labs.inference_benchmark.modes import (
     captured,
     inference_step,
     prepare,
-    set_arithmetic,
-    untuned,
 )
 from workshop.labs import LabRun
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
+from workshop.run.precision import set_arithmetic, untuned
 from workshop.run.timing import StepClock
 
 BATCHES = 2

@@ -8,7 +8,7 @@ import ast
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from labs.inference_benchmark import rewriting
 from labs.inference_benchmark.networks import Network, logits
 from workshop.errors import WorkshopError
 from workshop.run.markers import Range
-from workshop.run.precision import PRECISIONS, set_arithmetic, supported
+from workshop.run.precision import PRECISIONS, supported
 from workshop.run.trainer import missing_for_compile
 
 MEANT = {"static-memory": "triton.cudagraphs", "matmul-padding": "shape_padding"}
@@ -214,19 +214,6 @@ def check_precision(name: str, device: torch.device) -> None:
             f"--precision {name}: this device does not have it; it has "
             f"{', '.join(supported(device))}"
         )
-
-
-@contextlib.contextmanager
-def untuned(precision: str) -> Iterator[None]:
-    """In the block convolutions take the first algorithm that does, and forget it afterwards:
-    beside other processes a search would find the wrong one. cuDNN's plans are kept for each
-    setting of TF32 apart, so that the other setting than the precision's gets these."""
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.allow_tf32 = precision != "tf32"
-    try:
-        yield
-    finally:
-        set_arithmetic(precision)
 
 
 # --- inference -----------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labs.inference_benchmark.modes import Setting, Training, Variant, prepare, set_arithmetic
+from labs.inference_benchmark.modes import Setting, Training, Variant, prepare
 from labs.inference_benchmark.networks import logits, run_once
 from workshop.results import Parity
+from workshop.run.precision import set_arithmetic
 
 MOST_TIMES = 3.0
 """The plain network's error at the same precision, of which the timed one may have this many. True

@@ -17,6 +17,7 @@ from workshop.compare import lab_table, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, memory, timing, trainer, turns
+from workshop.run.precision import set_arithmetic
 
 PROGRAM = Path(__file__).with_name("micro_benchmarking_pytorch.py")
 GPU_BATCHES, CPU_BATCHES = (8, 32, 128, 256), (1, 4, 16)
@@ -425,7 +426,7 @@ def _find_max_batch(arguments: argparse.Namespace, device: torch.device) -> int:
     variant = single.variant_of(arguments)
     network = networks.get_network(arguments.network)
     training = arguments.mode == "training"
-    modes.set_arithmetic(variant.precision)
+    set_arithmetic(variant.precision)
     model = networks.build(network, arguments.seed, device)
 
     def try_batch(batch: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workshop import labs
+from workshop.compare.markdown import escape
 from workshop.compare.rows import ONE_PROCESS, ratio
 from workshop.compare.tables import Line, Report, Table, number
 from workshop.errors import printable
@@ -87,6 +88,19 @@ def proof(row: LabRow) -> str:
     if any(run.status == "skipped" for run in row.runs):
         return "skipped"
     return GREEN if row.proof == "pass" else row.proof
+
+
+def source(rows: Sequence[LabRow], command: str) -> str:
+    """Where rows come from, Markdown: "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`"."""
+    runs = [run for row in rows for run in row.runs]
+    commits = sorted({run.git_commit[:7] for run in runs if run.git_commit})
+    versions = sorted({str(run.software.get("torch")) for run in runs})
+    words = [rows[0].device, f"PyTorch {', '.join(versions)}", f"commit {', '.join(commits)}"]
+    return f"{escape(', '.join(words))}: `{command}`"
+
+
+def not_measured(command: str) -> str:
+    return f"Not measured yet: `{command}`."
 
 
 def verdict(row: LabRow) -> str:

@@ -60,6 +60,19 @@ def set_arithmetic(name: str) -> None:
     torch.backends.cudnn.benchmark = True
 
 
+@contextmanager
+def untuned(precision: str) -> Iterator[None]:
+    """In the block convolutions take the first algorithm that does, and forget it afterwards:
+    beside other processes a search would find the wrong one. cuDNN's plans are kept for each
+    setting of TF32 apart, so that the other setting than the precision's gets these."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = precision != "tf32"
+    try:
+        yield
+    finally:
+        set_arithmetic(precision)
+
+
 def of_losses(name: str) -> str:
     """What has to be known of losses at a precision before they are compared step by step."""
     precision = PRECISIONS.get(name)

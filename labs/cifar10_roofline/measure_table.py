@@ -1,0 +1,148 @@
+"""Measures trainings beside each other: the usual ones and the fast one, by network and batch size.
+
+    python measure_table.py --jobs 6
+    python measure_table.py --models resnet18 --batch-sizes 256 -- --epochs 1 --data ~/cifar10
+
+Whole epochs with data loading, in alternating processes; speed-ups are over `--amp --workers 4`.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch
+
+from labs.cifar10_roofline import data, loop, request
+from workshop import errors, labs, results
+from workshop.arguments import count, parse
+from workshop.compare import lab_table, tables
+from workshop.labs import LabRun
+from workshop.run import hardware, timing, turns
+
+PROGRAM = Path(__file__).with_name("train.py")
+Flags = tuple[str, ...]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Flags of train.py, for all trainings, go after --. Exit status: 0 done, 1 a proof "
+        "is red or a\ntraining failed, 2 wrong usage, 77 something is missing on this machine, 130 "
+        "interrupted.",
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=request.MODELS, default=request.MODELS, help="default: both")
+    add(
+        "--batch-sizes",
+        nargs="+",
+        type=count,
+        default=(128, 256, 1024),
+        metavar="N",
+        help="default: 128 256 1024",
+    )
+    add("--repeats", type=count, default=3, metavar="N", help="processes of each (default 3)")
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that prepare beside each other; each is timed alone (default 1)",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / request.LAB,
+        metavar="FOLDER",
+        help=f"default: results/{request.LAB} of this checkout",
+    )
+    add("flags", nargs="*", metavar="FLAG", help="of train.py")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(lambda: _measure(arguments), interrupted="interrupted")
+
+
+def variants(device: torch.device) -> list[Flags]:
+    """The first is the one that the others are compared with."""
+    if device.type == "cpu":
+        return [("--workers", "2"), ("--channels-last", "--data-on-gpu")]
+    fast = ("--precision", "bf16", "--channels-last", "--compile", "--cuda-graph", "--data-on-gpu")
+    return [("--amp", "--workers", "4"), ("--workers", "4"), fast]
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    errors.require("rich")
+    asked = request.build_parser().parse_args(arguments.flags)
+    device = hardware.get_device(asked.device)
+    folder = results.prepare_folder(arguments.output_dir)
+    # Read once, so that what is missing is said, and downloaded, once.
+    dataset = data.load(asked.dataset, asked.data).name
+    session = results.new_session()
+    kinds = variants(device)
+    common = [*arguments.flags, "--dataset", dataset, "--session", session]
+    common += ["--baseline", _record([*common, *kinds[0]], device).variant]
+    plans = [
+        (*common, "--model", model, "--batch-size", str(batch), *flags)
+        for model in arguments.models
+        for batch in arguments.batch_sizes
+        for flags in kinds
+    ]
+    runs: list[LabRun] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for repeat in range(arguments.repeats):
+            ordered = plans[:: 1 - 2 * (repeat % 2)]
+            children = [_plan(flags, device, folder, scratch) for flags in ordered]
+            for run in turns.in_turns(children, arguments.jobs):
+                runs.append(run)
+                print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
+    return _show(runs, folder)
+
+
+def _record(flags: list[str] | Flags, device: torch.device) -> LabRun:
+    """Of a training that has not begun; raises WorkshopError for flags that can't be."""
+    arguments = request.build_parser().parse_args(flags)
+    request.check(arguments, device)
+    precision = request.precision_of(arguments, device)
+    variant = loop.variant_of(arguments, precision.name)
+    return loop.new_run(arguments, arguments.dataset, variant, device)
+
+
+def _plan(flags: Flags, device: torch.device, folder: Path, scratch: str) -> turns.Plan:
+    record = _record(flags, device)
+    path = labs.new_path(record, folder)
+    files = ["--result-file", str(path), "--out-dir", tempfile.mkdtemp(dir=scratch)]
+    return turns.Plan([sys.executable, str(PROGRAM), *flags, *files], record, path)
+
+
+def _outcome(run: LabRun) -> str:
+    if run.status != "complete":
+        return "; ".join([run.status, *run.proof.failures, *([run.error] if run.error else [])])
+    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
+    return f"{rate:,.0f} images/s; proof {run.proof.status}"
+
+
+def _show(runs: list[LabRun], folder: Path) -> int:
+    groups = labs.newest(runs)
+    report = lab_table.of_labs(groups)
+    report.show("table")
+    path = folder / "training.md"
+    results.write_text(path, tables.markdown(report.tables))
+    print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
+    failed = any(row.failed for group in groups for row in group)
+    return errors.ANSWER_IS_NO if failed else errors.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
