@@ -550,6 +550,16 @@ def test_fast_paths_train_the_same_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("flags", [(), *measure_table.variants(torch.device("cuda"))])
+def test_the_real_network_is_proven_on_a_gpu(flags: tuple[str, ...], tmp_path: Path) -> None:
+    folders = ["--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
+    few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "64"]
+    assert main([*few, *folders, *flags]) == 0
+    (path,) = tmp_path.rglob("runs/*/*.json")
+    assert labs.load(path).metrics["best_accuracy"] > 0.3  # type: ignore[operator]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_first_step_that_overflows_changes_nothing(graph: bool) -> None:
     device = torch.device("cuda")

@@ -28,7 +28,7 @@ from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
 from workshop.run.timing import StepClock, median
 
 SETTLING_STEPS = 5
-"""At most, that are not in the result's times: in them memory, compilers and a graph settle."""
+"""That are not in the result's times: in them memory, compilers and a graph settle."""
 TEST_BATCH = 500
 CIFAR10_IMAGES = 50_000
 STEP = "train_step"
@@ -279,7 +279,8 @@ def _finish(ready: Run, first: proof.First, times: list[float], losses: list[flo
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
     checkpoints.save(ready.path("final_weights.pt"), weights)
     curves.draw(record.subject, ready.history, ready.path("curves.png"))
-    settling = min(SETTLING_STEPS, len(times) - 1)
+    # The step after one that the proof looks at waits for that.
+    settling = min(max(SETTLING_STEPS, first.seen + 1), len(times) - 1)
     record.step_ms = times[settling:]
     record.setup_s |= {
         "compile": startup.compile_seconds(), "warm_up": sum(times[:settling]) / 1e3

@@ -40,11 +40,14 @@ class First:
     """Before each of them, and after the last."""
     batches: list[Batch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    seen: int = 0
+    """Steps, with those that are left out."""
 
     def see(self, training: Training, images: Tensor, labels: Tensor, loss: Tensor) -> None:
         """To be called after every step."""
         if len(self.batches) == FIRST_STEPS:
             return
+        self.seen += 1
         state = copy.deepcopy(training.state())
         if not any(_moved(_parts(state)[WEIGHTS], _parts(self.states[-1])[WEIGHTS])):
             self.states[-1] = state
