@@ -472,6 +472,7 @@ def test_compile_context(text: str, context: dict[str, Any]) -> None:
         ("--amp-opt-level 4 --precision fp32", "mean bf16 and fp32: give one of them"),
         ("--ladder --mode training", "are for --mode inference"),
         ("--ladder --channels-last", "variants of their own"),
+        ("--network all --precision bf16", "--precision: leave it out"),
         ("--network all --ladder", "one at a time"),
         ("--compare compile --kineto", "--kineto is for a single run"),
         ("--flops-prof-step 20", "smaller than --iterations 20"),

@@ -57,17 +57,13 @@ def is_of_peer(run: LabRun) -> bool:
     return bool(run.options.get("peer"))
 
 
-def processes(run: LabRun) -> int:
-    return int(run.metrics.get("processes") or 1)
-
-
 def is_plain(run: LabRun) -> bool:
     """Whether it is fp32 with everything switched off, by a single process."""
     return run.options["precision"] == "fp32" and _switches_nothing_on(run)
 
 
 def _switches_nothing_on(run: LabRun) -> bool:
-    return not any(run.options.get(name) for name in _VARIANT[1:]) and processes(run) == 1
+    return not any(run.options.get(name) for name in _VARIANT[1:]) and run.processes == 1
 
 
 def comparisons(runs: Sequence[LabRun], option: str) -> list[list[LabRow]]:

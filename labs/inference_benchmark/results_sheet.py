@@ -238,7 +238,7 @@ def _group(run: LabRun) -> list[str]:
     return [
         _line("What", f"{run.subject}, {run.variant}"),
         _line("Global", f"{rate:,.1f} images/s"),
-        _line("A device's part", f"{rate / own_runs.processes(run):,.1f} images/s"),
+        _line("A device's part", f"{rate / run.processes:,.1f} images/s"),
         _line("One device alone", f"{float(alone or 0):,.1f} images/s"),
         _line("Efficiency", f"{float(efficiency or 0):.1%}"),
     ]

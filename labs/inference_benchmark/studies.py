@@ -31,7 +31,7 @@ _OF_ONE_RUN = (
     *("distributed_dataparallel", "dataparallel", "peer"),
 )
 _OF_A_VARIANT = (
-    *("amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
+    *("precision", "amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
     *("cuda_graph", "export"),
 )
 FREE_SHARE = 0.9

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from labs.inference_benchmark import own_runs
 from labs.inference_benchmark.own_runs import images_per_s
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
@@ -26,8 +25,8 @@ class Measured:
     @property
     def parts(self) -> tuple[int, ...]:
         """Images of each process in the uneven run."""
-        whole, rest = divmod(self.uneven.units_per_step, own_runs.processes(self.uneven))
-        return tuple(whole + (rank < rest) for rank in range(own_runs.processes(self.uneven)))
+        whole, rest = divmod(self.uneven.units_per_step, self.uneven.processes)
+        return tuple(whole + (rank < rest) for rank in range(self.uneven.processes))
 
     @property
     def most(self) -> float:
@@ -70,7 +69,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "found.efficiency_percent", "efficiency in inference", "%", lambda m: percent(m.even),
         "Throughput of all over that of one alone and the number of processes, times 100.",
         slips=lambda m: [(
-            percent(m.even) * own_runs.processes(m.even),
+            percent(m.even) * m.even.processes,
             "that is the speed-up in percent: divide it by the number of processes",
         )],
     ),
@@ -127,7 +126,7 @@ def _runs(work: Work) -> Iterator[Item]:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: one of the three runs is not there."""
-    groups = [run for run in work.lab_runs("inference_benchmark") if own_runs.processes(run) > 1]
+    groups = [run for run in work.lab_runs("inference_benchmark") if run.processes > 1]
     inference = [run for run in groups if run.options["mode"] == "inference"]
     even = next((run for run in inference if not _remainder(run)), None)
     if even is None:
@@ -144,4 +143,4 @@ def measured(work: Work) -> Measured:
 
 
 def _remainder(run: LabRun) -> int:
-    return run.units_per_step % own_runs.processes(run)
+    return run.units_per_step % run.processes

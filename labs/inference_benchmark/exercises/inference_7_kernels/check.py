@@ -144,7 +144,7 @@ def measured(work: Work) -> Measured:
         raise Missing("no trace of a plain network in fp32 yet:", f"{PROGRAM} {flags}")
     like = plain.run
     halves = [run for run in runs if run.subject == like.subject
-              and run.options["precision"] in HALVES and own_runs.processes(run) == 1]  # fmt: skip
+              and run.options["precision"] in HALVES and run.processes == 1]  # fmt: skip
     half = _newest(work, halves)
     if half is None:
         flags = f"--network {like.options['network']} --batch-size {like.units_per_step}"
