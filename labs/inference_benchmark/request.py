@@ -171,8 +171,8 @@ def _add_studies(add: Add) -> None:
     add(
         "--resume",
         action="store_true",
-        help="go on with the newest session of the same batch, precision, mode and device in "
-        "--output-dir, and keep the networks that are complete; of --network all",
+        help="go on with the newest session of the same batch, precision, mode, software and "
+        "device in --output-dir, and keep the networks that are complete; of --network all",
     )
     # What a study passes to its processes.
     add("--session", help=argparse.SUPPRESS)

@@ -362,6 +362,7 @@ def _resumed(
         if (run := labs.load(path)).subject.endswith(f", {arguments.study}")
         and wanted.items() <= run.options.items()
         and run.device["name"] == hardware.device_name(device)
+        and run.software == results.describe_software()
     ]
     session = max((run.session for _, run in alike), default=session)
     by_network: dict[str, list[tuple[Path, LabRun]]] = {}
