@@ -20,7 +20,7 @@ from workshop.profilers import advisor, kineto, ncu, proton
 from workshop.profilers.advisor import NOTE, WARNING, Advice, advise, headline
 from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.load import load, recorded_run
-from workshop.profilers.table import HostCall, Kernel, KernelTable, Timeline
+from workshop.profilers.table import HostCall, Kernel, KernelTable, Loading, Timeline
 from workshop.results import Gradients, RunResult
 from workshop.run import flops
 from workshop.run.presets import PRESETS
@@ -425,7 +425,9 @@ def test_a_cpus_operators() -> None:
     ],
 )
 def test_traces_from_an_h200(trace: str, bound: str, quoted: str) -> None:
-    found = advise(kineto.read(FIXTURES / "kineto" / f"{trace}.json.gz"))
+    profile = kineto.read(FIXTURES / "kineto" / f"{trace}.json.gz")
+    assert profile.loading is None
+    found = advise(profile)
     first = headline(found)
     assert first is not None and first.finding == bound
     assert quoted in first.sentence
@@ -517,6 +519,14 @@ kernel_names = st.sampled_from(
 
 
 @st.composite
+def loadings(draw: st.DrawFn) -> Loading:
+    span = draw(st.floats(1e-3, 1e15))
+    wait = span * draw(st.floats(1e-3, 1))
+    idle = draw(st.none() | st.floats(0, 1).map(lambda share: share * wait))
+    return Loading(span, wait, draw(st.integers(1, 10**6)), draw(st.booleans()), idle)
+
+
+@st.composite
 def tables(draw: st.DrawFn) -> KernelTable:
     kernels = [
         Kernel(name, *draw(st.tuples(st.sampled_from(CATEGORIES), st.integers(1, 10**9), times)))
@@ -540,6 +550,7 @@ def tables(draw: st.DrawFn) -> KernelTable:
         host_calls=draw(
             st.dictionaries(calls, st.builds(HostCall, st.integers(1, 10**9), times), max_size=4)
         ),
+        loading=draw(st.none() | loadings()),
     )
 
 

@@ -8,6 +8,7 @@ table does not have them (no timeline, no marker ranges, no counters) there is n
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ LEAST_SHARES = {
 """Of the kernels' time, by finding. At the first three, halving what they are of gives a step a few
 percent. The next are lower, since what treats these removes most of it. With more kernels than the
 last that are not understood, the other shares say little."""
+LEAST_LOADING = 0.05
+"""Of the steps' time, lost in waiting for data: what treats that removes all of it."""
 LEAST_FLOPS = 0.75
 """Of a step's products. The forward pass alone makes a third of them; without the gradient of
 either the inputs or the weights two thirds remain."""
@@ -292,7 +295,7 @@ def _unfit(figures: Figures) -> Advice | None:
 
 def _idle(figures: Figures) -> Iterator[Advice]:
     share, line, bound = figures.idle_share, figures.table.timeline, figures.bound
-    if share is None or line is None or share < SOMEWHAT_IDLE:
+    if share is None or line is None or share < SOMEWHAT_IDLE or bound == "data":
         return
     facts = (
         f"the GPU idles {share:.0%} of the time ({duration(line.idle_ns)} of "
@@ -348,6 +351,30 @@ def _idle(figures: Figures) -> Iterator[Advice]:
         return
     sentence = f"{bound}{BOUND}: {facts}"
     yield Advice(bound + BOUND, sentence, " ".join(treatment), at_stake_ns=line.idle_ns)
+
+
+def _data(figures: Figures) -> Iterator[Advice]:
+    loading = figures.table.loading
+    if loading is None or figures.data_share < LEAST_LOADING:
+        return
+    rest_ns = loading.span_ns - loading.lost_ns
+    if rest_ns < LEAST_NS:  # a loop that does nothing but load
+        return
+    wait, rest = (duration(ns / loading.batches) for ns in (loading.wait_ns, rest_ns))
+    if loading.in_thread:
+        how, first = "makes the batches there", _WORKERS_FIRST
+        needed = f"num_workers={math.ceil(loading.wait_ns / rest_ns):,} would load as fast"
+    else:
+        how, first = "waits for its workers", _MORE_WORKERS_FIRST
+        needed = f"the workers have to load {digits(loading.span_ns / rest_ns)} times as fast"
+    idle = loading.gpu_idle_ns
+    meanwhile = f" The GPU idles {idle / loading.wait_ns:.0%} of that." if idle else ""
+    sentence = (
+        f"the main thread spends {loading.wait_ns / loading.span_ns:.0%} of the "
+        f"{'step' if figures.steps else 'time'} in the DataLoader, which {how}: {wait} a batch."
+        f"{meanwhile} Without this loss the loop takes {rest} a batch: {needed}."
+    )
+    yield _of_group(figures, "data", sentence, f"{first} {_CHEAPER_BATCHES}", loading.lost_ns)
 
 
 def _host_launches(figures: Figures) -> str:
@@ -651,6 +678,18 @@ def _unrecognised(figures: Figures) -> Iterator[Advice]:
 
 # --- what they share -----------------------------------------------------------------------------
 
+_WORKERS_FIRST = (
+    "Workers first, as many as there are free cores, with persistent_workers=True, or each epoch "
+    "starts them anew."
+)
+_MORE_WORKERS_FIRST = (
+    "More workers first, while there are free cores; a larger prefetch_factor helps only where "
+    "some batches take longer than others."
+)
+_CHEAPER_BATCHES = (
+    "Then cheaper batches: files decoded once and packed into one, augmentation on the GPU "
+    "(pin_memory=True for the copies), or all data kept there."
+)
 _V2_FUSES = "{} has fused forms of norm and attention."
 _V4 = "{} has the compiler join what lies between the products."
 
@@ -734,6 +773,7 @@ def _capital(text: str) -> str:
 _Check = Callable[[Figures], Iterator[Advice]]
 _FAULTS: tuple[_Check, ...] = (_severed_gradient, _short_backward, _missing_products)
 _CHECKS: tuple[_Check, ...] = (
+    _data,
     _idle,
     _mixed,
     _products,

@@ -66,6 +66,8 @@ def read(path: Path) -> KernelTable:
         if kernel.calls < 1 or kernel.total_ns < 0 or kernel.category not in CATEGORIES:
             raise WorkshopError(f"{path}: field kernels[{index}] has no calls, time or category")
         kernel.name = printable(kernel.name)
+    if (loading := table.loading) and min(loading.span_ns, loading.wait_ns, loading.batches) <= 0:
+        raise WorkshopError(f"{path}: field loading has no time or no batches")
     table.tool, table.device = printable(table.tool), table.device and printable(table.device)
     table.phases_ns = {printable(name): ns for name, ns in table.phases_ns.items()}
     table.host_calls = {printable(name): call for name, call in table.host_calls.items()}

@@ -27,13 +27,27 @@ from workshop.profilers.reading import (
     nanoseconds,
     number,
 )
-from workshop.profilers.table import PHASES, STEP, HostCall, KernelTable, Ranges, Sums, timeline
+from workshop.profilers.table import (
+    PHASES,
+    STEP,
+    HostCall,
+    KernelTable,
+    Loading,
+    Ranges,
+    Sums,
+    timeline,
+)
 
 _STEP_RANGES = ("ProfilerStep", STEP)
 """The profiler's own and this workshop's: the first of them that the trace has counts."""
 _BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 _OPTIMIZER_RANGE = "Optimizer.step"
-_RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE)
+_LOADER_RANGE = "enumerate(DataLoader)"
+"""Around the __next__ of every DataLoader's iterator since PyTorch 1.8, whose class is named after
+a #: it makes the batch, or waits for a worker's."""
+_WITHOUT_WORKERS = "SingleProcess"
+"""In the name of that class."""
+_RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE, _LOADER_RANGE)
 _OLD_CATEGORIES = {
     "Kernel": "kernel",
     "Memcpy": "gpu_memcpy",
@@ -79,6 +93,7 @@ def read(path: Path) -> KernelTable:
         raise WorkshopError(
             f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
         )
+    loading = _loading(trace)  # while what the GPU was still busy with is there
     leftovers = trace.drop_before_steps()
     table = _kernel_table(path, trace) if trace.devices else _operator_table(path, trace)
     if not table.kernels:
@@ -88,6 +103,7 @@ def read(path: Path) -> KernelTable:
             f"{path}: left out {leftovers:,} kernels and copies that were launched before the "
             "trace's first step"
         )
+    table.loading = loading
     table.warnings += warnings + problems.warnings()
     return table
 
@@ -163,6 +179,8 @@ class _Interval(NamedTuple):
 
     start: float
     end: float
+    name: str
+    thread: _Thread
 
 
 class _Activity(NamedTuple):
@@ -184,8 +202,8 @@ class _Trace:
         copies: the names of copies and memsets.
         calls: (start, time) of the runtime's functions, by name.
         launches: when the host launched, by the correlation that it shares with what it launched.
-        ranges: the annotations that mark steps and phases, by name, without the number or the
-            class that PyTorch adds to its own.
+        ranges: the annotations that mark steps, phases and the loading of data, by name, without
+            the number or the class that PyTorch adds to its own.
         operators: (start, end, name) of the host's operators, by thread.
     """
 
@@ -230,11 +248,18 @@ class _Trace:
             if correlation := _correlation(arguments):
                 self.launches.setdefault(correlation, start)
         elif kind == "cpu_op":
-            ids = (event.get(key) for key in ("pid", "tid"))
-            process, thread = (one if isinstance(one, int | str) else "" for one in ids)
-            self.operators[process, thread].append((start, start + ns, name))
+            self.operators[_thread(event)].append((start, start + ns, name))
         elif (range_ := name.partition("#")[0]) in self.ranges:
-            self.ranges[range_].append(_Interval(start, start + ns))
+            self.ranges[range_].append(_Interval(start, start + ns, name, _thread(event)))
+
+    def steps(self) -> list[_Interval]:
+        """The ranges of steps, by their start; none where none are marked."""
+        marked = next((self.ranges[name] for name in _STEP_RANGES if self.ranges[name]), [])
+        return sorted(marked, key=lambda step: step.start)
+
+    def busiest(self) -> tuple[int, list[_Activity]]:
+        """The GPU that worked longest, and what it ran."""
+        return max(self.devices.items(), key=lambda item: sum(a.ns for a in item[1]))
 
     def drop_before_steps(self) -> int:
         """Drops what the host called and launched before the first step, if there are steps; how
@@ -242,10 +267,10 @@ class _Trace:
         the warm-up, which may run far into the first step.
 
         Launches before the trace began are not in it, but correlations count up."""
-        steps = next((self.ranges[name] for name in _STEP_RANGES if self.ranges[name]), None)
+        steps = self.steps()
         if not steps:
             return 0
-        begin = min(steps).start
+        begin = steps[0].start
         in_steps = (number for number, start in self.launches.items() if start >= begin)
         lowest = min(in_steps, default=_NO_CORRELATION)
 
@@ -272,6 +297,12 @@ class _Trace:
         }
 
 
+def _thread(event: dict) -> _Thread:
+    ids = (event.get(key) for key in ("pid", "tid"))
+    process, thread = (one if isinstance(one, int | str) else "" for one in ids)
+    return process, thread
+
+
 def _traffic(name: str, arguments: dict) -> float | None:
     """What a copy or memset moves to and from the device's memory: a copy within it reads and
     writes each byte there."""
@@ -287,7 +318,7 @@ def _correlation(arguments: dict) -> int:
 
 
 def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
-    index, busiest = max(trace.devices.items(), key=lambda item: sum(a.ns for a in item[1]))
+    index, busiest = trace.busiest()
     sums, launched = Sums(), []
     for name, _, ns, correlation, moved in chain.from_iterable(trace.devices.values()):
         sums.add(name, ns, bytes=moved, category="copy" if name in trace.copies else None)
@@ -342,6 +373,55 @@ def _table(
     )
 
 
+def _loading(trace: _Trace) -> Loading | None:
+    """The waits for data of the thread that has the steps; without steps, of the process's main
+    one."""
+    steps = trace.steps()
+    waits = _outermost(
+        wait
+        for wait in trace.ranges[_LOADER_RANGE]
+        if (wait.thread == steps[0].thread if steps else wait.thread[0] == wait.thread[1])
+    )
+    last = _last_between(trace, waits)
+    begin = steps[0].start if steps else -math.inf
+    end = max((step.end for step in steps if step.start <= last), default=last)
+    waits = [wait for wait in waits if begin <= wait.start < end]
+    wait_ns, idle_ns = _covered(waits), None
+    if not wait_ns:
+        return None
+    if trace.devices:
+        ran = [(start, start + ns) for _, start, ns, *_ in trace.busiest()[1]]
+        idle_ns = _covered([*ran, *waits]) - _covered(ran)
+    in_thread = _covered(wait for wait in waits if _WITHOUT_WORKERS in wait.name)
+    span_ns = end - (begin if steps else waits[0].start)
+    return Loading(span_ns, wait_ns, len(waits), in_thread > wait_ns / 2, idle_ns)
+
+
+def _last_between(trace: _Trace, waits: list[_Interval]) -> float:
+    """When the last of what a thread ran between its waits was launched, or ended. A wait after
+    that brings no batch: it is for the end of the workers."""
+    waiting = Ranges(wait[:3] for wait in waits)
+    operators = (trace.operators.get(thread, ()) for thread in {wait.thread for wait in waits})
+    launches = ((start, start, "") for start in trace.launches.values())
+    ran = chain(chain.from_iterable(operators), launches)
+    return max((end for start, end, _ in ran if not waiting.at(start)), default=-math.inf)
+
+
+def _outermost(ranges: Iterable[_Interval]) -> list[_Interval]:
+    """Of one thread's, those that lie in no other, by their start."""
+    found: list[_Interval] = []
+    for one in sorted(ranges, key=lambda one: (one.start, -one.end)):
+        if not found or one.start >= found[-1].end:
+            found.append(one)
+    return found
+
+
+def _covered(intervals: Iterable[tuple]) -> float:
+    """The time within at least one of those that begin with (start, end)."""
+    line = timeline((start, end) for start, end, *_ in intervals)
+    return line.busy_ns if line else 0.0
+
+
 def device_names(path: Path) -> dict[int, str]:
     """Of the GPUs in a trace, by number."""
     devices = json_stream.value(reading.head(path), "deviceProperties")
@@ -375,13 +455,16 @@ def _phases_ns(trace: _Trace, started: Iterable[tuple[float, float]]) -> dict[st
     intervals = {phase: trace.ranges[phase] for phase in PHASES}
     if not intervals["backward"]:
         intervals["backward"] = [
-            _Interval(start, end)
-            for start, end, name in chain.from_iterable(trace.operators.values())
+            _Interval(start, end, name, thread)
+            for thread, operators in trace.operators.items()
+            for start, end, name in operators
             if name.startswith(_BACKWARD_OPERATOR)
         ]
     if not intervals["optimizer"]:
         intervals["optimizer"] = trace.ranges[_OPTIMIZER_RANGE]
-    ranges = Ranges((*one, phase) for phase, found in intervals.items() for one in found)
+    ranges = Ranges(
+        (one.start, one.end, phase) for phase, found in intervals.items() for one in found
+    )
     sums = {phase: 0.0 for phase, found in intervals.items() if found}
     for instant, time in started:
         if phase := ranges.at(instant):

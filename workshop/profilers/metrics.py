@@ -18,6 +18,8 @@ LONGEST_LAUNCH_GAP_NS = 100e3
 longer than this on average, the host is doing something else."""
 LAUNCH_NS = 5e3
 """What the host needs at least to launch a kernel from eager PyTorch."""
+LEAST_LOADING_BOUND = 0.5
+"""Of the steps' time, lost in waiting for data: nothing else then takes more."""
 LEAST_BOUND = 0.4
 """Of the kernels' time: what takes less bounds nothing alone."""
 
@@ -76,8 +78,10 @@ class Figures:
 
     @cached_property
     def bound(self) -> str | None:
-        """What bounds the run: a group, or "launch", "latency", "host", where the GPU idles; None
-        if no one thing does."""
+        """What bounds the run: a group, "data", or "launch", "latency", "host", where the GPU
+        idles; None if no one thing does."""
+        if self.data_share >= LEAST_LOADING_BOUND:
+            return "data"
         idle = self.idle_share
         if idle is not None and idle >= CLEARLY_IDLE:
             if self.pace_ns < LAUNCH_NS:
@@ -99,6 +103,12 @@ class Figures:
         if self.on_host or line is None or line.span_ns <= 0:
             return None
         return line.idle_ns / line.span_ns
+
+    @property
+    def data_share(self) -> float:
+        """Of the steps' time, what is lost in waiting for data, from 0 to 1; 0 if not known."""
+        loading = self.table.loading
+        return loading.lost_ns / loading.span_ns if loading else 0.0
 
     @property
     def gap_ns(self) -> float:

@@ -144,6 +144,12 @@ def summary(table: KernelTable) -> list[str]:
             f"GPU busy {t.busy_ns / 1e6:,.3f} of {t.span_ns / 1e6:,.3f} ms "
             f"({t.busy_ns / t.span_ns:.1%}), idle {t.idle_ns / 1e6:,.3f} ms"
         )
+    if table.loading:
+        wait, span = table.loading.wait_ns, table.loading.span_ns
+        lines.append(
+            f"loading data {wait / 1e6:,.3f} of {span / 1e6:,.3f} ms ({wait / span:.1%}), "
+            f"{table.loading.batches:,} batches"
+        )
     if table.phases_ns:
         steps, each = (table.steps, " a step") if table.steps else (1, "")
         parts = [f"{name} {ns / steps / 1e6:,.3f} ms" for name, ns in table.phases_ns.items()]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import printable
+from workshop.results import NEWER
 
 STEP = "step"
 PHASES = ("forward", "backward", "optimizer")
@@ -51,6 +52,28 @@ class Timeline:
         return self.span_ns - self.busy_ns
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How long the thread that trains is in PyTorch's DataLoader, for its next batch."""
+
+    span_ns: float
+    """From the first step's start to the last one's end; without steps, from the first wait to the
+    end of what came after the last batch."""
+    wait_ns: float
+    """Of the span."""
+    batches: int
+    """At least 1."""
+    in_thread: bool
+    """Whether the thread makes the batches itself, for most of that time; else workers do."""
+    gpu_idle_ns: float | None = None
+    """Of the wait; None where no GPU was traced."""
+
+    @property
+    def lost_ns(self) -> float:
+        """A GPU that still has work loses nothing while the host waits."""
+        return self.wait_ns if self.gpu_idle_ns is None else self.gpu_idle_ns
+
+
 @dataclass(slots=True)
 class HostCall:
     """All calls of one function of the CUDA or HIP runtime, on the host."""
@@ -83,6 +106,8 @@ class KernelTable:
     "forward", "backward", "optimizer"."""
     host_calls: dict[str, HostCall] = field(default_factory=dict)
     """By the runtime function's name, such as cudaLaunchKernel or hipStreamSynchronize."""
+    loading: Loading | None = field(default=None, metadata=NEWER)
+    """None where the tool does not see it, or no batch came from a DataLoader."""
     warnings: list[str] = field(default_factory=list)
     """Sentences: what could not be read, what the figures leave out."""
 
