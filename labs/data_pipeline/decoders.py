@@ -69,7 +69,7 @@ def _channels_first(pixels: np.ndarray) -> Tensor:
 def open_image(content: bytes) -> "Image":
     """An image file of any kind by PIL, in RGB.
 
-    The other libraries compare a PNG's checksums. PIL does not, and would take a file whose second
+    The other libraries compare a PNG's checksums. PIL does not, and may take a file whose second
     half is zeros, as a crash leaves it, for an image.
     """
     from PIL import Image

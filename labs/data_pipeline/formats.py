@@ -7,6 +7,7 @@ pixels, which need more room and no decoding. An item is the same tensor in all 
 import io
 import itertools
 import json
+import math
 import os
 import tarfile
 import warnings
@@ -245,11 +246,11 @@ class Tar(Images):
         return self.path.open("rb", buffering=0)
 
     def read_labels(self) -> Sequence[int]:
-        self.file.seek(-2 * tarfile.BLOCKSIZE, os.SEEK_END)
-        if self.file.tell() % tarfile.BLOCKSIZE or any(self.file.read()):
-            raise ValueError("its end is missing")  # which tarfile does not notice
-        with tarfile.open(self.path, "r:") as tar:
-            places = [(member.offset_data, member.size) for member in tar]
+        block, offset, places = tarfile.BLOCKSIZE, 0, []
+        while (header := self._at(offset, block)) != bytes(block):  # a block of zeros is the end
+            size = int(header[124:135], 8)  # fails where the file is cut off
+            places.append((offset + block, size))
+            offset += block * (1 + math.ceil(size / block))
         self.places = np.array(places[::2])
         return [int(self._at(*place)) for place in places[1::2]]
 
@@ -350,10 +351,11 @@ class Flat(Images):
         target.mkdir()
         np.save(target / "labels.npy", source.labels)
         shape = (len(source), *source[0][0].shape)
-        images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
-        for index in indices:
-            images[index] = source[index][0].numpy()
-        images.flush()
+        with (target / "images.npy").open("wb") as file:
+            what = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_2_0(file, what)
+            for index in indices:
+                file.write(source[index][0].numpy().tobytes())
 
 
 _KINDS: tuple[type[Images], ...] = (Folder, Hdf5, Lmdb, Tar, Zip, Parquet, Flat)

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from labs.data_pipeline.decoders import open_image
-from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder
+from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images
 from workshop import errors, results
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError, printable
@@ -37,8 +37,8 @@ SIDES = (8, 1024)
 MOST_SEED = 2**32 - 1
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp")
 GRAIN = 6
-"""Standard deviation of an image's noise, of 255. Without it a smooth digit would be a PNG of a
-fraction of a photograph's size."""
+"""Standard deviation of an image's noise, of 255. Without it the PNG of a smooth digit would have
+half of a photograph's size."""
 
 T = TypeVar("T")
 Pngs = Iterable[tuple[bytes, int]]
@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-dir",
         type=Path,
         metavar="FOLDER",
-        help="a folder for this set alone (default: data/digits_SIZE or data/FOLDER_SIZE beside "
+        help="a folder for this set alone (default: data/digits_N_SIZE or data/FOLDER_SIZE beside "
         "this program)",
     )
     return parser
@@ -101,15 +101,12 @@ def make(arguments: argparse.Namespace) -> int:
     needs = {package for kind in kinds for package in kind.packages}
     errors.require("PIL", "rich", *([] if arguments.source else ["sklearn"]), *sorted(needs))
     found = _own_images(arguments.source) if arguments.source else []
-    name = arguments.source.resolve().name if arguments.source else "digits"
+    name = arguments.source.resolve().name if arguments.source else f"digits_{arguments.images}"
     folder = arguments.output_dir or FOLDER / "data" / f"{name}_{arguments.size}"
     _prepare(folder)
     _write_images(folder, arguments, found)
-    source = Folder(folder)
     for kind in kinds:
-        with results.atomic_path(folder / kind.file_name) as target:
-            kind.write(target, source, _track(range(len(source)), f"packing {kind.key}"))
-        print(f"{folder / kind.file_name}: {len(source):,} images")
+        _pack(folder, kind)
     return errors.DONE
 
 
@@ -177,12 +174,13 @@ def _write_folder(folder: Path, pngs: Pngs, classes: list[str], made: dict[str, 
 
 def _is_whole(folder: Path, made: dict[str, Any]) -> bool:
     """Whether exactly these images lie there, each as it was written."""
-    if not (folder / MANIFEST).is_file():
+    try:
+        manifest = results.read_json(folder / MANIFEST)
+    except WorkshopError:
         return False
-    manifest = results.read_json(folder / MANIFEST)
-    sums = manifest["sha256"]
+    sums = manifest.get("sha256", {})
     return (
-        manifest["made"] == made
+        manifest.get("made") == made
         and {path.name for path in folder.iterdir()} == {MANIFEST, *sums}
         and all(_sum_of(folder / name) == sums[name] for name in _track([*sums], "checking"))
     )
@@ -205,6 +203,21 @@ def _track(items: Sequence[T], what: str) -> Iterable[T]:
 
     console = Console(stderr=True)
     return track(items, what, console=console, disable=not console.is_terminal)
+
+
+# --- packed formats ------------------------------------------------------------------------------
+
+
+def _pack(folder: Path, kind: type[Images]) -> None:
+    source, path = Folder(folder), folder / kind.file_name
+    try:
+        with results.atomic_path(path) as target:
+            kind.write(target, source, _track(range(len(source)), f"packing {kind.key}"))
+    except WorkshopError:
+        raise
+    except Exception as error:  # lmdb has errors of its own for a disk without room
+        raise WorkshopError(f"{path} can't be written: {printable(str(error))}") from None
+    print(f"{path}: {len(source):,} images")
 
 
 # --- digits in colour ----------------------------------------------------------------------------
