@@ -160,6 +160,23 @@ def test_what_fails_half_way_leaves_what_was_there(
     assert not old or target.read_text() == old
 
 
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_folder_takes_an_older_ones_place_or_vanishes(
+    error: type[BaseException] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "old").touch()
+    with (
+        pytest.raises(error) if error else contextlib.nullcontext(),
+        results.atomic_path(tmp_path / "set") as path,
+    ):
+        path.mkdir()
+        (path / "new").touch()
+        if error:
+            raise error
+    assert files(tmp_path) == ["set/old" if error else "set/new"]
+
+
 def test_a_file_from_before_a_field_is_read(tmp_path: Path) -> None:
     content = {k: v for k, v in json.loads(VALID).items() if k not in ("kind", "audit")}
     run = results.load(write(tmp_path, content))

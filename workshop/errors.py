@@ -165,6 +165,10 @@ def printable(text: str) -> str:
     return " ".join("".join(kept).split()) or "\ufffd"
 
 
+_OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "sklearn": "scikit-learn"}
+"""What pip calls a package that is imported under another name."""
+
+
 def require(*packages: str) -> None:
     """Raises NotOnThisMachine where a package is missing that the work can't do without."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -172,5 +176,5 @@ def require(*packages: str) -> None:
         verb = "is" if len(missing) == 1 else "are"
         raise NotOnThisMachine(
             f"{' and '.join(missing)} {verb} missing: run `make setup`, or pip install "
-            f"{' '.join(missing)}"
+            f"{' '.join(_OTHER_NAMES.get(name, name) for name in missing)}"
         )

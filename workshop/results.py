@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -255,7 +256,8 @@ def prepare_file(path: Path, flag: str) -> None:
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that takes its place if the block succeeds, and vanishes
-    if it fails or is interrupted. It keeps the suffix, from which writers guess the format.
+    if it fails or is interrupted. It keeps the suffix, from which writers guess the format. What
+    the block makes there is a file or a folder; a folder takes an older one's place.
 
     Raises:
         WorkshopError: there is no room or no right to write.
@@ -263,11 +265,15 @@ def atomic_path(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.stem}.{uuid.uuid4().hex[:8]}{target.suffix}")
     try:
         yield temporary
+        if temporary.is_dir() and target.is_dir():
+            shutil.rmtree(target)
         temporary.replace(target)
     except OSError as error:
         why = error.strerror or error  # the libraries that draw have errors of their own
         raise WorkshopError(f"{target} can't be written: {why}") from None
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
         temporary.unlink(missing_ok=True)
 
 

@@ -1,0 +1,300 @@
+"""Writes a folder of PNG files with labels, and packs it into other formats.
+
+The images are scikit-learn's digits in colour, or your own. Run it again with the same flags, and
+what is whole is kept: every file's SHA-256 is in images/manifest.json.
+"""
+
+import argparse
+import hashlib
+import io
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import numpy as np
+
+from labs.data_pipeline.decoders import open_image
+from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images
+from workshop import errors, results
+from workshop.arguments import count, parse
+from workshop.errors import WorkshopError, printable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FOLDER = Path(__file__).resolve().parent
+DIGITS = 1797
+SIDES = (8, 1024)
+MOST_SEED = 2**32 - 1
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp")
+GRAIN = 6
+"""Standard deviation of an image's noise, of 255. Without it the PNG of a smooth digit would have
+half of a photograph's size."""
+
+T = TypeVar("T")
+Pngs = Iterable[tuple[bytes, int]]
+"""Files and labels, in order."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Writes a folder of PNG files with labels, and packs it into other formats.",
+        epilog="Pillow is needed, scikit-learn for digits, and for a format what writes it.",
+    )
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--images",
+        type=count,
+        default=DIGITS,
+        metavar="N",
+        help=f"digits; above {DIGITS:,} they come again in other colours (default {DIGITS})",
+    )
+    what.add_argument(
+        "--from",
+        type=Path,
+        dest="source",
+        metavar="FOLDER",
+        help="your own images instead, of any size; an image's class is its sub-folder's name",
+    )
+    add("--size", type=count, default=32, help="side of the square images in pixels (default 32)")
+    add("--seed", type=int, default=42, help="of the digits' colours (default 42)")
+    add(
+        "--damaged",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="an image of --from that can't be read: end with its name, or leave it out "
+        "(default refuse)",
+    )
+    add("--pack", nargs="+", choices=(*PACKED, "all"), default=[], help="formats to write as well")
+    add(
+        "--output-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder for this set alone (default: data/digits_N_SIZE or data/FOLDER_SIZE beside "
+        "this program)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the dataset from a command line; returns the exit status."""
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(
+        lambda: make(arguments),
+        interrupted="interrupted: what was not finished is deleted; the same command goes on",
+    )
+
+
+def make(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    kinds = [PACKED[key] for key in PACKED if {key, "all"} & set(arguments.pack)]
+    needs = {package for kind in kinds for package in kind.packages}
+    errors.require("PIL", "rich", *([] if arguments.source else ["sklearn"]), *sorted(needs))
+    found = _own_images(arguments.source) if arguments.source else []
+    name = arguments.source.resolve().name if arguments.source else f"digits_{arguments.images}"
+    folder = arguments.output_dir or FOLDER / "data" / f"{name}_{arguments.size}"
+    _prepare(folder)
+    _write_images(folder, arguments, found)
+    for kind in kinds:
+        _pack(folder, kind)
+    return errors.DONE
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    low, high = SIDES
+    if not low <= arguments.size <= high:
+        raise WorkshopError(f"--size {arguments.size}: it must lie between {low} and {high}")
+    if not 0 <= arguments.seed <= MOST_SEED:
+        raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and {MOST_SEED:,}")
+
+
+def _prepare(folder: Path) -> None:
+    """Makes the folder, and deletes what a killed run left there. Refuses one with other files,
+    which might have a dataset's names."""
+    results.prepare_folder(folder)
+    for left in folder.glob(".images.*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if any(folder.iterdir()) and not (folder / Folder.file_name / MANIFEST).is_file():
+        raise WorkshopError(f"{folder} holds other files: name a new folder with --output-dir")
+
+
+# --- the folder of PNGs --------------------------------------------------------------------------
+
+
+def _write_images(folder: Path, arguments: argparse.Namespace, found: list[Path]) -> None:
+    """Writes the images, unless they are there and whole. Packed files of other images are
+    deleted."""
+    if arguments.source:
+        files = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in found]
+        made = {"from": files, "damaged": arguments.damaged}
+        classes = sorted({_class_of(path, arguments.source) for path in found})
+        pngs = _photographs(found, classes, arguments)
+    else:
+        made = {"digits": arguments.images, "seed": arguments.seed}
+        classes = [str(digit) for digit in range(10)]
+        pngs = _digits(arguments.images, arguments.size, arguments.seed)
+    made |= {"size": arguments.size}
+    target = folder / Folder.file_name
+    if _is_whole(target, made):
+        print(f"{target}: is there already, and whole")
+        return
+    with results.atomic_path(target) as temporary:
+        images = _write_folder(temporary, pngs, classes, made)
+        for kind in PACKED.values():
+            old = folder / kind.file_name
+            shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+    print(f"{target}: {images:,} images of {arguments.size} x {arguments.size}")
+
+
+def _write_folder(folder: Path, pngs: Pngs, classes: list[str], made: dict[str, Any]) -> int:
+    """Writes PNGs, labels and manifest; the number of images."""
+    folder.mkdir()
+    labels, sums = {}, {}
+    for index, (png, label) in enumerate(pngs):
+        name = f"{index:06}.png"
+        (folder / name).write_bytes(png)
+        labels[name], sums[name] = label, hashlib.sha256(png).hexdigest()
+    if not labels:
+        raise WorkshopError("no image is left: none can be read")
+    results.write_json(folder / LABELS, {"classes": classes, "labels": labels})
+    sums[LABELS] = _sum_of(folder / LABELS)
+    results.write_json(folder / MANIFEST, {"made": made, "sha256": sums})
+    return len(labels)
+
+
+def _is_whole(folder: Path, made: dict[str, Any]) -> bool:
+    """Whether exactly these images lie there, each as it was written."""
+    try:
+        manifest = results.read_json(folder / MANIFEST)
+    except WorkshopError:
+        return False
+    sums = manifest.get("sha256", {})
+    return (
+        manifest.get("made") == made
+        and {path.name for path in folder.iterdir()} == {MANIFEST, *sums}
+        and all(_sum_of(folder / name) == sums[name] for name in _track([*sums], "checking"))
+    )
+
+
+def _sum_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _png(image: "Image") -> bytes:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def _track(items: Sequence[T], what: str) -> Iterable[T]:
+    """The items, with a progress bar where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(items, what, console=console, disable=not console.is_terminal)
+
+
+# --- packed formats ------------------------------------------------------------------------------
+
+
+def _pack(folder: Path, kind: type[Images]) -> None:
+    source, path = Folder(folder), folder / kind.file_name
+    try:
+        with results.atomic_path(path) as target:
+            kind.write(target, source, _track(range(len(source)), f"packing {kind.key}"))
+    except WorkshopError:
+        raise
+    except Exception as error:  # lmdb has errors of its own for a disk without room
+        raise WorkshopError(f"{path} can't be written: {printable(str(error))}") from None
+    print(f"{path}: {len(source):,} images")
+
+
+# --- digits in colour ----------------------------------------------------------------------------
+
+
+def _digits(images: int, size: int, seed: int) -> Iterator[tuple[bytes, int]]:
+    """Image i depends on the seed and i alone."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for index in _track(range(images), "writing"):
+        random = np.random.default_rng([seed, index])
+        ink = np.uint8(digits.images[index % DIGITS] * (255 / 16))
+        yield _png(_coloured(ink, size, random)), int(digits.target[index % DIGITS])
+
+
+def _coloured(ink: np.ndarray, size: int, random: np.random.Generator) -> "Image":
+    """A digit enlarged, shifted by up to an eighth of the side, in a bright colour on a dark one,
+    with grain.
+
+    Args:
+        ink: uint8 (8, 8).
+    """
+    from PIL import Image
+
+    shift = size // 8
+    sheet = Image.new("L", (size, size))
+    digit = Image.fromarray(ink).resize((size, size), Image.Resampling.BILINEAR)
+    sheet.paste(digit, tuple(random.integers(-shift, shift + 1, 2).tolist()))
+    dark, bright = random.integers(0, 110, 3), random.integers(145, 256, 3)
+    share = np.asarray(sheet)[..., None] / 255
+    pixels = dark + share * (bright - dark) + random.normal(0, GRAIN, (size, size, 3))
+    return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+
+
+# --- a participant's images ----------------------------------------------------------------------
+
+
+def _own_images(folder: Path) -> list[Path]:
+    """The images below the sub-folders, sorted; raises WorkshopError where there are none."""
+    if not folder.is_dir():
+        raise WorkshopError(f"--from {folder}: no such folder")
+    found = [
+        path
+        for path in sorted(folder.glob("*/**/*"))
+        if path.suffix.lower() in SUFFIXES and path.name[0] != "."
+    ]
+    if not found:
+        raise WorkshopError(
+            f"--from {folder}: no images ({', '.join(SUFFIXES)}) in its sub-folders, whose names "
+            "are the classes"
+        )
+    return found
+
+
+def _class_of(path: Path, source: Path) -> str:
+    return path.relative_to(source).parts[0]
+
+
+def _photographs(
+    found: list[Path], classes: list[str], arguments: argparse.Namespace
+) -> Iterator[tuple[bytes, int]]:
+    """Upright, cut to a square at the middle, and scaled."""
+    from PIL import ImageOps
+
+    for path in _track(found, "writing"):
+        try:
+            image = ImageOps.exif_transpose(open_image(path.read_bytes()))
+        except Exception as error:  # what a damaged image raises is not listed anywhere
+            problem = f"{path} can't be read as an image ({printable(str(error))})"
+            if arguments.damaged == "refuse":
+                raise WorkshopError(f"{problem}: take it out, or give --damaged skip") from None
+            print(f"WARNING: {problem}: it is left out", file=sys.stderr)
+            continue
+        side = (arguments.size, arguments.size)
+        yield _png(ImageOps.fit(image, side)), classes.index(_class_of(path, arguments.source))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

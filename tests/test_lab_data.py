@@ -1,0 +1,489 @@
+"""The data lab's images: the program that writes and packs them, and the formats that read them."""
+
+import importlib.util
+import inspect
+import io
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from labs.data_pipeline import decoders, formats, make_dataset
+from labs.data_pipeline.formats import FORMATS, PACKED, BadData, Folder, Images
+from labs.data_pipeline.make_dataset import main
+from workshop.errors import NotOnThisMachine
+from workshop.versions import ROOT
+
+Image = pytest.importorskip("PIL.Image")
+HERE = [key for key, kind in FORMATS.items() if all(map(importlib.util.find_spec, kind.packages))]
+"""The formats whose packages are installed."""
+PACKED_HERE = [key for key in HERE if key in PACKED]
+ENCODED = [key for key, kind in FORMATS.items() if kind.image is Images.image]
+CLASSES = ("cat", "dog", "fish")
+COUNT = 40
+MIDDLE = 17
+Items = list[tuple[Tensor, int]]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A participant's images, of several kinds and sizes."""
+    folder, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(COUNT):
+        path = folder / CLASSES[number % 3] / f"{number}.{('png', 'JPG')[number % 2]}"
+        path.parent.mkdir(exist_ok=True)
+        noise = random.integers(0, 30, (*random.integers(20, 60, 2), 3))
+        Image.fromarray((random.integers(0, 220, 3) + noise).astype(np.uint8)).save(path)
+    (folder / "cat" / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset in all formats, which tests do not change."""
+    folder = tmp_path_factory.mktemp("made") / "set"
+    assert make(folder, "--from", photos, "--size", 24, "--pack", *PACKED_HERE) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "set"))
+
+
+@pytest.fixture(params=FORMATS)
+def kind(request: pytest.FixtureRequest) -> type[Images]:
+    return of(request.param)
+
+
+def of(key: str) -> type[Images]:
+    for package in FORMATS[key].packages:
+        pytest.importorskip(package)
+    return FORMATS[key]
+
+
+def make(folder: Path, *flags: object) -> int:
+    return main([*map(str, flags), "--output-dir", str(folder)])
+
+
+def expected(folder: Path) -> Items:
+    """The images as PIL alone reads them."""
+    labels = json.loads((folder / "images" / "labels.json").read_text())["labels"]
+    return [(pixels(folder / "images" / name), labels[name]) for name in sorted(labels)]
+
+
+def pixels(source: Any) -> Tensor:
+    return torch.from_numpy(np.array(Image.open(source).convert("RGB"))).permute(2, 0, 1)
+
+
+def same(found: Items, items: Items) -> bool:
+    return len(found) == len(items) and all(
+        one.dtype == torch.uint8 and torch.equal(one, other) and label == true
+        for (one, label), (other, true) in zip(found, items, strict=True)
+    )
+
+
+def shuffled(dataset: Dataset[Any], workers: int, context: str | None = None) -> Items:
+    """The items from a loader that shuffles, in their own order again."""
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(1)).tolist()
+    loader = DataLoader(
+        dataset, batch_size=7, sampler=order, num_workers=workers, multiprocessing_context=context
+    )
+    items = [
+        item for images, labels in loader for item in zip(images, labels.tolist(), strict=True)
+    ]
+    return [item for _, item in sorted(zip(order, items, strict=True), key=lambda pair: pair[0])]
+
+
+def refusal(*reading: Any, **options: Any) -> str:
+    """The line with which a dataset does not open, or an item is not read."""
+    with pytest.raises(BadData) as error:
+        kind, folder, *index = reading
+        dataset = kind(folder, **options)
+        for place in index:
+            dataset[place]
+    assert error.value.exit_code == 2 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- all formats are the same --------------------------------------------------------------------
+
+
+def test_a_format_gives_the_images_in_order_and_shuffled(kind: type[Images], made: Path) -> None:
+    items, dataset = expected(made), kind(made)
+    assert len(items) == COUNT and items[0][0].shape == (3, 24, 24)
+    assert same(list(dataset), items)
+    assert same([dataset[-1], kind(made)[3]], [items[-1], items[3]])  # two of one file
+    assert same(shuffled(dataset, 0), items)
+    assert same(shuffled(dataset, 2, "fork"), items)  # with what this process has open
+
+
+def test_workers_that_are_spawned_read_them_too(made: Path) -> None:
+    together = ConcatDataset([FORMATS[key](made) for key in HERE])
+    assert same(shuffled(together, 2, "spawn"), len(HERE) * expected(made))
+
+
+def test_a_forked_process_forgets_what_is_open(kind: type[Images], made: Path) -> None:
+    kind(made)[0]
+    assert forked(lambda: len(formats._open)) == 0
+
+
+def test_a_format_is_short() -> None:
+    lengths = {key: len(inspect.getsource(kind).splitlines()) for key, kind in FORMATS.items()}
+    assert max(lengths.values()) < 40, lengths
+
+
+def test_webdatasets_own_loader_reads_the_tar(made: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    samples = webdataset.WebDataset(str(made / "images.tar"), shardshuffle=False)
+    found = [(pixels(io.BytesIO(sample["png"])), int(sample["cls"])) for sample in samples]
+    assert same(found, expected(made))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA"])
+@pytest.mark.parametrize("decoder", decoders.PACKAGES)
+def test_decoders_agree(decoder: str, mode: str) -> None:
+    try:
+        decode = decoders.get(decoder)
+    except NotOnThisMachine as error:
+        pytest.skip(str(error))
+    noise = np.random.default_rng(0).integers(0, 256, (13, 9, 3)).astype(np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(noise).convert(mode).save(content, "PNG")
+    assert torch.equal(decode(content.getvalue()), pixels(content))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({}, "pip install h5py"), ({"decoder": "opencv"}, "opencv-python")]
+)
+def test_a_missing_package_is_named(
+    options: dict[str, str], said: str, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotOnThisMachine, match=said):
+        (Folder if options else FORMATS["hdf5"])(made, **options)
+
+
+# --- after a crash -------------------------------------------------------------------------------
+
+
+def die_half_way(items: Sequence[Any], what: str) -> Iterator[Any]:
+    for number, item in enumerate(items):
+        if number == len(items) // 2 and what != "checking":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield item
+
+
+def forked(work: Callable[[], object]) -> int | None:
+    """The exit status of a process that does the work."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(work()))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def killed(folder: Path, *flags: object) -> bool:
+    """Runs the program, and kills it in the middle."""
+
+    def work() -> None:
+        make_dataset._track = die_half_way
+        make(folder, *flags)
+
+    return forked(work) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("key", PACKED)
+def test_what_a_killed_packing_leaves_is_not_whole(key: str, copy: Path, photos: Path) -> None:
+    kind, items = of(key), expected(copy)
+    flags = ("--from", photos, "--size", 24, "--pack", key)
+    before = kind(copy)
+    assert killed(copy, *flags)
+    assert same(list(before), items) and same(list(kind(copy)), items)
+    path = copy / kind.file_name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert killed(copy, *flags)
+    assert refusal(kind, copy) == f"{path} is missing: run make_dataset.py --pack {key}"
+    assert make(copy, *flags) == 0
+    assert same(list(kind(copy)), items)
+    assert not list(copy.glob(".*"))
+
+
+def test_what_a_killed_program_leaves_is_not_whole(photos: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    program = [sys.executable, str(ROOT / "labs" / "data_pipeline" / "make_dataset.py")]
+    flags = ["--from", str(photos), "--output-dir", str(folder)]
+    process = subprocess.Popen([*program, *flags, "--size", "1024"])
+    while not list(folder.glob(".images.*/000003.png")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert refusal(Folder, folder) == f"{folder / 'images'} is missing: run make_dataset.py"
+    assert make(folder, "--from", photos) == 0
+    assert len(Folder(folder)) == COUNT and list(folder.iterdir()) == [folder / "images"]
+
+
+@pytest.mark.parametrize("key", [key for key in PACKED if key != "hdf5"])  # its library crashes
+def test_without_room_nothing_is_written(key: str, copy: Path, photos: Path) -> None:
+    path = copy / of(key).file_name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = contents(copy)
+
+    def work() -> int:
+        with (copy.parent / "stderr").open("w") as sys.stderr:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+            return make(copy, "--from", photos, "--size", 24, "--pack", key)
+
+    assert forked(work) == 2
+    said = (copy.parent / "stderr").read_text()
+    assert said.startswith(f"error: {path} can't be written: ") and said.count("\n") == 1
+    assert contents(copy) == before
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "half": lambda content: content[: len(content) // 2],
+    "a tenth short": lambda content: content[: -len(content) // 10],
+    "text": lambda content: b"text" * len(content),
+    "empty": lambda content: b"",
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_one_line(kind: type[Images], damage: str, copy: Path) -> None:
+    path = copy / kind.file_name
+    part = path / {"png": "labels.json", "flat": "images.npy"}.get(kind.key, "")
+    change = DAMAGE[damage]
+    if change:
+        part.write_bytes(change(part.read_bytes()))
+    else:
+        part.unlink()
+    said = refusal(kind, copy)
+    assert said.startswith(f"{path} is ") and "run make_dataset.py" in said
+    assert ("damaged or cut off" in said) == path.exists()
+
+
+def test_a_file_may_fill_its_blocks_of_a_tar(copy: Path) -> None:
+    for png in (copy / "images").glob("*.png"):
+        content = png.read_bytes()
+        png.write_bytes(content + bytes(-len(content) % 512))
+    FORMATS["webdataset"].write(copy / "images.tar", Folder(copy), range(COUNT))
+    assert same(list(FORMATS["webdataset"](copy)), expected(copy))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: [path.unlink() for path in folder.glob("*.png")], "no 000000.png"),
+        (lambda folder: (folder / "000017.png").unlink(), "no 000017.png"),
+        (
+            lambda folder: shutil.copy(folder / "000017.png", folder / "new.png"),
+            "labels.json has no new.png",
+        ),
+        (lambda folder: (folder / "labels.json").write_text('{"labels": {}}'), "has no 000000"),
+    ],
+)
+def test_images_and_labels_that_do_not_belong_together(change: Any, said: str, copy: Path) -> None:
+    change(copy / "images")
+    assert said in refusal(Folder, copy)
+
+
+def spoil(dataset: Images, index: int) -> None:
+    """The second half of an image becomes zeros, as a crash of the machine leaves it."""
+    png = Folder(dataset.path.parent).encoded(index)
+    path = Path(dataset.name(index)) if isinstance(dataset, Folder) else dataset.path
+    content = path.read_bytes()
+    assert png in content
+    path.write_bytes(content.replace(png, png[: len(png) // 2].ljust(len(png), b"\0")))
+
+
+@pytest.mark.parametrize("decoder", decoders.PACKAGES)
+@pytest.mark.parametrize("key", ENCODED)
+def test_a_damaged_image_is_refused_by_name_or_skipped(key: str, decoder: str, copy: Path) -> None:
+    try:
+        decoders.get(decoder)
+    except NotOnThisMachine as error:
+        pytest.skip(str(error))
+    kind, items = of(key), expected(copy)
+    spoil(kind(copy), MIDDLE)
+    name = {"png": copy / "images" / "000017.png"}.get(key, f"{copy / kind.file_name}: image 17")
+    said = refusal(kind, copy, MIDDLE, decoder=decoder)
+    assert said.startswith(f"{name} is damaged (") and "run make_dataset.py" in said
+    dataset = kind(copy, decoder, damaged="skip")
+    items[MIDDLE] = items[MIDDLE + 1]
+    with pytest.warns(UserWarning, match="image 17|000017.png"):
+        assert same(list(dataset), items)
+
+
+def test_a_workers_error_is_the_same_line(copy: Path) -> None:
+    spoil(Folder(copy), MIDDLE)
+    batches = iter(DataLoader(Folder(copy), batch_size=7, num_workers=2))
+    with pytest.raises(BadData) as error:
+        list(batches)
+    batches._shutdown_workers()  # garbage collection would take ten seconds for it
+    assert str(error.value) == refusal(Folder, copy, MIDDLE)
+
+
+def test_where_nothing_is_whole_skipping_ends(copy: Path) -> None:
+    for path in (copy / "images").glob("*.png"):
+        path.write_bytes(b"")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert "all images are damaged" in refusal(Folder, copy, 0, damaged="skip")
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_a_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        assert make(tmp_path / name, "--images", 30, "--seed", seed, "--pack", *PACKED_HERE) == 0
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b and a.keys() == c.keys()
+    assert all(a[name] != c[name] for name in a if name.endswith(".png"))
+    assert make(tmp_path / "few", "--images", 3, "--seed", 5) == 0
+    assert same(expected(tmp_path / "few"), expected(tmp_path / "a")[:3])  # whatever their number
+
+
+def test_digits_are_in_colour_and_come_again(tmp_path: Path, monkeypatch: Any) -> None:
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    monkeypatch.setattr(make_dataset, "DIGITS", 4)
+    assert make(tmp_path / "set", "--images", 8) == 0
+    items = expected(tmp_path / "set")
+    assert [label for _, label in items] == 2 * digits.target[:4].tolist()
+    for index, (image, _) in enumerate(items):
+        assert image.float().mean((1, 2)).std() > 1
+        assert not torch.equal(image, items[index - 4][0])
+        likeness = [likest(image.float().mean(0).numpy(), ink) for ink in digits.images[:4]]
+        assert likeness.index(max(likeness)) == index % 4
+
+
+def likest(grey: np.ndarray, ink: np.ndarray) -> float:
+    """The highest correlation of an image with a digit, shifted by up to four pixels."""
+    digit = np.asarray(Image.fromarray(np.uint8(ink * 15)).resize(grey.shape))
+    shifts = [np.roll(digit, (y, x), (0, 1)) for y in range(-4, 5) for x in range(-4, 5)]
+    return max(float(np.corrcoef(grey.ravel(), shifted.ravel())[0, 1]) for shifted in shifts)
+
+
+def test_own_images_keep_their_class_and_their_middle(tmp_path: Path) -> None:
+    wide = np.zeros((16, 48, 3), np.uint8)
+    wide[:, 16:32] = 200
+    for name in ("b", "a"):
+        (tmp_path / "own" / name / "deep").mkdir(parents=True)
+        Image.fromarray(wide).save(tmp_path / "own" / name / "deep" / "1.png")
+    assert make(tmp_path / "set", "--from", tmp_path / "own", "--size", 16) == 0
+    assert [label for _, label in expected(tmp_path / "set")] == [0, 1]
+    assert all(bool((image == 200).all()) for image, _ in expected(tmp_path / "set"))
+    labels = json.loads((tmp_path / "set" / "images" / "labels.json").read_text())
+    assert labels["classes"] == ["a", "b"]
+
+
+def test_a_photograph_that_lies_on_its_side_is_turned(tmp_path: Path) -> None:
+    half = np.zeros((16, 16, 3), np.uint8)
+    half[:, 8:] = 255
+    exif = Image.Exif()
+    exif[0x112] = 6  # orientation: its left edge is the top
+    (tmp_path / "own" / "a").mkdir(parents=True)
+    Image.fromarray(half).save(tmp_path / "own" / "a" / "1.jpg", exif=exif)
+    assert make(tmp_path / "set", "--from", tmp_path / "own", "--size", 16) == 0
+    image = expected(tmp_path / "set")[0][0].float()
+    assert image[:, :8].mean() < 10 and image[:, 8:].mean() > 245
+
+
+def test_what_is_whole_is_kept_and_the_rest_made_again(copy: Path, photos: Path) -> None:
+    def written() -> list[int]:
+        return [path.stat().st_ino for path in sorted((copy / "images").iterdir())]
+
+    flags = ("--from", photos, "--size", 24)
+    before, first = contents(copy / "images"), written()
+    assert make(copy, *flags) == 0 and written() == first
+    for change in (
+        lambda: (copy / "images" / "000017.png").write_bytes(b""),
+        lambda: (copy / "images" / "000017.png").unlink(),
+        lambda: (copy / "images" / "new.png").touch(),
+        lambda: (copy / "images" / "manifest.json").write_text("{"),
+        lambda: (copy / "images" / "labels.json").write_text("{}"),
+    ):
+        change()
+        assert make(copy, *flags) == 0
+        assert written() != first and contents(copy / "images") == before
+
+
+@pytest.mark.parametrize("key", PACKED)
+def test_packed_files_of_other_images_are_replaced_or_deleted(
+    key: str, copy: Path, photos: Path
+) -> None:
+    kind, flags = of(key), ("--from", photos, "--size", 16)
+    old = kind(copy)
+    assert make(copy, *flags, "--pack", key) == 0
+    assert {path.name for path in copy.iterdir()} == {"images", kind.file_name}
+    assert same(list(kind(copy)), expected(copy)) and old[0][0].shape == (3, 16, 16)
+
+
+def own_folder(folder: Path, damage: bytes | None = None) -> Path:
+    (folder / "cat").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(folder / "cat" / "1.png")
+    if damage is not None:
+        (folder / "cat" / "2.png").write_bytes(damage)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--size", "5"], "--size 5: it must lie between 8 and 1024"),
+        (["--seed", "-1"], "--seed -1: it must lie between 0 and"),
+        (["--from", "nowhere"], "--from nowhere: no such folder"),
+        (["--from", "empty"], "no images (.png"),
+        (["--from", "flat"], "in its sub-folders, whose names are the classes"),
+        (["--from", "damaged"], "2.png can't be read as an image (it is cut off): take it out"),
+        (["--from", "all_damaged", "--damaged", "skip"], "none can be read"),
+        (["--from", "whole", "--output-dir", "flat"], "flat holds other files"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_the_program_refuses(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = own_folder(tmp_path / "whole") / "cat" / "1.png"
+    own_folder(tmp_path / "damaged", whole.read_bytes()[:-20])
+    own_folder(tmp_path / "all_damaged") / "cat" / "1.png"
+    (tmp_path / "all_damaged" / "cat" / "1.png").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "flat").mkdir()
+    shutil.copy(whole, tmp_path / "flat")
+    before = contents(tmp_path)
+    assert main(["--output-dir", "out", *flags]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("error: ") and said in lines[-1]
+    assert all(line.startswith("WARNING: ") for line in lines[:-1])
+    assert contents(tmp_path) == before
+
+
+def test_a_damaged_image_is_left_out_if_asked(tmp_path: Path, capsys: Any) -> None:
+    own = own_folder(tmp_path / "own", b"no image")
+    assert make(tmp_path / "set", "--from", own, "--damaged", "skip") == 0
+    assert len(Folder(tmp_path / "set")) == 1
+    assert "2.png can't be read as an image" in capsys.readouterr().err
