@@ -110,7 +110,7 @@ def of_training(model: nn.Module, trained: Training, first: First, losses: list[
         status="fail" if failures else "pass",
         failures=failures,
         batch_size=len(first.batches[0][1]),
-        reference=f"fp64; the loss of plain {precision} are {lost[LOSS]:.1e} from it",
+        reference=f"fp64; plain {precision}'s loss is {lost[LOSS]:.1e} from it",
         measures=measures,
     )
 

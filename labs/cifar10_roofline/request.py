@@ -35,7 +35,7 @@ that trains something else gets no throughput.
 
     python train.py --model resnet18 --epochs 5 --batch-size 128
     python train.py --model resnet18 --epochs 20 --batch-size 256 --amp --workers 4
-    python train.py --dataset digits --epochs 5 --batch-size 32 --lr 0.05 --channels-last
+    python train.py --dataset digits --epochs 4 --batch-size 32 --lr 0.02 --channels-last
     python train.py --epochs 1 --batch-size 128 --profile-one-step --warmup-iters 20
 """
 

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(request.build_parser(), argv)
     return errors.exit_status(
         lambda: loop.run(arguments),
-        interrupted="interrupted: --resume goes on from the newest checkpoint in --out-dir",
+        interrupted="interrupted: --resume FILE goes on from a checkpoint, if --out-dir has one",
     )
 
 

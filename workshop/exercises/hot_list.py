@@ -15,6 +15,7 @@ def not_the_hottest(table: KernelTable, answer: str) -> str:
 
 def names(answer: str, name: str) -> bool:
     """Whether an answer is a kernel's name, in full or as the hot list shortens it."""
+    answer = answer.replace("...", ELLIPSIS)
     words = [word for word in answer.split(ELLIPSIS) if word]
     shortened = ELLIPSIS in answer and all(word in name for word in words)
     whole = {name, name.removeprefix("aten::"), display_name(name, 10_000)}

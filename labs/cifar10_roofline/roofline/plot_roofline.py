@@ -115,7 +115,7 @@ def _roofline(arguments: argparse.Namespace) -> Roofline:
 
 
 def ridge(roofline: Roofline, point: Point) -> list[str]:
-    """On which side of the ridge a point lies, and its share of the limit there, in sentences; none
+    """On which side of the ridge a point lies, and its share of the roof there, in sentences; none
     where a ceiling or its intensity is not known."""
     memory, compute = (roofline.limit(point, kind) for kind in (MEMORY, COMPUTE))
     if not (memory and compute and point.intensity and point.flops_per_s):
@@ -125,9 +125,9 @@ def ridge(roofline: Roofline, point: Point) -> list[str]:
     return [
         f"ridge point: {rate_text(compute.rate, COMPUTE)} / {rate_text(memory.rate, MEMORY)} = "
         f"{digits(at)} FLOP/byte; {digits(point.intensity)} lies {side} of it, where {limit} is "
-        "the limit",
-        f"limit there: {rate_text(reached, COMPUTE)}; {rate_text(point.flops_per_s, COMPUTE)} is "
-        f"{point.flops_per_s / reached:.0%} of it",
+        "the lower roof",
+        f"the roof there: {rate_text(reached, COMPUTE)}; "
+        f"{rate_text(point.flops_per_s, COMPUTE)} is {point.flops_per_s / reached:.0%} of it",
     ]
 
 
