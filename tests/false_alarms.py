@@ -65,7 +65,10 @@ def recorded(*keys: str) -> list[list[float]]:
     """The processes' medians of each size and kind of some versions of which the H200's results
     hold enough."""
     found: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    labs = {path.name for path in (ROOT / "labs").iterdir()}
     for folder in sorted(H200.rglob("runs")):
+        if labs.intersection(folder.relative_to(H200).parts):
+            continue
         for run in results.load_folder(folder):
             if run.step_ms and run.version in keys:
                 sizes = (*sorted(run.config.items()), run.batch_size, run.seq_len)

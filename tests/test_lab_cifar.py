@@ -673,14 +673,14 @@ def test_the_program_runs_from_its_folder_without_installing(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_table_is_of_trainings_in_turns(tmp_path: Path) -> None:
     few = ["--models", "resnet18", "--batch-sizes", "8", "--repeats", "1", "--jobs", "2"]
-    flags = "--dataset digits --epochs 1 --epoch-images 160 --device cpu --lr 0.003"
+    flags = "--dataset digits --epochs 1 --epoch-images 56 --device cpu --lr 0.003"
     assert measure_table.main([*few, "--output-dir", str(tmp_path), "--", *flags.split()]) == 0
     runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
     assert {run.variant for run in runs} == {
         "fp32, 2 workers",
         "fp32, channels-last, data on the device",
     }
-    assert all(len(run.losses) == 20 and run.options["epoch_images"] == 160 for run in runs)
+    assert all(len(run.losses) == 7 and run.options["epoch_images"] == 56 for run in runs)
     (text,) = documents.parts(runs)[documents.README].values()
     assert "| fp32, 2 workers |" in text and text.count("green") == 2
 

@@ -84,7 +84,7 @@ def variants(device: torch.device) -> list[Flags]:
 
 def _measure(arguments: argparse.Namespace) -> int:
     errors.require("rich")
-    asked = request.build_parser().parse_args(arguments.flags)
+    asked = parse(request.build_parser(), arguments.flags)
     device = hardware.get_device(asked.device)
     folder = results.prepare_folder(arguments.output_dir)
     # Read once, so that what is missing is said, and downloaded, once.
