@@ -220,7 +220,7 @@ def parser_of(program: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
         raise Found(self)
 
     with monkeypatch.context() as m:
-        m.setattr(argparse.ArgumentParser, "parse_args", give)
+        m.setattr(argparse.ArgumentParser, "parse_known_args", give)
         try:
             status = start(program, first_words(program), m)
         except Found as found:

@@ -25,10 +25,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
         if not word.strip():
             parser.error(f"{flag}: it is empty")
     try:
-        return parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
     except BrokenPipeError:  # of a --help that is not read, from Python 3.10's argparse
         errors.discard_output()
         sys.exit(errors.DONE)
+    if unknown:  # argparse would print it as it is, with what steers a terminal
+        parser.error(f"unrecognized arguments: {' '.join(map(errors.printable, unknown))}")
+    return arguments
 
 
 def count(text: str) -> int:
