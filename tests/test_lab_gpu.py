@@ -57,12 +57,13 @@ def test_training_is_proven(compiled: dict[str, object] | None) -> None:
     assert one.run.proof.status == "pass", one.run.proof.failures
 
 
-def test_a_study_side_by_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("study", "variants"), (("memory-format", 2), ("peers", 5)))
+def test_a_study_side_by_side(study: str, variants: int, tmp_path: Path) -> None:
     flags = ["--network", "resnet18", "--batch-size", "4", "--iterations", "5", "--fp16", "1"]
-    study = ["--compare", "memory-format", "--jobs", "2", "--repeats", "2"]
-    assert main([*flags, *study, "--output-dir", str(tmp_path)]) == 0
+    turns = ["--compare", study, "--jobs", str(variants), "--repeats", "2"]
+    assert main([*flags, *turns, "--output-dir", str(tmp_path)]) == 0
     runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
-    assert len(runs) == 4 and all(run.ceiling_tflops > 100 for run in runs if run.ceiling_tflops)
+    assert len(runs) == 2 * variants and all(run.ceiling_tflops > 100 for run in runs if run.ceiling_tflops)
 
 
 def test_memory_that_ran_out_is_given_back() -> None:

@@ -37,7 +37,7 @@ log("start")
 fault = (here / "faults").read_text().split(" " + name + ":")
 fault = fault[1].split()[0] if len(fault) > 1 else ""
 if fault == "memory":
-    sys.exit("error: no more memory")
+    sys.exit("torch.AcceleratorError: CUDA error: no more memory\\nCompile with DSA.\\n")
 if fault == "crash":
     os.abort()
 time.sleep(1e6 if fault == "never" else 0.2)
@@ -127,7 +127,7 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     stand_in.faults("alexnet plain:memory vgg11 fast:never vgg13 plain:crash")
     assert stand_in.run("--jobs", "8") == 1
     output = capsys.readouterr().out
-    for why in ("no more memory", "not ready to be timed", "ended by SIGABRT"):
+    for why in ("torch.AcceleratorError: CUDA error: no more memory", "not ready to be timed", "ended by SIGABRT"):
         assert f"failed; {why}" in output
     assert stand_in.statuses() == {
         "resnet18": ["complete"] * 2,

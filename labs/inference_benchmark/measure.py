@@ -285,6 +285,12 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
         iterate()
     wait(bench.setting.device)
     wait_turn()
+    if bench.variant.captures_itself:
+        import torch._inductor.config
+
+        # Its next call would capture, during which no algorithm can be searched.
+        with torch._inductor.config.patch({"triton.force_cudagraphs_warmup": True}):
+            iterate()
 
 
 def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:

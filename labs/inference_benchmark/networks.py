@@ -23,9 +23,6 @@ from workshop.run.torchvision import make_importable
 CLASSES, PIXEL_CLASSES = 1000, 21
 """Of ImageNet, and of Pascal VOC, which torchvision's segmentation networks are made for."""
 CALIBRATION_IMAGES = 8
-RESIDUAL_SCALE = 0.3
-"""Of a ResNet's blocks, about that of trained ones: at 1 each block multiplies the rounding errors
-of those before it, until fp16 differs from fp32 by a tenth."""
 
 ALIASES = {
     "resnext50": "resnext50_32x4d",
@@ -61,8 +58,11 @@ NAMES = tuple(
 )
 """The benchmark's 74. Any other classification or segmentation network of torchvision runs too."""
 
-LARGE_IMAGES = {"inception_v3": 299, "xception": 299}
-"""Edges of images, in pixels, that are not 224."""
+LARGE_IMAGES = {"inception_v3": 299, "xception": 299} | dict.fromkeys(
+    ("swin_v2_t", "swin_v2_s", "swin_v2_b"), 256
+)
+"""Edges of images, in pixels, that are not 224. At 224 Swin V2 pads its windows with zeros, which
+torchvision normalises: in fp16 that is 0 / 0."""
 AUXILIARY_WEIGHT = {"googlenet": 0.3, "inception_v3": 0.4}
 """Of the auxiliary classifiers in the loss, from the papers of the two networks."""
 
@@ -184,14 +184,29 @@ def build(network: Network, seed: int, device: torch.device) -> nn.Module:
     for parameter in model.parameters():  # a vision transformer's head gives nothing but zeros
         if parameter.dim() > 1 and not parameter.any():
             nn.init.trunc_normal_(parameter, std=0.02)
-    for block in model.modules():
-        norm = getattr(block, "bn3", getattr(block, "bn2", None))
-        if isinstance(norm, nn.BatchNorm2d) and hasattr(block, "downsample"):
-            norm.weight.data.mul_(RESIDUAL_SCALE)
+    branches = [norm for norm in map(_norm_of_branch, model.modules()) if norm is not None]
+    for norm in branches:
+        # Else each block multiplies the rounding errors of those before it: a random ResNet-50 in
+        # fp16 is off by a tenth, an EfficientNet-B7 overflows.
+        norm.weight.data.mul_(len(branches) ** -0.5)
     images = network.images(CALIBRATION_IMAGES, seed + 2).to(device)
-    with torch.no_grad(), run_once(), _norms_that_average(model):
-        model.train()(images)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    with torch.no_grad(), run_once(), _averaging(norms):
+        model.eval()
+        for norm in norms:  # the norms alone: dropped branches and scaled ones are not averaged
+            norm.train()
+        model(images)
     return model.eval()
+
+
+def _norm_of_branch(block: nn.Module) -> nn.BatchNorm2d | None:
+    """The last norm of what a block adds to its input; None for any other module."""
+    norm = None
+    if hasattr(block, "downsample"):  # a ResNet's
+        norm = getattr(block, "bn3", getattr(block, "bn2", None))
+    elif getattr(block, "use_res_connect", False):  # a MobileNet's or an EfficientNet's
+        norm = [one for one in block.modules() if isinstance(one, nn.BatchNorm2d)][-1]
+    return norm if isinstance(norm, nn.BatchNorm2d) else None
 
 
 @contextlib.contextmanager
@@ -207,16 +222,13 @@ def run_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _norms_that_average(model: nn.Module) -> Iterator[None]:
-    """The batch norms' statistics become those of what they see in the block; nothing is random
-    meanwhile, as in dropout."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+def _averaging(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """The batch norms' statistics become those of what they see in the block."""
     before = [norm.momentum for norm in norms]
     for norm in norms:
         norm.momentum = 1.0
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
         for norm, momentum in zip(norms, before, strict=True):
             norm.momentum = momentum

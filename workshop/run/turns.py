@@ -6,6 +6,7 @@ device. A process says on stdout that it is ready, and waits for a line on stdin
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -96,15 +97,22 @@ class Child:
         code = self.process.wait()
         self._complaint.seek(0)
         text = self._complaint.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
         run.status = "skipped" if code == errors.NOT_ON_THIS_MACHINE else "failed"
-        run.error = lines[-1].removeprefix("error: ")[:300]
+        run.error = _message(text)[:300]
         if self._late:
             run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
         elif code < 0:
             run.error = f"ended by {signal.Signals(-code).name}"
         labs.save(run, path)
         return run
+
+
+def _message(text: str) -> str:
+    """What a failed process says on stderr: our line, or a traceback's, after which PyTorch has
+    lines of advice."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return (raised or lines)[-1].removeprefix("error: ")
 
 
 def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
