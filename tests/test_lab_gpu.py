@@ -63,7 +63,9 @@ def test_a_study_side_by_side(study: str, variants: int, tmp_path: Path) -> None
     turns = ["--compare", study, "--jobs", str(variants), "--repeats", "2"]
     assert main([*flags, *turns, "--output-dir", str(tmp_path)]) == 0
     runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
-    assert len(runs) == 2 * variants and all(run.ceiling_tflops > 100 for run in runs if run.ceiling_tflops)
+    assert len(runs) == 2 * variants and all(
+        run.ceiling_tflops > 100 for run in runs if run.ceiling_tflops
+    )
 
 
 def test_memory_that_ran_out_is_given_back() -> None:

@@ -127,7 +127,11 @@ def test_one_that_fails_or_never_gets_ready_is_a_row_and_resume_runs_it_again(
     stand_in.faults("alexnet plain:memory vgg11 fast:never vgg13 plain:crash")
     assert stand_in.run("--jobs", "8") == 1
     output = capsys.readouterr().out
-    for why in ("torch.AcceleratorError: CUDA error: no more memory", "not ready to be timed", "ended by SIGABRT"):
+    for why in (
+        "torch.AcceleratorError: CUDA error: no more memory",
+        "not ready to be timed",
+        "ended by SIGABRT",
+    ):
         assert f"failed; {why}" in output
     assert stand_in.statuses() == {
         "resnet18": ["complete"] * 2,
