@@ -201,7 +201,7 @@ def build(network: Network, seed: int, device: torch.device) -> nn.Module:
 
 def _norm_of_branch(block: nn.Module) -> nn.BatchNorm2d | None:
     """The last norm of what a block adds to its input; None for any other module."""
-    norm = None
+    norm: object = None
     if hasattr(block, "downsample"):  # a ResNet's
         norm = getattr(block, "bn3", getattr(block, "bn2", None))
     elif getattr(block, "use_res_connect", False):  # a MobileNet's or an EfficientNet's
