@@ -184,11 +184,11 @@ def build(network: Network, seed: int, device: torch.device) -> nn.Module:
     for parameter in model.parameters():  # a vision transformer's head gives nothing but zeros
         if parameter.dim() > 1 and not parameter.any():
             nn.init.trunc_normal_(parameter, std=0.02)
-    branches = [norm for norm in map(_norm_of_branch, model.modules()) if norm is not None]
-    for norm in branches:
+    last_norms = [norm for norm in map(_norm_of_branch, model.modules()) if norm is not None]
+    for last in last_norms:
         # Else each block multiplies the rounding errors of those before it: a random ResNet-50 in
         # fp16 is off by a tenth, an EfficientNet-B7 overflows.
-        norm.weight.data.mul_(len(branches) ** -0.5)
+        last.weight.data.mul_(len(last_norms) ** -0.5)
     images = network.images(CALIBRATION_IMAGES, seed + 2).to(device)
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     with torch.no_grad(), run_once(), _averaging(norms):
