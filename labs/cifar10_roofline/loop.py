@@ -102,7 +102,7 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     total = arguments.epochs * batches.steps
     warmup = arguments.warmup
     if warmup is None:
-        warmup = min(batches.steps, total // 2)
+        warmup = saved["settings"]["warmup"] if saved else min(batches.steps, total // 2)
     problem = Problem(
         Schedule(arguments.lr, warmup, total),
         arguments.label_smoothing, dataset.mean, dataset.std,

@@ -132,7 +132,9 @@ def load(path: Path) -> Measurement:
     if is_benchmark(content):
         content = _of_benchmark(content)
     elif content.pop("schema_version", None) != SCHEMA_VERSION or not content.pop("ceilings", None):
-        raise WorkshopError(f"{path}: no measured ceilings; measure them again with --measure")
+        raise WorkshopError(
+            f"{path}: no measured ceilings; measure them again (roofline_analysis.py --measure)"
+        )
     measurement = results.decode(Measurement, content, path, "")
     for where, rate in (("copy_gbs", measurement.copy_gbs), *measurement.tflops.items()):
         if not results.LEAST <= rate <= results.MOST:
@@ -197,8 +199,8 @@ def attach(
     name = roofline.device or "an unknown chip"
     if not roofline.ceilings:
         roofline.notes.append(
-            f"no ceiling of {name} is known: only what was achieved is shown. --measure, on that "
-            "machine, measures them; --chip names a listed chip"
+            f"no ceiling of {name} is known: only what was achieved is shown. "
+            "roofline_analysis.py --measure, on that machine, measures them; --chip names a listed chip"
         )
     elif not listed and not given:
         roofline.notes.append(
