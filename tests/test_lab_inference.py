@@ -200,6 +200,22 @@ def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
     torch.testing.assert_close(logits, truth, rtol=1e-11, atol=1e-11)
 
 
+def test_attention_that_copies_nothing_computes_the_same() -> None:
+    torch.manual_seed(0)
+    make = networks.import_torchvision().models.VisionTransformer
+    model = make(32, 8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=64)
+    with torch.no_grad():
+        for parameter in model.parameters():  # fresh biases are zeros
+            parameter.normal_(std=0.2)
+    model, images = model.double().eval(), torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    variant = Variant("fp32", fold=True, fuse=True, compile={})
+    rewritten = modes.prepare(model, variant).double()
+    assert sum(isinstance(m, rewriting.SelfAttention) for m in rewritten.modules()) == 2
+    with torch.no_grad():
+        truth, logits = model(images), rewritten(images)
+    torch.testing.assert_close(logits, truth, rtol=1e-5, atol=1e-5)
+
+
 def test_an_error_as_of_other_images_is_red_whatever_the_precision_loses() -> None:
     truth = torch.randn(6, 1000, dtype=torch.float64)
     for much, status in ((0.5, "pass"), (0.9, "fail")):

@@ -226,6 +226,8 @@ def prepare(model: nn.Module, variant: Variant) -> nn.Module:
         model = rewriting.fold_norms(model)
     if variant.fuse:
         model = rewriting.fuse_relus(model)
+    if variant.compile is not None and not variant.peer:
+        model = rewriting.replace_attention(model)
     return laid_out(model.to(variant.dtype), variant).requires_grad_(False)
 
 

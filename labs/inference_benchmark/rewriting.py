@@ -1,5 +1,5 @@
-"""Rewrites of a network for inference: batch norms are folded into convolutions, and a convolution,
-a residual sum and a ReLU become one operator."""
+"""Rewrites of a network for inference: batch norms are folded into convolutions, a convolution, a
+residual sum and a ReLU become one operator, and attention copies nothing."""
 
 import operator
 
@@ -160,3 +160,31 @@ def _only_convolution(node: object, modules: dict[str, nn.Module]) -> nn.Conv2d 
     if isinstance(module, nn.Conv2d) and module.groups == 1 and not isinstance(module.padding, str):
         return module
     return None
+
+
+class SelfAttention(nn.Module):
+    """What nn.MultiheadAttention computes of one sequence without masks. There a compiler finds
+    the batch moved to the second place and q, k and v copied; here SDPA reads them where they
+    are."""
+
+    def __init__(self, original: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.heads = original.num_heads
+        self.weight, self.bias = original.in_proj_weight, original.in_proj_bias
+        self.out = original.out_proj
+
+    def forward(self, x: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, None]:
+        """x and the result (N, L, E); nothing in the place of the attention's weights."""
+        qkv = F.linear(x, self.weight, self.bias).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2)), None
+
+
+def replace_attention(model: nn.Module) -> nn.Module:
+    """The network with SelfAttention, where torchvision's vision transformers have PyTorch's."""
+    for block in list(model.modules()):
+        attention = getattr(block, "self_attention", None)
+        if isinstance(attention, nn.MultiheadAttention) and attention.batch_first:
+            block.self_attention = SelfAttention(attention)
+    return model

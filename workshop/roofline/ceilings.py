@@ -200,7 +200,8 @@ def attach(
     if not roofline.ceilings:
         roofline.notes.append(
             f"no ceiling of {name} is known: only what was achieved is shown. "
-            "roofline_analysis.py --measure, on that machine, measures them; --chip names a listed chip"
+            "roofline_analysis.py --measure, on that machine, measures them; --chip names "
+            "a listed chip"
         )
     elif not listed and not given:
         roofline.notes.append(
