@@ -9,6 +9,7 @@ What an epoch sees follows from the seed and its number alone. Its order and its
 for every format, decoder, number of workers and device.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +23,6 @@ from workshop import errors
 from workshop.errors import WorkshopError
 from workshop.run.torchvision import make_importable
 
-CLASSES = 10
 LEARNING_RATE = 1e-4
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -115,8 +115,15 @@ def crop_batch(images: Tensor, corners: Tensor) -> Tensor:
 
 def normalise(pixels: Tensor) -> Tensor:
     """From uint8 (..., 3, H, W) to float32 around 0."""
-    mean, std = (torch.tensor(v, device=pixels.device).view(3, 1, 1) for v in (MEAN, STD))
+    mean, std = _constants(pixels.device)
     return (pixels / 255 - mean) / std
+
+
+@functools.cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """On the device once: a copy for each batch would wait for the GPU."""
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (MEAN, STD))
+    return mean, std
 
 
 # --- the loader ----------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ class SmallCNN(nn.Sequential):
     """Four convolutions and two dense layers, of which logits come: cross_entropy takes the
     softmax itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int) -> None:
         super().__init__(
             nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(),
             nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -211,11 +218,11 @@ class SmallCNN(nn.Sequential):
             nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.AdaptiveAvgPool2d(4),  # of 32 x 32, 4 x 4 are left: nothing to do
             nn.Flatten(),
-            nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, CLASSES),
+            nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, classes),
         )  # fmt: skip
 
 
-def build_model(name: str, seed: int) -> nn.Module:
+def build_model(name: str, classes: int, seed: int) -> nn.Module:
     """On the CPU, with the weights that follow from the seed.
 
     Raises:
@@ -223,12 +230,12 @@ def build_model(name: str, seed: int) -> nn.Module:
     """
     torch.manual_seed(seed)
     if name == "cnn":
-        return SmallCNN()
+        return SmallCNN(classes)
     if not make_importable():
         errors.require("torchvision")
     from torchvision.models import resnet50
 
-    model: nn.Module = resnet50(num_classes=CLASSES)
+    model: nn.Module = resnet50(num_classes=classes)
     return model
 
 
@@ -249,16 +256,18 @@ class Loop:
         device: torch.device,
         batch_size: int,
         steps: int | None = None,
+        classes: int = 10,
         seed: int = 42,
     ) -> None:
         if batch_size > len(images):
             raise WorkshopError(f"--batch-size {batch_size}: there are {len(images):,} images")
-        self.settings, self.images, self.device, self.seed = settings, images, device, seed
+        self.settings, self.images, self.device = settings, images, device
+        self.classes, self.seed = classes, seed
         self.order = Order(len(images), images[0][0].shape[-1], batch_size, seed)
         self.order.steps = min(steps or self.order.steps, self.order.steps)
         self.loader = make_loader(settings, images, self.order, device)
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
-        model = build_model(settings.model, seed).to(device)
+        model = build_model(settings.model, classes, seed).to(device)
         self.model = model.to(memory_format=self.layout)  # type: ignore[call-overload]
         self.forward = torch.compile(self.model, dynamic=False) if settings.compile else self.model
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)

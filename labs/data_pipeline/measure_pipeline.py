@@ -99,7 +99,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="digits that are made (default 50,000; on a CPU 1,797)",
     )
-    add("--size", type=count, default=32, help="their side in pixels (default 32)")
+    add("--size", type=count, help="their side in pixels (default 32)")
     add("--resnet-images", type=count, metavar="N", help=f"of {LARGE_SIDE} x {LARGE_SIDE}, for "
         "ResNet-50 (default 4,096; on a CPU 16)")  # fmt: skip
     add("--resnet-batch-size", type=count, metavar="N", help="default 128; on a CPU 4")
@@ -139,8 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _complete(arguments: argparse.Namespace, device: torch.device) -> None:
     """Fills in the defaults of this device, and checks."""
+    given = [arguments.images, arguments.size, arguments.resnet_images]
+    if arguments.dataset_dir and any(given):
+        raise WorkshopError("--dataset-dir has its own images: leave out their number and size")
     on_gpu = device.type == "cuda"
     defaults = {
+        "size": 32,
         "workers": cores(),
         "batch_size": 128 if on_gpu else 64,
         "iterations": None if on_gpu else 8,
@@ -168,9 +172,11 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
     """The folder of the images in these formats: what is missing is written first.
 
     Raises:
-        BadData: an image or a packed file is damaged.
+        WorkshopError: an image or a packed file is damaged, or there are too few images.
     """
     folder = arguments.dataset_dir
+    flag = "--resnet-batch-size" if large else "--batch-size"
+    batch = arguments.resnet_batch_size if large else arguments.batch_size
     if folder is None:
         images, size = (
             (arguments.resnet_images, LARGE_SIDE) if large else (arguments.images, arguments.size)
@@ -191,7 +197,9 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
         errors.require(*kind.packages)
         if key in PACKED and not (folder / kind.file_name).exists():
             make_dataset.pack(folder, kind)
-        kind(folder)  # raises BadData
+        there = len(kind(folder))
+        if batch > there:
+            raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
     return Path(folder)
 
 
@@ -300,7 +308,7 @@ def _outcome(run: LabRun) -> str:
 
 
 def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
-    groups = labs.newest(runs)
+    groups = [sorted(group, key=_place) for group in labs.newest(runs)]
     shown = [
         table
         for group in groups
@@ -313,6 +321,10 @@ def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
     print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
     failed = any(row.failed for group in groups for row in group)
     return errors.ANSWER_IS_NO if failed else errors.DONE
+
+
+def _place(row: LabRow) -> int:
+    return [*rungs.BY_NAME].index(row.first.variant)
 
 
 def rates_table(rows: Sequence[LabRow]) -> Table:
@@ -352,7 +364,9 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
     settings = rungs.settings("1-worker", 1)
     folder = prepare(arguments, False, {settings.format})
     images, source = measure_rung.open_images(settings, folder, arguments.open_ms)
-    loop = Loop(settings, source, device, arguments.batch_size, seed=arguments.seed)
+    loop = Loop(
+        settings, source, device, arguments.batch_size, classes=int(images.labels.max()) + 1
+    )
     worker, model = rates.worker_rate(source, loop), rates.model_rate(loop)
     print(
         f"one core reads {rates.read_rate(images):,.0f} images/s and decodes "

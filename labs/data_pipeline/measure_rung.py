@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.data_pipeline import peers, proof, rates, rungs
@@ -42,8 +43,8 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     startup.watch_compilers(torch_compile=settings.compile)
     with trainer.memory_failure_as(lambda asked: _too_large(record, asked)):
         images, source = open_images(settings, folder, arguments.open_ms)
-        size = record.units_per_step
-        loop = Loop(settings, source, device, size, arguments.iterations, arguments.seed)
+        size, classes = record.units_per_step, int(images.labels.max()) + 1
+        loop = Loop(settings, source, device, size, arguments.iterations, classes, arguments.seed)
         if arguments.wait_turn:
             turns.wait_turn()
         rates_of(record, images, source, loop)
@@ -173,14 +174,14 @@ class Waits:
                 self.seconds += time.perf_counter() - start
                 yield batch
                 start = time.perf_counter()
-        except RuntimeError as error:
-            if isinstance(batches, torch.utils.data.dataloader._MultiProcessingDataLoaderIter):
-                batches._shutdown_workers()
+        except Exception as error:  # a worker's
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                batches._shutdown_workers()  # garbage collection would take 5 s for each worker
             raise _explained(error) from None
 
 
-def _explained(error: RuntimeError) -> Exception:
-    """A worker that was killed since /dev/shm is full, in a line."""
+def _explained(error: Exception) -> Exception:
+    """A worker that was killed since /dev/shm is full, in a line; others as they are."""
     if not re.search(_OUT_OF_SHARED_MEMORY, str(error)):
         return error
     return WorkshopError(f"a worker ended by a bus error or without room: {too_little_shared()}")

@@ -146,7 +146,7 @@ def _losses(seen: Seen, batches: list[tuple[Tensor, Tensor]], precision: str) ->
     a step that moved nothing moves nothing here."""
     loop, exact = seen.loop, precision == "fp64"
     dtype = torch.float64 if exact else torch.float32
-    model = plain.build_model(loop.settings.model, loop.seed).to(loop.device, dtype)
+    model = plain.build_model(loop.settings.model, loop.classes, loop.seed).to(loop.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=plain.LEARNING_RATE)
     arithmetic = PRECISIONS["fp32" if exact else precision]
     # Small gradients vanish in fp16 without it.
