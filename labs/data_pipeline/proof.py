@@ -24,7 +24,7 @@ from workshop.run.precision import PRECISIONS
 FIRST_STEPS = 3
 MOST_TIMES = 3.0
 """The plain step's error at the same precision, of which a rung may have this many."""
-FLOOR = {"fp32": 2.0**-17, "fp16": 2.0**-10}
+FLOOR = {"fp32": 2.0**-18, "fp16": 2.0**-10}
 """Relative: by luck the plain step may be nearer to the truth."""
 MOST = 2.0**-6
 """However much the plain step loses."""
@@ -83,6 +83,8 @@ def of_run(seen: Seen, folder: Path) -> Parity:
             f"the losses of the first steps: {error:.1e} from fp64's on the plain images, "
             f"{allowed:.1e} allowed"
         )
+    if bare := sum(parameter.grad is None for parameter in seen.loop.model.parameters()):
+        failures.append(f"{bare} weights get no gradient")
     if not any(seen.moved):
         failures.append("none of the first steps moved the weights")
     return Parity(
@@ -156,7 +158,7 @@ def _losses(seen: Seen, batches: list[tuple[Tensor, Tensor]], precision: str) ->
         images = plain.normalise(pixels.to(loop.device)).to(dtype)
         with arithmetic.autocast(loop.device.type):
             loss = F.cross_entropy(model(images), labels.to(loop.device))
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.zero_grad()
         (loss * scale).backward()
         for parameter in model.parameters():
