@@ -475,8 +475,8 @@ def _with_work(
     that is stopped after its last step leaves another range."""
     waiting = Ranges(wait[:3] for wait in waits)
     launches = (trace.launches.get(one.correlation, -math.inf) for one in ran)
-    operators = (start for start, *_ in trace.operators.get(steps[0].thread, ()))
-    own = (instant for instant in operators if not waiting.at(instant))
+    operators = (end for _, end, _ in trace.operators.get(steps[0].thread, ()))
+    own = (end for end in operators if not waiting.at(end))
     last = max(chain(launches, own), default=-math.inf)
     return [step for step in steps if step.start <= last]
 

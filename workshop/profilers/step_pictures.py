@@ -49,6 +49,10 @@ _MOST_DRAWN = 3
 """Steps on a timeline."""
 _MOST_NUMBERED = 20
 """Bars that have their step's length above them."""
+_NO_STEPS = (
+    "no times of steps in it: torch.profiler's traces have them, where its step() follows each, or "
+    "ranges named step mark them"
+)
 _FEWEST_PLACES = 4
 """For bars: a single one would be as wide as the picture."""
 _MOST_ROWS = 6
@@ -102,9 +106,6 @@ def compare_pictures(profiles: Sequence[tuple[str, Path]], target: Path, title: 
             raise WorkshopError(f"{path}: {_NO_STEPS}")
         means.append((printable(name), step_time.mean(steps)))
     _save(lambda: _draw_ladder(means, printable(title)), target)
-
-
-_NO_STEPS = "no steps in it: call the profiler's step() after each, or mark them with a range step"
 
 
 def _check(target: Path) -> None:
@@ -298,13 +299,14 @@ def _draw_ladder(means: list[tuple[str, StepTime]], title: str) -> Any:
                 color=COLOURS[category], label=_name(category),
             )  # fmt: skip
             lefts[axis] = [a + b for a, b in zip(lefts[axis], widths, strict=True)]
+    on_gpu = any(step.parts_ns[KERNEL] for _, step in means)
     for row, (_, step) in enumerate(means):
         times.annotate(
             f"{_ms(step.ns)} ms", (step.ns / 1e6, row), (5, 0), textcoords="offset points",
             va="center",
         )  # fmt: skip
         shares.annotate(
-            _used(step), (100, row), (8, 0), textcoords="offset points", va="center",
+            _used(step) if on_gpu else "", (100, row), (8, 0), textcoords="offset points", va="center",
             annotation_clip=False,
         )  # fmt: skip
     times.set_yticks(range(len(means)), [name for name, _ in means])
@@ -313,8 +315,9 @@ def _draw_ladder(means: list[tuple[str, StepTime]], title: str) -> Any:
     times.set_xlabel("ms a step")
     shares.set_xlim(0, 100)
     shares.set_xlabel("% of the step")
-    look = {"loc": "right", "color": _DIM, "fontsize": 13}
-    shares.set_title("at the right: GPU utilisation; of that on tensor cores", **look)
+    if on_gpu:
+        words = "at the right: GPU utilisation; of that on tensor cores"
+        shares.set_title(words, loc="right", color=_DIM, fontsize=13)
     for axis in (times, shares):
         axis.tick_params(axis="y", length=0)
         axis.grid(axis="x", color=_GRID)

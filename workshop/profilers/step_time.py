@@ -1,8 +1,9 @@
 """Where the time of a training step goes: each of its instants counted once, by what then ran.
 
 Many things run at once. An instant belongs to the first of CATEGORIES that is active in it, so
-that work that a running kernel hides counts as the kernel's, and the parts add up to the step.
-TensorBoard's plugin for PyTorch divided steps so.
+that what a running kernel hides is the kernel's time, and the parts add up to the step.
+TensorBoard's plugin for PyTorch divided steps so, but for the runtime before the DataLoader: a
+thread that pins memory while the main thread waits for its batch then hid the wait.
 """
 
 from bisect import bisect_right
