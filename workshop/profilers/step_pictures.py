@@ -284,44 +284,20 @@ def _draw_ladder(means: list[tuple[str, StepTime]], title: str) -> Any:
 
     figure = Figure(figsize=(16, 2.2 + 0.55 * len(means)), layout="constrained")
     times, shares = figure.subplots(1, 2, sharey=True)
-    lefts = {times: [0.0] * len(means), shares: [0.0] * len(means)}
-    for category in COLOURS:
-        parts = [_part(step, category) for _, step in means]
-        if not any(parts):
-            continue
-        for axis, units in (
-            (times, [1e6] * len(means)),
-            (shares, [step.ns / 100 for _, step in means]),
-        ):
-            widths = [part / unit for part, unit in zip(parts, units, strict=True)]
-            axis.barh(
-                range(len(means)), widths, left=lefts[axis], height=0.66,
-                color=COLOURS[category], label=_name(category),
-            )  # fmt: skip
-            lefts[axis] = [a + b for a, b in zip(lefts[axis], widths, strict=True)]
-    on_gpu = any(step.parts_ns[KERNEL] for _, step in means)
-    for row, (_, step) in enumerate(means):
-        times.annotate(
-            f"{_ms(step.ns)} ms", (step.ns / 1e6, row), (5, 0), textcoords="offset points",
-            va="center",
-        )  # fmt: skip
-        shares.annotate(
-            _used(step) if on_gpu else "", (100, row), (8, 0), textcoords="offset points", va="center",
-            annotation_clip=False,
-        )  # fmt: skip
+    steps = [step for _, step in means]
+    _draw_rungs(times, steps, [1e6] * len(steps))
+    _write_beside(times, [(step.ns / 1e6, f"{_ms(step.ns)} ms") for step in steps])
     times.set_yticks(range(len(means)), [name for name, _ in means])
     times.set_ylim(len(means) - 0.5, -0.5)
     times.margins(x=0.14)
     times.set_xlabel("ms a step")
-    shares.set_xlim(0, 100)
-    shares.set_xlabel("% of the step")
-    if on_gpu:
+    _draw_rungs(shares, steps, [step.ns / 100 for step in steps])
+    if any(step.parts_ns[KERNEL] for step in steps):
+        _write_beside(shares, [(100.0, _used(step)) for step in steps])
         words = "at the right: GPU utilisation; of that on tensor cores"
         shares.set_title(words, loc="right", color=_DIM, fontsize=13)
-    for axis in (times, shares):
-        axis.tick_params(axis="y", length=0)
-        axis.grid(axis="x", color=_GRID)
-        axis.xaxis.set_major_formatter("{x:,.12g}")
+    shares.set_xlim(0, 100)
+    shares.set_xlabel("% of the step")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=15)
     handles, labels = times.get_legend_handles_labels()
     figure.legend(
@@ -329,6 +305,27 @@ def _draw_ladder(means: list[tuple[str, StepTime]], title: str) -> Any:
         handlelength=1.3, columnspacing=1.4,
     )  # fmt: skip
     return figure
+
+
+def _draw_rungs(axis: Any, steps: list[StepTime], units_ns: list[float]) -> None:
+    """A bar for each step, in its unit."""
+    lefts = [0.0] * len(steps)
+    for category in COLOURS:
+        widths = [_part(step, category) / unit for step, unit in zip(steps, units_ns, strict=True)]
+        if any(widths):
+            look = {"color": COLOURS[category], "label": _name(category), "height": 0.66}
+            axis.barh(range(len(steps)), widths, left=lefts, **look)
+            lefts = [a + b for a, b in zip(lefts, widths, strict=True)]
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color=_GRID)
+    axis.xaxis.set_major_formatter("{x:,.12g}")
+
+
+def _write_beside(axis: Any, ends: list[tuple[float, str]]) -> None:
+    """A text at the end of each bar."""
+    look = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+    for row, (end, text) in enumerate(ends):
+        axis.annotate(text, (end, row), annotation_clip=False, **look)
 
 
 def _used(step: StepTime) -> str:
