@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored_runs import lab_run
 from test_profilers_advisor import find, found_in, names, table
 from test_profilers_advisor import kernel as rows
 from test_profilers_kineto import AUTOGRAD, CATEGORIES_OF_2022, MAIN, event, kernel, launch, mark
@@ -17,7 +18,7 @@ from torch import profiler
 from torch.utils.data import DataLoader, Dataset
 
 from workshop.errors import WorkshopError
-from workshop.profilers import kernel_file, kineto
+from workshop.profilers import kernel_file, kineto, step_time
 from workshop.profilers.advisor import LEAST_LOADING, advise
 from workshop.profilers.metrics import LEAST_LOADING_BOUND
 from workshop.profilers.show import summary
@@ -87,6 +88,11 @@ def test_the_share_is_the_clocks(share: float, marked: bool, workers: int, tmp_p
     assert found.span_ns == pytest.approx(took * 1e9, rel=0.1)
     assert (found.batches, found.in_thread) == (len(seen), workers == 0)
     assert found.gpu_idle_ns is None
+    if marked:
+        mean = step_time.mean(profile.step_times)
+        assert len(profile.step_times) == len(seen)
+        assert mean.parts_ns["DataLoader"] / mean.ns == pytest.approx(found_share, abs=0.01)
+        assert mean.ns * len(seen) == pytest.approx(found.span_ns, rel=0.01)
 
     # A busy machine makes a loop wait for more than it should: then that is found.
     advices = advise(profile)
@@ -216,6 +222,25 @@ def test_what_is_said() -> None:
     assert "GPU" not in advice.sentence
     assert advice.sentence.endswith("2.7 ms a batch: the workers have to load 3.7 times as fast.")
     assert advice.treatment.startswith("More workers first")
+
+
+def test_the_rates_of_a_labs_pipeline_and_model() -> None:
+    """The record's own, else the trace's: 32 images in 7.3 ms of waiting, in the 2.7 of the rest,
+    and in all 10."""
+    profile = waiting(0.73)
+    assert profile.loading is not None
+    by_workers = waiting(0.73)
+    by_workers.loading = replace(profile.loading, in_thread=False)
+    measured = {"decode_per_s": 1900.0, "model_per_s": 25000}
+    for one, metrics, expected in (
+        (profile, {}, "The main thread makes 4,384 images/s, the model takes 11,852."),
+        (by_workers, {}, "The workers bring 3,200 images/s, the model takes 11,852."),
+        (by_workers, measured, "One worker decodes 1,900 images/s, the model takes 25,000."),
+    ):
+        lab = lab_run("rung 1", 10.0, lab="data_pipeline", metrics=metrics)
+        sentence = find(advise(one, lab), "data-bound").sentence
+        assert "spends 73% of the step in the DataLoader" in sentence
+        assert sentence.endswith(expected)
 
 
 def test_it_is_kept_with_the_table(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     draw.add_argument(
         "path", type=Path, metavar="PATH", help="a trace (.json, .json.gz), or a folder with one"
     )
+    draw.add_argument(
+        "--categories", action="store_true", help="instead, where each step's time goes"
+    )
     draw.add_argument("--output", type=Path, metavar="FILE", required=True, help="a .png")
     draw.add_argument("--step", type=count, metavar="N", help="which one (default: the first)")
     draw.add_argument("--from", type=float, dest="start", metavar="MS", help="or a stretch, from")
@@ -73,10 +76,16 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    from workshop.profilers import picture
+    from workshop.profilers import picture, step_pictures
 
+    trace, target, step = arguments.path, arguments.output, arguments.step
     stretch = {"start_ms": arguments.start, "end_ms": arguments.end}
-    picture.draw(arguments.path, arguments.output, step=arguments.step, **stretch)
+    if not arguments.categories:
+        picture.draw(trace, target, step=step, **stretch)
+    elif any(end is not None for end in stretch.values()):
+        raise errors.WorkshopError("--categories shows whole steps: leave out --from and --to")
+    else:
+        step_pictures.picture(trace, target, step=step)
     print(f"Written: {arguments.output}")
     return errors.DONE
 

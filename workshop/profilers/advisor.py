@@ -27,7 +27,7 @@ from workshop.profilers.metrics import (
     is_product,
 )
 from workshop.profilers.names import display_name, printable
-from workshop.profilers.table import Kernel, KernelTable
+from workshop.profilers.table import Kernel, KernelTable, Loading
 from workshop.results import RunResult
 from workshop.run import flops
 from workshop.run.interpreter import NOT_COMPARABLE
@@ -373,8 +373,30 @@ def _data(figures: Figures) -> Iterator[Advice]:
         f"the main thread spends {loading.wait_ns / loading.span_ns:.0%} of the "
         f"{'step' if figures.steps else 'time'} in the DataLoader, which {how}: {wait} a batch."
         f"{meanwhile} Without this loss the loop takes {rest} a batch: {needed}."
+        f"{_rates(figures, loading, rest_ns)}"
     )
     yield _of_group(figures, "data", sentence, f"{first} {_CHEAPER_BATCHES}", loading.lost_ns)
+
+
+def _rates(figures: Figures, loading: Loading, rest_ns: float) -> str:
+    """Of a lab's pipeline and model, as its record has them, else by the trace."""
+    lab = figures.lab
+    if lab is None:
+        return ""
+    units = lab.units_per_step * loading.batches * 1e9
+    if decoded := _metric(lab, "decode_per_s"):
+        source = f"One worker decodes {digits(decoded)}"
+    elif loading.in_thread:
+        source = f"The main thread makes {digits(units / loading.wait_ns)}"
+    else:
+        source = f"The workers bring {digits(units / loading.span_ns)}"
+    model = _metric(lab, "model_per_s") or units / rest_ns
+    return f" {source} {lab.unit}/s, the model takes {digits(model)}."
+
+
+def _metric(lab: LabRun, name: str) -> float | None:
+    value = lab.metrics.get(name)
+    return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
 def _host_launches(figures: Figures) -> str:

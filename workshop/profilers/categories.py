@@ -112,3 +112,20 @@ def categorize(name: str) -> str:
     """One of CATEGORIES for a kernel's (or a CPU operator's) name."""
     name = name[:_LONGEST].lower()
     return next((category for category, pattern in _PATTERNS if pattern.search(name)), "other")
+
+
+# A name says so by its instruction (HMMA, WGMMA, MFMA), by the shape of one (16816, tensor16x8x16,
+# MI32x32x8), or because its library has no such kernels without them.
+_ON_TENSOR_CORES = re.compile(
+    r"[dhigqwx]mma|mfma|tensorop|tensor\d+x\d|[a-z](?:884|1688|8816|168(?:8|16|32)|161616)"
+    r"|nvjet|flash_?(?:fwd|bwd|fprop|bprop|attn)|fmha_cutlass\w*(?:_b?f16_|_sm80)"
+    r"|_mi\d+x\d+|xdl|_gtcx?\d?_"
+)
+_ON_ORDINARY_CORES = re.compile(r"simt|ffma|[sdcz]gemm_\d+x\d+")
+
+
+def on_tensor_cores(name: str) -> bool:
+    """Whether a kernel's name says that it computes on tensor cores (AMD: matrix cores). Those of
+    hand-written Triton kernels do not say so."""
+    name = name[:_LONGEST].lower()
+    return bool(_ON_TENSOR_CORES.search(name)) and not _ON_ORDINARY_CORES.search(name)

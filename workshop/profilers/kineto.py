@@ -11,12 +11,13 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, reading
+from workshop.profilers import json_stream, reading, step_time
+from workshop.profilers.categories import on_tensor_cores
 from workshop.profilers.names import printable
 from workshop.profilers.reading import (
     MOST_NS,
@@ -78,10 +79,35 @@ def read(path: Path) -> KernelTable:
     Raises:
         WorkshopError: it can't be read, is no trace, or has neither kernels nor operators.
     """
-    if path.is_dir():
-        path, warnings = newest_trace(path)
-    else:
-        warnings = []
+    path, warnings = newest_trace(path) if path.is_dir() else (path, [])
+    trace, problems = _read(path)
+    loading = _loading(trace)  # while what the GPU was still busy with is there
+    leftovers = trace.drop_before_steps()
+    table = _kernel_table(path, trace) if trace.devices else _operator_table(path, trace)
+    if not table.kernels:
+        raise problems.error("kernels and no operators")
+    if leftovers:
+        warnings.append(
+            f"{path}: left out {len(leftovers):,} kernels and copies that were launched before the "
+            "trace's first step"
+        )
+    table.loading = loading
+    table.step_times = _activity(trace, leftovers).times()
+    table.warnings += warnings + problems.warnings()
+    return table
+
+
+def read_activity(path: Path) -> step_time.Activity:
+    """What ran in a trace's steps; no steps where none are marked. As `read`."""
+    path, others = newest_trace(path) if path.is_dir() else (path, [])
+    trace, problems = _read(path)
+    activity = _activity(trace, trace.drop_before_steps())
+    activity.warnings += others + problems.warnings()
+    return activity
+
+
+def _read(path: Path) -> tuple["_Trace", Problems]:
+    """A trace, and the events that make no sense."""
     problems, trace = Problems(path), _Trace()
     row = 0
     for row, event in json_stream.items(path, "traceEvents", problems):
@@ -93,19 +119,7 @@ def read(path: Path) -> KernelTable:
         raise WorkshopError(
             f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
         )
-    loading = _loading(trace)  # while what the GPU was still busy with is there
-    leftovers = trace.drop_before_steps()
-    table = _kernel_table(path, trace) if trace.devices else _operator_table(path, trace)
-    if not table.kernels:
-        raise problems.error("kernels and no operators")
-    if leftovers:
-        warnings.append(
-            f"{path}: left out {leftovers:,} kernels and copies that were launched before the "
-            "trace's first step"
-        )
-    table.loading = loading
-    table.warnings += warnings + problems.warnings()
-    return table
+    return trace, problems
 
 
 def category(event: dict) -> str:
@@ -192,6 +206,7 @@ class _Activity(NamedTuple):
     correlation: int
     """That of its launch, or _NO_CORRELATION."""
     bytes: float | None
+    stream: int | str
 
 
 class _Trace:
@@ -200,7 +215,7 @@ class _Trace:
     Attributes:
         devices: what ran on each GPU, by its number.
         copies: the names of copies and memsets.
-        calls: (start, time) of the runtime's functions, by name.
+        calls: (start, time, thread) of the runtime's functions, by name.
         launches: when the host launched, by the correlation that it shares with what it launched.
         ranges: the annotations that mark steps, phases and the loading of data, by name, without
             the number or the class that PyTorch adds to its own.
@@ -210,7 +225,7 @@ class _Trace:
     def __init__(self) -> None:
         self.devices: defaultdict[int, list[_Activity]] = defaultdict(list)
         self.copies: set[str] = set()
-        self.calls: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.calls: defaultdict[str, list[tuple[float, float, _Thread]]] = defaultdict(list)
         self.launches: dict[int, float] = {}
         self.ranges: dict[str, list[_Interval]] = {name: [] for name in _RANGES}
         self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
@@ -241,10 +256,11 @@ class _Trace:
                 self.copies.add(name)
                 moved = _traffic(name, arguments)
             index = arguments.get("device", event.get("pid"))
-            activity = _Activity(name, start, ns, _correlation(arguments), moved)
+            correlation, (_, stream) = _correlation(arguments), _thread(event)
+            activity = _Activity(name, start, ns, correlation, moved, stream)
             self.devices[index if isinstance(index, int) else 0].append(activity)
         elif kind in _HOST_CALLS:
-            self.calls[name].append((start, ns))
+            self.calls[name].append((start, ns, _thread(event)))
             if correlation := _correlation(arguments):
                 self.launches.setdefault(correlation, start)
         elif kind == "cpu_op":
@@ -261,15 +277,15 @@ class _Trace:
         """The GPU that worked longest, and what it ran."""
         return max(self.devices.items(), key=lambda item: sum(a.ns for a in item[1]))
 
-    def drop_before_steps(self) -> int:
-        """Drops what the host called and launched before the first step, if there are steps; how
-        many kernels and copies. A profiler that starts while the GPU lags behind records the end of
+    def drop_before_steps(self) -> list[_Activity]:
+        """Drops what the host called and launched before the first step, if there are steps; its
+        kernels and copies. A profiler that starts while the GPU lags behind records the end of
         the warm-up, which may run far into the first step.
 
         Launches before the trace began are not in it, but correlations count up."""
         steps = self.steps()
         if not steps:
-            return 0
+            return []
         begin = steps[0].start
         in_steps = (number for number, start in self.launches.items() if start >= begin)
         lowest = min(in_steps, default=_NO_CORRELATION)
@@ -280,18 +296,19 @@ class _Trace:
             launched_earlier = _NO_CORRELATION < activity.correlation < lowest
             return activity.start >= begin and not launched_earlier
 
-        ran = sum(map(len, self.devices.values()))
+        dropped = []
         for index, activities in list(self.devices.items()):
             self.devices[index] = list(filter(is_of_steps, activities))
+            dropped += list(filterfalse(is_of_steps, activities))
             if not self.devices[index]:
                 del self.devices[index]
         for name, calls in list(self.calls.items()):
             self.calls[name] = [call for call in calls if call[0] >= begin]
-        return ran - sum(map(len, self.devices.values()))
+        return dropped
 
     def host_calls(self) -> dict[str, HostCall]:
         return {
-            name: HostCall(len(calls), sum(ns for _, ns in calls))
+            name: HostCall(len(calls), sum(ns for _, ns, _ in calls))
             for name, calls in self.calls.items()
             if calls
         }
@@ -320,7 +337,7 @@ def _correlation(arguments: dict) -> int:
 def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
     index, busiest = trace.busiest()
     sums, launched = Sums(), []
-    for name, _, ns, correlation, moved in chain.from_iterable(trace.devices.values()):
+    for name, _, ns, correlation, moved, _ in chain.from_iterable(trace.devices.values()):
         sums.add(name, ns, bytes=moved, category="copy" if name in trace.copies else None)
         if correlation in trace.launches:
             launched.append((trace.launches[correlation], ns))
@@ -377,11 +394,7 @@ def _loading(trace: _Trace) -> Loading | None:
     """The waits for data of the thread that has the steps; without steps, of the process's main
     one."""
     steps = trace.steps()
-    waits = _outermost(
-        wait
-        for wait in trace.ranges[_LOADER_RANGE]
-        if (wait.thread == steps[0].thread if steps else wait.thread[0] == wait.thread[1])
-    )
+    waits = _waits(trace, steps)
     last = _last_between(trace, waits)
     begin = steps[0].start if steps else -math.inf
     end = max((step.end for step in steps if step.start <= last), default=last)
@@ -397,6 +410,15 @@ def _loading(trace: _Trace) -> Loading | None:
     return Loading(span_ns, wait_ns, len(waits), in_thread > wait_ns / 2, idle_ns)
 
 
+def _waits(trace: _Trace, steps: list[_Interval]) -> list[_Interval]:
+    """For data, of the thread that has the steps; without steps, of the process's main one."""
+    return _outermost(
+        wait
+        for wait in trace.ranges[_LOADER_RANGE]
+        if (wait.thread == steps[0].thread if steps else wait.thread[0] == wait.thread[1])
+    )
+
+
 def _last_between(trace: _Trace, waits: list[_Interval]) -> float:
     """When the last of what a thread ran between its waits was launched, or ended. A wait after
     that brings no batch: it is for the end of the workers."""
@@ -405,6 +427,86 @@ def _last_between(trace: _Trace, waits: list[_Interval]) -> float:
     launches = ((start, start, "") for start in trace.launches.values())
     ran = chain(chain.from_iterable(operators), launches)
     return max((end for start, end, _ in ran if not waiting.at(start)), default=-math.inf)
+
+
+def _activity(trace: _Trace, leftovers: list[_Activity]) -> step_time.Activity:
+    """What ran in the steps: on the thread that has them and those that run operators, and on the
+    busiest GPU. (A thread that pins memory only calls the runtime.)
+
+    Args:
+        leftovers: what was launched before the first step, and dropped.
+    """
+    steps = trace.steps()
+    if not steps:
+        return step_time.Activity([], {})
+    main = steps[0].thread
+    waits = _waits(trace, steps)
+    lanes: defaultdict[str, defaultdict[str, list[step_time.Span]]]
+    lanes = defaultdict(lambda: defaultdict(list))
+    lanes["main thread"][step_time.LOADING] = [wait[:2] for wait in waits]
+    for start, ns, thread in chain.from_iterable(trace.calls.values()):
+        if thread == main or thread in trace.operators:
+            lanes[_lane(thread, main)][step_time.RUNTIME].append((start, start + ns))
+    for thread, operators in trace.operators.items():
+        lanes[_lane(thread, main)][step_time.CPU] += [operator[:2] for operator in operators]
+    index, ran = trace.busiest() if trace.devices else (0, [])
+    kinds = {name: _kind(trace, name) for name in {one.name for one in ran}}
+    for one in ran:
+        lane = lanes[f"GPU {index}, stream {one.stream}"]
+        lane[kinds[one.name]].append((one.start, one.start + one.ns))
+    free = max((one.start + one.ns for one in leftovers), default=-math.inf)
+    steps = _with_work(trace, steps, waits, ran)
+    merged = {
+        name: {k: step_time.union(v) for k, v in lane.items()} for name, lane in lanes.items()
+    }
+    return step_time.Activity(_step_spans(trace, steps, ran, free), merged)
+
+
+def _kind(trace: _Trace, name: str) -> str:
+    if name in trace.copies:
+        return step_time.COPY
+    return step_time.TENSOR if on_tensor_cores(name) else step_time.KERNEL
+
+
+def _with_work(
+    trace: _Trace, steps: list[_Interval], waits: list[_Interval], ran: list[_Activity]
+) -> list[_Interval]:
+    """The steps up to the last that launched or ran anything outside of the DataLoader: a profiler
+    that is stopped after its last step leaves another range."""
+    waiting = Ranges(wait[:3] for wait in waits)
+    launches = (trace.launches.get(one.correlation, -math.inf) for one in ran)
+    operators = (end for _, end, _ in trace.operators.get(steps[0].thread, ()))
+    own = (end for end in operators if not waiting.at(end))
+    last = max(chain(launches, own), default=-math.inf)
+    return [step for step in steps if step.start <= last]
+
+
+def _lane(thread: _Thread, main: _Thread) -> str:
+    return "main thread" if thread == main else "other threads"
+
+
+def _step_spans(
+    trace: _Trace, steps: list[_Interval], ran: list[_Activity], free: float
+) -> list[step_time.Span]:
+    """Each from the end of the one before it to that of its range or of the last thing launched in
+    it, so that a GPU that lags behind the host counts; the first from the start of its range.
+
+    Args:
+        free: when the GPU had done what was launched before.
+    """
+    starts = [step.start for step in steps]
+    ends = [step.end for step in steps]
+    for one in ran:
+        launched = trace.launches.get(one.correlation, -math.inf)
+        if (index := bisect_right(starts, launched) - 1) >= 0:
+            ends[index] = max(ends[index], one.start + one.ns)
+    spans = []
+    begin = max(starts[0], free) if starts else 0.0
+    for end in ends:
+        if end > begin:
+            spans.append((begin, end))
+            begin = end
+    return spans
 
 
 def _outermost(ranges: Iterable[_Interval]) -> list[_Interval]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workshop import errors
-from workshop.profilers import kernel_file
+from workshop.profilers import kernel_file, step_time
 from workshop.profilers.load import load_with_doubts
 from workshop.profilers.names import display_name, distinct_names, printable
 from workshop.profilers.table import Kernel, KernelTable
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
 _LEAST_NAME, _READABLE_NAME = 16, 30
@@ -54,8 +55,8 @@ def show(path: Path, *, limit: int = 15, output_dir: Path | None = None) -> int:
 
 
 def render(table: KernelTable, limit: int, width: int) -> list[Any]:
-    """The hot list, its summary and the categories, for rich's console of `width` columns: the
-    figures whole, and of the names what then fits."""
+    """The hot list, its summary, and where the time of a step goes, for rich's console of `width`
+    columns: the figures whole, and of the names what then fits."""
     from rich.table import Table
     from rich.text import Text
 
@@ -87,7 +88,34 @@ def render(table: KernelTable, limit: int, width: int) -> list[Any]:
     if rest:
         cells = (texts[-1] for texts in columns.values())
         hot.add_row(f"{len(rest):,} more", "", *cells, style="dim")
-    return [hot, Text("\n".join(summary(table)))]
+    return [hot, Text("\n".join(summary(table))), *render_steps(table)]
+
+
+def render_steps(table: KernelTable) -> list[Table | Text]:
+    """The steps' time by what then ran, and what they used of the GPU; nothing where the tool does
+    not see it. Needs rich."""
+    from rich.table import Table
+    from rich.text import Text
+
+    steps = table.step_times
+    if not steps:
+        return []
+    mean = step_time.mean(steps)
+    parts = Table(title="Where a step's time goes", title_justify="left")
+    parts.add_column("the first active")
+    for heading in ("mean ms", "share", "least", "most"):
+        parts.add_column(heading, justify="right")
+    for category in step_time.CATEGORIES:
+        each = [step.parts_ns[category] for step in steps]
+        part = mean.parts_ns[category]
+        mean_ms, least, most = (f"{ns / 1e6:,.3f}" for ns in (part, min(each), max(each)))
+        if part:
+            parts.add_row(category, mean_ms, f"{part / mean.ns:.1%}", least, most)
+    lines = [f"{len(steps):,} step{'s' * (len(steps) > 1)}, {mean.ns / 1e6:,.3f} ms each"]
+    if table.what == "kernel":
+        lines.append(f"GPU utilisation {mean.gpu_share:.1%}: the share with a kernel running")
+        lines.append(f"of that on tensor cores, by the kernels' names: {mean.tensor_share:.1%}")
+    return [parts, Text("\n".join(lines))]
 
 
 def _columns(table: KernelTable, shown: list[Kernel], rest: list[Kernel]) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import printable
+from workshop.profilers.step_time import StepTime
 from workshop.results import NEWER
 
 STEP = "step"
@@ -108,6 +109,8 @@ class KernelTable:
     """By the runtime function's name, such as cudaLaunchKernel or hipStreamSynchronize."""
     loading: Loading | None = field(default=None, metadata=NEWER)
     """None where the tool does not see it, or no batch came from a DataLoader."""
+    step_times: list[StepTime] = field(default_factory=list, metadata=NEWER)
+    """Of each step, where the tool has the start and end of what host and GPU did in it."""
     warnings: list[str] = field(default_factory=list)
     """Sentences: what could not be read, what the figures leave out."""
 
