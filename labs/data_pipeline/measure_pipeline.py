@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import torch
 
-from labs.data_pipeline import make_dataset, measure_rung, rates, rungs
+from labs.data_pipeline import make_dataset, measure_rung, profiling, rates, rungs
 from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
@@ -32,6 +32,7 @@ from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.labs import LabRow, LabRun
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import hardware, timing, turns
 
 RATES = "rates"
@@ -86,7 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--session", default="", help=argparse.SUPPRESS)
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)
+    for flag in ("--result-file", "--profile-dir"):
+        add(flag, type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     return parser
 
@@ -231,16 +233,18 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
     }  # fmt: skip
     arguments.session = results.new_session()
     runs = [_skipped(arguments, name, device, why, folder) for name, why in reasons.items() if why]
+    profiles = folder / "profiles" / arguments.session
     for repeat in range(arguments.repeats):
         plans = [
-            _plan(arguments, name, folders[rungs.is_large(name)], device)
+            _plan(arguments, name, folders[rungs.is_large(name)], device,
+                  [] if repeat else ["--profile-dir", str(profiles / name)])
             for name in names[:: 1 - 2 * (repeat % 2)]
             if not reasons[name]
-        ]
+        ]  # fmt: skip
         for one in turns.in_turns(plans, arguments.jobs):
             runs.append(one)
             print(f"{one.variant}: {_outcome(one)}", flush=True)
-    return _show(runs, names, folder)
+    return _show(runs, names, folder, profiles)
 
 
 def _warn(arguments: argparse.Namespace, names: Sequence[str]) -> None:
@@ -281,7 +285,11 @@ def _folder_name(arguments: argparse.Namespace, name: str) -> Path:
 
 
 def _plan(
-    arguments: argparse.Namespace, name: str, folder: Path, device: torch.device
+    arguments: argparse.Namespace,
+    name: str,
+    folder: Path,
+    device: torch.device,
+    more: Sequence[str],
 ) -> turns.Plan:
     record = measure_rung.new_run(arguments, name, folder, device)
     path = labs.new_path(record, arguments.output_dir)
@@ -295,7 +303,7 @@ def _plan(
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return turns.Plan([sys.executable, __file__, *words], record, path)
+    return turns.Plan([sys.executable, __file__, *words, *more], record, path)
 
 
 def _outcome(run: LabRun) -> str:
@@ -308,7 +316,7 @@ def _outcome(run: LabRun) -> str:
 # --- what is printed -----------------------------------------------------------------------------
 
 
-def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
+def _show(runs: list[LabRun], names: list[str], folder: Path, profiles: Path) -> int:
     groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
     shown = [
         table
@@ -319,9 +327,21 @@ def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
     tables.print_tables(shown)
     path = folder / "pipeline.md"
     results.write_text(path, tables.markdown(shown) + "\n")
+    _show_profiles(names, folder, profiles)
     print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
     failed = any(row.failed for group in groups for row in group)
     return errors.ANSWER_IS_NO if failed else errors.DONE
+
+
+def _show_profiles(names: list[str], folder: Path, profiles: Path) -> None:
+    """Prints what bounds each rung, and draws where the time of its steps goes."""
+    found = [name for name in names if (profiles / name / RUN_FILE).is_file()]
+    for name in found:
+        print(f"{name}: {profiling.advice(profiles / name)}")
+    if found:
+        picture = folder / profiling.LADDER
+        profiling.draw_ladder([(name, profiles / name) for name in found], picture)
+        print(f"Written: {picture}, and of each rung {profiles}/RUNG/{profiling.PICTURE}")
 
 
 def rates_table(rows: Sequence[LabRow]) -> Table:

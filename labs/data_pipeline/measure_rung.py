@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
-from labs.data_pipeline import peers, proof, rates, rungs
+from labs.data_pipeline import peers, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, Images
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source
 from labs.data_pipeline.slow import SlowOpens
 from workshop import errors, labs, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.labs import LabRun
+from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import hardware, lab_record, memory, startup, trainer, turns
 from workshop.run.precision import set_arithmetic
 from workshop.run.timing import StepClock
@@ -29,7 +30,7 @@ from workshop.run.timing import StepClock
 LAB = "data_pipeline"
 SHARED_MEMORY = Path("/dev/shm")
 HIDDEN = ("--output-dir", "--result-file", "--wait-turn", "--dataset-dir", "--session", "--rung",
-          "--folder")  # fmt: skip
+          "--folder", "--profile-dir")  # fmt: skip
 _OUT_OF_SHARED_MEMORY = "Bus error|unable to (allocate|write|resize) .*shm|No space left on device"
 
 
@@ -52,12 +53,16 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
         rates_of(record, images, source, loop)
         seen = train(record, loop, arguments.epochs)
         record.metrics["model_per_s"] = rates.model_rate(loop)
+        if arguments.profile_dir:
+            profiling.profile_rung(loop, arguments.epochs + 1, record, arguments.profile_dir)
         record.proof = proof.of_run(seen, folder)
     record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
     passed = record.proof.status == "pass"
     record.status = "complete" if passed else "proof failed"
     labs.save(record, arguments.result_file)
+    if arguments.profile_dir:
+        labs.save(record, arguments.profile_dir / RUN_FILE)
     if arguments.wait_turn:
         turns.end_turn()
     return errors.DONE if passed else errors.ANSWER_IS_NO
