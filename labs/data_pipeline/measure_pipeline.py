@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{textwrap.fill('rungs: ' + ', '.join(rungs.BY_NAME), 90)}\n\nExit status: 0 done, 1 a proof is red or a "
+        epilog=f"{_names()}\n\nExit status: 0 done, 1 a proof is red or a "
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -91,6 +91,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     return parser
+
+
+def _names() -> str:
+    names = f"rungs: {', '.join(rungs.BY_NAME)}"
+    return textwrap.fill(names, 98, break_on_hyphens=False)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
