@@ -10,7 +10,9 @@ it trains on the plain loop's images, to the plain loop's losses.
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
@@ -45,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"rungs: {', '.join(rungs.BY_NAME)}\n\nExit status: 0 done, 1 a proof is red or a "
+        epilog=f"{_names()}\n\nExit status: 0 done, 1 a proof is red or a "
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -91,6 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
         add(flag, type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     return parser
+
+
+def _names() -> str:
+    names = f"rungs: {', '.join(rungs.BY_NAME)}"
+    return textwrap.fill(names, 98, break_on_hyphens=False)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -318,11 +325,7 @@ def _outcome(run: LabRun) -> str:
 
 def _show(runs: list[LabRun], names: list[str], folder: Path, profiles: Path) -> int:
     groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
-    shown = [
-        table
-        for group in groups
-        for table in (*lab_table.of_labs([group]).tables, rates_table(group))
-    ]
+    shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
     shown.append(changes_table(runs[0], names))
     tables.print_tables(shown)
     path = folder / "pipeline.md"
@@ -342,6 +345,14 @@ def _show_profiles(names: list[str], folder: Path, profiles: Path) -> None:
         picture = folder / profiling.LADDER
         profiling.draw_ladder([(name, profiles / name) for name in found], picture)
         print(f"Written: {picture}, and of each rung {profiles}/RUNG/{profiling.PICTURE}")
+
+
+def speed_tables(rows: Sequence[LabRow]) -> list[Table]:
+    """Speed, and on a GPU memory and the share of its peak."""
+    speed, cost = lab_table.of_labs([rows]).tables
+    if any(row.peak_memory_mb for row in rows):
+        return [speed, cost]
+    return [replace(speed, notes=cost.notes)]
 
 
 def rates_table(rows: Sequence[LabRow]) -> Table:

@@ -189,7 +189,8 @@ class Waits:
 
 def _explained(error: Exception) -> Exception:
     """A worker that was killed since /dev/shm is full, in a line; others as they are."""
-    if not re.search(_OUT_OF_SHARED_MEMORY, str(error)):
+    # The worker's end by a signal is behind the error that its queue is closed.
+    if not re.search(_OUT_OF_SHARED_MEMORY, f"{error} {error.__cause__}"):
         return error
     return WorkshopError(f"a worker ended by a bus error or without room: {too_little_shared()}")
 
