@@ -47,7 +47,7 @@ _STYLE: Any = {
 _TITLE: Any = {"loc": "left", "fontweight": "bold", "fontsize": 15}
 _MOST_DRAWN = 3
 """Steps on a timeline."""
-_MOST_NUMBERED = 20
+_MOST_NUMBERED = 16
 """Bars that have their step's length above them."""
 _NO_STEPS = (
     "no times of steps in it: torch.profiler's traces have them, where its step() follows each, or "
