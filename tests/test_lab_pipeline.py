@@ -19,6 +19,7 @@ from labs.data_pipeline.measure_pipeline import main
 from labs.data_pipeline.proof import Seen
 from workshop import labs
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.profilers import step_time
 from workshop.results import Parity
 
 for package in ("PIL", "sklearn", "rich"):
@@ -304,9 +305,15 @@ def test_the_command_measures_rungs_in_turns(
         assert 0 < metrics["wait_share"] < 1  # type: ignore[operator]
         assert all(metrics[key] for key in ("read_per_s", "worker_per_s", "model_per_s"))
         assert (metrics["decode_per_s"] is None) == (run.variant == "flat")
+        shares = [metrics[f"{category.lower()}_share"] for category in step_time.CATEGORIES]
+        assert sum(shares) == pytest.approx(1)  # type: ignore[arg-type]
+        profile = tmp_path / "profiles" / run.session / run.variant
+        assert (profile / "steps.png").stat().st_size > 5000
+        assert f"\n{run.variant}: " in printed.out  # what bounds it
         assert "simulated" in run.subject and str(made) not in json.dumps(run.command)
     rows = {row.first.variant: row for [*group] in labs.newest(runs) for row in group}
     assert rows["flat"].speedup and rows["flat"].first.baseline == "1-worker"
+    assert (tmp_path / "ladder.png").stat().st_size > 5000
     written = (tmp_path / "pipeline.md").read_text()
     assert "| flat | on-device | flat in place of PNG files |" in written
 

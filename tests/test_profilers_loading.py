@@ -231,11 +231,11 @@ def test_the_rates_of_a_labs_pipeline_and_model() -> None:
     assert profile.loading is not None
     by_workers = waiting(0.73)
     by_workers.loading = replace(profile.loading, in_thread=False)
-    measured = {"decode_per_s": 1900.0, "model_per_s": 25000}
+    measured = {"worker_per_s": 1900.0, "model_per_s": 25000}
     for one, metrics, expected in (
         (profile, {}, "The main thread makes 4,384 images/s, the model takes 11,852."),
         (by_workers, {}, "The workers bring 3,200 images/s, the model takes 11,852."),
-        (by_workers, measured, "One worker decodes 1,900 images/s, the model takes 25,000."),
+        (by_workers, measured, "One worker prepares 1,900 images/s, the model takes 25,000."),
     ):
         lab = lab_run("rung 1", 10.0, lab="data_pipeline", metrics=metrics)
         sentence = find(advise(one, lab), "data-bound").sentence

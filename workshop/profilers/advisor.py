@@ -384,8 +384,8 @@ def _rates(figures: Figures, loading: Loading, rest_ns: float) -> str:
     if lab is None:
         return ""
     units = lab.units_per_step * loading.batches * 1e9
-    if decoded := _metric(lab, "decode_per_s"):
-        source = f"One worker decodes {digits(decoded)}"
+    if prepared := _metric(lab, "worker_per_s"):
+        source = f"One worker prepares {digits(prepared)}"
     elif loading.in_thread:
         source = f"The main thread makes {digits(units / loading.wait_ns)}"
     else:
