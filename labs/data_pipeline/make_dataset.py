@@ -106,7 +106,7 @@ def make(arguments: argparse.Namespace) -> int:
     _prepare(folder)
     _write_images(folder, arguments, found)
     for kind in kinds:
-        _pack(folder, kind)
+        pack(folder, kind)
     return errors.DONE
 
 
@@ -186,6 +186,17 @@ def _is_whole(folder: Path, made: dict[str, Any]) -> bool:
     )
 
 
+def find_damaged(folder: Path) -> Path | None:
+    """The first file of a dataset that is not as it was written."""
+    images = folder / Folder.file_name
+    sums = results.read_json(images / MANIFEST)["sha256"]
+    for name in _track([*sums], "checking"):
+        path = images / name
+        if not path.is_file() or _sum_of(path) != sums[name]:
+            return path
+    return None
+
+
 def _sum_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -208,7 +219,8 @@ def _track(items: Sequence[T], what: str) -> Iterable[T]:
 # --- packed formats ------------------------------------------------------------------------------
 
 
-def _pack(folder: Path, kind: type[Images]) -> None:
+def pack(folder: Path, kind: type[Images]) -> None:
+    """Writes the folder's images in another format; raises WorkshopError."""
     source, path = Folder(folder), folder / kind.file_name
     try:
         with results.atomic_path(path) as target:

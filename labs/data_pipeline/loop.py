@@ -1,0 +1,296 @@
+"""The training loop that this lab measures and profiles: a loader, a network, a step.
+
+    loop = Loop(Settings(workers=4), Folder(path), torch.device("cuda"), batch_size=128)
+    for epoch in range(3):
+        for step in loop.epoch(epoch):
+            ...                            # step.loss is on the device: to read it waits for it
+
+What an epoch sees follows from the seed and its number alone. Its order and its crops are the same
+for every format, decoder, number of workers and device.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from workshop import errors
+from workshop.errors import WorkshopError
+from workshop.run.torchvision import make_importable
+
+LEARNING_RATE = 1e-4
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Images, labels int64 (B,), and which images these are, int64 (B,). As a loader gives them, images
+are uint8 (B, 3, H, W), or float32 where the workers crop and normalise."""
+Key = tuple[int, int]
+"""An epoch, and an image in it."""
+
+
+class Source(Sized, Protocol):
+    """As labs.data_pipeline.formats.Images: an image, uint8 (3, H, W), and its label."""
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be changed about the loop. As it stands, it is the slowest."""
+
+    model: str = "cnn"
+    """Or resnet50."""
+    format: str = "png"
+    """Of labs.data_pipeline.formats.FORMATS."""
+    reader: str = "ours"
+    """Or whose dataset or loader reads the format: torchvision, webdataset."""
+    decoder: str = "pil"
+    """Of labs.data_pipeline.decoders.PACKAGES."""
+    workers: int = 1
+    """Processes that prepare batches; 0 is the training process itself."""
+    persistent: bool = False
+    """Workers stay for the next epoch."""
+    pinned: bool = False
+    """Batches come in memory from which a GPU copies while the loop goes on."""
+    prefetch: int = 2
+    """Batches that each worker prepares ahead."""
+    on_device: bool = False
+    """Crop and normalise whole batches on the device, not each image in the workers."""
+    resident: bool = False
+    """All images lie on the device: there is no loader."""
+    channels_last: bool = False
+    amp: bool = False
+    """fp16 where it is safe, and a loss that is scaled."""
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the training had and gave, on the device."""
+
+    loss: Tensor
+    inputs: Tensor
+    """Cropped and normalised (B, 3, H, W)."""
+    labels: Tensor
+    indices: Tensor
+
+
+# --- what an epoch sees --------------------------------------------------------------------------
+
+
+def draw(images: int, size: int, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+    """The order of an epoch's images (N,), and the corner of each image's crop, (N, 2): row and
+    column in the padded image."""
+    generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+    order = torch.randperm(images, generator=generator)
+    return order, torch.randint(2 * padding(size) + 1, (images, 2), generator=generator)
+
+
+def padding(size: int) -> int:
+    """Black pixels around an image, out of which its size is cropped again."""
+    return size // 8
+
+
+def crop(image: Tensor, corner: Tensor) -> Tensor:
+    """One image (3, S, S), as a worker crops it."""
+    size = image.shape[-1]
+    top, left = corner.tolist()
+    return F.pad(image, (padding(size),) * 4)[:, top : top + size, left : left + size]
+
+
+def crop_batch(images: Tensor, corners: Tensor) -> Tensor:
+    """Images (B, 3, S, S), each at its own corner (B, 2), all gathered at once."""
+    size = images.shape[-1]
+    edge = torch.arange(size, device=images.device)
+    rows, columns = (corners[:, i, None] + edge for i in (0, 1))
+    each = torch.arange(len(images), device=images.device)[:, None, None, None]
+    colour = torch.arange(3, device=images.device)[:, None, None]
+    padded = F.pad(images, (padding(size),) * 4)
+    return padded[each, colour, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def normalise(pixels: Tensor) -> Tensor:
+    """From uint8 (..., 3, H, W) to float32 around 0."""
+    mean, std = _constants(pixels.device)
+    return (pixels / 255 - mean) / std
+
+
+@functools.cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """On the device once: a copy for each batch would wait for the GPU."""
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (MEAN, STD))
+    return mean, std
+
+
+# --- the loader ----------------------------------------------------------------------------------
+
+
+class Order(Sampler[Key]):
+    """DataLoader's sampler: an epoch's whole batches, in the order that `draw` gives. A worker that
+    stays can't see the epoch change, so that it comes with each image."""
+
+    def __init__(self, images: int, size: int, batch_size: int, seed: int) -> None:
+        self.images, self.size, self.batch_size, self.seed = images, size, batch_size, seed
+        self.steps = images // batch_size
+        self.epoch = 0
+
+    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+        return draw(self.images, self.size, self.seed, epoch)
+
+    def indices(self) -> Tensor:
+        return self.draw(self.epoch)[0][: self.steps * self.batch_size]
+
+    def __iter__(self) -> Iterator[Key]:
+        return ((self.epoch, index) for index in self.indices().tolist())
+
+    def __len__(self) -> int:
+        return self.steps * self.batch_size
+
+
+class Items(Dataset[tuple[Tensor, int, int]]):
+    """What a worker does for one image: read, decode, and, if asked, crop and normalise."""
+
+    def __init__(self, images: Source, order: Order, prepare: bool) -> None:
+        self.images, self.order, self.prepare = images, order, prepare
+        self._corners = (-1, torch.empty(0))
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int, int]:
+        epoch, index = key
+        image, label = self.images[index]
+        if self.prepare:
+            if self._corners[0] != epoch:
+                self._corners = epoch, self.order.draw(epoch)[1]
+            image = normalise(crop(image, self._corners[1][index]))
+        return image, label, index
+
+
+class Resident:
+    """All images on the device: a batch is gathered there."""
+
+    def __init__(self, images: Source, order: Order, device: torch.device) -> None:
+        items = [images[index] for index in range(len(images))]
+        self.images = torch.stack([image for image, _ in items]).to(device)
+        self.labels = torch.tensor([label for _, label in items], device=device)
+        self.order = order
+
+    def __iter__(self) -> Iterator[Batch]:
+        for chosen in self.order.indices().to(self.labels.device).split(self.order.batch_size):
+            yield self.images[chosen], self.labels[chosen], chosen
+
+
+def make_loader(
+    settings: Settings, images: Source, order: Order, device: torch.device
+) -> Iterable[Batch]:
+    """Batches of the epoch that `order.epoch` names, each time that it is iterated over."""
+    if settings.resident:
+        return Resident(images, order, device)
+    if settings.reader == "webdataset":
+        from labs.data_pipeline import peers
+
+        return peers.WebDatasetLoader(settings, images, order)
+    return DataLoader(
+        Items(images, order, prepare=not settings.on_device),
+        batch_size=order.batch_size,
+        sampler=order,
+        num_workers=settings.workers,
+        persistent_workers=settings.persistent and settings.workers > 0,
+        pin_memory=settings.pinned and device.type == "cuda",
+        prefetch_factor=settings.prefetch if settings.workers else None,
+    )
+
+
+# --- the network and the step --------------------------------------------------------------------
+
+
+class SmallCNN(nn.Sequential):
+    """Four convolutions and two dense layers, of which logits come: cross_entropy takes the
+    softmax itself."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(4),  # of 32 x 32, 4 x 4 are left: nothing to do
+            nn.Flatten(),
+            nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, classes),
+        )  # fmt: skip
+
+
+def build_model(name: str, classes: int, seed: int) -> nn.Module:
+    """On the CPU, with the weights that follow from the seed.
+
+    Raises:
+        NotOnThisMachine: torchvision is missing.
+    """
+    torch.manual_seed(seed)
+    if name == "cnn":
+        return SmallCNN(classes)
+    if not make_importable():
+        errors.require("torchvision")
+    from torchvision.models import resnet50
+
+    model: nn.Module = resnet50(num_classes=classes)
+    return model
+
+
+class Loop:
+    """A training that is ready to start.
+
+    Args:
+        steps: of an epoch, at most; by default all whole batches.
+
+    Raises:
+        WorkshopError: there are fewer images than a batch has.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        images: Source,
+        device: torch.device,
+        batch_size: int,
+        steps: int | None = None,
+        classes: int = 10,
+        seed: int = 42,
+    ) -> None:
+        if batch_size > len(images):
+            raise WorkshopError(f"--batch-size {batch_size}: there are {len(images):,} images")
+        self.settings, self.images, self.device = settings, images, device
+        self.classes, self.seed = classes, seed
+        self.order = Order(len(images), images[0][0].shape[-1], batch_size, seed)
+        self.order.steps = min(steps or self.order.steps, self.order.steps)
+        self.loader = make_loader(settings, images, self.order, device)
+        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
+        model = build_model(settings.model, classes, seed).to(device)
+        self.model = model.to(memory_format=self.layout)  # type: ignore[call-overload]
+        self.forward = torch.compile(self.model, dynamic=False) if settings.compile else self.model
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.amp)
+
+    def epoch(self, number: int) -> Iterator[Step]:
+        """Trains an epoch; a step each time that the next one is asked for."""
+        self.order.epoch = number
+        return self.train(self.loader, number)
+
+    def train(self, batches: Iterable[Batch], epoch: int) -> Iterator[Step]:
+        """Trains a step on each batch."""
+        corners = self.order.draw(epoch)[1].to(self.device)
+        self.model.train()
+        for batch in batches:
+            images, labels, indices = (part.to(self.device, non_blocking=True) for part in batch)
+            if images.dtype == torch.uint8:
+                images = normalise(crop_batch(images, corners[indices]))
+            images = images.contiguous(memory_format=self.layout)
+            with torch.autocast(self.device.type, torch.float16, enabled=self.settings.amp):
+                loss = F.cross_entropy(self.forward(images), labels)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            yield Step(loss.detach(), images, labels, indices)

@@ -1,0 +1,382 @@
+"""Measures a training loop that waits for its images, and what makes it faster, rung by rung.
+
+    python measure_pipeline.py --steps all
+    python measure_pipeline.py --steps 1-worker n-workers on-device --workers 4 --open-ms 2
+    python measure_pipeline.py --steps rates
+
+Each rung changes one thing and runs in processes of its own, in turns. It gets a throughput only if
+it trains on the plain loop's images, to the plain loop's losses.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch
+
+from labs.data_pipeline import make_dataset, measure_rung, rates, rungs
+from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder
+from labs.data_pipeline.loop import Loop
+from labs.data_pipeline.measure_rung import LAB, cores
+from workshop import errors, labs, results
+from workshop.arguments import count, parse
+from workshop.compare import lab_table, tables
+from workshop.compare.tables import Line, Table, number
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.labs import LabRow, LabRun
+from workshop.run import hardware, timing, turns
+
+RATES = "rates"
+MOST_OPEN_MS = 1e4
+LARGE_SIDE = 224
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"rungs: {', '.join(rungs.BY_NAME)}\n\nExit status: 0 done, 1 a proof is red or a "
+        "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
+    )
+    add = parser.add_argument
+    add(
+        "--steps",
+        nargs="+",
+        choices=("all", RATES, *rungs.BY_NAME),
+        default=["all"],
+        metavar="NAME",
+        help="all (default), rungs by name, or rates: how many workers a model wants",
+    )
+    add("--workers", type=count, metavar="N", help="where a rung has many (default: the cores)")
+    add("--batch-size", type=count, metavar="N", help="images a step (default 128, CPU 64)")
+    add(
+        "--iterations",
+        type=count,
+        metavar="N",
+        help="steps of an epoch, at most (default: all; on a CPU 8)",
+    )
+    add("--epochs", type=count, default=3, metavar="N", help="that are timed (default 3)")
+    add("--repeats", type=count, default=3, metavar="N", help="processes of each (default 3)")
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that prepare beside each other; each is timed alone (default 1)",
+    )
+    add("--seed", type=int, default=42, help="of weights, order and crops (default 42)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
+    _add_data(parser)
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / LAB,
+        metavar="FOLDER",
+        help=f"for result files (default: results/{LAB} of this checkout)",
+    )
+    add("--session", default="", help=argparse.SUPPRESS)
+    for flag in ("--rung", "--folder"):  # what one process measures
+        add(flag, help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)
+    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
+    return parser
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("images").add_argument
+    add(
+        "--images",
+        type=count,
+        metavar="N",
+        help="digits that are made (default 50,000; on a CPU 1,797)",
+    )
+    add("--size", type=count, help="their side in pixels (default 32)")
+    add("--resnet-images", type=count, metavar="N", help=f"of {LARGE_SIDE} x {LARGE_SIDE}, for "
+        "ResNet-50 (default 4,096; on a CPU 16)")  # fmt: skip
+    add("--resnet-batch-size", type=count, metavar="N", help="default 128; on a CPU 4")
+    add(
+        "--dataset-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="a set that make_dataset.py wrote, for all rungs, in place of these",
+    )
+    add(
+        "--open-ms",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="slow storage, simulated: each open of a file takes X ms longer (default 0)",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures from a command line; returns the exit status."""
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(
+        lambda: run(arguments), interrupted="interrupted: what was measured is saved"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    errors.require("rich", "PIL")
+    device = hardware.get_device(arguments.device)
+    _complete(arguments, device)
+    if arguments.rung:
+        return measure_rung.measure(arguments, arguments.rung, Path(arguments.folder))
+    if RATES in arguments.steps:
+        return show_rates(arguments, device)
+    return measure_all(arguments, device)
+
+
+def _complete(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Fills in the defaults of this device, and checks."""
+    given = [arguments.images, arguments.size, arguments.resnet_images]
+    if arguments.dataset_dir and any(given):
+        raise WorkshopError("--dataset-dir has its own images: leave out their number and size")
+    on_gpu = device.type == "cuda"
+    defaults = {
+        "size": 32,
+        "workers": cores(),
+        "batch_size": 128 if on_gpu else 64,
+        "iterations": None if on_gpu else 8,
+        "images": 50_000 if on_gpu else make_dataset.DIGITS,
+        "resnet_images": 4096 if on_gpu else 16,
+        "resnet_batch_size": 128 if on_gpu else 4,
+    }
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if not 0 <= arguments.open_ms <= MOST_OPEN_MS:
+        raise WorkshopError(
+            f"--open-ms {arguments.open_ms}: it must lie between 0 and {MOST_OPEN_MS:,.0f}"
+        )
+    if not 0 <= arguments.seed <= make_dataset.MOST_SEED:
+        raise WorkshopError(
+            f"--seed {arguments.seed}: it must lie between 0 and {make_dataset.MOST_SEED:,}"
+        )
+
+
+# --- the images ----------------------------------------------------------------------------------
+
+
+def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Path:
+    """The folder of the images in these formats: what is missing is written first.
+
+    Raises:
+        WorkshopError: an image or a packed file is damaged, or there are too few images.
+    """
+    folder = arguments.dataset_dir
+    flag = "--resnet-batch-size" if large else "--batch-size"
+    batch = arguments.resnet_batch_size if large else arguments.batch_size
+    if folder is None:
+        images, size = (
+            (arguments.resnet_images, LARGE_SIDE) if large else (arguments.images, arguments.size)
+        )
+        asked = ["--images", str(images), "--size", str(size)]
+        made = make_dataset.build_parser().parse_args(asked)
+        folder = make_dataset.FOLDER / "data" / f"digits_{images}_{size}"
+        make_dataset.make(made)
+    elif not (folder / Folder.file_name / MANIFEST).is_file():
+        raise WorkshopError(
+            f"--dataset-dir {folder}: no images of make_dataset.py; write them with "
+            f"--output-dir {folder}"
+        )
+    elif damaged := make_dataset.find_damaged(folder):
+        raise BadData(f"{damaged} is damaged: run make_dataset.py again, or take other images")
+    for key in sorted(formats):
+        kind = FORMATS[key]
+        errors.require(*kind.packages)
+        if key in PACKED and not (folder / kind.file_name).exists():
+            make_dataset.pack(folder, kind)
+        there = len(kind(folder))
+        if batch > there:
+            raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
+    return Path(folder)
+
+
+# --- the rungs -----------------------------------------------------------------------------------
+
+
+def chosen(arguments: argparse.Namespace, device: torch.device) -> list[str]:
+    """The rungs that are asked for, each with the one that it is compared with, in their order."""
+    if "all" not in arguments.steps:
+        names = {*arguments.steps, *map(rungs.first, arguments.steps)}
+        return [name for name in rungs.BY_NAME if name in names]
+    if device.type == "cuda":
+        return list(rungs.BY_NAME)
+    print("Left out: ResNet-50, which takes a CPU minutes; --steps resnet50 measures it")
+    return [name for name in rungs.BY_NAME if not rungs.is_large(name)]
+
+
+def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
+    folder = results.prepare_folder(arguments.output_dir)
+    names = chosen(arguments, device)
+    _warn(arguments, names)
+    reasons = {name: _missing(arguments, name, device) for name in names}
+    folders = {
+        large: prepare(arguments, large, formats)
+        for large in (False, True)
+        if (formats := {rungs.settings(name, 1).format for name in names
+                        if not reasons[name] and rungs.is_large(name) == large})
+    }  # fmt: skip
+    arguments.session = results.new_session()
+    runs = [_skipped(arguments, name, device, why, folder) for name, why in reasons.items() if why]
+    for repeat in range(arguments.repeats):
+        plans = [
+            _plan(arguments, name, folders[rungs.is_large(name)], device)
+            for name in names[:: 1 - 2 * (repeat % 2)]
+            if not reasons[name]
+        ]
+        for one in turns.in_turns(plans, arguments.jobs):
+            runs.append(one)
+            print(f"{one.variant}: {_outcome(one)}", flush=True)
+    return _show(runs, names, folder)
+
+
+def _warn(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    most = max(rungs.settings(name, arguments.workers).workers for name in names)
+    if most > cores():
+        print(
+            f"WARNING: {most} workers for {cores()} cores: they take turns on these, and with the "
+            "training process; more of them prepare nothing sooner, unless they wait for storage",
+            file=sys.stderr,
+        )
+
+
+def _missing(arguments: argparse.Namespace, name: str, device: torch.device) -> str:
+    """Why a rung can't run here; "" if it can."""
+    try:
+        rungs.check(name, device, arguments.workers)
+    except NotOnThisMachine as error:
+        return str(error)
+    return ""
+
+
+def _skipped(
+    arguments: argparse.Namespace, name: str, device: torch.device, reason: str, folder: Path
+) -> LabRun:
+    record = measure_rung.new_run(arguments, name, _folder_name(arguments, name), device)
+    record.status, record.error = "skipped", reason
+    labs.save(record, labs.new_path(record, folder))
+    print(f"{name}: skipped: {reason}")
+    return record
+
+
+def _folder_name(arguments: argparse.Namespace, name: str) -> Path:
+    if arguments.dataset_dir:
+        return Path(arguments.dataset_dir)
+    if rungs.is_large(name):
+        return Path(f"digits_{arguments.resnet_images}_{LARGE_SIDE}")
+    return Path(f"digits_{arguments.images}_{arguments.size}")
+
+
+def _plan(
+    arguments: argparse.Namespace, name: str, folder: Path, device: torch.device
+) -> turns.Plan:
+    record = measure_rung.new_run(arguments, name, folder, device)
+    path = labs.new_path(record, arguments.output_dir)
+    flags = {
+        "steps": name, "rung": name, "folder": folder, "result-file": path,
+        "workers": arguments.workers, "batch-size": arguments.batch_size,
+        "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
+        "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
+        "session": arguments.session,
+    }  # fmt: skip
+    if arguments.iterations:
+        flags["iterations"] = arguments.iterations
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return turns.Plan([sys.executable, __file__, *words], record, path)
+
+
+def _outcome(run: LabRun) -> str:
+    if run.status != "complete":
+        return "; ".join([run.status, *run.proof.failures, *([run.error] if run.error else [])])
+    rate = run.units_per_step / timing.median(run.step_ms) * 1e3
+    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; proof {run.proof.status}"
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
+    groups = [sorted(group, key=_place) for group in labs.newest(runs)]
+    shown = [
+        table
+        for group in groups
+        for table in (*lab_table.of_labs([group]).tables, rates_table(group))
+    ]
+    shown.append(changes_table(runs[0], names))
+    tables.print_tables(shown)
+    path = folder / "pipeline.md"
+    results.write_text(path, tables.markdown(shown) + "\n")
+    print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
+    failed = any(row.failed for group in groups for row in group)
+    return errors.ANSWER_IS_NO if failed else errors.DONE
+
+
+def _place(row: LabRow) -> int:
+    return [*rungs.BY_NAME].index(row.first.variant)
+
+
+def rates_table(rows: Sequence[LabRow]) -> Table:
+    """What each part could do alone, by rung: of the process in the middle."""
+    keys = ("read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
+    lines = [
+        Line([row.label, *(number(_median(row, key), ",.0f") for key in keys),
+              number(_median(row, "wait_share"), ".0%")])
+        for row in rows
+        if row.times
+    ]  # fmt: skip
+    header = ("images/s of a part", "1 core reads", "decodes", "prepares", "the model", "waits")
+    note = "waits: the share of an epoch in which the loop waits for its next batch, on the host"
+    return Table("alone", header, lines, [note], continues=True)
+
+
+def _median(row: LabRow, key: str) -> float | None:
+    values = [run.metrics.get(key) for run in row.runs]
+    found = [value for value in values if isinstance(value, (int, float))]
+    return timing.median(found) if found else None
+
+
+def changes_table(run: LabRun, names: Sequence[str]) -> Table:
+    """A line for each rung."""
+    found = [rungs.BY_NAME[name] for name in names]
+    workers = run.options["asked_for_workers"]
+    lines = [Line([rung.name, rung.after or "-", rung.words.format(workers=workers)])
+             for rung in found]  # fmt: skip
+    return Table("what each rung changes", ("rung", "after", "change"), lines, left=(0, 1, 2))
+
+
+# --- rates ---------------------------------------------------------------------------------------
+
+
+def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Prints how fast one worker and the model are, and the number of workers that follows."""
+    settings = rungs.settings("1-worker", 1)
+    folder = prepare(arguments, False, {settings.format})
+    images, source = measure_rung.open_images(settings, folder, arguments.open_ms)
+    loop = Loop(
+        settings, source, device, arguments.batch_size, classes=int(images.labels.max()) + 1
+    )
+    worker, model = rates.worker_rate(source, loop), rates.model_rate(loop)
+    print(
+        f"one core reads {rates.read_rate(images):,.0f} images/s and decodes "
+        f"{rates.decode_rate(images):,.0f}\n"
+        f"one worker prepares {worker:,.0f} images/s: it reads, decodes, crops, normalises\n"
+        f"the model takes {model:,.0f} images/s of batches that lie on the device\n"
+        f"workers that follow: {rates.workers_needed(model, worker)}, on {cores()} cores"
+    )
+    return errors.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

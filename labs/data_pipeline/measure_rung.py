@@ -1,0 +1,206 @@
+"""One rung in this process: opens the images, trains, proves, and writes the result file."""
+
+import argparse
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.flop_counter import FlopCounterMode
+
+from labs.data_pipeline import peers, proof, rates, rungs
+from labs.data_pipeline.formats import FORMATS, Images
+from labs.data_pipeline.loop import Batch, Loop, Settings, Source
+from labs.data_pipeline.slow import SlowOpens
+from workshop import errors, labs, results
+from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
+from workshop.labs import LabRun
+from workshop.run import hardware, lab_record, memory, startup, trainer, turns
+from workshop.run.precision import set_arithmetic
+from workshop.run.timing import StepClock
+
+LAB = "data_pipeline"
+SHARED_MEMORY = Path("/dev/shm")
+HIDDEN = ("--output-dir", "--result-file", "--wait-turn", "--dataset-dir", "--session", "--rung",
+          "--folder")  # fmt: skip
+_OUT_OF_SHARED_MEMORY = "Bus error|unable to (allocate|write|resize) .*shm|No space left on device"
+
+
+def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
+    """Measures a rung on the dataset of that folder; the exit status."""
+    device = hardware.get_device(arguments.device)
+    record = new_run(arguments, name, folder, device)
+    rungs.check(name, device, arguments.workers)
+    settings = rungs.settings(name, arguments.workers)
+    set_arithmetic("fp32")
+    startup.watch_compilers(torch_compile=settings.compile)
+    with trainer.memory_failure_as(lambda asked: _too_large(record, asked)):
+        images, source = open_images(settings, folder, arguments.open_ms)
+        size, classes = record.units_per_step, int(images.labels.max()) + 1
+        loop = Loop(settings, source, device, size, arguments.iterations, classes, arguments.seed)
+        if arguments.wait_turn:
+            turns.wait_turn()
+        rates_of(record, images, source, loop)
+        seen = train(record, loop, arguments.epochs)
+        record.metrics["model_per_s"] = rates.model_rate(loop)
+        record.proof = proof.of_run(seen, folder)
+    record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
+    record.plausibility = labs.implausible(record)
+    passed = record.proof.status == "pass"
+    record.status = "complete" if passed else "proof failed"
+    labs.save(record, arguments.result_file)
+    if arguments.wait_turn:
+        turns.end_turn()
+    return errors.DONE if passed else errors.ANSWER_IS_NO
+
+
+def new_run(arguments: argparse.Namespace, name: str, folder: Path, device: torch.device) -> LabRun:
+    """A record of a rung that has not been measured yet."""
+    settings = rungs.settings(name, arguments.workers)
+    batch = arguments.resnet_batch_size if rungs.is_large(name) else arguments.batch_size
+    subject = f"{settings.model}, {folder.name}, batch {batch}"
+    if arguments.open_ms:
+        subject += f", {arguments.open_ms:g} ms at each open (simulated)"
+    precision = "fp16" if settings.amp else "fp32"
+    own = {"precision": precision, "open_ms": arguments.open_ms, "seed": arguments.seed}
+    return lab_record.begin(
+        device,
+        precision,
+        arguments.session,
+        HIDDEN,
+        lab=LAB,
+        subject=subject,
+        variant=name,
+        unit="images",
+        units_per_step=batch,
+        baseline=rungs.first(name),
+        options={
+            **asdict(settings),
+            **own,
+            "cores": cores(),
+            "asked_for_workers": arguments.workers,
+        },
+    )
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_images(settings: Settings, folder: Path, open_ms: float) -> tuple[Images, Source]:
+    """The images of the format; and those that the loader gets, of a peer or slower to open."""
+    images = FORMATS[settings.format](folder, settings.decoder)
+    source: Images | peers.TorchvisionImages = images
+    if settings.reader == "torchvision":
+        source = peers.TorchvisionImages(folder)
+    if not open_ms:
+        return images, source
+    if settings.reader == "webdataset":
+        raise NotOnThisMachine("--open-ms does not reach WebDataset, which opens its files itself")
+    return images, SlowOpens(source, open_ms)
+
+
+def _too_large(record: LabRun, asked: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"{record.variant}: batch {record.units_per_step} does not fit in memory: {asked}; take a "
+        "smaller one"
+    )
+
+
+def rates_of(record: LabRun, images: Images, source: Source, loop: Loop) -> None:
+    """Of one core, into the record."""
+    record.metrics |= {
+        "read_per_s": rates.read_rate(images),
+        "decode_per_s": rates.decode_rate(images),
+        "worker_per_s": rates.worker_rate(source, loop),
+    }
+
+
+# --- the timed epochs ----------------------------------------------------------------------------
+
+
+def train(record: LabRun, loop: Loop, epochs: int) -> proof.Seen:
+    """An epoch in which compilers, workers and memory settle, then so many that are timed.
+
+    A sample is an epoch's time divided by its steps, with the start of its workers: single steps
+    come in bursts, as workers finish together, and their median would leave out the wait.
+    """
+    seen, clock, losses = proof.Seen(loop), StepClock(loop.device), list[Tensor]()
+    on_gpu, waited = loop.device.type == "cuda", Waits(loop.loader)
+    clock.mark()
+    for epoch in range(1 + epochs):
+        if epoch == 1:
+            waited.seconds, start = 0.0, time.perf_counter()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(loop.device)
+        loop.order.epoch = epoch
+        for step in loop.train(waited, epoch):
+            clock.mark()
+            losses.append(step.loss)
+            seen.see(epoch, step)
+    times = clock.durations_ms()
+    record.metrics["wait_share"] = waited.seconds / (time.perf_counter() - start)
+    steps = len(times) // (1 + epochs)
+    record.step_ms = [sum(times[i : i + steps]) / steps for i in range(steps, len(times), steps)]
+    record.losses = results.finite(torch.stack(losses).tolist())
+    record.setup_s |= {"warm_up": sum(times[:steps]) / 1e3, "compile": startup.compile_seconds()}
+    record.options |= {"steps_per_epoch": steps, "epochs": epochs}
+    record.metrics["longest_step_ms"] = max(times[steps:])
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(loop.device)
+        record.memory_mb = memory.break_down(peak, loop.model, loop.optimizer, "allocator")
+    return seen
+
+
+class Waits:
+    """A loader's batches, and how long the loop waited for them on the host."""
+
+    def __init__(self, loader: Iterable[Batch]) -> None:
+        self.loader, self.seconds = loader, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        start = time.perf_counter()
+        batches = iter(self.loader)
+        try:
+            for batch in batches:
+                self.seconds += time.perf_counter() - start
+                yield batch
+                start = time.perf_counter()
+        except Exception as error:  # a worker's
+            if isinstance(batches, _MultiProcessingDataLoaderIter):
+                batches._shutdown_workers()  # garbage collection would take 5 s for each worker
+            raise _explained(error) from None
+
+
+def _explained(error: Exception) -> Exception:
+    """A worker that was killed since /dev/shm is full, in a line; others as they are."""
+    if not re.search(_OUT_OF_SHARED_MEMORY, str(error)):
+        return error
+    return WorkshopError(f"a worker ended by a bus error or without room: {too_little_shared()}")
+
+
+def too_little_shared() -> str:
+    total = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.exists() else 0
+    return (
+        f"workers hand their batches over in {SHARED_MEMORY}, which holds {total / 1e6:,.0f} MB; "
+        "take fewer --workers or a smaller --batch-size, or enlarge it (docker run --shm-size=8g, "
+        f"or mount -o remount,size=8g {SHARED_MEMORY})"
+    )
+
+
+def flops_per_image(model: nn.Module, size: int) -> float:
+    """Operations of convolutions and matrix products, forward and backward; a multiplication and an
+    addition are two."""
+    shadow = deepcopy(model).to("meta")
+    counter = FlopCounterMode(display=False)
+    with counter:
+        shadow(torch.empty(1, 3, size, size, device="meta")).sum().backward()
+    return float(counter.get_total_flops())

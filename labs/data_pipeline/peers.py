@@ -1,0 +1,94 @@
+"""How others read the same images: torchvision's ImageFolder, and WebDataset's own loader."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from labs.data_pipeline.formats import Folder, Tar
+from labs.data_pipeline.loop import Batch, Order, Settings, Source
+from workshop import errors
+from workshop.run.torchvision import make_importable
+
+SHUFFLE = 1000
+"""Images among which WebDataset draws the next one: its documentation's number."""
+SHARDS_PER_WORKER = 4
+
+
+def _beside(folder: Path) -> "tempfile.TemporaryDirectory[str]":
+    """A folder for as long as its object lives; make_dataset.py deletes what a killed run left."""
+    return tempfile.TemporaryDirectory(prefix=".images.", dir=folder)
+
+
+class TorchvisionImages:
+    """torchvision's ImageFolder. It takes a folder for each class: here links to the PNG files."""
+
+    key = Folder.key
+
+    def __init__(self, folder: Path) -> None:
+        if not make_importable():
+            errors.require("torchvision")
+        from torchvision.datasets import ImageFolder
+        from torchvision.transforms import PILToTensor
+
+        source = Folder(folder)
+        self._links = _beside(folder)
+        for name, label in zip(source.names, source.labels, strict=True):
+            of_class = Path(self._links.name) / f"{label:06}"  # sorted names are sorted labels
+            of_class.mkdir(exist_ok=True)
+            (of_class / name).symlink_to((source.path / name).resolve())
+        self.images = ImageFolder(self._links.name, transform=PILToTensor())
+        self.labels = [int(name) for name in self.images.classes]
+        self.places = np.argsort([Path(path).name for path, _ in self.images.samples])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.images[self.places[index]]
+        return image, self.labels[label]
+
+
+class WebDatasetLoader:
+    """As WebDataset's documentation has it: each worker reads shards, in random order; images are
+    shuffled in a buffer, and batches of all workers mixed anew. The order is its own."""
+
+    def __init__(self, settings: Settings, images: Source, order: Order) -> None:
+        errors.require("webdataset")
+        import webdataset
+
+        assert isinstance(images, Tar)
+        self.order = order
+        source = Folder(images.path.parent)
+        self._shards = _beside(images.path.parent)
+        count = SHARDS_PER_WORKER * max(1, settings.workers)
+        paths = [str(Path(self._shards.name) / f"{shard:04}.tar") for shard in range(count)]
+        for shard, path in enumerate(paths):
+            Tar.write(Path(path), source, range(len(source))[shard::count])
+        samples = webdataset.WebDataset(paths, shardshuffle=count, empty_check=False)
+        samples = samples.shuffle(SHUFFLE).decode("pil").to_tuple("png", "cls", "__key__")
+        samples = samples.map_tuple(_pixels, int, int).batched(order.batch_size, default_collate)
+        loader = webdataset.WebLoader(
+            samples,
+            batch_size=None,
+            num_workers=settings.workers,
+            persistent_workers=settings.persistent and settings.workers > 0,
+            prefetch_factor=settings.prefetch if settings.workers else None,
+        )
+        mixed = loader.unbatched().shuffle(SHUFFLE)
+        self.batches = mixed.batched(order.batch_size, default_collate, partial=False)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _, (images, labels, indices) in zip(
+            range(self.order.steps), self.batches, strict=False
+        ):
+            yield images, labels, indices
+
+
+def _pixels(image: Any) -> Tensor:
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)

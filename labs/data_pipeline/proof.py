@@ -1,0 +1,173 @@
+"""What shows that a rung trains on the same images as the plain loop, and to the same loss.
+
+The plain loop reads the PNG files itself with PIL, crops each image on the CPU, and trains in fp32.
+From the rung's own timed process come the inputs of the network and the losses. The pixels of the
+first steps and of the last one are the plain loop's, bit for bit; each epoch has every image of its
+order once. The losses are compared with those of fp64 on the plain loop's images: plain training at
+the same precision says how much they may differ.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labs.data_pipeline import loop as plain
+from labs.data_pipeline.formats import Folder
+from labs.data_pipeline.loop import Loop, Step
+from workshop.results import Parity
+from workshop.run.precision import PRECISIONS
+
+FIRST_STEPS = 3
+MOST_TIMES = 3.0
+"""The plain step's error at the same precision, of which a rung may have this many."""
+FLOOR = {"fp32": 2.0**-17, "fp16": 2.0**-10}
+"""Relative: by luck the plain step may be nearer to the truth."""
+MOST = 2.0**-6
+"""However much the plain step loses."""
+OWN_ORDER = ("webdataset",)
+"""Readers that shuffle by themselves."""
+
+
+@dataclass
+class Seen:
+    """What a rung did, taken from its loop while it ran."""
+
+    loop: Loop
+    steps: list[tuple[int, Step]] = field(default_factory=list)
+    """The first ones with their epochs, and the last one."""
+    moved: list[bool] = field(default_factory=list)
+    """Of the first ones: a scaled loss that overflows moves nothing."""
+    delivered: list[list[Tensor]] = field(default_factory=list)
+    """The images' numbers of each step, for each epoch."""
+
+    def __post_init__(self) -> None:
+        self._scale = self.loop.scaler.get_scale()
+
+    def see(self, epoch: int, step: Step) -> None:
+        """To be called after every step."""
+        if epoch == len(self.delivered):
+            self.delivered.append([])
+        self.delivered[epoch].append(step.indices)
+        if len(self.moved) < FIRST_STEPS:
+            scale = self.loop.scaler.get_scale()
+            self.moved.append(scale >= self._scale)
+            self._scale = scale
+            own = replace(step, inputs=step.inputs.cpu(), labels=step.labels.cpu())
+            self.steps.append((epoch, own))
+        else:
+            self.steps[FIRST_STEPS:] = [(epoch, step)]
+
+
+def of_run(seen: Seen, folder: Path) -> Parity:
+    """The verdict on a run.
+
+    Args:
+        folder: of the dataset, with its PNG files.
+    """
+    own = seen.loop.settings
+    precision = "fp16" if own.amp else "fp32"
+    source = Folder(folder)
+    batches = [reference_batch(source, seen.loop, epoch, step) for epoch, step in seen.steps]
+    failures = _other_images(seen, batches) + _other_order(seen)
+    wrong = len(failures)
+    truth = _losses(seen, batches, "fp64")
+    lost = _furthest(_losses(seen, batches, precision), truth)
+    error = _furthest([float(step.loss) for _, step in seen.steps[:FIRST_STEPS]], truth)
+    allowed = min(MOST_TIMES * lost + FLOOR[precision], MOST)
+    if not error <= allowed:
+        failures.append(
+            f"the losses of the first steps: {error:.1e} from fp64's on the plain images, "
+            f"{allowed:.1e} allowed"
+        )
+    if not any(seen.moved):
+        failures.append("none of the first steps moved the weights")
+    return Parity(
+        status="fail" if failures else "pass",
+        failures=failures,
+        batch_size=seen.loop.order.batch_size,
+        reference=f"PNG files by PIL in this process; fp64, from which plain {precision}'s losses "
+        f"are {lost:.1e}",
+        measures={
+            "the losses": {"error": error if math.isfinite(error) else None, "allowed": allowed},
+            "batches and epochs with other images": {"error": wrong, "allowed": 0},
+        },
+    )
+
+
+def reference_batch(source: Folder, loop: Loop, epoch: int, step: Step) -> tuple[Tensor, Tensor]:
+    """The images that a step says it had, uint8 and cropped, and their labels, on the CPU."""
+    corners = loop.order.draw(epoch)[1]
+    indices = step.indices.tolist()
+    items = [source[index] for index in indices]
+    pixels = [plain.crop(image, corners[i]) for (image, _), i in zip(items, indices, strict=True)]
+    return torch.stack(pixels), torch.tensor([label for _, label in items])
+
+
+def pixels_of(inputs: Tensor) -> Tensor:
+    """What was normalised, exactly: rounding takes away what fp32 lost."""
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (plain.MEAN, plain.STD))
+    return ((inputs.cpu() * std + mean) * 255).round().to(torch.uint8)
+
+
+def _other_images(seen: Seen, batches: list[tuple[Tensor, Tensor]]) -> list[str]:
+    failures = []
+    for (epoch, step), (pixels, labels) in zip(seen.steps, batches, strict=True):
+        wrong = int((pixels_of(step.inputs) != pixels).flatten(1).any(1).sum())
+        if wrong:
+            failures.append(f"epoch {epoch}: {wrong} of {len(pixels)} images of a batch are others")
+        if wrong := int((step.labels.cpu() != labels).sum()):
+            failures.append(f"epoch {epoch}: {wrong} of {len(labels)} labels of a batch are others")
+    return failures
+
+
+def _other_order(seen: Seen) -> list[str]:
+    """Each epoch's images against its order: the same, one after the other, or for a loader with an
+    order of its own each at most once."""
+    order, failures = seen.loop.order, []
+    for epoch, steps in enumerate(seen.delivered):
+        found = torch.cat(steps).cpu()
+        twice = len(found) - len(found.unique())
+        if twice:
+            failures.append(f"epoch {epoch}: {twice} images come twice")
+        wanted = order.draw(epoch)[0][: order.steps * order.batch_size]
+        if len(found) != len(wanted):
+            failures.append(f"epoch {epoch}: {len(found):,} images for {len(wanted):,}")
+        elif seen.loop.settings.reader not in OWN_ORDER and not torch.equal(found, wanted):
+            failures.append(f"epoch {epoch}: the images come in another order")
+    return failures
+
+
+def _losses(seen: Seen, batches: list[tuple[Tensor, Tensor]], precision: str) -> list[float]:
+    """Of the first steps, trained anew from the same weights on the plain loop's images, eagerly;
+    a step that moved nothing moves nothing here."""
+    loop, exact = seen.loop, precision == "fp64"
+    dtype = torch.float64 if exact else torch.float32
+    model = plain.build_model(loop.settings.model, loop.classes, loop.seed).to(loop.device, dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=plain.LEARNING_RATE)
+    arithmetic = PRECISIONS["fp32" if exact else precision]
+    # Small gradients vanish in fp16 without it.
+    scale = 2.0**16 if arithmetic.loss_scaling else 1.0
+    losses = []
+    for (pixels, labels), moved in zip(batches, seen.moved, strict=False):
+        images = plain.normalise(pixels.to(loop.device)).to(dtype)
+        with arithmetic.autocast(loop.device.type):
+            loss = F.cross_entropy(model(images), labels.to(loop.device))
+        losses.append(float(loss))
+        optimizer.zero_grad()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= scale
+        if moved:
+            optimizer.step()
+    return losses
+
+
+def _furthest(losses: list[float], truth: list[float]) -> float:
+    """The largest relative distance; infinite where a loss is not a number."""
+    apart = [abs(a - b) / abs(b) for a, b in zip(losses, truth, strict=True)]
+    return max(error if math.isfinite(error) else math.inf for error in apart)

@@ -1,0 +1,100 @@
+"""The ladder: each rung changes one thing about the rung that it names."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from labs.data_pipeline.formats import PACKED
+from labs.data_pipeline.loop import Settings
+from workshop.errors import NotOnThisMachine
+from workshop.run.trainer import missing_for_compile
+
+ALL_WORKERS = -1
+"""Replaced by the number that is asked for."""
+PREFETCH = 8
+ALONE = ""
+
+
+@dataclass(frozen=True)
+class Rung:
+    name: str
+    after: str
+    """The rung that it changes; ALONE for the first of a ladder, to which all others of it are
+    compared."""
+    words: str
+    """What it changes."""
+    change: dict[str, Any] = field(default_factory=dict)
+    """Of Settings."""
+    needs_gpu: str = ""
+    """Why."""
+
+
+RUNGS = (
+    Rung("1-worker", ALONE, "PNG files by PIL; one worker reads, decodes, crops and normalises"),
+    Rung("n-workers", "1-worker", "{workers} workers", {"workers": ALL_WORKERS}),
+    Rung("persistent", "n-workers", "workers stay for the next epoch", {"persistent": True}),
+    Rung("pinned", "persistent", "pinned memory: the GPU copies while the loop goes on",
+         {"pinned": True}, "pinned memory is for copies to a GPU"),
+    Rung("prefetched", "pinned", f"each worker prepares {PREFETCH} batches ahead, not 2",
+         {"prefetch": PREFETCH}),
+    Rung("decode-torchvision", "prefetched", "torchvision decodes", {"decoder": "torchvision"}),
+    Rung("decode-opencv", "prefetched", "OpenCV decodes", {"decoder": "opencv"}),
+    Rung("torchvision-dataset", "prefetched", "peer: torchvision's ImageFolder reads the files",
+         {"reader": "torchvision"}),
+    Rung("on-device", "prefetched", "the device crops and normalises whole batches",
+         {"on_device": True}),
+    *(Rung(key, "on-device", f"{key} in place of PNG files", {"format": key}) for key in PACKED),
+    Rung("webdataset-loader", "webdataset", "peer: WebDataset's own loader, in its own order",
+         {"reader": "webdataset"}),
+    Rung("ffcv", "on-device", "peer: FFCV's loader", {"reader": "ffcv"}),
+    Rung("dali", "on-device", "peer: NVIDIA DALI's loader", {"reader": "nvidia.dali"}),
+    Rung("resident", "on-device", "all images lie on the device", {"resident": True}),
+    Rung("resnet50", ALONE,
+         "ResNet-50 in fp32; flat array, {workers} workers, pinned, prefetched, the device crops",
+         {"model": "resnet50", "format": "flat", "workers": ALL_WORKERS, "persistent": True,
+          "pinned": True, "prefetch": PREFETCH, "on_device": True}),
+    Rung("resnet50-channels-last", "resnet50", "channels-last alone", {"channels_last": True}),
+    Rung("resnet50-amp", "resnet50", "fp16 and a scaled loss alone", {"amp": True},
+         "fp16 is for GPUs"),
+    Rung("resnet50-both", "resnet50-channels-last", "both", {"amp": True},
+         "fp16 is for GPUs"),
+    Rung("resnet50-compiled", "resnet50-both", "torch.compile",
+         {"compile": True}, "it builds on fp16, which is for GPUs"),
+)  # fmt: skip
+BY_NAME = {rung.name: rung for rung in RUNGS}
+PEERS_WITHOUT_A_ROW = {"ffcv": "FFCV", "nvidia.dali": "DALI"}
+
+
+def settings(name: str, workers: int) -> Settings:
+    """Of a rung, with all changes before it."""
+    rung = BY_NAME[name]
+    before = settings(rung.after, workers) if rung.after else Settings()
+    values: dict[str, Any] = {k: workers if v == ALL_WORKERS else v for k, v in rung.change.items()}
+    return replace(before, **values)
+
+
+def first(name: str) -> str:
+    """The rung with which this one is compared."""
+    rung = BY_NAME[name]
+    return first(rung.after) if rung.after else name
+
+
+def is_large(name: str) -> bool:
+    """Whether it trains ResNet-50, on larger images."""
+    return settings(name, 1).model == "resnet50"
+
+
+def check(name: str, device: torch.device, workers: int) -> None:
+    """Raises NotOnThisMachine where the rung can't run on this device, or no loader for it is
+    written."""
+    rung, own = BY_NAME[name], settings(name, workers)
+    if rung.needs_gpu and device.type != "cuda":
+        raise NotOnThisMachine(f"a GPU is missing: {rung.needs_gpu}")
+    if own.reader in PEERS_WITHOUT_A_ROW:
+        raise NotOnThisMachine(
+            f"{PEERS_WITHOUT_A_ROW[own.reader]} did not install where this lab was written: it "
+            "has no loader for it"
+        )
+    if own.compile and (missing := missing_for_compile(device)):
+        raise NotOnThisMachine(f"torch.compile needs {missing}")
