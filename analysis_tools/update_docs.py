@@ -22,6 +22,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from labs.cifar10_roofline import documents as training_documents  # noqa: E402
+from labs.data_pipeline import documents as pipeline_documents  # noqa: E402
 from labs.inference_benchmark import documents as lab_documents  # noqa: E402
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
@@ -127,7 +128,7 @@ def render() -> dict[Path, str]:
     lab_runs = [one.run for one in collection.lab_runs]
     benches = [one.bench for one in collection.operators]
     parts |= lab_documents.parts(lab_runs, benches, techniques)
-    parts |= training_documents.parts(lab_runs)
+    parts |= training_documents.parts(lab_runs) | pipeline_documents.parts(lab_runs)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 

@@ -98,6 +98,10 @@ class Images(Dataset[tuple[Tensor, int]]):
         raise BadData(f"{self.path}: all images are damaged: {self.remedy} again")
 
     @property
+    def classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+    @property
     def remedy(self) -> str:
         pack = "" if self.key == Folder.key else f" --pack {self.key}"
         return f"run make_dataset.py{pack}"

@@ -232,6 +232,12 @@ def pack(folder: Path, kind: type[Images]) -> None:
     print(f"{path}: {len(source):,} images")
 
 
+def read_all(images: Images) -> None:
+    """Raises BadData where an image is damaged."""
+    for index in _track(range(len(images)), f"reading {images.key}"):
+        images[index]
+
+
 # --- digits in colour ----------------------------------------------------------------------------
 
 

@@ -191,15 +191,16 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
             f"--output-dir {folder}"
         )
     elif damaged := make_dataset.find_damaged(folder):
-        raise BadData(f"{damaged} is damaged: run make_dataset.py again, or take other images")
+        raise BadData(f"{damaged} is damaged or missing: run make_dataset.py again")
     for key in sorted(formats):
         kind = FORMATS[key]
-        errors.require(*kind.packages)
         if key in PACKED and not (folder / kind.file_name).exists():
             make_dataset.pack(folder, kind)
-        there = len(kind(folder))
-        if batch > there:
-            raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
+        elif key in PACKED:
+            make_dataset.read_all(kind(folder))
+    there = len(Folder(folder))
+    if batch > there:
+        raise WorkshopError(f"{flag} {batch}: there are {there:,} images in {folder}")
     return Path(folder)
 
 
@@ -308,7 +309,7 @@ def _outcome(run: LabRun) -> str:
 
 
 def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
-    groups = [sorted(group, key=_place) for group in labs.newest(runs)]
+    groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
     shown = [
         table
         for group in groups
@@ -323,28 +324,18 @@ def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def _place(row: LabRow) -> int:
-    return [*rungs.BY_NAME].index(row.first.variant)
-
-
 def rates_table(rows: Sequence[LabRow]) -> Table:
     """What each part could do alone, by rung: of the process in the middle."""
     keys = ("read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
     lines = [
-        Line([row.label, *(number(_median(row, key), ",.0f") for key in keys),
-              number(_median(row, "wait_share"), ".0%")])
+        Line([row.label, *(number(rungs.median(row, key), ",.0f") for key in keys),
+              number(rungs.median(row, "wait_share"), ".0%")])
         for row in rows
         if row.times
     ]  # fmt: skip
     header = ("images/s of a part", "1 core reads", "decodes", "prepares", "the model", "waits")
     note = "waits: the share of an epoch in which the loop waits for its next batch, on the host"
     return Table("alone", header, lines, [note], continues=True)
-
-
-def _median(row: LabRow, key: str) -> float | None:
-    values = [run.metrics.get(key) for run in row.runs]
-    found = [value for value in values if isinstance(value, (int, float))]
-    return timing.median(found) if found else None
 
 
 def changes_table(run: LabRun, names: Sequence[str]) -> Table:
@@ -364,9 +355,7 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
     settings = rungs.settings("1-worker", 1)
     folder = prepare(arguments, False, {settings.format})
     images, source = measure_rung.open_images(settings, folder, arguments.open_ms)
-    loop = Loop(
-        settings, source, device, arguments.batch_size, classes=int(images.labels.max()) + 1
-    )
+    loop = Loop(settings, source, device, arguments.batch_size, classes=images.classes)
     worker, model = rates.worker_rate(source, loop), rates.model_rate(loop)
     print(
         f"one core reads {rates.read_rate(images):,.0f} images/s and decodes "

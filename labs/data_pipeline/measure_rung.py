@@ -43,8 +43,10 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     startup.watch_compilers(torch_compile=settings.compile)
     with trainer.memory_failure_as(lambda asked: _too_large(record, asked)):
         images, source = open_images(settings, folder, arguments.open_ms)
-        size, classes = record.units_per_step, int(images.labels.max()) + 1
-        loop = Loop(settings, source, device, size, arguments.iterations, classes, arguments.seed)
+        size = record.units_per_step
+        loop = Loop(
+            settings, source, device, size, arguments.iterations, images.classes, arguments.seed
+        )
         if arguments.wait_turn:
             turns.wait_turn()
         rates_of(record, images, source, loop)
@@ -182,7 +184,8 @@ class Waits:
 
 def _explained(error: Exception) -> Exception:
     """A worker that was killed since /dev/shm is full, in a line; others as they are."""
-    if not re.search(_OUT_OF_SHARED_MEMORY, str(error)):
+    # The worker's end by a signal is behind the error that its queue is closed.
+    if not re.search(_OUT_OF_SHARED_MEMORY, f"{error} {error.__cause__}"):
         return error
     return WorkshopError(f"a worker ended by a bus error or without room: {too_little_shared()}")
 

@@ -24,10 +24,12 @@ from workshop.run.precision import PRECISIONS
 FIRST_STEPS = 3
 MOST_TIMES = 3.0
 """The plain step's error at the same precision, of which a rung may have this many."""
-FLOOR = {"fp32": 2.0**-17, "fp16": 2.0**-10}
+FLOOR = {"fp32": 2.0**-18, "fp16": 2.0**-10}
 """Relative: by luck the plain step may be nearer to the truth."""
-MOST = 2.0**-6
-"""However much the plain step loses."""
+MOST = 0.25
+"""However much the plain step loses: in ResNet-50 the norms of a small batch amplify rounding, and
+Adam moves a weight as far for a small gradient as for a large one. At batch 4 and 64 x 64 the third
+loss of plain fp32 is 8% from fp64's, at batch 16 0.3%; the small network's is 2e-7."""
 OWN_ORDER = ("webdataset",)
 """Readers that shuffle by themselves."""
 
@@ -71,18 +73,22 @@ def of_run(seen: Seen, folder: Path) -> Parity:
     own = seen.loop.settings
     precision = "fp16" if own.amp else "fp32"
     source = Folder(folder)
+    torch.backends.cudnn.benchmark = False  # a search would take longer than these steps
     batches = [reference_batch(source, seen.loop, epoch, step) for epoch, step in seen.steps]
     failures = _other_images(seen, batches) + _other_order(seen)
     wrong = len(failures)
     truth = _losses(seen, batches, "fp64")
-    lost = _furthest(_losses(seen, batches, precision), truth)
-    error = _furthest([float(step.loss) for _, step in seen.steps[:FIRST_STEPS]], truth)
-    allowed = min(MOST_TIMES * lost + FLOOR[precision], MOST)
-    if not error <= allowed:
-        failures.append(
-            f"the losses of the first steps: {error:.1e} from fp64's on the plain images, "
-            f"{allowed:.1e} allowed"
-        )
+    lost = _apart(_losses(seen, batches, precision), truth)
+    apart = _apart([float(step.loss) for _, step in seen.steps[:FIRST_STEPS]], truth)
+    allowed = [min(MOST_TIMES * error + FLOOR[precision], MOST) for error in lost]
+    failures += [
+        f"the loss of step {i + 1}: {apart[i]:.1e} from fp64's on the plain images, "
+        f"{allowed[i]:.1e} allowed"
+        for i in range(len(truth))
+        if apart[i] > allowed[i]
+    ]
+    if bare := sum(parameter.grad is None for parameter in seen.loop.model.parameters()):
+        failures.append(f"{bare} weights get no gradient")
     if not any(seen.moved):
         failures.append("none of the first steps moved the weights")
     return Parity(
@@ -90,9 +96,12 @@ def of_run(seen: Seen, folder: Path) -> Parity:
         failures=failures,
         batch_size=seen.loop.order.batch_size,
         reference=f"PNG files by PIL in this process; fp64, from which plain {precision}'s losses "
-        f"are {lost:.1e}",
+        f"are up to {max(lost):.1e}",
         measures={
-            "the losses": {"error": error if math.isfinite(error) else None, "allowed": allowed},
+            **{
+                f"the loss of step {i + 1}": {"error": _finite(apart[i]), "allowed": allowed[i]}
+                for i in range(len(truth))
+            },
             "batches and epochs with other images": {"error": wrong, "allowed": 0},
         },
     )
@@ -156,7 +165,7 @@ def _losses(seen: Seen, batches: list[tuple[Tensor, Tensor]], precision: str) ->
         images = plain.normalise(pixels.to(loop.device)).to(dtype)
         with arithmetic.autocast(loop.device.type):
             loss = F.cross_entropy(model(images), labels.to(loop.device))
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.zero_grad()
         (loss * scale).backward()
         for parameter in model.parameters():
@@ -167,7 +176,12 @@ def _losses(seen: Seen, batches: list[tuple[Tensor, Tensor]], precision: str) ->
     return losses
 
 
-def _furthest(losses: list[float], truth: list[float]) -> float:
-    """The largest relative distance; infinite where a loss is not a number."""
+def _apart(losses: list[float], truth: list[float]) -> list[float]:
+    """The relative distance of each pair; infinite where a loss is not a number."""
     apart = [abs(a - b) / abs(b) for a, b in zip(losses, truth, strict=True)]
-    return max(error if math.isfinite(error) else math.inf for error in apart)
+    return [error if math.isfinite(error) else math.inf for error in apart]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None

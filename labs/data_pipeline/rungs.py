@@ -5,9 +5,13 @@ from typing import Any
 
 import torch
 
-from labs.data_pipeline.formats import PACKED
+from labs.data_pipeline import decoders
+from labs.data_pipeline.formats import FORMATS, PACKED
 from labs.data_pipeline.loop import Settings
+from workshop import errors
 from workshop.errors import NotOnThisMachine
+from workshop.labs import LabRow
+from workshop.run import timing
 from workshop.run.trainer import missing_for_compile
 
 ALL_WORKERS = -1
@@ -86,8 +90,8 @@ def is_large(name: str) -> bool:
 
 
 def check(name: str, device: torch.device, workers: int) -> None:
-    """Raises NotOnThisMachine where the rung can't run on this device, or no loader for it is
-    written."""
+    """Raises NotOnThisMachine where the rung can't run on this device, something is not installed,
+    or no loader for it is written."""
     rung, own = BY_NAME[name], settings(name, workers)
     if rung.needs_gpu and device.type != "cuda":
         raise NotOnThisMachine(f"a GPU is missing: {rung.needs_gpu}")
@@ -96,5 +100,23 @@ def check(name: str, device: torch.device, workers: int) -> None:
             f"{PEERS_WITHOUT_A_ROW[own.reader]} did not install where this lab was written: it "
             "has no loader for it"
         )
+    packages = {"webdataset": ["webdataset"], "torchvision": ["torchvision"]}.get(own.reader, [])
+    errors.require(*packages, *FORMATS[own.format].packages)
+    decoders.get(own.decoder)
     if own.compile and (missing := missing_for_compile(device)):
         raise NotOnThisMachine(f"torch.compile needs {missing}")
+
+
+# --- rows of results -----------------------------------------------------------------------------
+
+
+def place(row: LabRow) -> int:
+    """In the ladder."""
+    return [*BY_NAME].index(row.first.variant)
+
+
+def median(row: LabRow, metric: str) -> float | None:
+    """Of the row's processes; None where it has no time."""
+    found = [run.metrics.get(metric) for run in row.runs if row.times]
+    values = [value for value in found if isinstance(value, (int, float))]
+    return timing.median(values) if values else None

@@ -1,0 +1,39 @@
+"""The figures in the lab's README, from result files: `make docs` writes those of
+results/reference/ between its markers."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from labs.data_pipeline import rungs
+from labs.data_pipeline.measure_rung import LAB
+from workshop import labs
+from workshop.compare import lab_table
+from workshop.compare.markdown import escape, table
+from workshop.compare.tables import number
+from workshop.labs import LabRow, LabRun
+
+README = Path(__file__).with_name("README.md")
+COMMAND = "python measure_pipeline.py --steps all"
+_HEADER = ("", "images/s", "p50 ms", "waits", "over the first", "proof")
+
+
+def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
+    """What goes between the markers, of the runs of any labs."""
+    groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
+    blocks = [_block(sorted(rows, key=rungs.place)) for rows in groups]
+    return {README: {"pipeline": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
+
+
+def _block(rows: Sequence[LabRow]) -> str:
+    title = escape(lab_table.title(rows))
+    return f"{title}\n\n{lab_table.source(rows, COMMAND)}\n\n{_table(rows)}"
+
+
+def _table(rows: Sequence[LabRow]) -> str:
+    lines = [
+        [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
+         number(rungs.median(row, "wait_share"), ".0%"), escape(lab_table.verdict(row)),
+         lab_table.proof(row)]
+        for row in rows
+    ]  # fmt: skip
+    return table(_HEADER, lines, (0, 5))
