@@ -81,6 +81,7 @@ GOOD = {
     "--flops-prof-step": {"0"},
     "--rank": {"0"},
     "--warmup": {"0"},
+    "--open-ms": {"0"},
     "--warmup-iters": {"0"},
     "--save-every": {"0"},
     "--workers": {"0"},

@@ -10,7 +10,9 @@ it trains on the plain loop's images, to the plain loop's losses.
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
@@ -44,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"rungs: {', '.join(rungs.BY_NAME)}\n\nExit status: 0 done, 1 a proof is red or a "
+        epilog=f"{_names()}\n\nExit status: 0 done, 1 a proof is red or a "
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -89,6 +91,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     return parser
+
+
+def _names() -> str:
+    names = f"rungs: {', '.join(rungs.BY_NAME)}"
+    return textwrap.fill(names, 98, break_on_hyphens=False)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -310,11 +317,7 @@ def _outcome(run: LabRun) -> str:
 
 def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
     groups = [sorted(group, key=rungs.place) for group in labs.newest(runs)]
-    shown = [
-        table
-        for group in groups
-        for table in (*lab_table.of_labs([group]).tables, rates_table(group))
-    ]
+    shown = [table for group in groups for table in (*speed_tables(group), rates_table(group))]
     shown.append(changes_table(runs[0], names))
     tables.print_tables(shown)
     path = folder / "pipeline.md"
@@ -322,6 +325,14 @@ def _show(runs: list[LabRun], names: list[str], folder: Path) -> int:
     print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
     failed = any(row.failed for group in groups for row in group)
     return errors.ANSWER_IS_NO if failed else errors.DONE
+
+
+def speed_tables(rows: Sequence[LabRow]) -> list[Table]:
+    """Speed, and on a GPU memory and the share of its peak."""
+    speed, cost = lab_table.of_labs([rows]).tables
+    if any(row.peak_memory_mb for row in rows):
+        return [speed, cost]
+    return [replace(speed, notes=cost.notes)]
 
 
 def rates_table(rows: Sequence[LabRow]) -> Table:
