@@ -2,47 +2,102 @@
 workers."""
 
 import gzip
+import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exercise_cases import FOLDERS, checked, loaded, only_fault, red, solution, unanswered
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-TRACE = "pipeline_2_trace"
+from labs.data_pipeline import make_dataset
+from labs.data_pipeline.formats import Folder
+from labs.data_pipeline.slow import SlowOpens
+
+WORKERS, TRACE = "pipeline_1_workers", "pipeline_2_trace"
 
 
-# --- which part of the loop is slow --------------------------------------------------------------
-
-
-def test_the_empty_answers_fail_and_the_solution_passes() -> None:
-    unanswered(TRACE)
-    assert not red(checked(TRACE, **solution(TRACE)))
+@pytest.mark.parametrize("name", [WORKERS, TRACE])
+def test_the_empty_answers_fail_and_the_solution_passes(name: str) -> None:
+    results = {key: path for key, path in solution(name).items() if key == "results"}
+    unanswered(name, **results)
+    assert not red(checked(name, **solution(name)))
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("name", "answer", "says"),
     [
-        ({"waiting_percent": 80}, "The line `loading data`"),
-        ({"step_ms": 135}, "its end less its start"),
-        ({"between_ms": 0.5}, "From the end of the range"),
-        ({"rounds": 8}, "one round"),
-        ({"bottleneck": "DataLoader"}, "its range is short"),
-        ({"bottleneck": "network"}, "is it the longest part?"),
-        ({"bottleneck": "item"}, "how long does it wait there?"),
-        ({"loader_gain": 4}, "1 / (1 - p)"),
-        ({"between_gain": 1.02}, "what is left of it"),
-        ({"remedy": "workers"}, "in time already"),
-        ({"remedy": "pin_memory"}, "how long does it take?"),
-        ({"remedy": "no item"}, "nothing waits in it"),
+        (WORKERS, {"waiting_percent": 5}, "The latency over"),
+        (WORKERS, {"workers": 1}, "`workers that follow`"),
+        (WORKERS, {"workers": 16}, "`workers that follow`"),
+        (WORKERS, {"per_s": 38}, "with 5 workers"),
+        (WORKERS, {"doubled_per_s": 380}, "with 10 workers"),
+        (WORKERS, {"one_bound": "decoding"}, "a small part"),
+        (WORKERS, {"one_bound": "model"}, "it waits most of the time"),
+        (WORKERS, {"doubled_bound": "storage"}, "the same for each"),
+        (WORKERS, {"doubled_bound": "decoding"}, "a small part"),
+        (TRACE, {"waiting_percent": 80}, "The line `loading data`"),
+        (TRACE, {"step_ms": 135}, "its end less its start"),
+        (TRACE, {"between_ms": 0.5}, "From the end of the range"),
+        (TRACE, {"rounds": 8}, "one round"),
+        (TRACE, {"bottleneck": "DataLoader"}, "its range is short"),
+        (TRACE, {"bottleneck": "network"}, "is it the longest part?"),
+        (TRACE, {"bottleneck": "item"}, "how long does it wait there?"),
+        (TRACE, {"loader_gain": 4}, "1 / (1 - p)"),
+        (TRACE, {"between_gain": 1.02}, "what is left of it"),
+        (TRACE, {"remedy": "workers"}, "in time already"),
+        (TRACE, {"remedy": "pin_memory"}, "how long does it take?"),
+        (TRACE, {"remedy": "no item"}, "nothing waits in it"),
     ],
 )
 def test_a_wrong_answer_is_the_one_that_is_red(
-    answer: dict[str, Any], says: str, tmp_path: Path
+    name: str, answer: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    assert says in only_fault(TRACE, tmp_path, answer)
+    results = {key: path for key, path in solution(name).items() if key == "results"}
+    assert says in only_fault(name, tmp_path, answer, **results)
+
+
+# --- how many workers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [(), (1,), (5,), (5, 10), (5, 10, 20), (20, 40)])
+def test_what_is_not_measured_yet_is_asked_for(workers: tuple[int, ...], tmp_path: Path) -> None:
+    source = next((solution(WORKERS)["results"] / "data_pipeline/runs").glob("*/*persistent*"))
+    for number in workers:
+        record = json.loads(source.read_text())
+        record["options"]["workers"] = number
+        path = tmp_path / f"data_pipeline/runs/a/{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record))
+    items = checked(WORKERS, answers=solution(WORKERS)["answers"], results=tmp_path)
+    if {5, 10} <= {*workers}:
+        assert len(items) == 9
+        return
+    (item,) = items
+    wanted = {(): "--steps rates", (5,): "--workers 10"}.get(workers, "--workers 5")
+    assert item.why.startswith("python labs/data_pipeline/") and wanted in item.why
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_workers_that_wait_for_storage_share_a_core(tmp_path: Path) -> None:
+    make_dataset.main(["--images", "64", "--output-dir", str(tmp_path)])
+    images = SlowOpens(Folder(tmp_path), open_ms=50)
+
+    def seconds(workers: int) -> float:
+        batches = iter(DataLoader(images, 4, num_workers=workers))
+        next(batches)  # the workers have started
+        start = time.perf_counter()
+        for _ in batches:
+            pass
+        return time.perf_counter() - start
+
+    assert seconds(1) > 2 * seconds(8)
+
+
+# --- which part of the loop is slow --------------------------------------------------------------
 
 
 def test_the_recorded_trace_shows_the_fault_and_nothing_of_its_machine() -> None:
