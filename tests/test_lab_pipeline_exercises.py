@@ -83,18 +83,16 @@ def test_what_is_not_measured_yet_is_asked_for(workers: tuple[int, ...], tmp_pat
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_that_wait_for_storage_share_a_core(tmp_path: Path) -> None:
-    make_dataset.main(["--images", "64", "--output-dir", str(tmp_path)])
+    make_dataset.main(["--images", "128", "--output-dir", str(tmp_path)])
     images = SlowOpens(Folder(tmp_path), open_ms=50)
 
     def seconds(workers: int) -> float:
-        batches = iter(DataLoader(images, 4, num_workers=workers))
-        next(batches)  # the workers have started
         start = time.perf_counter()
-        for _ in batches:
+        for _ in DataLoader(images, 4, num_workers=workers):
             pass
         return time.perf_counter() - start
 
-    assert seconds(1) > 2 * seconds(8)
+    assert seconds(1) > 2.5 * seconds(8)
 
 
 # --- which part of the loop is slow --------------------------------------------------------------

@@ -189,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.record:
+        results.prepare_file(arguments.record, "--record")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dataset = Folder(arguments.dataset_dir)
     loop = Loop(device, dataset[0][0].shape[-1], fixed=arguments.fixed)
