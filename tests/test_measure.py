@@ -10,6 +10,8 @@ from test_lab_documents import STUDIES as STUDIES_OF_LAB
 from test_lab_documents import flags
 
 from analysis_tools import compare_versions, roofline_analysis
+from labs.cifar10_roofline import measure_table
+from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import documents, request
 from workshop.kernels import benchmark
 
@@ -25,11 +27,13 @@ PARSERS = {
     "workshop.kernels.benchmark": benchmark.build_parser,
     "micro_benchmarking_pytorch.py": request.build_parser,
     "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
+    "measure_table.py": measure_table.build_parser,
+    "measure_pipeline.py": measure_pipeline.build_parser,
 }
 STUDIES = (
-    "large ladder profiles inference_networks inference_ladder inference_compare inference_peers "
-    "waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim "
-    "sweep_batch_size kernels inference_ops inference_profiles harness ceilings"
+    "large ladder profiles cifar10 pipeline inference_networks inference_ladder inference_compare "
+    "inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training "
+    "sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -81,10 +85,10 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
             folder = arguments.results if name == "roofline_analysis.py" else arguments.output_dir
             if "labs/" in tool:
                 folder = folder.parent
-                assert folder.name == "inference_benchmark"
+                assert folder.name in ("inference_benchmark", "new folder")
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (11, 1, 1, 11, 2), strict=True)
+        zip(PARSERS, (11, 1, 1, 11, 2, 1, 1), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES)

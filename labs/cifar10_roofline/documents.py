@@ -12,7 +12,7 @@ from workshop.compare.tables import number
 from workshop.labs import LabRow, LabRun
 
 README = Path(__file__).with_name("README.md")
-COMMAND = "python measure_table.py --jobs 6"
+COMMAND = "python measure_table.py --jobs 9"
 _HEADER = ("", "images/s", "p50 ms", "TFLOP/s", "of ceiling", "over `--amp --workers 4`", "proof")
 
 

@@ -1,6 +1,6 @@
 """Measures trainings beside each other: the usual ones and the fast one, by network and batch size.
 
-    python measure_table.py --jobs 6
+    python measure_table.py --jobs 9
     python measure_table.py --models resnet18 --batch-sizes 256 -- --epochs 1 --data ~/cifar10
 
 Whole epochs with data loading, in alternating processes; speed-ups are over `--amp --workers 4`.

@@ -14,7 +14,7 @@ from workshop.labs import LabRow, LabRun
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_pipeline.py --steps all"
-_HEADER = ("", "images/s", "p50 ms", "waits", "over the first", "proof")
+_HEADER = ("", "images/s", "p50 ms", "waits", "GPU busy", "over the first", "proof")
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
@@ -32,8 +32,9 @@ def _block(rows: Sequence[LabRow]) -> str:
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
         [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
-         number(rungs.median(row, "wait_share"), ".0%"), escape(lab_table.verdict(row)),
+         number(rungs.median(row, "wait_share"), ".0%"),
+         number(rungs.median(row, "kernel_share") or None, ".0%"), escape(lab_table.verdict(row)),
          lab_table.proof(row)]
         for row in rows
     ]  # fmt: skip
-    return table(_HEADER, lines, (0, 5))
+    return table(_HEADER, lines, (0, 6))

@@ -360,13 +360,23 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
     keys = ("read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
     lines = [
         Line([row.label, *(number(rungs.median(row, key), ",.0f") for key in keys),
-              number(rungs.median(row, "wait_share"), ".0%")])
+              number(rungs.median(row, "wait_share"), ".0%"),
+              number(rungs.median(row, "kernel_share") or None, ".0%")])
         for row in rows
         if row.times
     ]  # fmt: skip
-    header = ("images/s of a part", "1 core reads", "decodes", "prepares", "the model", "waits")
-    note = "waits: the share of an epoch in which the loop waits for its next batch, on the host"
-    return Table("alone", header, lines, [note], continues=True)
+    header = (
+        "images/s of a part",
+        "1 core reads",
+        "decodes",
+        "prepares",
+        "the model",
+        "waits",
+        "GPU busy",
+    )
+    notes = ["waits: the share of an epoch in which the loop waits for its next batch, on the host",
+             "GPU busy: the share of the profiled steps with a kernel running"]  # fmt: skip
+    return Table("alone", header, lines, notes, continues=True)
 
 
 def changes_table(run: LabRun, names: Sequence[str]) -> Table:

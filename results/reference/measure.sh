@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures what the documents show of a device: comparisons, waterfalls, sweeps, profiles, kernels,
-# the inference benchmark, into a folder like those beside this script.
+# the labs, into a folder like those beside this script.
 #
 # Usage: results/reference/measure.sh FOLDER [STUDY ...]
 #
@@ -14,9 +14,9 @@ set -euo pipefail
 unset CDPATH
 
 # Those that take long are first, so that several GPUs end together.
-STUDIES=(large ladder profiles inference_networks inference_ladder inference_compare inference_peers
-  waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim sweep_batch_size
-  kernels inference_ops inference_profiles harness ceilings)
+STUDIES=(large ladder profiles cifar10 pipeline inference_networks inference_ladder inference_compare
+  inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim
+  sweep_batch_size kernels inference_ops inference_profiles harness ceilings)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
@@ -61,6 +61,11 @@ waterfall() {
 sweep() {
   compare "$FOLDER/$1" --sweep "${@:2}" --config small --precision bf16 \
     --versions "${VERSIONS[@]}" --repeats 1 --num-steps 10
+}
+
+# lab NAME PROGRAM FLAGS: a lab's own table.
+lab() {
+  try "$PYTHON" "labs/$1/$2" --output-dir "$FOLDER/$1" "${@:3}"
 }
 
 # infer NAME FLAGS: a study of the inference benchmark.
@@ -153,6 +158,8 @@ measure() {
     inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 16 ;;
     inference_profiles) for precision in fp32 fp16; do profile_inference "$precision"; done ;;
     inference_ops) for set in predefined model_ops; do operators "$set"; done ;;
+    cifar10) lab cifar10_roofline measure_table.py --jobs 9 ;;
+    pipeline) lab data_pipeline measure_pipeline.py --steps all ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)
