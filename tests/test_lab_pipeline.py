@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from labs.data_pipeline import documents, loop, make_dataset, measure_rung, proof, rungs, slow
+from labs.data_pipeline import (
+    documents,
+    loop,
+    make_dataset,
+    measure_rung,
+    profiling,
+    proof,
+    rungs,
+    slow,
+)
 from labs.data_pipeline.formats import FORMATS, PACKED, Folder
 from labs.data_pipeline.loop import Loop, Settings, Source
 from labs.data_pipeline.measure_pipeline import main
@@ -325,7 +334,9 @@ def test_a_red_rung_gets_no_throughput(
     path = tmp_path / "result.json"
     flags = ["--rung", "resident", "--folder", str(made), "--result-file", str(path)]
     flags += ["--epochs", "1", "--iterations", "2", "--batch-size", "8", "--device", "cpu"]
-    assert main(flags) == 1
+    profile = tmp_path / "profile"
+    assert main([*flags, "--profile-dir", str(profile)]) == 1
+    assert (profile / "steps.png").is_file() and not profiling.is_proven(profile)
     run = labs.load(path)
     assert run.status == "proof failed" and labs.build_rows([run])[0].units_per_s is None
 

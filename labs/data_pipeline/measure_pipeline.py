@@ -34,7 +34,6 @@ from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.labs import LabRow, LabRun
-from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import hardware, timing, turns
 
 RATES = "rates"
@@ -337,8 +336,9 @@ def _show(runs: list[LabRun], names: list[str], folder: Path, profiles: Path) ->
 
 
 def _show_profiles(names: list[str], folder: Path, profiles: Path) -> None:
-    """Prints what bounds each rung, and draws where the time of its steps goes."""
-    found = [name for name in names if (profiles / name / RUN_FILE).is_file()]
+    """Prints what bounds each rung, and draws where the time of its steps goes. A red one has no
+    times here either."""
+    found = [name for name in names if profiling.is_proven(profiles / name)]
     for name in found:
         print(f"{name}: {profiling.advice(profiles / name)}")
     if found:

@@ -22,12 +22,14 @@ def profile_rung(loop: Loop, epoch: int, record: LabRun, folder: Path) -> None:
     picture; the record gets the share of a step of each of step_time.CATEGORIES.
 
     The first steps get what the workers prepared ahead. Several times as many steps as workers are
-    recorded, since batches come in bursts.
+    recorded, since batches come in bursts. An epoch of one step has no profile.
     """
     workers = loop.settings.workers
     wanted = min(max(LEAST_STEPS, 3 * workers), MOST_STEPS)
     ahead = 2 + workers * loop.settings.prefetch
     steps = min(len(loop.images) // loop.order.batch_size, ahead + wanted)
+    if steps < 2:  # one warms the profiler up
+        return
     results.prepare_folder(folder)
     timed_steps, loop.order.steps = loop.order.steps, steps
     _record_trace(loop, epoch, max(1, steps - wanted), folder / TRACE)
@@ -56,6 +58,12 @@ def _record_trace(loop: Loop, epoch: int, skipped: int, target: Path) -> None:
     ):
         for _ in loop.epoch(epoch):
             profiler.step()
+
+
+def is_proven(folder: Path) -> bool:
+    """Whether it has a profile, of a rung whose proof is green."""
+    files = [folder / name for name in (kernel_file.JSON_FILE, RUN_FILE)]
+    return all(path.is_file() for path in files) and labs.load(files[1]).status == "complete"
 
 
 def advice(folder: Path) -> str:
