@@ -23,7 +23,6 @@ from labs.cifar10_roofline import (
     checkpoints,
     data,
     documents,
-    loop,
     measure_table,
     networks,
     proof,
@@ -521,7 +520,11 @@ def test_a_training_leaves_its_weights_curves_and_result(
     assert (tmp_path / "out" / "resnet18_cifar10_curves.png").read_bytes()[:4] == b"\x89PNG"
     (path,) = (tmp_path / "results").rglob("*.json")
     result = labs.load(path)
-    assert len(result.step_ms) == 24 - loop.SETTLING_STEPS and len(result.losses) == 24
+    assert len(result.single_step_ms) == len(result.losses) == 24
+    epochs = len(result.step_ms) + 1  # the first is left out
+    of_one = 24 // epochs
+    last = result.single_step_ms[-of_one:]
+    assert epochs > 1 and result.step_ms[-1] == pytest.approx(sum(last) / of_one)
     assert result.losses[-1] is not None and result.losses[0] is not None
     assert result.losses[-1] < result.losses[0]
     (row,) = labs.build_rows([result])
@@ -669,6 +672,7 @@ def test_the_table_is_of_trainings_in_turns(
     assert all(len(run.losses) == 3 and run.options["epoch_images"] == 24 for run in runs)
     (text,) = documents.parts(runs)[documents.README].values()
     assert "| fp32, 2 workers |" in text and text.count("green") == 2
+    assert f"`python {Path(sys.argv[0]).name}" in text  # the command of the study
 
 
 def test_the_fast_path_on_a_gpu_can_be_asked_for() -> None:

@@ -54,7 +54,11 @@ class LabRun:
     """Why it failed or was skipped."""
     options: dict[str, Value] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
+    study: list[str] = field(default_factory=list)
+    """The command of the study that this process is a part of."""
     step_ms: list[float] = field(default_factory=list)
+    single_step_ms: list[float] = field(default_factory=list)
+    """Where `step_ms` has the means of whole epochs."""
     setup_s: dict[str, float] = field(default_factory=dict)
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     """`peak`, and what it is made of; `source` says how it was found."""

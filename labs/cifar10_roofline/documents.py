@@ -19,7 +19,7 @@ _HEADER = ("", "images/s", "p50 ms", "TFLOP/s", "of ceiling", "over `--amp --wor
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
     """What goes between the markers, of the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
-    blocks = [f"{lab_table.source(rows, COMMAND)}\n\n{_table(rows)}" for rows in groups]
+    blocks = [f"{lab_table.source(rows)}\n\n{_table(rows)}" for rows in groups]
     return {README: {"training": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
 
 

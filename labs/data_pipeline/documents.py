@@ -26,7 +26,7 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
 
 def _block(rows: Sequence[LabRow]) -> str:
     title = escape(lab_table.title(rows))
-    return f"{title}\n\n{lab_table.source(rows, COMMAND)}\n\n{_table(rows)}"
+    return f"{title}\n\n{lab_table.source(rows)}\n\n{_table(rows)}"
 
 
 def _table(rows: Sequence[LabRow]) -> str:

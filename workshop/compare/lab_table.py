@@ -2,6 +2,7 @@
 and CSV."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,9 +91,11 @@ def proof(row: LabRow) -> str:
     return GREEN if row.proof == "pass" else row.proof
 
 
-def source(rows: Sequence[LabRow], command: str) -> str:
-    """Where rows come from, Markdown: "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`"."""
+def source(rows: Sequence[LabRow], command: str = "") -> str:
+    """Where rows come from, Markdown: "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`".
+    Without a command it is that of their study."""
     runs = [run for row in rows for run in row.runs]
+    command = command or next(f"python {shlex.join(run.study)}" for run in runs if run.study)
     commits = sorted({run.git_commit[:7] for run in runs if run.git_commit})
     versions = sorted({str(run.software.get("torch")) for run in runs})
     words = [rows[0].device, f"PyTorch {', '.join(versions)}", f"commit {', '.join(commits)}"]

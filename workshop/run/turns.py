@@ -92,7 +92,10 @@ class Child:
             pass
         run, path = self.plan.planned, self.plan.path
         if path.exists():
-            return labs.load(path)
+            run, study = labs.load(path), run.command
+            run.study = study  # the planned record is of the program that gives the turns
+            labs.save(run, path)
+            return run
         run.created = results.now()
         code = self.process.wait()
         self._complaint.seek(0)
