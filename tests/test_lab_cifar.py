@@ -406,6 +406,17 @@ def test_steps_that_a_scaled_loss_leaves_out_are_not_compared() -> None:
     assert proof.of_training(model, training, first, losses[1::2] * 2).status == "pass"
 
 
+def test_a_state_of_another_memory_format_can_be_trained_on() -> None:
+    """PyTorch's fused update, of GPUs, refuses momentum laid out otherwise than its weight."""
+    one, other = (
+        Training(Deeper(), Variant(channels_last=last), PROBLEM, CPU) for last in (True, False)
+    )
+    trained(one, steps=1)
+    other.load(one.state())
+    for weight, kept in other.optimizer.state.items():
+        assert kept["momentum_buffer"].stride() == weight.stride()
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
@@ -556,10 +567,10 @@ def test_fast_paths_train_the_same_on_a_gpu(
 @pytest.mark.parametrize("flags", [(), *measure_table.variants(torch.device("cuda"))])
 def test_the_real_network_is_proven_on_a_gpu(flags: tuple[str, ...], tmp_path: Path) -> None:
     folders = ["--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
-    few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "64"]
+    few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "32", "--lr", "0.02"]
     assert main([*few, *folders, *flags]) == 0
     (path,) = tmp_path.rglob("runs/*/*.json")
-    assert labs.load(path).metrics["best_accuracy"] > 0.3  # type: ignore[operator]
+    assert labs.load(path).metrics["best_accuracy"] > 0.7  # type: ignore[operator]
 
 
 @pytest.mark.gpu

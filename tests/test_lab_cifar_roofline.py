@@ -466,7 +466,16 @@ sys.exit(status)
 
 
 def function_name(kernel: str) -> str:
-    """Of a kernel, without namespaces, template and arguments, which tools write differently."""
+    """Of a kernel, without namespaces, template and arguments, which tools write differently. A
+    name that is too long for torch.profiler's demangler stays mangled."""
+    if kernel.startswith("_ZN"):
+        rest = kernel.removeprefix("_ZN")
+        while length := re.match(r"\d+", rest):
+            name, rest = (
+                rest[length.end() :][: int(length[0])],
+                rest[length.end() + int(length[0]) :],
+            )
+        return name
     for unnamed in ("<unnamed>", "(anonymous namespace)"):
         kernel = kernel.replace(unnamed, "")
     return re.split(r"[<(]", kernel.removeprefix("void "))[0].split("::")[-1]

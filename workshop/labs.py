@@ -54,10 +54,10 @@ class LabRun:
     """Why it failed or was skipped."""
     options: dict[str, Value] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
-    study: list[str] = field(default_factory=list)
+    study: list[str] = field(default_factory=list, metadata=results.NEWER)
     """The command of the study that this process is a part of."""
     step_ms: list[float] = field(default_factory=list)
-    single_step_ms: list[float] = field(default_factory=list)
+    single_step_ms: list[float] = field(default_factory=list, metadata=results.NEWER)
     """Where `step_ms` has the means of whole epochs."""
     setup_s: dict[str, float] = field(default_factory=dict)
     memory_mb: dict[str, float | str] = field(default_factory=dict)

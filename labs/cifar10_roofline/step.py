@@ -195,6 +195,9 @@ class Training:
             for group in self.optimizer.param_groups
         ]
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would share tensors
+        # The fused update wants momentum in its weight's memory format.
+        for weight, its in self.optimizer.state.items():
+            its["momentum_buffer"] = torch.empty_like(weight).copy_(its["momentum_buffer"])
         for group, kept in zip(self.optimizer.param_groups, own, strict=True):
             group.update(kept)
         if state["scaler"]:
