@@ -348,6 +348,8 @@ def test_the_number_of_workers_follows_from_the_rates(
     assert main(["--steps", "rates", *flags]) == 0
     printed = capsys.readouterr().out
     assert "one worker prepares" in printed and "workers that follow: " in printed
+    if hasattr(os, "posix_fadvise"):
+        assert "the storage gives one core" in printed
 
 
 def test_documents_say_what_is_not_measured() -> None:

@@ -13,7 +13,7 @@ from workshop.labs import LabRow, LabRun
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_table.py --jobs 9"
-_HEADER = ("", "images/s", "p50 ms", "TFLOP/s", "of ceiling", "over `--amp --workers 4`", "proof")
+_HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", "over `--amp --workers 4`", "proof")
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:

@@ -4,17 +4,17 @@ results/reference/ between its markers."""
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from labs.data_pipeline import rungs
+from labs.data_pipeline import measure_pipeline, rungs
 from labs.data_pipeline.measure_rung import LAB
 from workshop import labs
-from workshop.compare import lab_table
+from workshop.compare import lab_table, tables
 from workshop.compare.markdown import escape, table
 from workshop.compare.tables import number
 from workshop.labs import LabRow, LabRun
 
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_pipeline.py --steps all"
-_HEADER = ("", "images/s", "p50 ms", "waits", "GPU busy", "over the first", "proof")
+_HEADER = ("", "images/s", "ms a step", "over the first", "proof")
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
@@ -26,15 +26,14 @@ def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
 
 def _block(rows: Sequence[LabRow]) -> str:
     title = escape(lab_table.title(rows))
-    return f"{title}\n\n{lab_table.source(rows)}\n\n{_table(rows)}"
+    parts = tables.markdown([measure_pipeline.rates_table(rows)])
+    return f"{title}\n\n{lab_table.source(rows)}\n\n{_table(rows)}\n\n{parts}"
 
 
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
         [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
-         number(rungs.median(row, "wait_share"), ".0%"),
-         number(rungs.median(row, "kernel_share") or None, ".0%"), escape(lab_table.verdict(row)),
-         lab_table.proof(row)]
+         escape(lab_table.verdict(row)), lab_table.proof(row)]
         for row in rows
     ]  # fmt: skip
-    return table(_HEADER, lines, (0, 6))
+    return table(_HEADER, lines, (0, 4))

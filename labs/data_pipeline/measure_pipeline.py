@@ -357,7 +357,7 @@ def speed_tables(rows: Sequence[LabRow]) -> list[Table]:
 
 def rates_table(rows: Sequence[LabRow]) -> Table:
     """What each part could do alone, by rung: of the process in the middle."""
-    keys = ("read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
+    keys = ("storage_per_s", "read_per_s", "decode_per_s", "worker_per_s", "model_per_s")
     lines = [
         Line([row.label, *(number(rungs.median(row, key), ",.0f") for key in keys),
               number(rungs.median(row, "wait_share"), ".0%"),
@@ -367,6 +367,7 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
     ]  # fmt: skip
     header = (
         "images/s of a part",
+        "from storage",
         "1 core reads",
         "decodes",
         "prepares",
@@ -374,7 +375,8 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
         "waits",
         "GPU busy",
     )
-    notes = ["waits: the share of an epoch in which the loop waits for its next batch, on the host",
+    notes = ["from storage: what one core reads that is not in memory; other columns' files are",
+             "waits: the share of an epoch in which the loop waits for its next batch, on the host",
              "GPU busy: the share of the profiled steps with a kernel running"]  # fmt: skip
     return Table("alone", header, lines, notes, continues=True)
 
@@ -398,6 +400,9 @@ def show_rates(arguments: argparse.Namespace, device: torch.device) -> int:
     images, source = measure_rung.open_images(settings, folder, arguments.open_ms)
     loop = Loop(settings, source, device, arguments.batch_size, classes=images.classes)
     worker, model = rates.worker_rate(source, loop), rates.model_rate(loop)
+    stored = rates.storage_rate(images)
+    if stored:
+        print(f"the storage gives one core {stored:,.0f} images/s that are not in memory")
     print(
         f"one core reads {rates.read_rate(images):,.0f} images/s and decodes "
         f"{rates.decode_rate(images):,.0f}\n"

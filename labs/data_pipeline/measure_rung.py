@@ -125,6 +125,7 @@ def _too_large(record: LabRun, asked: str) -> OutOfMemory:
 def rates_of(record: LabRun, images: Images, source: Source, loop: Loop) -> None:
     """Of one core, into the record."""
     record.metrics |= {
+        "storage_per_s": rates.storage_rate(images),  # first: what is mapped can't be dropped
         "read_per_s": rates.read_rate(images),
         "decode_per_s": rates.decode_rate(images),
         "worker_per_s": rates.worker_rate(source, loop),

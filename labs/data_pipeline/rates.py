@@ -1,12 +1,14 @@
-"""How fast each part of the pipeline is alone: reading, decoding, a worker, the model.
+"""How fast each part of the pipeline is alone: the storage, reading, decoding, a worker, the model.
 
 The loop can go no faster than the slowest: the model, or all workers together.
 """
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch.utils.data import default_collate
@@ -17,6 +19,31 @@ from labs.data_pipeline.loop import Items, Loop, Source
 SECONDS = 0.5
 """That a rate is measured for."""
 LEAST_STEPS = 5
+STORED_FILES, STORED_BYTES = 500, 2**26
+"""How many PNG files, and how much of a packed one, are read from the storage."""
+
+
+def storage_rate(images: Images) -> float | None:
+    """Images a second that one core reads from the storage, in the files' order: they are dropped
+    from the system's memory before. None where the system has no way to do that, as macOS. Caches
+    of the storage itself, as of a file server, are in it."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    pngs = sorted(images.path.glob("*.png"))[:STORED_FILES]
+    files = pngs or (sorted(images.path.iterdir()) if images.path.is_dir() else [images.path])
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # what is not yet written can't be dropped
+            os.posix_fadvise(file.fileno(), 0, STORED_BYTES, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    read = sum(map(_read_first, files))
+    per_s = read / (time.perf_counter() - start)
+    return per_s * len(pngs or images) / sum(path.stat().st_size for path in files)
+
+
+def _read_first(path: Path) -> int:
+    with path.open("rb", buffering=0) as file:
+        return len(file.read(STORED_BYTES))
 
 
 def read_rate(images: Images) -> float:

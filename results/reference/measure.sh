@@ -158,8 +158,13 @@ measure() {
     inference_networks) infer networks all --batch-size 32 --fp16 1 --jobs 16 ;;
     inference_profiles) for precision in fp32 fp16; do profile_inference "$precision"; done ;;
     inference_ops) for set in predefined model_ops; do operators "$set"; done ;;
-    cifar10) lab cifar10_roofline measure_table.py --jobs 9 ;;
-    pipeline) lab data_pipeline measure_pipeline.py --steps all ;;
+    cifar10)
+      lab cifar10_roofline measure_table.py --jobs 9 -- --epochs 2 --epoch-images 50000
+      ;;
+    pipeline)
+      lab data_pipeline measure_pipeline.py --steps all --iterations 100 --resnet-images 8192 \
+        --epochs 2 --jobs 6
+      ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)

@@ -161,7 +161,7 @@ def _table(report: Report) -> Iterator[str]:
     levels = list(report.total.moved)
     yield " ".join(
         ["  share", " calls", "        ms", "     GFLOP", "  GFLOP/s",
-         *(f"AI {level:>7}" for level in levels), " kernel"]
+         *(f"{'AI ' + level:>10}" for level in levels), " kernel"]
     )  # fmt: skip
     for kernel in report.kernels:
         intensities = " ".join(_short(_intensity(kernel, level)) for level in levels)
