@@ -4,6 +4,7 @@
 #   make compare ARGS="--config medium"     options for the tool behind the target
 #   make setup BUILD=rocm                   PyTorch's build: auto, cpu, cuda, rocm
 #   make setup PYTHON=python3.12 VENV=/scratch/me/venv
+#   make notebook NOTEBOOK=labs/data_pipeline/where_does_the_step_wait.ipynb
 
 VENV ?= .venv
 BUILD ?= auto
@@ -13,8 +14,8 @@ ARGS ?=
 RUN = "$(VENV)/bin/python"
 PREPARE = bash setup/environment_setup.sh --venv "$(VENV)" --build $(BUILD) \
 	$(if $(PYTHON),--python "$(PYTHON)")
-TOUR = exercises/notebooks/workshop_tour.ipynb
-MY_TOUR = results/tour/workshop_tour.ipynb
+NOTEBOOK = exercises/notebooks/workshop_tour.ipynb
+MY_NOTEBOOK = results/tour/$(notdir $(NOTEBOOK))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup compare profile dashboard report notebook test test-all lint docs clean environment \
@@ -46,11 +47,11 @@ report: environment ## write a report of all results: one page that needs no net
 # The copy is the reader's: with predictions and outputs in it, the checkout stays as it is. Jupyter
 # listens on this machine alone and asks for a token; it sends root away, who is the user of most
 # containers, unless asked not to.
-notebook: notebook-environment ## open the tour of the workshop in JupyterLab
-	@mkdir -p $(dir $(MY_TOUR))
-	@[ -e $(MY_TOUR) ] || cp $(TOUR) $(MY_TOUR)
+notebook: notebook-environment ## open the tour of the workshop in JupyterLab, or another NOTEBOOK
+	@mkdir -p $(dir $(MY_NOTEBOOK))
+	@[ -e $(MY_NOTEBOOK) ] || cp $(NOTEBOOK) $(MY_NOTEBOOK)
 	@$(RUN) -m jupyterlab --ip 127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
-		$(ARGS) $(MY_TOUR)
+		$(ARGS) $(MY_NOTEBOOK)
 
 PYTEST = $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 

@@ -1,20 +1,21 @@
-"""The tour: it runs, is stored without outputs, and leaves all logic to the workshop's modules."""
+"""The notebooks: they run, are stored without outputs, and leave all logic to our modules."""
 
 from __future__ import annotations
 
 import ast
 import html
-import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import nbclient
 import nbformat
 import pytest
+import torch
 from conftest import HANGS_S
 
+from labs.data_pipeline import profiling
+from workshop import labs
 from workshop.classroom import notebook
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item
@@ -26,9 +27,7 @@ from workshop.report.pictures import Chart
 
 ROOT = Path(__file__).resolve().parents[1]
 TOUR = ROOT / "exercises" / "notebooks" / "workshop_tour.ipynb"
-CELLS: list[dict[str, Any]] = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
-SOURCES = ["".join(cell["source"]) for cell in CELLS]
-CODE = [source for cell, source in zip(CELLS, SOURCES, strict=True) if cell["cell_type"] == "code"]
+PIPELINE = ROOT / "labs" / "data_pipeline" / "where_does_the_step_wait.ipynb"
 SMALLER = """
 from workshop.run import presets
 
@@ -38,69 +37,76 @@ presets.PRESETS["tiny"] = presets.Preset(64, 1, 2, seq_len=64, batch_size=2)
 with a model that costs seconds."""
 
 
-# --- as it is stored ------------------------------------------------------------------------------
+# --- as they are stored ---------------------------------------------------------------------------
 
 
-def test_it_is_stored_without_outputs_and_without_a_machine() -> None:
-    stored = nbformat.read(TOUR, as_version=4)
+@pytest.fixture(params=[TOUR, PIPELINE], ids=lambda path: path.stem)
+def stored(request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    return nbformat.read(request.param, as_version=4)
+
+
+def test_it_is_stored_without_outputs_and_without_a_machine(stored: nbformat.NotebookNode) -> None:
     nbformat.validate(stored)
-    assert len({cell["id"] for cell in CELLS}) == len(CELLS)
+    assert len({cell.id for cell in stored.cells}) == len(stored.cells)
     assert stored.metadata.kernelspec.name == "python3"
     assert set(stored.metadata) == {"kernelspec", "language_info"}
     assert set(stored.metadata.language_info) == {"name"}
-    for cell in CELLS:
-        if cell["cell_type"] == "code":
-            assert (cell["outputs"], cell["execution_count"]) == ([], None)
-        assert cell["metadata"] in ({}, {"tags": ["parameters"]})
-    for source in SOURCES:
+    for cell in stored.cells:
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+        assert cell.metadata in ({}, {"tags": ["parameters"]})
         folders = r"(?<![\w.])/(?:home|root|tmp|opt|work|usr|Users|mnt)\b|[A-Z]:\\"
-        assert not re.search(folders, source)
-        assert not re.search(r"\d\s?(?:ms|x|MB|GB|GB/s|TFLOP/s|GFLOP/s|samples/s)(?!\w)", source)
+        assert not re.search(folders, cell.source)
+        figures = r"\d\s?(?:ms|x|MB|GB|GB/s|TFLOP/s|GFLOP/s|samples/s|images/s)(?!\w)"
+        assert not re.search(figures, cell.source)
 
 
-def test_what_it_imports_is_there() -> None:
-    for node in ast.walk(ast.parse("\n".join(CODE))):
+def test_what_it_imports_is_there(stored: nbformat.NotebookNode) -> None:
+    code = [cell.source for cell in stored.cells if cell.cell_type == "code"]
+    for node in ast.walk(ast.parse("\n".join(code))):
         if isinstance(node, ast.ImportFrom):
             exec(ast.unparse(node), {})
 
 
-# --- as it runs -----------------------------------------------------------------------------------
+# --- as they run ----------------------------------------------------------------------------------
 
 
-def execute(output: Path, start: Path) -> nbformat.NotebookNode:
-    """The notebook as a reader leaves it, but for its sizes, its folder, and V4's compilation."""
-    output.mkdir()
-    (start / "sitecustomize.py").write_text(SMALLER)
-    tour = nbformat.read(TOUR, as_version=4)
-    [first] = [i for i, c in enumerate(tour.cells) if "parameters" in c.metadata.get("tags", [])]
-    parameters = f"import pathlib\nOUTPUT = pathlib.Path({str(output)!r})\nSTEPS, REPEATS = 2, 2"
-    tour.cells.insert(first + 1, nbformat.v4.new_code_cell(parameters))
-    where = {"metadata": {"path": str(TOUR.parent)}}
-    client = nbclient.NotebookClient(tour, timeout=HANGS_S, kernel_name="python3", resources=where)
-    more = {"PYTHONPATH": f"{start}{os.pathsep}{ROOT}", "TORCH_COMPILE_DISABLE": "1"}
-    client.execute(env=os.environ | more)
-    return tour
+def execute(path: Path, parameters: str, environment: dict[str, str]) -> str:
+    """What a reader sees below the cells, of a notebook with other sizes, and its outputs in a
+    folder of the test."""
+    ready = nbformat.read(path, as_version=4)
+    [first] = [i for i, c in enumerate(ready.cells) if "parameters" in c.metadata.get("tags", [])]
+    ready.cells.insert(first + 1, nbformat.v4.new_code_cell(parameters))
+    where = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(ready, timeout=HANGS_S, kernel_name="python3", resources=where)
+    client.execute(env=os.environ | environment)
+    return "\n".join(
+        str(output.get("data", {}).get("text/html", "")) + str(output.get("text", ""))
+        for cell in ready.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
+
+
+def assert_answered(text: str, *predictions: str) -> None:
+    for what in predictions:
+        answer = rf"<b>{html.escape(what)}</b>: predicted \S+, measured [\d.,%]+"
+        assert re.search(answer, text), what
 
 
 @pytest.mark.slow
-def test_it_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
+def test_the_tour_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
     output = tmp_path / "tour"
-    executed = execute(output, tmp_path)
-    shown = [
-        str(output.get("data", {}).get("text/html", "")) + str(output.get("text", ""))
-        for cell in executed.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-    ]
-    text = "\n".join(shown)
+    output.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(SMALLER)
+    parameters = f"import pathlib\nOUTPUT = pathlib.Path({str(output)!r})\nSTEPS, REPEATS = 2, 2"
+    more = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TORCH_COMPILE_DISABLE": "1"}
+    text = execute(TOUR, parameters, more)
     assert "v1: pass: gradients 11/11" in text
     assert "v2: pass: gradients 11/11" in text
     assert "loss: right" in text and "the backward pass does not reach it" in text
-    for what in ("tensors that learn", "v2, times faster", "v4, times faster", "v1, a step",
-                 "v2, a step", "V1's share of the peak"):  # fmt: skip
-        assert re.search(rf"<b>{html.escape(what)}</b>: predicted \S+, measured [\d.,%]+", text), (
-            what
-        )
+    assert_answered(text, "tensors that learn", "v2, times faster", "v4, times faster",
+                    "v1, a step", "v2, a step", "V1's share of the peak")  # fmt: skip
     for title in ("Distance from V1", "Speed-up over V1", "Where the time of a step goes",
                   "What fills the memory", "The loss of every version"):  # fmt: skip
         assert f"<p><b>{title}" in text, title
@@ -118,7 +124,33 @@ def test_it_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
     assert len(list(output.glob("runs/*/*.json"))) >= 3
 
 
-# --- what it calls --------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_the_pipelines_notebook_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    parameters = f"""
+OUTPUT = Path({str(tmp_path)!r})
+IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
+"""
+    text = execute(PIPELINE, parameters, {"PYTHONPATH": ""})
+    of_rungs = ["n-workers", "persistent", "on-device", "flat", "resident"]
+    faster = [f"{name}, times faster" for name in of_rungs]
+    assert_answered(text, "the loop waits", "images a second", *faster)
+    assert text.count("proof pass") >= 2 + len(of_rungs)
+    assert "5 ms at each open (simulated)" in text
+    for name in ("one_worker", "ladder"):
+        [session] = (tmp_path / name / "profiles").iterdir()
+        for profile in session.iterdir():
+            assert f"{profile.name}: {profiling.advice(profile)}" in text
+    runs = map(labs.load, tmp_path.glob("ladder/runs/*/*.json"))
+    measured = {row.first.variant: row for group in labs.newest(runs) for row in group}
+    assert measured.keys() >= {"1-worker", *of_rungs}
+    assert f"{measured['resident'].speedup.value:.3g}" in text
+    on_gpu = torch.cuda.is_available()
+    assert ("No GPU here" in text) != on_gpu
+    assert text.count("data:image/png") == 2 + on_gpu
+
+
+# --- what they call -------------------------------------------------------------------------------
 
 
 def test_a_change_is_a_diff_of_the_versions_own_lines() -> None:

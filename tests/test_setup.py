@@ -793,9 +793,12 @@ def test_make_prepares_the_environment_first(target: str, extra: str, last: str)
     assert rest[-1].endswith(last)
 
 
-def test_the_notebook_is_a_copy_that_this_machine_alone_can_open(tmp_path: Path) -> None:
-    (tmp_path / "exercises" / "notebooks").mkdir(parents=True)
-    tour = tmp_path / "exercises" / "notebooks" / "workshop_tour.ipynb"
+@pytest.mark.parametrize("other", ["", "labs/a_lab/where.ipynb"])
+def test_the_notebook_is_a_copy_that_this_machine_alone_can_open(
+    other: str, tmp_path: Path
+) -> None:
+    tour = tmp_path / (other or "exercises/notebooks/workshop_tour.ipynb")
+    tour.parent.mkdir(parents=True)
     tour.write_text("the tour")
     # The set-up does nothing, and Jupyter is a program that says how it was called.
     (tmp_path / "setup").mkdir()
@@ -803,6 +806,7 @@ def test_the_notebook_is_a_copy_that_this_machine_alone_can_open(tmp_path: Path)
     make_program(tmp_path / ".venv" / "bin", "python", 'echo "$@"')
     shutil.copy(ROOT / "Makefile", tmp_path)
     command: list[str | Path] = ["make", "-C", tmp_path, "--no-print-directory", "notebook"]
+    command += [f"NOTEBOOK={other}"] if other else []
 
     called = run(command).stdout.split()
     assert called[:4] == ["-m", "jupyterlab", "--ip", "127.0.0.1"]
