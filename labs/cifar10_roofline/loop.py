@@ -183,7 +183,7 @@ def train(ready: Run) -> int:
     if arguments.wait_turn:
         _compile(ready)
         turns.wait_turn()
-    first = proof.First([copy.deepcopy(training.state())])
+    first = proof.First(copy.deepcopy(training.state()))
     epochs: list[list[float]] = []
     losses: list[float] = []
     console = Console(stderr=True)

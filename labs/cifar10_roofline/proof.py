@@ -34,10 +34,13 @@ LEAST_STEPS = 8
 
 @dataclass
 class First:
-    """The first steps that moved the weights: with a scaled loss others are left out."""
+    """The first steps that moved the weights: with a scaled loss others are left out, which change
+    the norms' statistics alone."""
 
-    states: list[dict[str, Any]]
-    """Before each of them, and after the last."""
+    now: dict[str, Any]
+    """The state after the last step."""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    ends: list[dict[str, Any]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     seen: int = 0
@@ -48,11 +51,11 @@ class First:
         if len(self.batches) == FIRST_STEPS:
             return
         self.seen += 1
-        state = copy.deepcopy(training.state())
-        if not any(_moved(_parts(state)[WEIGHTS], _parts(self.states[-1])[WEIGHTS])):
-            self.states[-1] = state
+        start, self.now = self.now, copy.deepcopy(training.state())
+        if not any(_moved(_parts(self.now)[WEIGHTS], _parts(start)[WEIGHTS])):
             return
-        self.states.append(state)
+        self.starts.append(start)
+        self.ends.append(self.now)
         self.batches.append((images.clone(), labels.clone()))
         self.losses.append(float(loss))
 
@@ -83,8 +86,8 @@ def of_training(model: nn.Module, trained: Training, first: First, losses: list[
     truth = _plain(model, "fp64", trained, first)
     plain = _plain(model, precision, trained, first)
     set_arithmetic(precision)
-    own = list(zip(first.losses, first.states[1:], strict=True))
-    errors, lost = (_distances(steps, truth, first.states) for steps in (own, plain))
+    own = list(zip(first.losses, first.ends, strict=True))
+    errors, lost = (_distances(steps, truth, first.starts) for steps in (own, plain))
     limits = {
         name: min(MOST_TIMES * error + (LOSS_FLOOR if name == LOSS else FLOOR), MOST)
         for name, error in lost.items()
@@ -124,7 +127,7 @@ def _plain(model: nn.Module, precision: str, trained: Training, first: First) ->
     torch.backends.cudnn.benchmark = False  # a search would take longer than these steps
     plain = Training(model, Variant(precision), trained.problem, trained.device)
     steps = []
-    for state, batch in zip(first.states, first.batches, strict=False):
+    for state, batch in zip(first.starts, first.batches, strict=True):
         plain.load(state)
         loss = float(plain.step(*batch))
         steps.append((loss, copy.deepcopy(plain.state())))
@@ -134,7 +137,7 @@ def _plain(model: nn.Module, precision: str, trained: Training, first: First) ->
 def _distances(one: _Steps, truth: _Steps, starts: list[dict[str, Any]]) -> dict[str, float]:
     """The largest of any step: of the loss, and of what changed; relative."""
     found: dict[str, float] = {}
-    for (loss, ours), (true_loss, true), start in zip(one, truth, starts, strict=False):
+    for (loss, ours), (true_loss, true), start in zip(one, truth, starts, strict=True):
         distances = {LOSS: abs(loss - true_loss) / abs(true_loss)}
         for name, tensors in _parts(true).items():
             apart = sum(_moved(_parts(ours)[name], tensors))
