@@ -341,6 +341,24 @@ def test_a_red_rung_gets_no_throughput(
     assert run.status == "proof failed" and labs.build_rows([run])[0].units_per_s is None
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_graph_trains_the_same(
+    faulty: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_copy = loop.Loop._replay
+    stale: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def replay(self: Loop, images: torch.Tensor, labels: torch.Tensor) -> Any:
+        stale.append((images, labels))
+        return true_copy(self, *(stale[0] if faulty else (images, labels)))
+
+    monkeypatch.setattr(loop.Loop, "_replay", replay)
+    flags = ["--rung", "resident-graph", "--folder", str(made), "--device", "cuda"]
+    flags += ["--epochs", "1", "--iterations", "4", "--batch-size", "8"]
+    assert main([*flags, "--result-file", str(tmp_path / "result.json")]) == faulty
+
+
 def test_the_number_of_workers_follows_from_the_rates(
     made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

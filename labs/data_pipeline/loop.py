@@ -9,6 +9,7 @@ What an epoch sees follows from the seed and its number alone. Its order and its
 for every format, decoder, number of workers and device.
 """
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from workshop.errors import WorkshopError
 from workshop.run.torchvision import make_importable
 
 LEARNING_RATE = 1e-4
+STEPS_BEFORE_CAPTURE = 3
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Batch = tuple[Tensor, Tensor, Tensor]
 """Images, labels int64 (B,), and which images these are, int64 (B,). As a loader gives them, images
@@ -66,6 +68,8 @@ class Settings:
     amp: bool = False
     """fp16 where it is safe, and a loss that is scaled."""
     compile: bool = False
+    graph: bool = False
+    """A step is a graph of its kernels, captured once and launched as one; on a GPU, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -270,8 +274,11 @@ class Loop:
         model = build_model(settings.model, classes, seed).to(device)
         self.model = model.to(memory_format=self.layout)  # type: ignore[call-overload]
         self.forward = torch.compile(self.model, dynamic=False) if settings.compile else self.model
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=LEARNING_RATE, capturable=settings.graph
+        )
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.amp)
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def epoch(self, number: int) -> Iterator[Step]:
         """Trains an epoch; a step each time that the next one is asked for."""
@@ -287,10 +294,47 @@ class Loop:
             if images.dtype == torch.uint8:
                 images = normalise(crop_batch(images, corners[indices]))
             images = images.contiguous(memory_format=self.layout)
-            with torch.autocast(self.device.type, torch.float16, enabled=self.settings.amp):
-                loss = F.cross_entropy(self.forward(images), labels)
-            self.optimizer.zero_grad()
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            yield Step(loss.detach(), images, labels, indices)
+            if self.settings.graph:
+                loss, images, labels = self._replay(images, labels)
+            else:
+                loss = self._step(images, labels)
+            yield Step(loss, images, labels, indices)
+
+    def _step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Trains one step; its loss."""
+        with torch.autocast(self.device.type, torch.float16, enabled=self.settings.amp):
+            loss = F.cross_entropy(self.forward(images), labels)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def _replay(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same step as a graph: its loss, and the images and labels that it has read."""
+        if self._graph is None:
+            self._capture(images, labels)
+        assert self._graph is not None
+        self._images.copy_(images)
+        self._labels.copy_(labels)
+        self._graph.replay()
+        return self._loss.clone(), self._images.clone(), self._labels.clone()
+
+    def _capture(self, images: Tensor, labels: Tensor) -> None:
+        """Captures the step, after some in which memory settles; what these changed is put back."""
+        self._images, self._labels = images.clone(), labels.clone()
+        before = copy.deepcopy(self.model.state_dict())
+        own = torch.cuda.Stream(self.device)
+        own.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(own):
+            for _ in range(STEPS_BEFORE_CAPTURE):
+                self._step(self._images, self._labels)
+        torch.cuda.current_stream(self.device).wait_stream(own)
+        self.optimizer.zero_grad()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._loss = self._step(self._images, self._labels)
+        self.model.load_state_dict(before)
+        for state in self.optimizer.state.values():  # zeros, as before the first step
+            for tensor in state.values():
+                tensor.zero_()

@@ -54,6 +54,8 @@ RUNGS = (
     Rung("ffcv", "on-device", "peer: FFCV's loader", {"reader": "ffcv"}),
     Rung("dali", "on-device", "peer: NVIDIA DALI's loader", {"reader": "nvidia.dali"}),
     Rung("resident", "on-device", "all images lie on the device", {"resident": True}),
+    Rung("resident-graph", "resident", "a step is one graph: a single launch", {"graph": True},
+         "graphs of kernels are for GPUs"),
     Rung("resnet50", ALONE,
          "ResNet-50 in fp32; flat array, {workers} workers, pinned, prefetched, the device crops",
          {"model": "resnet50", "format": "flat", "workers": ALL_WORKERS, "persistent": True,
