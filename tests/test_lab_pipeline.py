@@ -322,7 +322,7 @@ def test_the_command_measures_rungs_in_turns(
         assert "simulated" in run.subject and str(made) not in json.dumps(run.command)
     rows = {row.first.variant: row for [*group] in labs.newest(runs) for row in group}
     assert rows["flat"].speedup and rows["flat"].first.baseline == "1-worker"
-    assert (tmp_path / "ladder.png").stat().st_size > 5000
+    assert (tmp_path / "ladder_cnn.png").stat().st_size > 5000
     written = (tmp_path / "pipeline.md").read_text()
     assert "| flat | on-device | flat in place of PNG files |" in written
 

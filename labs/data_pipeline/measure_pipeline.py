@@ -341,10 +341,13 @@ def _show_profiles(names: list[str], folder: Path, profiles: Path) -> None:
     found = [name for name in names if profiling.is_proven(profiles / name)]
     for name in found:
         print(f"{name}: {profiling.advice(profiles / name)}")
+    for model in dict.fromkeys(rungs.settings(name, 1).model for name in found):
+        picture = folder / f"ladder_{model}.png"
+        own = [name for name in found if rungs.settings(name, 1).model == model]
+        profiling.draw_ladder([(name, profiles / name) for name in own], picture)
+        print(f"Written: {picture}")
     if found:
-        picture = folder / profiling.LADDER
-        profiling.draw_ladder([(name, profiles / name) for name in found], picture)
-        print(f"Written: {picture}, and of each rung {profiles}/RUNG/{profiling.PICTURE}")
+        print(f"Written: of each rung {profiles}/RUNG/{profiling.PICTURE}")
 
 
 def speed_tables(rows: Sequence[LabRow]) -> list[Table]:

@@ -13,7 +13,7 @@ from workshop.profilers import advisor, kernel_file, step_pictures, step_time
 from workshop.profilers.load import load
 from workshop.profilers.runner_files import RUN_FILE
 
-TRACE, PICTURE, LADDER = "trace.json.gz", "steps.png", "ladder.png"
+TRACE, PICTURE = "trace.json.gz", "steps.png"
 LEAST_STEPS, MOST_STEPS = 6, 48
 
 
