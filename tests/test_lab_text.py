@@ -64,9 +64,13 @@ def lines(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
+def records() -> list[LabRun]:
+    return [labs.load(path) for path in Path("results").rglob("*.json")]
+
+
 def record() -> LabRun:
-    (path,) = Path("results").rglob("*.json")
-    return labs.load(path)
+    (run,) = records()
+    return run
 
 
 def load(folder: Path, *flags: str) -> tuple[Loaded, models.Engine]:
@@ -125,6 +129,7 @@ def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) ->
     assert lm_gen.main([*map(str, words), "--device", "cpu", "--output-dir", "results"]) == 0
     again = [line["text"] for line in lines("again.jsonl")]
     assert again == [line["text"] for line in made]
+    assert all("again" not in " ".join(run.command) for run in records())
     typed("--temperature", 0.95, "--output_file", "other", "--seed", 1000)
     assert again != [line["text"] for line in lines("other.jsonl")]
 
@@ -275,7 +280,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--device_map", "nowhere"], 2, "--device_map nowhere"),
     (["--dtype", "fp16"], 2, "fp16"),
     (["--stream", "--batch_size", "2"], 2, "--stream"),
-    (["--engine", "fast", "--load_in_8bit"], 2, "--load_in_8bit"),
+    (["--engine", "fast", "--device_map", "auto"], 2, "--device_map"),
     (["three", "more", "words"], 2, "MODEL INPUT OUTPUT"),
 ]
 MISSING = [

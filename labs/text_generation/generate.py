@@ -27,6 +27,9 @@ from workshop.run.timing import median
 BETWEEN = "\n" + 40 * "-" + "\n"
 """Two texts of the output file."""
 
+HAVE_THEIR_OWN = ("fast", "deepspeed")
+"""Engines that load the model once more: Hugging Face's stays beside theirs for the proof."""
+
 
 @dataclass
 class Run:
@@ -92,10 +95,10 @@ def prepare(
     """Loads the model and encodes the prompts; raises WorkshopError."""
     loaded = models.load(arguments, device, precision, cleanup)
     rows = prompts.encode(texts, loaded, arguments.num_tokens)
-    start = time.perf_counter()
-    engine, name = models.make_engine(arguments, loaded)
-    if arguments.engine in ("fast", "deepspeed"):  # which load once more
-        loaded.load_s = time.perf_counter() - start
+    with models.watched(device) as took:
+        engine, name = models.make_engine(arguments, loaded)
+    if arguments.engine in HAVE_THEIR_OWN:
+        loaded.load = took
     batches = list(prompts.batches(rows, arguments.batch_size, loaded.pad))
     size = len(batches[0].rows)
     words = [precision.name, *["int8 weights"] * arguments.load_in_8bit, name]
@@ -118,6 +121,10 @@ def prepare(
         }
         | {"precision": precision.name},
     )
+    record.command = [word for word in record.command if word not in arguments.words[:3]]
+    for package in ("transformers", "deepspeed"):
+        if module := sys.modules.get(package):
+            record.software[package] = module.__version__
     return Run(arguments, precision, loaded, engine, texts, batches, record)
 
 
@@ -164,7 +171,7 @@ def _warm_up(ready: Run) -> None:
     whole = arguments.engine != "hf"
     ready.engine.generate(batch.ids, batch.mask, arguments.num_tokens if whole else 2)
     ready.record.setup_s = {
-        "load": ready.loaded.load_s,
+        "load": ready.loaded.load.seconds,
         "compile": startup.compile_seconds(),
         "warm_up": time.perf_counter() - start,
     }
@@ -246,23 +253,25 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     record.metrics = {
         "first_token_ms": median([answer.first_s * 1e3 for answer, _ in pairs]),
         "prompt_and_new_tokens_per_s": count / sum(seconds),
-        "load_s": loaded.load_s,
-        "load_peak_mb": loaded.load_peak_mb,
+        "load_s": loaded.load.seconds,
+        "load_peak_mb": loaded.load.peak_mb,
         "tokens_as_hugging_face": found.get("as_hugging_face"),
     }
     record.memory_mb = {"weights": loaded.weights_bytes() / memory.MB}
     if peak:
+        if ready.arguments.engine in HAVE_THEIR_OWN:
+            peak -= loaded.weights_bytes()
         record.memory_mb |= {"peak": peak / memory.MB, "source": "allocator"}
-    read = models.bytes_read(loaded.model)
+    own_count = getattr(ready.engine, "bytes_per_token", None)
+    read = own_count() if own_count else models.bytes_read(loaded.model)
     weights = sum(parameter.numel() for parameter in loaded.model.parameters())
     record.flops_per_step = 2.0 * weights * record.units_per_step
     if "kv_bytes" not in found:
         return
     each = record.units_per_step * found["kv_bytes"]
-    ends = [batch.ids.shape[1] + answer.tokens.shape[1] for answer, batch in pairs]
-    middle = [batch.ids.shape[1] + answer.tokens.shape[1] / 2 for answer, batch in pairs]
-    record.memory_mb["kv_cache"] = each * max(ends) / memory.MB
-    cache = each * sum(middle) / len(middle)
+    lengths = [(batch.ids.shape[1], 1 + len(answer.step_s)) for answer, batch in pairs]
+    record.memory_mb["kv_cache"] = each * max(map(sum, lengths)) / memory.MB
+    cache = each * sum(prompt + new / 2 for prompt, new in lengths) / len(lengths)
     record.metrics |= {"weights_read_mb": read / 1e6, "kv_cache_read_mb": cache / 1e6}
     if loaded.spread:
         return

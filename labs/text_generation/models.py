@@ -7,8 +7,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,29 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass
+class Load:
+    """What loading took."""
+
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+    """What was more than before at most: of the device's memory; on the CPU of the process's."""
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[Load]:
+    """Fills in what its block took."""
+    found, start, before = Load(), time.perf_counter(), _process_mb("VmRSS")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) / memory.MB
+    yield found
+    found.seconds, peak = time.perf_counter() - start, _process_mb("VmHWM")
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / memory.MB
+    found.peak_mb = max(peak - before, 0.0)
+
+
+@dataclass
 class Loaded:
     """A model, ready to generate."""
 
@@ -42,9 +65,7 @@ class Loaded:
     """The tokens that end a text."""
     spread: str
     """Over which devices, in words; "" for one."""
-    load_s: float
-    load_peak_mb: float
-    """Of the device; on the CPU what the process grew by."""
+    load: "Load"
 
     @property
     def pad(self) -> int:
@@ -108,7 +129,7 @@ def prepare_packages(arguments: argparse.Namespace) -> None:
     require("transformers", "tokenizers", "safetensors")
     if arguments.device_map:
         require("accelerate")
-    if arguments.load_in_8bit:
+    if arguments.load_in_8bit and arguments.engine != "fast":
         require("accelerate", "bitsandbytes")
     if arguments.engine == "deepspeed":
         require("deepspeed")
@@ -143,19 +164,17 @@ def load(
     if arguments.device_map:
         settings["device_map"] = check_map(arguments.device_map)
         settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
-    if arguments.load_in_8bit:
+    if arguments.load_in_8bit and arguments.engine != "fast":
         settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
         settings.setdefault("device_map", {"": device})
     own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    start, before = time.perf_counter(), _process_mb("VmRSS")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **own)
-        made: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings, **own)
-        model, report = made
-        if "device_map" not in settings:
-            model.to(device)
+        with watched(device) as took:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **own)
+            made: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings, **own)
+            model, report = made
+            if "device_map" not in settings:
+                model.to(device)
     except ImportError as error:
         raise NotOnThisMachine(f"--model_path {folder} can't be loaded: {_line(error)}") from None
     except (torch.OutOfMemoryError, MemoryError):
@@ -170,15 +189,11 @@ def load(
             f"--model_path {folder}: {len(missing)} weights are in no file, such as {missing[0]}: "
             "download it again"
         )
-    peak = max(_process_mb("VmHWM") - before, 0.0)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / memory.MB
     places = getattr(model, "hf_device_map", {})
     spread = ", ".join(sorted({str(place) for place in places.values()}))
     return Loaded(
         folder.resolve().name, tokenizer, model.eval(), _entry(places, device), dtype,
-        _ends(model, tokenizer), spread if "," in spread else "",
-        time.perf_counter() - start, peak,
+        _ends(model, tokenizer), spread if "," in spread else "", took,
     )  # fmt: skip
 
 
@@ -228,11 +243,24 @@ def make_engine(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, 
         engine = HuggingFace(loaded.model, *own, static=True, compiled=compiled)
         return engine, "static, compiled" if compiled else "static"
     if arguments.engine == "fast":
-        fast = importlib.import_module("labs.text_generation.fast")
-        return fast.FastLlama.from_pretrained(
-            arguments.model_path, dtype=loaded.dtype, device=loaded.device
-        ), "fast"
+        return _fast(arguments, loaded), "fast"
     return _deepspeed(arguments, loaded)
+
+
+def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
+    """Our own loop. In int8 it rounds the weights; Hugging Face's model, which it is compared with,
+    then gets the rounded ones."""
+    fast: Any = importlib.import_module("labs.text_generation.fast")
+    if arguments.load_in_8bit:
+        for module in loaded.model.modules():
+            if isinstance(module, nn.Linear):
+                values, scale = fast.quantised(module.weight.detach())
+                rounded = (values * scale).to(loaded.dtype)
+                module.weight = nn.Parameter(rounded, requires_grad=False)
+    engine: Engine = fast.FastLlama.from_pretrained(
+        arguments.model_path, loaded.dtype, loaded.device, int8=arguments.load_in_8bit
+    )
+    return engine
 
 
 def _deepspeed(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, str]:
@@ -258,8 +286,8 @@ def _deepspeed(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, s
 
 
 def bytes_read(model: nn.Module) -> int:
-    """The weights that each token needs. Of a table of embeddings it needs a row, unless the same
-    table makes the logits."""
+    """The weights that a step needs. Of a table of embeddings it needs a row a prompt, unless the
+    same table makes the logits."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     read: list[Tensor] = list(model.parameters())
     for module in model.modules():

@@ -67,7 +67,11 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
         help="accelerate spreads the model over GPUs, CPU and disk: auto, balanced, "
         "balanced_low_0, sequential, or a JSON file",
     )
-    add("--load_in_8bit", action="store_true", help="weights in int8, by bitsandbytes")
+    add(
+        "--load_in_8bit",
+        action="store_true",
+        help="weights in int8, by bitsandbytes or --engine fast",
+    )
     add("--compile", action="store_true", help="--engine static on a CPU too (a GPU always does)")
     add("--kernel_inject", action="store_true", help="of --engine deepspeed: its own kernels")
     add(
@@ -104,12 +108,13 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if not 0 <= value <= most:
             raise WorkshopError(f"--{name} {value}: it must lie between 0 and {most:,}")
-    engine, own = arguments.engine, "reads the model itself: leave out"
+    engine = arguments.engine
     if arguments.stream and arguments.batch_size > 1:
         raise WorkshopError("--stream prints one text at a time: leave out --batch_size")
-    for name in ("device_map", "load_in_8bit"):
-        if getattr(arguments, name) and engine not in ("hf", "static"):
-            raise WorkshopError(f"--engine {engine} {own} --{name}")
+    if arguments.device_map and engine not in ("hf", "static"):
+        raise WorkshopError(f"--engine {engine} has no --device_map: leave it out")
+    if arguments.load_in_8bit and engine == "deepspeed":
+        raise WorkshopError("--engine deepspeed has no --load_in_8bit: leave it out")
     if arguments.compile and engine != "static":
         raise WorkshopError("--compile is of --engine static")
     if arguments.kernel_inject and engine != "deepspeed":
