@@ -252,7 +252,7 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     count = sum(len(row) for answer, _ in pairs for row in _tokens(ready, answer))
     record.metrics = {
         "first_token_ms": median([answer.first_s * 1e3 for answer, _ in pairs]),
-        "prompt_and_new_tokens_per_s": count / sum(seconds),
+        "written_tokens_per_s": count / sum(seconds),
         "load_s": loaded.load.seconds,
         "load_peak_mb": loaded.load.peak_mb,
         "tokens_as_hugging_face": found.get("as_hugging_face"),
@@ -343,8 +343,8 @@ def summary(ready: Run) -> list[str]:
         lines += [
             f"a token after it: {ms:.3f} ms (median of {len(ordered)}), "
             f"{labs.percentile(ordered, 0.99):.3f} ms (p99)",
-            f"{record.units_per_step / ms * 1e3:,.1f} tokens/s of the batch; "
-            f"{m['prompt_and_new_tokens_per_s']:,.1f} with the prompts' time",
+            f"{record.units_per_step / ms * 1e3:,.1f} tokens/s of the batch while none has ended; "
+            f"{m['written_tokens_per_s']:,.1f} written, with the time of the prompts",
             f"bytes read for a token: {m['weights_read_mb']:,.2f} MB of weights, "
             f"{m['kv_cache_read_mb']:,.3f} MB of KV cache",
         ]
