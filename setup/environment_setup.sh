@@ -298,6 +298,12 @@ create_venv() {
   # A path file instead of 'pip install -e': it needs no build tool, so no network either.
   packages=$VENV/lib/python$(fact python_version | cut -d. -f1-2)/site-packages
   write "$packages/workshop.pth" <<<"import os, sys; sys.path.append($(quoted_path "$ROOT"))"
+  # pyproject.toml's script, for the same reason.
+  write "$VENV/bin/lm_gen" <<'END'
+#!/bin/sh
+exec "$(dirname "$0")/python" -m labs.text_generation.lm_gen "$@"
+END
+  run chmod +x "$VENV/bin/lm_gen"
   [[ $ORIGIN == existing && -n $(fact parent_environment) ]] || return 0
   # The Python is itself a venv's, and a venv made from it would see what lies below that venv, if
   # anything, but not the venv. addsitedir, unlike a plain path, also honours its own .pth files.

@@ -71,6 +71,7 @@ NO_NAME = "no such name\x1b[31m"
 """Steers a terminal, too."""
 HUGE = {"1e23", "1" + 23 * "0"}
 BENCHMARK = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
+GENERATION = "labs/text_generation/lm_gen.py"
 ROOFLINE_LAB = "labs/cifar10_roofline/roofline/"
 PLOT = f"{ROOFLINE_LAB}plot_roofline.py"
 NCU_CSV = str(ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv")
@@ -86,6 +87,7 @@ GOOD = {
     "--save-every": {"0"},
     "--workers": {"0"},
     "--label-smoothing": {"0"},
+    "--temperature": {"0"},
     "--percent": {"0", "-1"},
     "--from": {"0", "-1"},
     "--to": {*HUGE, "inf", "1e400"},
@@ -109,8 +111,14 @@ ANYTHING = {
     ("labs/inference_benchmark/results_sheet.py", "--name"),
 }
 """Flags of which only the empty value is known to be wrong."""
+PROMPTS = {
+    "model_path": ["--model_path", "model"],
+    "input_file": ["--input_file", str(ROOT / "LICENSE")],
+}
 NEEDS = {
     BENCHMARK: {"network": ["--network", "resnet18"]},
+    GENERATION: PROMPTS,
+    GENERATION.replace(".py", "_ds.py"): PROMPTS,
     "workshop/parity.py": {"version": ["--version", "v1"]},
     "workshop/profilers/run_all.py": {
         "scripts": ["run_pytorch_profiler.py"],

@@ -449,6 +449,11 @@ def test_the_environment_sees_the_parents_torch_and_the_workshop(
         str(site.packages / "torch" / "__init__.py"),
         str(site.root / "workshop"),
     ], seen.stderr
+    command = site.root / "labs" / "text_generation" / "lm_gen.py"
+    command.parent.mkdir(parents=True)
+    command.write_text("import sys; print(sys.argv[1:])")
+    typed = run(["env", "-C", tmp_path, site.venv / "bin" / "lm_gen", "a model", "5"])
+    assert typed.stdout == "['a model', '5']\n", typed.stderr
     constraints = (site.venv / "workshop-constraints.txt").read_text().split()
     assert constraints == ["torch==2.9.0+rocm7.2"]
 

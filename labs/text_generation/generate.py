@@ -1,0 +1,357 @@
+"""A generation from the command line: its batches, what it writes and prints, its result file."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labs.text_generation import models, prompts, proof, request
+from labs.text_generation.engines import Answer, Engine, OnTokens
+from labs.text_generation.models import Loaded
+from labs.text_generation.prompts import Batch
+from workshop import errors, labs, results
+from workshop.errors import OutOfMemory
+from workshop.labs import LabRun
+from workshop.run import hardware, lab_record, memory, startup, trainer
+from workshop.run.precision import Precision, get_precision, set_arithmetic
+from workshop.run.timing import median
+
+BETWEEN = "\n" + 40 * "-" + "\n"
+"""Two texts of the output file."""
+
+HAVE_THEIR_OWN = ("fast", "deepspeed")
+"""Engines that load the model once more: Hugging Face's stays beside theirs for the proof."""
+
+
+@dataclass
+class Run:
+    """A generation that is ready to start."""
+
+    arguments: argparse.Namespace
+    precision: Precision
+    loaded: Loaded
+    engine: Engine
+    texts: list[str]
+    batches: list[Batch]
+    record: LabRun
+    done: list[dict[str, Any]] = field(default_factory=list)
+    """A line of the JSON file for each prompt."""
+    answers: list[Answer] = field(default_factory=list)
+    """Of the batches that are done."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generates; the exit status."""
+    request.check(arguments)
+    rank = int(os.environ.get("LOCAL_RANK", arguments.local_rank or 0))
+    if rank and arguments.device == "auto" and torch.cuda.is_available():
+        arguments.device = f"cuda:{rank}"
+    device = hardware.get_device(arguments.device)
+    precision = get_precision(arguments.dtype, device)
+    if arguments.device_map:
+        models.check_map(arguments.device_map)
+    if arguments.output_file:
+        results.prepare_file(arguments.output_file, "--output_file")
+    results.prepare_folder(arguments.output_dir)
+    texts = prompts.read(arguments.input_file)
+    models.check_folder(arguments.model_path)
+    models.prepare_packages(arguments)
+    set_arithmetic(precision.name)
+    with contextlib.ExitStack() as stack:
+        if rank:  # the others compute, and the first one prints and writes
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
+            arguments.output_file = None
+            arguments.output_dir = None
+        stack.enter_context(trainer.memory_failure_as(_too_large))
+        return generate(prepare(arguments, texts, device, precision, stack))
+
+
+def _nowhere() -> Any:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def _too_large(asked: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"out of memory: {asked}; take a smaller --batch_size, fewer --num_tokens, or spread the "
+        "model with --device_map auto"
+    )
+
+
+def prepare(
+    arguments: argparse.Namespace,
+    texts: list[str],
+    device: torch.device,
+    precision: Precision,
+    cleanup: contextlib.ExitStack,
+) -> Run:
+    """Loads the model and encodes the prompts; raises WorkshopError."""
+    loaded = models.load(arguments, device, precision, cleanup)
+    rows = prompts.encode(texts, loaded, arguments.num_tokens)
+    with models.watched(device) as took:
+        engine, name = models.make_engine(arguments, loaded)
+    if arguments.engine in HAVE_THEIR_OWN:
+        loaded.load = took
+    batches = list(prompts.batches(rows, arguments.batch_size, loaded.pad))
+    size = len(batches[0].rows)
+    words = [precision.name, *["int8 weights"] * arguments.load_in_8bit, name]
+    words += [f"on {loaded.spread}"] * bool(loaded.spread)
+    tokens = batches[0].ids.shape[1]
+    record = lab_record.begin(
+        device,
+        precision.name,
+        arguments.session,
+        ("--model_path", "--input_file", "--output_file", "--output-dir", "--result-file"),
+        lab=request.LAB,
+        subject=f"{loaded.name}, batch {size}, {tokens} + {arguments.num_tokens} tokens",
+        variant=", ".join(words),
+        unit="tokens",
+        units_per_step=size,
+        baseline=arguments.baseline,
+        options={
+            name: getattr(arguments, name)
+            for name in ("engine", "temperature", "seed", "load_in_8bit", "device_map")
+        }
+        | {"precision": precision.name},
+    )
+    record.command = [word for word in record.command if word not in arguments.words[:3]]
+    for package in ("transformers", "deepspeed"):
+        if module := sys.modules.get(package):
+            record.software[package] = module.__version__
+    return Run(arguments, precision, loaded, engine, texts, batches, record)
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def generate(ready: Run) -> int:
+    """Generates all batches, proves the first, writes and prints; the exit status."""
+    arguments, loaded, record = ready.arguments, ready.loaded, ready.record
+    _warm_up(ready)
+    if loaded.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(loaded.device)
+    try:
+        for batch in ready.batches:
+            with _streamer(ready, batch) as on_tokens:
+                answer = ready.engine.generate(
+                    batch.ids,
+                    batch.mask,
+                    arguments.num_tokens,
+                    arguments.temperature,
+                    arguments.seed + batch.first,
+                    on_tokens,
+                )
+            _take(ready, batch, answer)
+    except KeyboardInterrupt:
+        record.status = "interrupted"
+    if not ready.answers:
+        raise KeyboardInterrupt
+    found: dict[str, float] = {}
+    peak = torch.cuda.max_memory_allocated(loaded.device) if loaded.device.type == "cuda" else 0
+    if record.status != "interrupted":
+        record.proof, found = proof.of_tokens(
+            loaded, ready.precision, _greedy(ready), plain_loop=arguments.engine == "hf"
+        )
+    _measure(ready, found, peak)
+    return _finish(ready)
+
+
+def _warm_up(ready: Run) -> None:
+    """The first batch: of Hugging Face's loop two tokens, of what is compiled or captured all."""
+    arguments, batch = ready.arguments, ready.batches[0]
+    startup.watch_compilers(torch_compile="compiled" in ready.record.variant)
+    start = time.perf_counter()
+    whole = arguments.engine != "hf"
+    ready.engine.generate(batch.ids, batch.mask, arguments.num_tokens if whole else 2)
+    ready.record.setup_s = {
+        "load": ready.loaded.load.seconds,
+        "compile": startup.compile_seconds(),
+        "warm_up": time.perf_counter() - start,
+    }
+
+
+def _greedy(ready: Run) -> list[tuple[Batch, list[list[int]]]]:
+    """Batches with tokens that were chosen greedily: the timed ones, first and last; where those
+    were drawn the first once more, after all others."""
+    first, arguments = ready.batches[0], ready.arguments
+    if arguments.temperature:
+        answer = ready.engine.generate(first.ids, first.mask, arguments.num_tokens)
+        return [(first, _tokens(ready, answer))]
+    ends = sorted({0, len(ready.batches) - 1})
+    return [(ready.batches[i], _tokens(ready, ready.answers[i])) for i in ends]
+
+
+def _tokens(ready: Run, answer: Answer) -> list[list[int]]:
+    return [proof.until_end(row, ready.loaded.ends) for row in answer.tokens.tolist()]
+
+
+@contextlib.contextmanager
+def _streamer(ready: Run, batch: Batch) -> Iterator[OnTokens | None]:
+    if not ready.arguments.stream:
+        yield None
+        return
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(ready.loaded.tokenizer, skip_special_tokens=True)
+    streamer.put(batch.ids[0])
+    yield lambda tokens: streamer.put(tokens.cpu())
+    streamer.end()
+
+
+def _take(ready: Run, batch: Batch, answer: Answer) -> None:
+    """Decodes a batch and writes all that are done: what is interrupted later stays."""
+    tokens, decode = _tokens(ready, answer), ready.loaded.tokenizer.decode
+    ready.answers.append(answer)
+    ms = {"first_token_ms": answer.first_s * 1e3}
+    if answer.step_s:
+        ms["token_ms"] = median(answer.step_s) * 1e3
+    for i, (row, new) in enumerate(zip(batch.rows, tokens, strict=True)):
+        # Alone the first new token might lose the space before it.
+        text = decode([*row, *new], skip_special_tokens=True)
+        begin = decode(list(row), skip_special_tokens=True)
+        ready.done.append(
+            {
+                "prompt": ready.texts[batch.first + i],
+                "continuation": text.removeprefix(begin),
+                "text": text,
+                "prompt_tokens": len(row),
+                "new_tokens": len(new),
+                "ended": new[-1] in ready.loaded.ends,
+                **ms,
+            }
+        )
+        if not (ready.arguments.output_file or ready.arguments.stream):
+            print(text, end=BETWEEN, flush=True)
+    if path := ready.arguments.output_file:
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in ready.done]
+        texts = BETWEEN.join(line["text"] for line in ready.done) + "\n"
+        results.write_together({path: texts, _beside(path): "".join(lines)})
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".jsonl")
+
+
+# --- what it cost --------------------------------------------------------------------------------
+
+
+def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
+    """Fills in the record. Of the batches those of full size count."""
+    record, loaded = ready.record, ready.loaded
+    batches = [one for one in ready.batches if len(one.rows) == record.units_per_step]
+    pairs = list(zip(ready.answers, batches, strict=False))
+    record.step_ms = [s * 1e3 for answer, _ in pairs for s in answer.step_s]
+    seconds = [answer.first_s + sum(answer.step_s) for answer, _ in pairs]
+    count = sum(len(row) for answer, _ in pairs for row in _tokens(ready, answer))
+    record.metrics = {
+        "first_token_ms": median([answer.first_s * 1e3 for answer, _ in pairs]),
+        "written_tokens_per_s": count / sum(seconds),
+        "load_s": loaded.load.seconds,
+        "load_peak_mb": loaded.load.peak_mb,
+        "tokens_as_hugging_face": found.get("as_hugging_face"),
+    }
+    record.memory_mb = {"weights": loaded.weights_bytes() / memory.MB}
+    if peak:
+        if ready.arguments.engine in HAVE_THEIR_OWN:
+            peak -= loaded.weights_bytes()
+        record.memory_mb |= {"peak": peak / memory.MB, "source": "allocator"}
+    own_count = getattr(ready.engine, "bytes_per_token", None)
+    read = own_count() if own_count else models.bytes_read(loaded.model)
+    weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    record.flops_per_step = 2.0 * weights * record.units_per_step
+    if "kv_bytes" not in found:
+        return
+    each = record.units_per_step * found["kv_bytes"]
+    lengths = [(batch.ids.shape[1], 1 + len(answer.step_s)) for answer, batch in pairs]
+    record.memory_mb["kv_cache"] = each * max(map(sum, lengths)) / memory.MB
+    cache = each * sum(prompt + new / 2 for prompt, new in lengths) / len(lengths)
+    record.metrics |= {"weights_read_mb": read / 1e6, "kv_cache_read_mb": cache / 1e6}
+    if loaded.spread:
+        return
+    sheet, copied = hardware.peaks(loaded.device), hardware.measure_copy_gbs(loaded.device)
+    bandwidth = sheet.bandwidth_gbs if sheet else copied
+    record.metrics |= {
+        "copy_gbs": copied,
+        "bandwidth_gbs": bandwidth,
+        "bandwidth_source": sheet.source if sheet else "a large copy on this machine",
+        "floor_ms": (read + cache) / bandwidth / 1e6,
+    }
+    record.plausibility = _implausible(record) if sheet else []
+
+
+def _implausible(record: LabRun) -> list[str]:
+    ms, floor = median(record.step_ms or [1e9]), float(record.metrics["floor_ms"] or 0)
+    if ms >= floor:
+        return []
+    return [f"IMPLAUSIBLE: {ms:.3f} ms a token; to read the weights alone takes {floor:.3f} ms"]
+
+
+def _finish(ready: Run) -> int:
+    """Prints what was measured and writes the result; the exit status."""
+    arguments, record = ready.arguments, ready.record
+    if record.proof.status == "fail":
+        record.status = "proof failed"
+    path = None
+    if record.step_ms and arguments.output_dir:  # of one token there is no step after the first
+        path = arguments.result_file or labs.new_path(record, arguments.output_dir)
+        labs.save(record, path)
+    print("\n".join(summary(ready)))
+    written = [str(file) for file in (arguments.output_file, path) if file]
+    if arguments.output_file:
+        written.insert(1, str(_beside(arguments.output_file)))
+    if written:
+        print(f"Written: {', '.join(written)}")
+    if record.status == "interrupted":
+        where = f", in {arguments.output_file}" if arguments.output_file else ""
+        print(
+            f"interrupted: {len(ready.done)} of {len(ready.texts)} texts are done{where}",
+            file=sys.stderr,
+        )
+        return errors.INTERRUPTED
+    return errors.ANSWER_IS_NO if record.proof.status == "fail" else errors.DONE
+
+
+def summary(ready: Run) -> list[str]:
+    """What is printed at the end. Without a green proof no speed."""
+    record = ready.record
+    m = {key: value for key, value in record.metrics.items() if isinstance(value, (int, float))}
+    where = "the device" if ready.loaded.device.type == "cuda" else "the process"
+    lines = [
+        f"{record.subject}: {record.variant}, on {record.device['name']}",
+        f"loaded in {m['load_s']:.2f} s, at its peak {m['load_peak_mb']:,.0f} MB more of "
+        f"{where}'s memory; weights {record.memory_mb['weights']:,.1f} MB",
+    ]
+    if "kv_cache" in record.memory_mb:
+        lines.append(f"KV cache: {float(record.memory_mb['kv_cache']):,.3f} MB at the end")
+    if record.proof.status == "fail":
+        return [*lines, f"PROOF RED, so no speed: {'; '.join(record.proof.failures)}"]
+    if record.proof.status != "pass":
+        return [*lines, "not proven, so no speed: it was interrupted"]
+    lines += [
+        f"proof green: {record.proof.batch_size} prompts against {record.proof.reference}",
+        f"first token after {m['first_token_ms']:.2f} ms",
+    ]
+    if record.step_ms:
+        ms, ordered = median(record.step_ms), sorted(record.step_ms)
+        lines += [
+            f"a token after it: {ms:.3f} ms (median of {len(ordered)}), "
+            f"{labs.percentile(ordered, 0.99):.3f} ms (p99)",
+            f"{record.units_per_step / ms * 1e3:,.1f} tokens/s of the batch while none has ended; "
+            f"{m['written_tokens_per_s']:,.1f} written, with the time of the prompts",
+            f"bytes read for a token: {m['weights_read_mb']:,.2f} MB of weights, "
+            f"{m['kv_cache_read_mb']:,.3f} MB of KV cache",
+        ]
+        if "floor_ms" in m:
+            floor, rate = m["floor_ms"], (m["weights_read_mb"] + m["kv_cache_read_mb"]) / ms
+            lines.append(
+                f"at {m['bandwidth_gbs']:,.0f} GB/s ({record.metrics['bandwidth_source']}) they "
+                f"take {floor:.3f} ms: this is {ms / floor:.1f} times that, {rate:,.1f} GB/s"
+            )
+    return [*lines, *record.plausibility]

@@ -1,0 +1,301 @@
+"""A causal language model and its tokenizer, from a folder on this machine, and an engine on it."""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labs.text_generation.engines import Engine, HuggingFace
+from workshop.errors import NotOnThisMachine, WorkshopError, require
+from workshop.run import memory
+from workshop.run.precision import Precision
+from workshop.run.torchvision import make_importable
+from workshop.run.trainer import missing_for_compile
+
+POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Of accelerate's device maps."""
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Load:
+    """What loading took."""
+
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+    """What was more than before at most: of the device's memory; on the CPU of the process's."""
+
+
+@contextmanager
+def watched(device: torch.device) -> Iterator[Load]:
+    """Fills in what its block took."""
+    found, start, before = Load(), time.perf_counter(), _process_mb("VmRSS")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) / memory.MB
+    yield found
+    found.seconds, peak = time.perf_counter() - start, _process_mb("VmHWM")
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / memory.MB
+    found.peak_mb = max(peak - before, 0.0)
+
+
+@dataclass
+class Loaded:
+    """A model, ready to generate."""
+
+    name: str
+    tokenizer: Any
+    model: nn.Module
+    device: torch.device
+    """Where tokens go in."""
+    dtype: torch.dtype
+    ends: list[int]
+    """The tokens that end a text."""
+    spread: str
+    """Over which devices, in words; "" for one."""
+    load: "Load"
+
+    @property
+    def pad(self) -> int:
+        """The token in front of shorter prompts. The mask hides it, so that any will do."""
+        own = self.tokenizer.pad_token_id
+        return int(own) if own is not None else self.ends[0] if self.ends else 0
+
+    @property
+    def positions(self) -> int | None:
+        """The longest text, in tokens; None where nothing limits it (BLOOM)."""
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        return int(longest) if isinstance(longest, int) and longest > 0 else None
+
+    def weights_bytes(self) -> int:
+        return _bytes(self.model.parameters())
+
+
+def check_map(text: str) -> str | dict[str, Any]:
+    """A `--device_map`: the name of one of accelerate's policies, or a JSON file with the device of
+    each module: a GPU's number, "cpu" or "disk". Raises WorkshopError."""
+    if text in POLICIES:
+        return text
+    path = Path(text)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkshopError(
+            f"--device_map {text}: neither one of {', '.join(POLICIES)} nor a JSON file ({error})"
+        ) from None
+    if not isinstance(content, dict):
+        raise WorkshopError(f"--device_map {text}: it should hold an object, module: device")
+    return content
+
+
+def check_folder(folder: Path) -> None:
+    """Raises WorkshopError for what is no model, or has not all its files."""
+    if not folder.is_dir():
+        raise WorkshopError(
+            f"--model_path {folder} is no folder: models are read from this machine alone; "
+            "download it first"
+        )
+    if not (folder / "config.json").is_file():
+        raise WorkshopError(f"--model_path {folder} is no model: it has no config.json")
+    index = folder / INDEX
+    if not index.is_file():
+        return
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise WorkshopError(f"--model_path {folder}: {INDEX} is damaged") from None
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise WorkshopError(
+                f"--model_path {folder}: {shard} is missing, one of {len(shards)} shards: "
+                "download it again"
+            )
+
+
+def prepare_packages(arguments: argparse.Namespace) -> None:
+    """Raises NotOnThisMachine where a package is missing that the flags need."""
+    require("transformers", "tokenizers", "safetensors")
+    if arguments.device_map:
+        require("accelerate")
+    if arguments.load_in_8bit and arguments.engine != "fast":
+        require("accelerate", "bitsandbytes")
+    if arguments.engine == "deepspeed":
+        require("deepspeed")
+    if arguments.engine == "fast" and not importlib.util.find_spec("labs.text_generation.fast"):
+        raise NotOnThisMachine("--engine fast: labs/text_generation/fast.py is missing here")
+    make_importable()  # transformers imports torchvision
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def load(
+    arguments: argparse.Namespace, device: torch.device, precision: Precision, cleanup: ExitStack
+) -> Loaded:
+    """Reads tokenizer and model. It is made without weights first, so that it is never in memory
+    twice.
+
+    Args:
+        cleanup: deletes what is offloaded to the disk.
+
+    Raises:
+        WorkshopError: the folder is no causal model, or not complete.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    folder = arguments.model_path
+    check_folder(folder)
+    dtype = precision.autocast_dtype or torch.float32
+    settings: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if arguments.device_map:
+        settings["device_map"] = check_map(arguments.device_map)
+        settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
+    if arguments.load_in_8bit and arguments.engine != "fast":
+        settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+        settings.setdefault("device_map", {"": device})
+    own: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        with watched(device) as took:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **own)
+            made: Any = AutoModelForCausalLM.from_pretrained(str(folder), **settings, **own)
+            model, report = made
+            if "device_map" not in settings:
+                model.to(device)
+    except ImportError as error:
+        raise NotOnThisMachine(f"--model_path {folder} can't be loaded: {_line(error)}") from None
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # each format, and each model, has errors of its own
+        raise WorkshopError(
+            f"--model_path {folder} can't be loaded: {_line(error)}; is it a complete causal "
+            "language model with its tokenizer (with git: `git lfs pull`)?"
+        ) from None
+    if missing := sorted(report["missing_keys"]):
+        raise WorkshopError(
+            f"--model_path {folder}: {len(missing)} weights are in no file, such as {missing[0]}: "
+            "download it again"
+        )
+    places = getattr(model, "hf_device_map", {})
+    spread = ", ".join(sorted({str(place) for place in places.values()}))
+    return Loaded(
+        folder.resolve().name, tokenizer, model.eval(), _entry(places, device), dtype,
+        _ends(model, tokenizer), spread if "," in spread else "", took,
+    )  # fmt: skip
+
+
+def _line(error: Exception) -> str:
+    words = str(error).strip().splitlines()
+    return words[0].rstrip(".:") if words else type(error).__name__
+
+
+def _entry(places: dict[str, Any], device: torch.device) -> torch.device:
+    """accelerate brings tokens from there to the first layer."""
+    chips = [place for place in places.values() if place not in ("cpu", "disk")]
+    return torch.device(chips[0]) if chips else torch.device("cpu") if places else device
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """As `generate` has them. Of the folder's other settings (sampling, penalties) none is kept: a
+    text follows from the flags."""
+    from transformers import GenerationConfig
+
+    found = model.generation_config.eos_token_id
+    found = tokenizer.eos_token_id if found is None else found
+    model.generation_config = GenerationConfig()
+    return [] if found is None else sorted({found} if isinstance(found, int) else set(found))
+
+
+def _process_mb(line: str) -> float:
+    """What the process has in memory (`VmRSS`), or had at most (`VmHWM`)."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # another system
+        return 0.0
+    return float(status.split(f"{line}:")[1].split()[0]) * 1024 / memory.MB
+
+
+def make_engine(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, str]:
+    """The engine, and its name with what it does here. A model that it changes is one of its own:
+    Hugging Face's remains to compare with."""
+    own = loaded.device, loaded.ends, loaded.pad
+    if arguments.engine == "hf":
+        return HuggingFace(loaded.model, *own), "hf"
+    if arguments.engine == "static":
+        wanted = arguments.compile or loaded.device.type == "cuda"
+        missing = missing_for_compile(loaded.device) if wanted else None
+        if missing and arguments.compile:
+            raise WorkshopError(f"--compile needs {missing}; install it")
+        compiled = wanted and not missing and not loaded.spread
+        engine = HuggingFace(loaded.model, *own, static=True, compiled=compiled)
+        return engine, "static, compiled" if compiled else "static"
+    if arguments.engine == "fast":
+        return _fast(arguments, loaded), "fast"
+    return _deepspeed(arguments, loaded)
+
+
+def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
+    """Our own loop. In int8 it rounds the weights; Hugging Face's model, which it is compared with,
+    then gets the rounded ones."""
+    fast: Any = importlib.import_module("labs.text_generation.fast")
+    if arguments.load_in_8bit:
+        for module in loaded.model.modules():
+            if isinstance(module, nn.Linear):
+                values, scale = fast.quantised(module.weight.detach())
+                rounded = (values * scale).to(loaded.dtype)
+                module.weight = nn.Parameter(rounded, requires_grad=False)
+    engine: Engine = fast.FastLlama.from_pretrained(
+        arguments.model_path, loaded.dtype, loaded.device, int8=arguments.load_in_8bit
+    )
+    return engine
+
+
+def _deepspeed(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, str]:
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    model = AutoModelForCausalLM.from_pretrained(
+        str(arguments.model_path), dtype=loaded.dtype, local_files_only=True
+    )
+    engine = deepspeed.init_inference(
+        model,
+        dtype=loaded.dtype,
+        tensor_parallel={"tp_size": processes},
+        replace_with_kernel_inject=arguments.kernel_inject,
+    )
+    words = ["deepspeed", *["kernel injection"] * arguments.kernel_inject]
+    words += [f"{processes} processes"] * (processes > 1)
+    return HuggingFace(engine.module, loaded.device, loaded.ends, loaded.pad), ", ".join(words)
+
+
+# --- what a token costs --------------------------------------------------------------------------
+
+
+def bytes_read(model: nn.Module) -> int:
+    """The weights that a step needs. Of a table of embeddings it needs a row a prompt, unless the
+    same table makes the logits."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    read: list[Tensor] = list(model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and (head is None or module.weight is not head.weight):
+            read = [tensor for tensor in read if tensor is not module.weight]
+    return _bytes(read)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    # What accelerate has put on the disk has no storage.
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

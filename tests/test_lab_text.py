@@ -1,0 +1,345 @@
+"""The text generation lab, on small models with random weights of five families."""
+
+import contextlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import language_models
+
+from labs.text_generation import lm_gen, lm_gen_ds, models, prompts, proof, request
+from labs.text_generation.engines import Answer, HuggingFace
+from labs.text_generation.models import Loaded
+from workshop import labs
+from workshop.labs import LabRun
+from workshop.run.precision import get_precision
+
+CPU = torch.device("cpu")
+PROMPTS = ("The function of proteins", "x", "Evolution", "a somewhat longer prompt, äöü")
+SAMPLE = "The function of proteins is mainly dictated by its three dimensional structure."
+NEW = 24
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's folder; GPT-2's tokenizer has no token for padding, as the published one."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            path = tmp_path_factory.mktemp("models") / family
+            made[family] = language_models.save(family, path, pad=family != "gpt2")
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def typed(tmp_path: Path, saved, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs lm_gen on a Llama, beside prompts.txt; a later flag takes a former one's place."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
+
+    def run(*words: object, main: Callable[..., int] = lm_gen.main) -> int:
+        flags = ["--model_path", saved("llama"), "--input_file", "prompts.txt", "--device", "cpu"]
+        flags += ["--num_tokens", NEW, "--output-dir", "results"]
+        try:
+            return main([str(word) for word in [*flags, *words]])
+        except SystemExit as ended:
+            return int(ended.code or 0)
+
+    return run
+
+
+def lines(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def records() -> list[LabRun]:
+    return [labs.load(path) for path in Path("results").rglob("*.json")]
+
+
+def record() -> LabRun:
+    (run,) = records()
+    return run
+
+
+def load(folder: Path, *flags: str) -> tuple[Loaded, models.Engine]:
+    arguments = request.build_parser().parse_args(["--model_path", str(folder), *flags])
+    models.prepare_packages(arguments)
+    precision = get_precision(arguments.dtype, CPU)
+    loaded = models.load(arguments, CPU, precision, contextlib.ExitStack())
+    return loaded, models.make_engine(arguments, loaded)[0]
+
+
+# --- a batch is each prompt alone ----------------------------------------------------------------
+
+
+CASES = [(family, engine) for family in language_models.FAMILIES for engine in ("hf", "static")]
+
+
+@pytest.mark.parametrize(("family", "engine"), [*CASES, ("llama", "fast")])
+def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, saved) -> None:
+    if engine == "fast":
+        pytest.importorskip("labs.text_generation.fast")
+    loaded, generates = load(saved(family), "--engine", engine, "--dtype", "fp32")
+    rows = prompts.encode(PROMPTS, loaded, NEW)
+    (together,) = prompts.batches(rows, len(rows), loaded.pad)
+    for temperature in (0.0, 0.9):
+        answer = generates.generate(together.ids, together.mask, NEW, temperature, seed=5)
+        batch = [proof.until_end(row, loaded.ends) for row in answer.tokens.tolist()]
+        assert len(answer.step_s) == answer.tokens.shape[1] - 1
+        for i, one in enumerate(prompts.batches(rows, 1, loaded.pad)):
+            alone = generates.generate(one.ids, one.mask, NEW, temperature, seed=5 + i)
+            assert proof.until_end(alone.tokens[0].tolist(), loaded.ends) == batch[i]
+        assert len({token for row in batch for token in row}) > 10  # no model of one word
+        if not temperature:
+            precision = get_precision("fp32", CPU)
+            verdict, found = proof.of_tokens(
+                loaded, precision, [(together, batch)], plain_loop=engine == "hf"
+            )
+            assert verdict.status == "pass", verdict.failures
+            assert found.get("as_hugging_face", 1.0) == 1.0
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("--batch_size", 2, "--temperature", 0.95, "--output_file", "made/out") == 0
+    printed = capsys.readouterr().out
+    for part in ("loaded in", "proof green", "first token after", "(p99)", "tokens/s of the batch",
+                 "bytes read for a token", "GB/s", "KV cache:"):  # fmt: skip
+        assert part in printed, printed
+    made, run = lines("made/out.jsonl"), record()
+    assert [line["prompt"] for line in made] == list(PROMPTS)
+    text = Path("made/out").read_text(encoding="utf-8")
+    assert all(line["prompt"] + line["continuation"] == line["text"] for line in made)
+    assert all(line["text"] in text and line["first_token_ms"] > 0 for line in made)
+    assert run.status == "complete" and run.proof.status == "pass"
+    assert run.units_per_step == 2 and run.subject.startswith("llama, batch 2, 24 + 24 tokens")
+    assert str(saved("llama")) not in " ".join(run.command)
+    # The command of the five words; drawn anew alone, and with another seed.
+    words = [saved("llama"), "prompts.txt", "again", str(NEW), "0.95"]
+    assert lm_gen.main([*map(str, words), "--device", "cpu", "--output-dir", "results"]) == 0
+    again = [line["text"] for line in lines("again.jsonl")]
+    assert again == [line["text"] for line in made]
+    assert all("again" not in " ".join(run.command) for run in records())
+    typed("--temperature", 0.95, "--output_file", "other", "--seed", 1000)
+    assert again != [line["text"] for line in lines("other.jsonl")]
+
+
+def test_a_folder_has_a_prompt_in_each_file(typed) -> None:
+    Path("texts").mkdir()
+    for name, text in (("b.txt", "second"), ("a.txt", "first\nwith a line more\n")):
+        Path("texts", name).write_text(text)
+    assert typed("--input_file", "texts", "--output_file", "out", "--batch_size", 8) == 0
+    assert [line["prompt"] for line in lines("out.jsonl")] == ["first\nwith a line more", "second"]
+
+
+def test_a_stream_prints_the_text_as_it_comes(typed, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one.txt").write_text(SAMPLE)
+    assert typed("--stream", "--input_file", "one.txt", "--output_file", "out") == 0
+    assert lines("out.jsonl")[0]["text"] in capsys.readouterr().out
+
+
+def test_what_is_interrupted_leaves_what_was_done(
+    typed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate, calls = HuggingFace.generate, []
+
+    def interrupted(*arguments: Any, **more: Any) -> Answer:
+        calls.append(None)
+        if len(calls) == 3:  # the first warms up
+            raise KeyboardInterrupt
+        return generate(*arguments, **more)
+
+    monkeypatch.setattr(HuggingFace, "generate", interrupted)
+    assert typed("--batch_size", 3, "--output_file", "out") == 130
+    printed = capsys.readouterr()
+    assert "3 of 4 texts are done, in out" in printed.err and "tokens/s" not in printed.out
+    assert [line["prompt"] for line in lines("out.jsonl")] == list(PROMPTS[:3])
+    assert record().status == "interrupted"
+
+
+def test_a_model_over_cpu_and_disk(typed) -> None:
+    pytest.importorskip("accelerate")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu",
+              "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}  # fmt: skip
+    Path("map.json").write_text(json.dumps(places))
+    assert typed("--output_file", "plain") == 0
+    shutil.rmtree("results")
+    assert typed("--output_file", "spread", "--device_map", "map.json") == 0
+    assert [line["text"] for line in lines("spread.jsonl")] == [
+        line["text"] for line in lines("plain.jsonl")
+    ]
+    assert "on cpu, disk" in record().variant and "floor_ms" not in record().metrics
+
+
+# --- the proof, and what a token costs -----------------------------------------------------------
+
+
+def without_mask(engine: HuggingFace, ids: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    return torch.ones_like(mask)
+
+
+def one_token_less(engine: HuggingFace, ids: Tensor, mask: Tensor, **_: Any) -> Tensor:
+    mask = mask.clone()
+    mask[torch.arange(len(mask)), mask.argmax(1)] = 0  # of each prompt the first
+    return mask
+
+
+@pytest.mark.parametrize("fault", [None, without_mask, one_token_less])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_fault_turns_the_proof_red(
+    fault: Callable[..., Tensor] | None,
+    dtype: str,
+    typed,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate = HuggingFace.generate
+
+    def faulty(self: HuggingFace, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
+        static = "cache_implementation" in self._settings
+        mask = fault(self, ids, mask) if fault and static else mask
+        return generate(self, ids, mask, *more)
+
+    monkeypatch.setattr(HuggingFace, "generate", faulty)
+    status = typed("--engine", "static", "--batch_size", 4, "--dtype", dtype)
+    printed, run = capsys.readouterr().out, record()
+    if fault is None:
+        assert status == 0 and run.proof.status == "pass", run.proof.failures
+        return
+    assert status == 1 and run.status == "proof failed" and "PROOF RED" in printed
+    assert "tokens/s" not in printed and not labs.build_rows([run])[0].times
+
+
+def test_what_is_read_for_a_token(saved) -> None:
+    """A row of the embeddings, unless the same table makes the logits; the cache of two heads."""
+    loaded, _ = load(saved("llama"))
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32
+    assert models.bytes_read(loaded.model) == 4 * (2 * layer + 32 + 300 * 32)
+    _, kv_bytes = proof.shortfall(loaded, (1, 2, 3), [4, 5])
+    assert kv_bytes == 2 * 2 * (2 * 8) * 4
+    tied, _ = load(saved("gpt2"))
+    weights = sum(weight.numel() for weight in tied.model.parameters())
+    assert models.bytes_read(tied.model) == 4 * (weights - language_models.POSITIONS * 32)
+
+
+# --- wrong input ---------------------------------------------------------------------------------
+
+
+def without_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def cut_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].write_text("version https://git-lfs.github.com/spec/v1")
+
+
+def without_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = sorted(folder.glob("*.safetensors"))[1]
+    tensors = load_file(path)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, path, {"format": "pt"})
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def no_model(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def no_causal_model(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+
+
+LONG = str(language_models.POSITIONS)
+WRONG: list[tuple[list[str], int, str]] = [
+    (["--model_path", "nowhere"], 2, "nowhere is no folder"),
+    (["--input_file", "empty.txt"], 2, "empty.txt is empty"),
+    (["--input_file", "no.txt"], 2, "no.txt can't be read: No such file"),
+    (["--input_file", "binary"], 2, "binary is no UTF-8 text"),
+    (["--num_tokens", "0"], 2, "--num_tokens"),
+    (["--num_tokens", LONG], 2, f"prompt 1 has 24 tokens, and --num_tokens {LONG} follow"),
+    (["--temperature", "-1"], 2, "--temperature -1.0"),
+    (["--temperature", "nan"], 2, "--temperature nan"),
+    (["--output_file", "empty.txt/below/out"], 2, "can't be written"),
+    (["--output-dir", "empty.txt/below"], 2, "can't be written"),
+    (["--device_map", "nowhere"], 2, "--device_map nowhere"),
+    (["--dtype", "fp16"], 2, "fp16"),
+    (["--stream", "--batch_size", "2"], 2, "--stream"),
+    (["--engine", "fast", "--device_map", "auto"], 2, "--device_map"),
+    (["three", "more", "words"], 2, "MODEL INPUT OUTPUT"),
+]
+MISSING = [
+    (["--load_in_8bit"], "bitsandbytes"),
+    (["--device_map", "auto"], "accelerate"),
+    (["--engine", "deepspeed"], "deepspeed"),
+]
+DAMAGED = [
+    (without_shard, "is missing, one of"),
+    (cut_shard, "git lfs pull"),
+    (without_weight, "1 weights are in no file, such as"),
+    (without_tokenizer, "can't be loaded"),
+    (no_model, "has no config.json"),
+    (no_causal_model, "can't be loaded"),
+]
+
+
+@pytest.fixture
+def refuses(typed, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., None]]:
+    Path("empty.txt").write_text("\n \n")
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+
+    def check(flags: list[str], status: int, message: str, **more: Any) -> None:
+        assert typed("--output_file", "out", *flags, **more) == status, flags
+        printed = capsys.readouterr()
+        (line,) = [x for x in printed.err.splitlines() if not x.startswith(("usage:", " "))]
+        assert message in line, line
+        assert not printed.out and not Path("out").exists()
+
+    yield check
+
+
+def test_what_is_wrong_is_said_in_a_line(refuses) -> None:
+    for flags, status, message in WRONG:
+        refuses(flags, status, message)
+
+
+def test_what_this_machine_has_not_is_said_in_a_line(
+    refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    absent = {message for _, message in MISSING}
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *_: None if name in absent else find(name)
+    )
+    for flags, message in MISSING:
+        refuses(flags, 77, f"{message} ")
+    refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED)
+def test_a_damaged_model_is_refused(
+    damage: Callable[[Path], None], message: str, saved, refuses, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved("llama"), folder)
+    damage(folder)
+    refuses(["--model_path", str(folder)], 2, message)
