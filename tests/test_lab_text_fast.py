@@ -59,6 +59,12 @@ class Case:
     def greedy(self) -> Tensor:
         return self.generate(eos_token_id=None, pad_token_id=0)
 
+    def row(self, index: int) -> "Case":
+        here = slice(index, index + 1)
+        alone = dataclasses.replace(self, ids=self.ids[here], mask=self.mask[here])
+        alone.__dict__["greedy"] = self.greedy[here]
+        return alone
+
     def generate(self, **settings: Any) -> Tensor:
         config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, **settings)
         found: Tensor = self.model.generate(
@@ -99,6 +105,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return make
 
 
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single rows as a compiled step has them."""
+    monkeypatch.setattr(fast, "reduces", lambda x: x.shape[0] == 1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_hugging_faces(case, name: str) -> None:
     it = case(name)
@@ -107,6 +119,18 @@ def test_greedy_tokens_are_hugging_faces(case, name: str) -> None:
     assert torch.equal(answer.tokens, it.greedy)
     assert all(len(set(row.tolist())) > NEW / 4 for row in answer.tokens), "too easy to be equal"
     assert answer.first_s > 0 and len(answer.step_s) == NEW - 1 and min(answer.step_s) > 0
+
+
+@pytest.mark.parametrize("int8", (False, True), ids=("plain", "int8"))
+def test_a_single_row_says_the_same(case, request, int8: bool) -> None:
+    it = case("sharp-tied").first()
+    expected = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8).generate(
+        it.ids, it.mask, NEW
+    )
+    assert torch.equal(expected.tokens, it.greedy) != int8
+    request.getfixturevalue("reduced")
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
+    assert torch.equal(ours.generate(it.ids, it.mask, NEW).tokens, expected.tokens)
 
 
 def test_a_padded_prompt_answers_as_it_does_alone(case) -> None:
@@ -165,13 +189,15 @@ def copy_of(model: Any, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, name: str) -> None:
+def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, request, name: str) -> None:
     it, steps = case(name), 12
     rounded = copy_of(it.model, torch.bfloat16)
     truth = their_logits(copy_of(rounded, torch.float64), it, steps)
     ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, "cpu")
     allowed = error(their_logits(rounded, it, steps), truth)
     assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
+    request.getfixturevalue("reduced")
+    assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -300,7 +326,7 @@ def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
     missing_for_compile(torch.device("cpu")) is not None, reason="no compiler for the CPU"
 )
 def test_compiled_regions_say_the_same(case) -> None:
-    it = case("groups-of-two")
+    it = case("groups-of-two").row(1)  # which is padded
     ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", compile=True)
     assert torch.equal(ours.generate(it.ids, it.mask, NEW).tokens, it.greedy)
 
@@ -333,3 +359,4 @@ def test_compiled_bf16_logits_are_as_near_the_truth(case, name: str) -> None:
     ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, "cuda")
     allowed = error(their_logits(rounded, it, steps), truth)
     assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
+    assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed

@@ -124,8 +124,19 @@ def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return turns.cos(), turns.sin()
 
 
+def reduces(x: Tensor) -> bool:
+    """Whether a product of x becomes a reduction: see DECODE."""
+    return x.shape[0] == 1 and torch.compiler.is_compiling()
+
+
 def project(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
-    return linear(rms_norm(x, norm, eps), weight)
+    if not reduces(x):
+        return linear(rms_norm(x, norm, eps), weight)
+    # Every output row sums x's squares beside its product, for free: the weights' bytes are what
+    # takes time. So the norm is no kernel of its own.
+    squares = x.float().pow(2).expand(weight.values.shape[0], -1)
+    product = linear(x * norm, weight).float()
+    return (product * torch.rsqrt(squares.mean(-1) + eps)).to(x.dtype)
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
@@ -133,12 +144,12 @@ def add_product(residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
 
 
 def swiglu(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
-    normed = rms_norm(x, norm, eps)
-    half = weight.values.shape[0] // 2
-    if x.shape[0] == 1:  # two reductions of one shape are one kernel, with the SiLU at its end
-        gate, up = linear(normed, weight.rows(0, half)), linear(normed, weight.rows(half, 2 * half))
+    if reduces(x):  # two reductions of one shape are one kernel, with the SiLU at its end
+        half = weight.values.shape[0] // 2
+        gate = project(x, norm, weight.rows(0, half), eps)
+        up = project(x, norm, weight.rows(half, 2 * half), eps)
     else:
-        gate, up = linear(normed, weight).chunk(2, -1)
+        gate, up = project(x, norm, weight, eps).chunk(2, -1)
     return F.silu(gate) * up
 
 
@@ -149,38 +160,38 @@ def split_heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tens
 
 
 def decode_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slot: Tensor, seen: Tensor
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot: Tensor, seen: Tensor
 ) -> Tensor:
-    """Writes k and v of one token into their slot of the cache (B, K, S, D) and attends to the
+    """Writes k and v of one token into their slot of the cache (B, 2, K, S, D) and attends to the
     slots that are `seen` (B, 1, 1, S); (B, H x D).
 
     Written as products and sums, which the compiler spreads over all slots and heads; each key is
     read once for its G queries, and kept in fp32 in registers alone.
     """
-    batch, kv_heads, _, head_dim = keys.shape
+    batch, _, kv_heads, _, head_dim = cache.shape
     q, k, v = split_heads(qkv, kv_heads, head_dim)
-    keys.index_copy_(2, slot, rotate(k, cos, sin)[:, :, None])
-    values.index_copy_(2, slot, v[:, :, None])
+    cache.index_copy_(3, slot, torch.stack((rotate(k, cos, sin), v), 1)[:, :, :, None])
+    keys, values = cache.unbind(1)
     q = rotate(q, cos, sin).view(batch, kv_heads, -1, 1, head_dim)
     scores = (q.float() * keys[:, :, None].float()).sum(-1) * head_dim**-0.5  # (B, K, G, S)
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    weights = torch.where(seen, scores, -math.inf).softmax(-1)
     mixed = (weights[..., None] * values[:, :, None].float()).sum(-2)
     return mixed.to(qkv.dtype).view(batch, -1)
 
 
 def prefill_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Writes k and v of the prompts into the cache's first slots; (B x T, H x D). Without a mask
     (B, 1, T, T) attention is causal, which the flash kernels need."""
-    batch, kv_heads, _, head_dim = keys.shape
+    batch, _, kv_heads, _, head_dim = cache.shape
     q, k, v = split_heads(qkv, kv_heads, head_dim)
     q, k, v = (  # (B, heads, T, D)
         part.unflatten(0, (batch, -1)).transpose(1, 2)
         for part in (rotate(q, cos, sin), rotate(k, cos, sin), v)
     )
-    keys[:, :, : k.shape[2]] = k
-    values[:, :, : v.shape[2]] = v
+    cache[:, 0, :, : k.shape[2]] = k
+    cache[:, 1, :, : k.shape[2]] = v
     group = q.shape[1] // kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
@@ -234,10 +245,8 @@ class Session:
 
     def __init__(self, model: "FastLlama", batch: int, slots: int, sampled: bool) -> None:
         config, device = model.config, model.device
-        shape = (batch, config.kv_heads, slots, config.head_dim)
-        self.caches = [
-            (model.zeros(shape), model.zeros(shape)) for _ in range(config.layers)
-        ]  # keys, values
+        shape = (batch, 2, config.kv_heads, slots, config.head_dim)  # keys, values
+        self.caches = [model.zeros(shape) for _ in range(config.layers)]
         self.tokens = model.zeros((batch, slots), torch.int64)
         self.slot = model.zeros((1,), torch.int64)  # of the newest token
         self.pads = model.zeros((batch,), torch.int64)
@@ -398,7 +407,7 @@ class FastLlama:
         x = self._pass(
             run,
             x,
-            lambda index, qkv: run.decode_attention(qkv, *angle, *s.caches[index], s.slot, seen),
+            lambda index, qkv: run.decode_attention(qkv, *angle, s.caches[index], s.slot, seen),
         )
         return self._next(s, x)
 
@@ -419,7 +428,7 @@ class FastLlama:
         x = self._pass(
             run,
             self.embedding[ids.flatten()],
-            lambda index, qkv: run.prefill_attention(qkv, *angle, *s.caches[index], mask),
+            lambda index, qkv: run.prefill_attention(qkv, *angle, s.caches[index], mask),
         )
         return self._next(s, x.view(batch, length, -1)[:, -1].contiguous())
 
