@@ -42,9 +42,13 @@ CHECK_EVERY = 16
 # Coordinate descent tunes the kernels' tiles, and makes a product with one row a reduction, which
 # fuses with what stands around it and reads int8 as int8. With more rows the product is a matrix
 # product: the tuner chooses between cuBLAS and Triton's, and only Triton's can convert int8 as it
-# reads; beside cuBLAS a converted copy of the weight is written and read again, at every token, so
-# that int8 may be slower than bf16 there. Measure before using it at a batch above 1.
+# reads. Beside cuBLAS a converted copy of the weight is written and read again, at every token.
 DECODE = {"coordinate_descent_tuning": True, "max_autotune_gemm": True}
+
+INT8_ROWS = 4
+"""A compiled int8 product of up to so many rows is one reduction for each: they share one kernel
+that reads the weight once. With more rows arithmetic takes longer than reading (counted from the
+kernel's instructions, not measured)."""
 
 
 class Weight(NamedTuple):
@@ -101,6 +105,8 @@ class Answer:
 def linear(x: Tensor, weight: Weight) -> Tensor:
     if weight.scale is None:
         return F.linear(x, weight.values)
+    if 1 < x.shape[0] <= INT8_ROWS and torch.compiler.is_compiling():
+        return torch.cat([linear(row, weight) for row in x.split(1)])
     return (F.linear(x, weight.values.to(x.dtype)) * weight.scale).to(x.dtype)
 
 
@@ -125,7 +131,7 @@ def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reduces(x: Tensor) -> bool:
-    """Whether a product of x becomes a reduction: see DECODE."""
+    """Whether x is one row, whose products the compiler makes reductions: see DECODE."""
     return x.shape[0] == 1 and torch.compiler.is_compiling()
 
 
@@ -165,8 +171,8 @@ def decode_attention(
     """Writes k and v of one token into their slot of the cache (B, 2, K, S, D) and attends to the
     slots that are `seen` (B, 1, 1, S); (B, H x D).
 
-    Written as products and sums, which the compiler spreads over all slots and heads; each key is
-    read once for its G queries, and kept in fp32 in registers alone.
+    Written as products and sums, which the compiler spreads over all slots and heads, with no copy
+    of the keys for the G queries of each. It reads all slots, seen or not.
     """
     batch, _, kv_heads, _, head_dim = cache.shape
     q, k, v = split_heads(qkv, kv_heads, head_dim)
@@ -209,6 +215,13 @@ def begin_step(
     return x, cos, sin, seen[:, None, None]
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """(B, 1), in two steps: one block of threads takes long to read a vocabulary."""
+    parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
+    part = parts.amax(-1).argmax(-1, keepdim=True)
+    return part * parts.shape[-1] + parts.argmax(-1).gather(-1, part)
+
+
 def choose(
     logits: Tensor, tokens: Tensor, slot: Tensor, draws: Tensor | None, temperature: Tensor
 ) -> None:
@@ -216,7 +229,7 @@ def choose(
     (B, S), uniform numbers made beforehand, the one at which the probabilities' running sum passes
     the draw."""
     if draws is None:
-        token = logits.argmax(-1, keepdim=True)
+        token = likeliest(logits)
     else:
         sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
         draw = draws.index_select(1, slot + 1) * sums[:, -1:]
@@ -259,8 +272,8 @@ class Session:
                 self.step = self._captured()
 
     def _captured(self) -> Callable[[], object]:
-        """The step as one graph. Our own capture: the compiler's refuses steps that write to their
-        inputs, as this one does to its cache."""
+        """The step as one graph. Our own capture, for the compiler's leaves out what writes to its
+        inputs, as a step does to its cache."""
         stream = torch.cuda.Stream(self.slot.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
