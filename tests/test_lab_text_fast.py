@@ -1,0 +1,362 @@
+"""The text lab's fast engine: it says what Hugging Face's Llama says, token for token."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from labs.text_generation import fast
+from labs.text_generation.fast import FastLlama
+from workshop.errors import WorkshopError
+from workshop.run.torchvision import make_importable
+from workshop.run.trainer import missing_for_compile
+
+make_importable()  # transformers imports it where it is installed
+transformers = pytest.importorskip("transformers")
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "one-head-each": {"num_key_value_heads": 6, "tie_word_embeddings": True},
+    "groups-of-two": {"num_key_value_heads": 3, "vocab_size": 512},
+    "groups-of-four": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24},
+    "llama3-rope": {"num_key_value_heads": 2, "rope_parameters": LLAMA3},
+    "one-kv-head": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "hidden_size": 112,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "tie_word_embeddings": True,
+    },
+}
+LENGTHS = (17, 5, 11)
+NEW = 128
+
+
+@dataclasses.dataclass
+class Case:
+    """A random model in a folder, prompts padded on the left, what Hugging Face makes of them."""
+
+    folder: Path
+    model: Any
+    ids: Tensor
+    mask: Tensor
+
+    @functools.cached_property
+    def greedy(self) -> Tensor:
+        return self.generate(eos_token_id=None, pad_token_id=0)
+
+    def row(self, index: int) -> "Case":
+        here = slice(index, index + 1)
+        alone = dataclasses.replace(self, ids=self.ids[here], mask=self.mask[here])
+        alone.__dict__["greedy"] = self.greedy[here]
+        return alone
+
+    def generate(self, **settings: Any) -> Tensor:
+        config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, **settings)
+        found: Tensor = self.model.generate(
+            self.ids, attention_mask=self.mask, generation_config=config
+        )
+        return found[:, self.ids.shape[1] :]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    @functools.cache
+    def make(name: str) -> Case:
+        sizes = {
+            "vocab_size": 311,
+            "hidden_size": 96,
+            "intermediate_size": 152,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        torch.manual_seed(list(MODELS).index(name))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | MODELS[name]))
+        with torch.no_grad():
+            for weight in model.parameters():  # large enough for attention to look somewhere
+                columns = weight.shape[-1]
+                weight.uniform_(0.5, 1.5) if weight.dim() == 1 else weight.normal_(
+                    std=1.5 * columns**-0.5
+                )
+        folder = tmp_path_factory.mktemp(name)
+        model.eval().save_pretrained(folder, max_shard_size="200KB")
+        ids = torch.randint(1, model.config.vocab_size, (len(LENGTHS), max(LENGTHS)))
+        places = torch.arange(max(LENGTHS))
+        mask = (places >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]).long()
+        return Case(folder, model, ids * mask, mask)
+
+    return make
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single rows as a compiled step has them."""
+    monkeypatch.setattr(fast, "reduces", lambda x: x.shape[0] == 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_hugging_faces(case, name: str) -> None:
+    it = case(name)
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
+    answer = ours.generate(it.ids, it.mask, NEW)
+    assert torch.equal(answer.tokens, it.greedy)
+    assert all(len(set(row.tolist())) > NEW / 4 for row in answer.tokens), "too easy to be equal"
+    assert answer.first_s > 0 and len(answer.step_s) == NEW - 1 and min(answer.step_s) > 0
+
+
+@pytest.mark.parametrize("int8", (False, True), ids=("plain", "int8"))
+def test_a_single_row_says_the_same(case, request, int8: bool) -> None:
+    it = case("one-kv-head").row(0)
+    expected = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8).generate(
+        it.ids, it.mask, NEW
+    )
+    assert torch.equal(expected.tokens, it.greedy) != int8
+    request.getfixturevalue("reduced")
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
+    assert torch.equal(ours.generate(it.ids, it.mask, NEW).tokens, expected.tokens)
+
+
+def test_a_padded_prompt_answers_as_it_does_alone(case) -> None:
+    it = case("groups-of-two")
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
+    for temperature in (0.0, 0.8):
+        together = ours.generate(it.ids, it.mask, 40, temperature, seed=5).tokens
+        for row, length in enumerate(LENGTHS):
+            alone = it.ids[row : row + 1, -length:]
+            answer = ours.generate(alone, torch.ones_like(alone), 40, temperature, seed=5 + row)
+            assert torch.equal(answer.tokens[0], together[row])
+    assert not torch.equal(together[:, :40], it.greedy[:, :40])
+
+
+def test_draws_have_the_models_probabilities(case) -> None:
+    it = case("one-head-each")
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
+    alone = it.ids[:1].expand(1000, -1)
+    tokens = ours.generate(alone, torch.ones_like(alone), 1, temperature=0.7).tokens[:, 0]
+    with torch.no_grad():
+        expected = (it.model(it.ids[:1]).logits[0, -1] / 0.7).softmax(-1)
+    counts = torch.bincount(tokens, minlength=len(expected)) / len(tokens)
+    assert (counts - expected).abs().max() < 5 * (0.25 / len(tokens)) ** 0.5
+
+
+def forced_logits(ours: FastLlama, it: Case, steps: int) -> Tensor:
+    """Logits (B, steps, vocab) of the prefill and the steps after it, on Hugging Face's tokens."""
+    length = it.ids.shape[1]
+    with torch.no_grad():
+        session = ours.session(len(it.ids), length + steps, sampled=False)
+        session.begin(it.ids.to(ours.device), length - it.mask.sum(1), 1.0, 0)
+        logits = [ours.prefill(session, padded=True)]
+        for step in range(1, steps):
+            session.tokens[:, length + step - 1] = it.greedy[:, step - 1]
+            logits.append(ours.decode(session))
+    return torch.stack(logits, 1).double().cpu()
+
+
+def their_logits(model: Any, it: Case, steps: int) -> Tensor:
+    ids = torch.cat((it.ids, it.greedy[:, : steps - 1]), 1)
+    mask = torch.cat((it.mask, torch.ones_like(it.greedy[:, : steps - 1])), 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    return logits[:, -steps:].double()
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
+
+
+def copy_of(model: Any, dtype: torch.dtype) -> Any:
+    import copy
+
+    return copy.deepcopy(model).to(dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, request, name: str) -> None:
+    it, steps = case(name), 12
+    rounded = copy_of(it.model, torch.bfloat16)
+    truth = their_logits(copy_of(rounded, torch.float64), it, steps)
+    ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, "cpu")
+    allowed = error(their_logits(rounded, it, steps), truth)
+    assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
+    request.getfixturevalue("reduced")
+    assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int8_logits_are_those_of_its_weights(case, name: str) -> None:
+    it, steps = case(name), 12
+    exact = copy_of(it.model, torch.float64)
+    exact.lm_head.weight = torch.nn.Parameter(exact.lm_head.weight.clone())  # its own, if tied
+    for part, layer in exact.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            values, scale = fast.quantised(it.model.get_submodule(part).weight.detach())
+            layer.weight.data = values.double() * scale
+    truth = their_logits(exact, it, steps)
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8=True)
+    plain = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
+    assert error(forced_logits(ours, it, steps), truth) < 1e-5
+    assert 1e-3 < error(forced_logits(plain, it, steps), truth) < 0.2  # what int8 itself costs
+    assert ours.bytes_per_token() < 0.3 * plain.bytes_per_token()
+
+
+def test_after_its_end_a_row_is_padding(case) -> None:
+    it = case("groups-of-two")
+    ends = [int(it.greedy[0, 21]), *(int(row[40]) for row in it.greedy[1:])]
+    expected = it.generate(eos_token_id=ends, pad_token_id=3)
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
+    ours.config = dataclasses.replace(ours.config, eos=tuple(ends), pad=3)
+    streamed: list[Tensor] = []
+    for on_tokens in (None, streamed.append):
+        answer = ours.generate(it.ids, it.mask, NEW, on_tokens=on_tokens)
+        width = expected.shape[1]
+        assert width < NEW and torch.equal(answer.tokens[:, :width], expected)
+        assert answer.tokens.shape == (3, NEW) and (answer.tokens[:, width:] == 3).all()
+        assert width <= len(answer.step_s) + 1 <= width + fast.CHECK_EVERY
+    assert torch.equal(torch.stack(streamed, 1), expected)
+
+
+ANGLES, BEGIN_STEP, QUANTISED = fast.angles, fast.begin_step, fast.quantised
+
+
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., ::2], x[..., 1::2]
+    return x * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
+
+
+def one_position_on(slot: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    return ANGLES(slot + (slot.numel() == len(LENGTHS)), frequencies)  # in a decode step alone
+
+
+def half_a_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = QUANTISED(weight)
+    scale[-1] = 1
+    return values, scale
+
+
+@functools.wraps(BEGIN_STEP)
+def late_mask(*arguments: Tensor) -> tuple[Tensor, ...]:
+    *rest, seen = BEGIN_STEP(*arguments)
+    return *rest, seen.roll(1, -1)
+
+
+@functools.wraps(BEGIN_STEP)
+def no_padding(*arguments: Tensor) -> tuple[Tensor, ...]:
+    *rest, seen = BEGIN_STEP(*arguments)
+    return *rest, seen | (seen.flip(-1).cumsum(-1) > 0).flip(-1)
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ("rotate", interleaved),
+        ("angles", one_position_on),
+        ("begin_step", late_mask),
+        ("begin_step", no_padding),
+        ("quantised", half_a_scale),
+    ],
+)
+def test_a_fault_is_seen(case, monkeypatch, part: str, fault: Callable[..., Any]) -> None:
+    it, steps, int8 = case("groups-of-four"), 4, part == "quantised"
+    healthy = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
+    truth = forced_logits(healthy, it, steps)
+    monkeypatch.setattr(fast, part, fault)
+    faulty = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
+    assert error(forced_logits(faulty, it, steps), truth) > 1e-3
+
+
+def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
+    it = case("llama3-rope")
+    names = {path.name: path.read_bytes() for path in it.folder.iterdir()}
+    shard = sorted(name for name in names if name.endswith(".safetensors"))[-1]
+    config = json.loads(names["config.json"])
+    index = json.loads(names["model.safetensors.index.json"])
+    del index["weight_map"]["model.norm.weight"]
+    lost = {name: place for name, place in index["weight_map"].items() if place != shard}
+
+    def changed(**parts: object) -> dict[str, bytes]:
+        return {"config.json": json.dumps(config | parts).encode()}
+
+    cases: list[tuple[dict[str, bytes], str]] = [
+        ({shard: b""}, f"{shard} can't be read"),
+        (
+            {"model.safetensors.index.json": json.dumps({"weight_map": lost}).encode()},
+            "is in no safetensors file",
+        ),
+        (changed(model_type="gpt2"), "model_type 'gpt2'"),
+        (changed(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type 'yarn'"),
+        (changed(attention_bias=True), "attention_bias True"),
+        (changed(vocab_size=310), r"is \(311, 96\), by config.json \(310, 96\)"),
+        ({"config.json": b"{"}, "config.json can't be read"),
+    ]
+    for number, (files, words) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, content in {**names, **files}.items():
+            (folder / name).write_bytes(content)
+        with pytest.raises(WorkshopError, match=words) as caught:
+            FastLlama.from_pretrained(folder, torch.float32, "cpu")
+        assert "\n" not in str(caught.value)
+    (tmp_path / "0" / shard).unlink()
+    with pytest.raises(WorkshopError, match=f"{shard} is missing"):
+        FastLlama.from_pretrained(tmp_path / "0", torch.float32, "cpu")
+    with pytest.raises(WorkshopError, match=r"config\.json is missing"):
+        FastLlama.from_pretrained(tmp_path / "none", torch.float32, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    missing_for_compile(torch.device("cpu")) is not None, reason="no compiler for the CPU"
+)
+def test_compiled_regions_say_the_same(case) -> None:
+    it = case("groups-of-two").row(1)  # which is padded
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", compile=True)
+    assert torch.equal(ours.generate(it.ids, it.mask, NEW).tokens, it.greedy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", (False, True), ids=("plain", "int8"))
+@pytest.mark.parametrize("name", MODELS)
+def test_the_captured_step_is_the_eager_one(case, name: str, int8: bool) -> None:
+    it = case(name)
+    eager, captured = (
+        FastLlama.from_pretrained(it.folder, torch.float32, "cuda", int8, compile)
+        for compile in (False, True)
+    )
+    for rows in (slice(0, 3), slice(0, 1)):  # a single row's products are reductions
+        ids, mask = it.ids[rows], it.mask[rows]
+        for temperature in (0.0, 0.8):
+            expected = eager.generate(ids, mask, NEW, temperature).tokens
+            for _ in range(2):  # nothing of the first answer is left for the second
+                assert torch.equal(captured.generate(ids, mask, NEW, temperature).tokens, expected)
+        if not int8:
+            assert torch.equal(captured.generate(ids, mask, NEW).tokens, it.greedy[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_bf16_logits_are_as_near_the_truth(case, name: str) -> None:
+    it, steps = case(name), 12
+    rounded = copy_of(it.model, torch.bfloat16)
+    truth = their_logits(copy_of(rounded, torch.float64), it, steps)
+    ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, "cuda")
+    allowed = error(their_logits(rounded, it, steps), truth)
+    assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
+    assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed
