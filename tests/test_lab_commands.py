@@ -85,15 +85,15 @@ def test_a_guides_command_with_the_compiler(
 
 @pytest.mark.slow
 def test_a_study_alternates_processes_and_writes_its_table(tmp_path: Path) -> None:
-    variants = ["fp32, batch 1", "fp32, batch 4", "fp32, batch 16"]
+    variants = ["fp32", "fp32, channels-last"]
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *SMALL, "--iterations", "2", "--compare", "batch-size",
+        [sys.executable, str(PROGRAM), *SMALL, "--iterations", "2", "--compare", "memory-format",
          "--repeats", "2", "--device", "cpu", "--output-dir", str(tmp_path)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     order = re.findall(r"^(.*), run \d of 2: .* proof pass$", done.stdout, re.MULTILINE)
     assert order == [*variants, *variants[::-1]]
-    (table,) = tmp_path.glob("compare_batch_size_resnet18*.json")
+    (table,) = tmp_path.glob("compare_memory_format_resnet18*.json")
     rows = json.loads(table.read_text())["rows"]
     assert [row["variant"] for row in rows] == variants
     assert rows[1]["speedup_ci"] and rows[0]["speedup"] is None
