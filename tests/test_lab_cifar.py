@@ -675,15 +675,15 @@ def test_the_table_is_of_trainings_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the program needs no installation
-    few = ["--models", "resnet18", "--batch-sizes", "8", "--repeats", "1", "--jobs", "2"]
-    flags = "--dataset digits --epochs 1 --epoch-images 24 --device cpu --lr 0.003"
+    few = ["--models", "resnet18", "--batch-sizes", "4", "--repeats", "1", "--jobs", "2"]
+    flags = "--dataset digits --epochs 1 --epoch-images 12 --device cpu --lr 0.003"
     assert measure_table.main([*few, "--output-dir", str(tmp_path), "--", *flags.split()]) == 0
     runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
     assert {run.variant for run in runs} == {
         "fp32, 2 workers",
         "fp32, channels-last, data on the device",
     }
-    assert all(len(run.losses) == 3 and run.options["epoch_images"] == 24 for run in runs)
+    assert all(len(run.losses) == 3 and run.options["epoch_images"] == 12 for run in runs)
     (text,) = documents.parts(runs)[documents.README].values()
     assert "| fp32, 2 workers |" in text and text.count("green") == 2
     assert f"`python {Path(sys.argv[0]).name}" in text  # the command of the study

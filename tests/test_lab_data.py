@@ -216,7 +216,7 @@ def test_what_a_killed_packing_leaves_is_not_whole(key: str, copy: Path, photos:
     path = copy / kind.file_name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert killed(copy, *flags)
-    assert refusal(kind, copy) == f"{path} is missing: run make_dataset.py --pack {key}"
+    assert refusal(kind, copy) == f"{path} is missing: run {formats.how_to_make(copy)} --pack {key}"
     assert make(copy, *flags) == 0
     assert same(list(kind(copy)), items)
     assert not list(copy.glob(".*"))
@@ -418,6 +418,9 @@ def test_what_is_whole_is_kept_and_the_rest_made_again(copy: Path, photos: Path)
     flags = ("--from", photos, "--size", 24)
     before, first = contents(copy / "images"), written()
     assert make(copy, *flags) == 0 and written() == first
+    assert make(copy, "--images", 5) == 2 and written() == first  # digits do not replace photos
+    made = f"make_dataset.py --from YOUR_IMAGES --size 24 --output-dir {copy}"
+    assert formats.how_to_make(copy) == made
     for change in (
         lambda: (copy / "images" / "000017.png").write_bytes(b""),
         lambda: (copy / "images" / "000017.png").unlink(),

@@ -15,7 +15,6 @@ from labs.text_generation import fast
 from labs.text_generation.fast import FastLlama
 from workshop.errors import WorkshopError
 from workshop.run.torchvision import make_importable
-from workshop.run.trainer import missing_for_compile
 
 make_importable()  # transformers imports it where it is installed
 transformers = pytest.importorskip("transformers")
@@ -319,16 +318,6 @@ def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
         FastLlama.from_pretrained(tmp_path / "0", torch.float32, "cpu")
     with pytest.raises(WorkshopError, match=r"config\.json is missing"):
         FastLlama.from_pretrained(tmp_path / "none", torch.float32, "cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    missing_for_compile(torch.device("cpu")) is not None, reason="no compiler for the CPU"
-)
-def test_compiled_regions_say_the_same(case) -> None:
-    it = case("groups-of-two").row(1)  # which is padded
-    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", compile=True)
-    assert torch.equal(ours.generate(it.ids, it.mask, NEW).tokens, it.greedy)
 
 
 @pytest.mark.gpu

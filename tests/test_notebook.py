@@ -132,7 +132,7 @@ OUTPUT = Path({str(tmp_path)!r})
 IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
 """
     text = execute(PIPELINE, parameters, {"PYTHONPATH": ""})
-    of_rungs = ["n-workers", "persistent", "on-device", "flat", "resident"]
+    of_rungs = ["n-workers", "on-device", "flat", "resident"]
     faster = [f"{name}, times faster" for name in of_rungs]
     assert_answered(text, "the loop waits", "images a second", *faster)
     assert text.count("proof pass") >= 2 + len(of_rungs)

@@ -500,11 +500,11 @@ def test_a_wide_model_is_trained_where_roundings_stay_small_and_faults_show() ->
 @pytest.mark.slow
 @pytest.mark.parametrize("key", versions.available())
 def test_the_true_versions_raise_no_alarm_over_20_seeds(key, odd_config) -> None:
-    seeds, seq_len = 20, 33
+    seeds, batch_size, seq_len = 20, 3, 33
     if versions.VERSIONS[key].triton:
         if not interpreter.asked_for():
             pytest.skip("compiled for the GPU here: test_gpu.py checks it")
-        seeds, seq_len = 1, 9  # interpreted, a check takes long
+        seeds, batch_size, seq_len = 1, 1, 9  # interpreted, a check takes long
     module = versions.load(key)
     closest = 0.0
     for seed in range(seeds):
@@ -512,6 +512,7 @@ def test_the_true_versions_raise_no_alarm_over_20_seeds(key, odd_config) -> None
             module.TinyLlama,
             odd_config,
             seed=seed,
+            batch_size=batch_size,
             seq_len=seq_len,
             configure_optimizer=module.configure_optimizer,
         )

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import tarfile
 import warnings
 import zipfile
@@ -104,7 +105,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     @property
     def remedy(self) -> str:
         pack = "" if self.key == Folder.key else f" --pack {self.key}"
-        return f"run make_dataset.py{pack}"
+        return f"run {how_to_make(self.path.parent)}{pack}"
 
     @property
     def file(self) -> Any:
@@ -140,6 +141,28 @@ class Images(Dataset[tuple[Tensor, int]]):
             indices: all of them, in order; taking the next one shows progress.
         """
         raise NotImplementedError
+
+
+def made_from(folder: Path) -> dict[str, Any]:
+    """What a dataset's manifest says of it; nothing where that can't be read."""
+    try:
+        made: dict[str, Any] = json.loads((folder / Folder.file_name / MANIFEST).read_bytes())[
+            "made"
+        ]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return made
+
+
+def how_to_make(folder: Path) -> str:
+    """The command that writes this dataset."""
+    made, words = made_from(folder), ["make_dataset.py"]
+    if "digits" in made:
+        words += ["--images", str(made["digits"]), "--seed", str(made["seed"])]
+    elif "from" in made:
+        words += ["--from", "YOUR_IMAGES"]
+    words += ["--size", str(made["size"])] if "size" in made else []
+    return shlex.join([*words, "--output-dir", str(folder)])
 
 
 def names_and_labels(content: str | bytes) -> tuple[list[str], list[int]]:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from labs.data_pipeline.decoders import open_image
-from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images
+from labs.data_pipeline.formats import LABELS, MANIFEST, PACKED, Folder, Images, made_from
 from workshop import errors, results
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError, printable
@@ -148,6 +148,11 @@ def _write_images(folder: Path, arguments: argparse.Namespace, found: list[Path]
     if _is_whole(target, made):
         print(f"{target}: is there already, and whole")
         return
+    if "digits" in made and "from" in made_from(folder):
+        raise WorkshopError(
+            f"{folder} holds images of yours, which digits would replace: give --from, or another "
+            "--output-dir"
+        )
     with results.atomic_path(target) as temporary:
         images = _write_folder(temporary, pngs, classes, made)
         for kind in PACKED.values():

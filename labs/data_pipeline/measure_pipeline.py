@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 from labs.data_pipeline import make_dataset, measure_rung, profiling, rates, rungs
-from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder
+from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder, how_to_make
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
 from workshop import errors, labs, results
@@ -195,11 +195,11 @@ def prepare(arguments: argparse.Namespace, large: bool, formats: set[str]) -> Pa
         make_dataset.make(made)
     elif not (folder / Folder.file_name / MANIFEST).is_file():
         raise WorkshopError(
-            f"--dataset-dir {folder}: no images of make_dataset.py; write them with "
-            f"--output-dir {folder}"
+            f"--dataset-dir {folder}: no images of make_dataset.py; make a set of yours with "
+            "make_dataset.py --from IMAGES --output-dir SET"
         )
     elif damaged := make_dataset.find_damaged(folder):
-        raise BadData(f"{damaged} is damaged or missing: run make_dataset.py again")
+        raise BadData(f"{damaged} is damaged or missing: run {how_to_make(folder)} again")
     for key in sorted(formats):
         kind = FORMATS[key]
         if key in PACKED and not (folder / kind.file_name).exists():
@@ -378,9 +378,11 @@ def rates_table(rows: Sequence[LabRow]) -> Table:
         "waits",
         "GPU busy",
     )
-    notes = ["from storage: what one core reads that is not in memory; other columns' files are",
-             "waits: the share of an epoch in which the loop waits for its next batch, on the host",
-             "GPU busy: the share of the profiled steps with a kernel running"]  # fmt: skip
+    notes = [
+        "from storage: one core, files that are not in memory; --open-ms is in `prepares` alone",
+        "waits: the share of whole epochs in which the loop waits for its next batch",
+        "GPU busy: the share of the profiled steps, within an epoch, with a kernel running",
+    ]
     return Table("alone", header, lines, notes, continues=True)
 
 

@@ -12,7 +12,8 @@ from workshop.run.timing import median
 LAB = "data_pipeline"
 RUNG = "persistent"
 PROGRAM = "python labs/data_pipeline/measure_pipeline.py"
-COMMON = "--device cpu --batch-size 8"
+BATCH = 8
+COMMON = f"--device cpu --batch-size {BATCH}"
 RATES = f"{PROGRAM} --steps rates {COMMON}"
 ONE_PROCESS = "--iterations 100 --epochs 1 --repeats 1"
 LEAST, MOST = 0.7, 1.5
@@ -47,7 +48,10 @@ class Measured:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: there are no runs with slow storage, or none with enough workers."""
-    runs = [run for run in work.lab_runs(LAB) if run.options.get("open_ms")]
+    runs = [
+        run for run in work.lab_runs(LAB)
+        if run.options.get("open_ms") and run.units_per_step == BATCH
+    ]  # fmt: skip
     if not runs:
         raise Missing("no runs with slow storage yet: begin with the rates", RATES)
     runs = [run for run in runs if (run.subject, run.device) == (runs[0].subject, runs[0].device)]
@@ -100,7 +104,10 @@ QUESTIONS: tuple[Question[Measured], ...] = (
           within=0.1,
           note=lambda m: "that is why there may be more workers than cores"),
     Found("found.workers", "the number of workers that the rates ask for", "",
-          lambda m: m.needed, "`workers that follow`, with slow storage.", within=0.35, margin=1.0),
+          lambda m: m.workers,
+          lambda m: f"`workers that follow`, with slow storage: {m.needed:.1f} by all your runs. "
+          f"Your runs are of {m.workers}.",
+          within=0.0),
     Found("found.per_s", "with so many workers", "images/s", lambda m: m.per_s,
           lambda m: f"The row `{RUNG}` of the run with {m.workers} workers."),
     Found("found.doubled_per_s", "with twice as many", "images/s", lambda m: m.doubled_per_s,
