@@ -232,7 +232,8 @@ def test_what_a_killed_program_leaves_is_not_whole(photos: Path, tmp_path: Path)
         time.sleep(0.01)
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    assert refusal(Folder, folder) == f"{folder / 'images'} is missing: run make_dataset.py"
+    remedy = f"run make_dataset.py --output-dir {folder}"
+    assert refusal(Folder, folder) == f"{folder / 'images'} is missing: {remedy}"
     assert make(folder, "--from", photos) == 0
     assert len(Folder(folder)) == COUNT and list(folder.iterdir()) == [folder / "images"]
 
