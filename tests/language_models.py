@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from labs.text_generation.export import byte_tokenizer
+
 FAMILIES = ("llama", "gpt2", "opt", "neox", "bloom")
 POSITIONS = 128
 SHARD = "40KB"
@@ -44,19 +46,8 @@ def save(family: str, folder: Path, *, pad: bool = True, **changes: Any) -> Path
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(kind(**sizes, **own, **spread, **changes))
     model.save_pretrained(folder, max_shard_size=SHARD)
-    tokenizer(pad).save_pretrained(folder)
+    tokenizer = byte_tokenizer(POSITIONS)
+    if not pad:
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-def tokenizer(pad: bool) -> Any:
-    """Its tokens are the bytes of UTF-8, and two more."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<pad>", "</s>"])
-    special = {"eos_token": "</s>"} | ({"pad_token": "<pad>"} if pad else {})
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)

@@ -89,8 +89,6 @@ CASES = [(family, engine) for family in language_models.FAMILIES for engine in (
 
 @pytest.mark.parametrize(("family", "engine"), [*CASES, ("llama", "fast")])
 def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, saved) -> None:
-    if engine == "fast":
-        pytest.importorskip("labs.text_generation.fast")
     loaded, generates = load(saved(family), "--engine", engine, "--dtype", "fp32")
     rows = prompts.encode(PROMPTS, loaded, NEW)
     (together,) = prompts.batches(rows, len(rows), loaded.pad)

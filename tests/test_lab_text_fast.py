@@ -1,5 +1,6 @@
 """The text lab's fast engine: it says what Hugging Face's Llama says, token for token."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -182,20 +183,22 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 def copy_of(model: Any, dtype: torch.dtype) -> Any:
-    import copy
-
     return copy.deepcopy(model).to(dtype)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, request, name: str) -> None:
+def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(
+    case, request, name: str, device: str
+) -> None:
     it, steps = case(name), 12
     rounded = copy_of(it.model, torch.bfloat16)
     truth = their_logits(copy_of(rounded, torch.float64), it, steps)
-    ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, "cpu")
+    ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, device)
     allowed = error(their_logits(rounded, it, steps), truth)
     assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
-    request.getfixturevalue("reduced")
+    if device == "cpu":
+        request.getfixturevalue("reduced")
     assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed
 
 
@@ -337,15 +340,3 @@ def test_the_captured_step_is_the_eager_one(case, name: str, int8: bool) -> None
                 assert torch.equal(captured.generate(ids, mask, NEW, temperature).tokens, expected)
         if not int8:
             assert torch.equal(captured.generate(ids, mask, NEW).tokens, it.greedy[rows])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-def test_compiled_bf16_logits_are_as_near_the_truth(case, name: str) -> None:
-    it, steps = case(name), 12
-    rounded = copy_of(it.model, torch.bfloat16)
-    truth = their_logits(copy_of(rounded, torch.float64), it, steps)
-    ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, "cuda")
-    allowed = error(their_logits(rounded, it, steps), truth)
-    assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
-    assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed

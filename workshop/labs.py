@@ -55,7 +55,7 @@ class LabRun:
     options: dict[str, Value] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     study: list[str] = field(default_factory=list, metadata=results.NEWER)
-    """The command of the study that this process is a part of."""
+    """The command of the study that this process is a part of; else its own."""
     step_ms: list[float] = field(default_factory=list)
     single_step_ms: list[float] = field(default_factory=list, metadata=results.NEWER)
     """Where `step_ms` has the means of whole epochs."""

@@ -23,12 +23,12 @@ class Answer:
     """What an engine made of a batch."""
 
     tokens: Tensor
-    """int64 (B, n): the new tokens. n is smaller than asked for where all prompts ended before;
-    what follows a prompt's end token has no meaning."""
+    """int64 (B, n) on the CPU: the new tokens. n may be smaller than asked for where all prompts
+    ended before; what follows a prompt's end token has no meaning."""
     first_s: float
     """Seconds to the first token."""
     step_s: list[float]
-    """Seconds of each token after it, n - 1 of them."""
+    """Seconds of each token after it; fewer than n - 1 where all prompts ended before."""
 
 
 class Engine(Protocol):
@@ -55,13 +55,13 @@ class Engine(Protocol):
 
 
 def uniforms(prompts: int, new_tokens: int, seed: int) -> Tensor:
-    """The random numbers of a batch's tokens, fp64 (prompts, new_tokens), from 0 to 1. A prompt's
-    own follow from its seed alone."""
+    """The random numbers of a batch's tokens, fp64 (prompts, new_tokens), from 0 to 1, made on the
+    CPU: a prompt's own follow from its seed alone, on any device and in any batch."""
     rows = [torch.Generator().manual_seed(seed + row) for row in range(prompts)]
     return torch.stack([torch.rand(new_tokens, generator=row, dtype=torch.float64) for row in rows])
 
 
-def draw(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, temperature: float | Tensor, uniform: Tensor) -> Tensor:
     """A token (B,) from the softmax of logits (B, V) over the temperature; `uniform` is (B,)."""
     sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
     found = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)[:, 0]
@@ -149,7 +149,7 @@ def _draws(temperature: float, uniform: Tensor) -> Any:
     return Draws()
 
 
-def _watches(clock: StepClock, on_tokens: OnTokens | None, nobody: Tensor) -> Any:
+def _watches(clock: StepClock, on_tokens: OnTokens | None, none_ends: Tensor) -> Any:
     """A criterion that never stops: it is asked after each token."""
     from transformers import StoppingCriteria
 
@@ -158,6 +158,6 @@ def _watches(clock: StepClock, on_tokens: OnTokens | None, nobody: Tensor) -> An
             clock.mark()
             if on_tokens is not None:
                 on_tokens(input_ids[:, -1])
-            return nobody
+            return none_ends
 
     return Watches()

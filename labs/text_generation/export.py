@@ -55,7 +55,7 @@ def save(model: nn.Module, folder: Path, record: dict[str, Any]) -> None:
         exported.save_pretrained(unfinished)
         byte_tokenizer(exported.config.max_position_embeddings).save_pretrained(unfinished)
         results.write_json(unfinished / RECORD, record)
-        for path in unfinished.iterdir():  # safetensors lets nobody else read its files
+        for path in unfinished.iterdir():  # safetensors' file is its owner's alone
             shutil.copymode(unfinished / RECORD, path)
 
 

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from labs.text_generation.engines import Answer, OnTokens, draw, uniforms
 from workshop.errors import WorkshopError, require
 from workshop.run.timing import StepClock
 
@@ -87,16 +88,6 @@ class Config:
     rope: dict[str, Any]
     eos: tuple[int, ...]
     pad: int
-
-
-@dataclass
-class Answer:
-    """New tokens (B, new_tokens) int64 on the CPU; seconds to the first token, and of each later
-    one: fewer than new_tokens - 1 where all rows ended early."""
-
-    tokens: Tensor
-    first_s: float
-    step_s: list[float]
 
 
 # --- What is compiled -----------------------------------------------------------------------------
@@ -225,15 +216,12 @@ def likeliest(logits: Tensor) -> Tensor:
 def choose(
     logits: Tensor, tokens: Tensor, slot: Tensor, draws: Tensor | None, temperature: Tensor
 ) -> None:
-    """Writes the next token behind `slot`, which then is its slot: the likeliest, or with `draws`
-    (B, S), uniform numbers made beforehand, the one at which the probabilities' running sum passes
-    the draw."""
+    """Writes the next token behind `slot`, which then is its slot: the likeliest, or a drawn one
+    by `draws` (B, S), uniform numbers made beforehand."""
     if draws is None:
         token = likeliest(logits)
     else:
-        sums = (logits.double() / temperature).softmax(-1).cumsum(-1)
-        draw = draws.index_select(1, slot + 1) * sums[:, -1:]
-        token = (sums <= draw).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+        token = draw(logits, temperature, draws.index_select(1, slot + 1)[:, 0])[:, None]
     tokens.index_copy_(1, slot + 1, token)
     slot.add_(1)
 
@@ -297,10 +285,9 @@ class Session:
         self.slot.fill_(length - 1)
         self.pads.copy_(pads)
         self.temperature.fill_(temperature)
-        if self.draws is not None:  # on the CPU, and by row: the same on any device, in any batch
-            for row, draws in enumerate(self.draws[:, length:]):
-                generator = torch.Generator().manual_seed(seed + row)
-                draws.copy_(torch.rand(len(draws), generator=generator, dtype=torch.float64))
+        if self.draws is not None:
+            new = self.draws[:, length:]
+            new.copy_(uniforms(len(new), new.shape[1], seed))
 
 
 class FastLlama:
@@ -467,7 +454,7 @@ class FastLlama:
         new_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
-        on_tokens: Callable[[Tensor], None] | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Answer:
         """Continues prompts. What a new batch or cache size needs to compile is done before the
         clock starts.

@@ -122,6 +122,7 @@ def prepare(
         | {"precision": precision.name},
     )
     record.command = [word for word in record.command if word not in arguments.words[:3]]
+    record.study = record.command
     for package in ("transformers", "deepspeed"):
         if module := sys.modules.get(package):
             record.software[package] = module.__version__

@@ -1,8 +1,6 @@
 """A causal language model and its tokenizer, from a folder on this machine, and an engine on it."""
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import tempfile
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labs.text_generation import fast
 from labs.text_generation.engines import Engine, HuggingFace
 from workshop.errors import NotOnThisMachine, WorkshopError, require
 from workshop.run import memory
@@ -65,7 +64,7 @@ class Loaded:
     """The tokens that end a text."""
     spread: str
     """Over which devices, in words; "" for one."""
-    load: "Load"
+    load: Load
 
     @property
     def pad(self) -> int:
@@ -133,8 +132,6 @@ def prepare_packages(arguments: argparse.Namespace) -> None:
         require("accelerate", "bitsandbytes")
     if arguments.engine == "deepspeed":
         require("deepspeed")
-    if arguments.engine == "fast" and not importlib.util.find_spec("labs.text_generation.fast"):
-        raise NotOnThisMachine("--engine fast: labs/text_generation/fast.py is missing here")
     make_importable()  # transformers imports torchvision
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
@@ -250,17 +247,15 @@ def make_engine(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, 
 def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
     """Our own loop. In int8 it rounds the weights; Hugging Face's model, which it is compared with,
     then gets the rounded ones."""
-    fast: Any = importlib.import_module("labs.text_generation.fast")
     if arguments.load_in_8bit:
         for module in loaded.model.modules():
             if isinstance(module, nn.Linear):
                 values, scale = fast.quantised(module.weight.detach())
                 rounded = (values * scale).to(loaded.dtype)
                 module.weight = nn.Parameter(rounded, requires_grad=False)
-    engine: Engine = fast.FastLlama.from_pretrained(
+    return fast.FastLlama.from_pretrained(
         arguments.model_path, loaded.dtype, loaded.device, int8=arguments.load_in_8bit
     )
-    return engine
 
 
 def _deepspeed(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, str]:

@@ -23,13 +23,15 @@ def begin(
             machine.
         fields: the rest of the LabRun.
     """
+    command = _command(hidden)
     record = LabRun(
         session=session or results.new_session(),
         device=hardware.describe(device),
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
-        command=_command(hidden),
+        command=command,
+        study=command,
         **fields,
     )
     if sheet := hardware.peaks(device):

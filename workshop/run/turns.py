@@ -92,8 +92,8 @@ class Child:
             pass
         run, path = self.plan.planned, self.plan.path
         if path.exists():
-            run, study = labs.load(path), run.command
-            run.study = study  # the planned record is of the program that gives the turns
+            study, run = run.study, labs.load(path)
+            run.study = study  # the planned record's, which is of the program that gives the turns
             labs.save(run, path)
             return run
         run.created = results.now()
