@@ -38,7 +38,8 @@ def test_reference_results_are_all_found() -> None:
         (version, tool, True)
         for version in ("v1", "v2", "v3", "v4")
         for tool in ("torch.profiler", "ncu", "proton")
-    }
+    } | {("", "torch.profiler", False)}
+    assert {p.lab.variant for p in found.profiles if p.lab} == {"fp32", "fp16"}
     assert [(b.path, b.device) for b in found.benchmarks] == [
         (H200 / "kernels" / "kernels.json", "NVIDIA H200")
     ]

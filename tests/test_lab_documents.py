@@ -21,8 +21,6 @@ STUDIES = [
     *documents.PEERS.values(),
     documents.TRAINING,
     documents.PRECISION,
-    documents.MEMORY_FORMAT,
-    documents.COMPILE,
     documents.BATCH_SIZE,
 ]
 RUNGS = ("fp32", "tf32", "fp16", "fp16, folded norms", "fp16, folded norms, graph")
@@ -102,19 +100,10 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
 def test_a_comparison_is_quoted_in_the_table_of_techniques() -> None:
     times = {"fp32": 10.0, "tf32": 8.0, "bf16": 4.0, "fp16": 5.0}
     runs = session(documents.PRECISION[0], times)
-    runs += session(documents.COMPILE[0], {"fp16": 5.0, "fp16, compile reduce-overhead": 2.5})
-    for run in runs[-3::2]:
-        run.setup_s["compile"] = 40.0
-    runs[-1].setup_s["compile"] = 3.0
     found = documents.parts(runs, [], TABLE)[CHECKLIST]
     half = cells(found["techniques"], "bf16 or fp16")[4]
     assert re.match(r"bf16 2\.50x \[.*\]; fp16 2\.00x \[.*\], NVIDIA H200; `B --compare", half)
-    compiled = cells(found["techniques"], "torch.compile")[4]
-    assert compiled.startswith("compile reduce-overhead 2.00x")
     assert cells(found["wins"], "tf32")[4].startswith("1.25x [")
-    assert cells(found["wins"], "fp16, compile reduce-overhead")[7] == "40 s"
-    assert "compiled in" in found["wins"].split("**Compiler.**")[1]
-    assert "compiled in" not in found["wins"].split("**Compiler.**")[0]
 
 
 def test_ours_is_compared_with_the_fastest_peer() -> None:

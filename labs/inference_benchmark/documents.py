@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from labs.inference_benchmark import studies
-from labs.inference_benchmark.own_runs import compile_seconds
 from labs.inference_benchmark.request import LAB
 from workshop import labs
 from workshop.compare import lab_table, tables
@@ -64,12 +63,6 @@ TRAINING = (
 NETWORKS = ", all networks", f"{ON} all --batch-size 32 --fp16 1 --jobs 16"
 """The end of each network's subject."""
 PRECISION = _resnet(USUAL, "compare precision", f"{B} --compare precision")
-MEMORY_FORMAT = _resnet(
-    USUAL, "compare memory-format", f"{B} --precision fp16 --compare memory-format"
-)
-COMPILE = _resnet(
-    USUAL, "compare compile", f"{B} --precision fp16 --channels-last --compare compile"
-)
 BATCH_SIZE = _resnet(None, "compare batch-size", f"{B} --compare batch-size")
 B_LADDER = f"{B} --ladder"
 BENCH = "python torch_tensor_ops_bench.py --run-predefined"
@@ -133,16 +126,6 @@ def _comparison_table(rows: list[LabRow]) -> str:
 def _compared(row: LabRow) -> list[str]:
     peak = tables.number(row.peak_memory_mb, ",.0f")
     return list(map(escape, [*_speed(row), lab_table.verdict(row), peak, lab_table.proof(row)]))
-
-
-def _compiler_table(rows: list[LabRow]) -> str:
-    """The comparison, and what compiling took the first process, whose caches were empty."""
-    header = ["variant", "images/s", "p50 ms", "p99 ms", "speed-up", "peak MB", "proof"]
-    lines = []
-    for row in rows:
-        seconds = compile_seconds(row)
-        lines.append([*_compared(row), f"{seconds:,.0f} s" if seconds else "-"])
-    return markdown_table([*header, "compiled in"], lines, (0, 6))
 
 
 def _peers_table(rows: list[LabRow]) -> str:
@@ -251,8 +234,6 @@ def _wins(groups: Groups) -> str:
         f"**{title}.** {_block(groups, study, table)}"
         for title, study, table in (
             ("Precision", PRECISION, _comparison_table),
-            ("Memory format", MEMORY_FORMAT, _comparison_table),
-            ("Compiler", COMPILE, _compiler_table),
             ("Batch", BATCH_SIZE, _comparison_table),
         )
     ]
@@ -319,11 +300,11 @@ def _cells(groups: Groups) -> dict[str, str]:
 
     return {
         "bf16 or fp16": of_variants(PRECISION, HALF),
-        "channels last": of_variants(MEMORY_FORMAT),
+        "channels last": of_rung("channels-last"),
         "batch norms folded": of_rung("folded norms"),
         "convolution and ReLU fused": of_rung("fused ReLUs"),
         "larger batch": of_variants(BATCH_SIZE),
-        "torch.compile": of_variants(COMPILE),
+        "torch.compile": of_rung("compile"),
         "graph": of_rung("graph"),
         "AOTInductor": of_rung("AOTInductor"),
     }

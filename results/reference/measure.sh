@@ -147,8 +147,6 @@ measure() {
       ;;
     inference_compare)
       infer precision resnet50 --batch-size 32 --compare precision
-      infer memory_format resnet50 --batch-size 32 --precision fp16 --compare memory-format
-      infer compile resnet50 --batch-size 32 --precision fp16 --channels-last --compare compile
       infer batch_size resnet50 --batch-size 32 --compare batch-size
       ;;
     inference_training)
