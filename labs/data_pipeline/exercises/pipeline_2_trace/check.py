@@ -102,7 +102,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found("found.loader_gain", "if the DataLoader cost nothing", "x", lambda m: m.loader_gain,
           "1 / (1 - p), where p is its part of the time, as a fraction.", within=0.02),
     Found("found.between_gain", "if the preparation cost nothing", "x", lambda m: m.between_gain,
-          "The step's length over what is left of it.", within=0.15),
+          "The step's length over what is left of it.", within=0.25),
     Chosen("found.remedy", "what helps",
            {
                "workers": "they load the batch sooner, which is there in time already",
