@@ -20,11 +20,20 @@ _HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", _OVER, "proof")
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
     """What goes between the markers, of the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
-    blocks = [f"{lab_table.source(rows)}\n\n{_table(rows)}" for rows in groups]
+    blocks = [
+        f"**{labs.shared_subject(rows)}.** {lab_table.source(rows)}\n\n{_table(rows)}"
+        for rows in groups
+    ]
     return {README: {"training": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
 
 
 def _table(rows: Sequence[LabRow]) -> str:
+    """Of each network and batch the usual training first, then from the slowest to the fastest."""
+    subjects = list(dict.fromkeys(row.of for row in rows))
+    rows = sorted(
+        rows,
+        key=lambda row: (subjects.index(row.of), not row.is_baseline, row.units_per_s or 0.0),
+    )
     lines = [
         [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
          number(row.tflops, ",.1f"), number(row.ceiling_share, ".1%"),
