@@ -78,7 +78,8 @@ def draw_ladder(profiles: Sequence[tuple[str, Path]], target: Path) -> None:
     """A picture of the mean step of each rung.
 
     Args:
-        profiles: their names and folders.
+        profiles: their names and folders, all of one device.
     """
+    device = labs.load(profiles[0][1] / RUN_FILE).device["name"]
     files = [(name, folder / kernel_file.JSON_FILE) for name, folder in profiles]
-    step_pictures.compare_pictures(files, target, "Where a step's time goes, rung by rung")
+    step_pictures.compare_pictures(files, target, f"Where a step's time goes: {device}")
