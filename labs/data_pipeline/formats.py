@@ -275,7 +275,9 @@ class Tar(Images):
     def read_labels(self) -> Sequence[int]:
         block, offset, places = tarfile.BLOCKSIZE, 0, []
         while (header := self._at(offset, block)) != bytes(block):  # a block of zeros is the end
-            size = int(header[124:135], 8)  # fails where the file is cut off
+            if len(header) < block:
+                raise ValueError(f"its end is missing, after {offset:,} bytes")
+            size = int(header[124:135], 8)
             places.append((offset + block, size))
             offset += block * (1 + math.ceil(size / block))
         self.places = np.array(places[::2])
