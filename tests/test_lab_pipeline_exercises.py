@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from exercise_cases import FOLDERS, checked, loaded, only_fault, red, solution, unanswered
+from exercise_cases import (
+    FOLDERS,
+    checked,
+    loaded,
+    only_fault,
+    red,
+    solution,
+    unanswered,
+    with_answers,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from labs.data_pipeline import make_dataset
@@ -58,6 +67,12 @@ def test_a_wrong_answer_is_the_one_that_is_red(
 ) -> None:
     results = {key: path for key, path in solution(name).items() if key == "results"}
     assert says in only_fault(name, tmp_path, answer, **results)
+
+
+def test_a_prediction_is_compared_when_the_findings_are_there(tmp_path: Path) -> None:
+    for answer, says in (("", "predicted 80%: compared when"), ("DataLoader", "measured 0.159%")):
+        answers = with_answers(TRACE, tmp_path, bottleneck=answer)
+        assert says in checked(TRACE, answers=answers)[0].why
 
 
 # --- how many workers ----------------------------------------------------------------------------

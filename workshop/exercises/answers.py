@@ -58,6 +58,14 @@ class Answers:
             raise Unanswered(key)
         return value
 
+    def has(self, key: str) -> bool:
+        """Whether there is an answer, right or wrong."""
+        try:
+            self[key]
+        except Unanswered:
+            return False
+        return True
+
     def number(self, key: str) -> float:
         """A finite number."""
         value = self[key]

@@ -1,6 +1,7 @@
 """A participant's predictions and findings against what was measured.
 
 A prediction that is off is never red: it says by how much it was off, and why that is instructive.
+It waits for the findings, which the measured value would give away.
 A finding was read or computed from results: where these say otherwise it is red, and says how far
 off it is without giving the right number away.
 """
@@ -83,6 +84,11 @@ class Predicted(Found[M]):
 
     within: float = 0.25
 
+    def noted(self, answers: Answers) -> Item:
+        """Before the findings are there."""
+        yours = _number(answers.number(self.key), self.unit)
+        return Item(True, self.what, f"predicted {yours}: compared when all else is answered")
+
     def item(self, answers: Answers, m: M) -> Item:
         yours, right = answers.number(self.key), self.value(m)
         why = self.how if isinstance(self.how, str) else self.how(m)
@@ -142,10 +148,19 @@ def ask(
         measured: gathers what the questions are about from the participant's results, once.
     """
     once = functools.cache(measured)
+    parts = list(questions)
+    findings = [
+        part.key
+        for part in parts
+        if isinstance(part, (Found, Chosen, Written)) and not isinstance(part, Predicted)
+    ]
 
     def part(question: Question[M]) -> Part:
         def answered(work: Work) -> Iterator[Item]:
             m = once(work)
+            if isinstance(question, Predicted) and not all(map(work.answers.has, findings)):
+                yield question.noted(work.answers)
+                return
             try:
                 yield question.item(work.answers, m)
             except NotCompared as reason:
@@ -154,7 +169,7 @@ def ask(
         return answered
 
     yield from work.each(
-        *(part(q) if isinstance(q, (Found, Chosen, Written)) else q for q in questions)
+        *(part(q) if isinstance(q, (Found, Chosen, Written)) else q for q in parts)
     )
 
 
