@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import language_models
 
-from labs.text_generation import lm_gen, lm_gen_ds, models, prompts, proof, request
+from labs.text_generation import lm_gen, lm_gen_ds, measure_engines, models, prompts, proof, request
 from labs.text_generation.engines import Answer, HuggingFace
 from labs.text_generation.models import Loaded
 from workshop import labs
@@ -341,3 +341,30 @@ def test_a_damaged_model_is_refused(
     shutil.copytree(saved("llama"), folder)
     damage(folder)
     refuses(["--model_path", str(folder)], 2, message)
+
+
+# --- the engines beside each other ---------------------------------------------------------------
+
+
+def test_the_measured_model_says_one_token_after_another(tmp_path: Path) -> None:
+    """Not the same one for ever, which a faulty layer would not change."""
+    _, engine = load(measure_engines.make_model(tmp_path, CPU, 64), "--engine", "hf")
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
+    rows = engine.generate(ids, torch.ones_like(ids), 32).tokens.tolist()
+    assert all(len(set(row)) > 16 for row in rows)
+
+
+@pytest.mark.slow
+def test_engines_are_measured_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the program needs no installation
+    flags = "--engines hf fast --batch-sizes 2 --prompt-tokens 8 --num-tokens 4 --repeats 1"
+    words = [*flags.split(), "--device", "cpu", "--output-dir", str(tmp_path)]
+    assert measure_engines.main(words) == 0
+    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    assert {run.variant for run in runs} == {"fp32, hf", "fp32, fast"}
+    assert {run.subject for run in runs} == {"llama_3m, batch 2, 8 + 4 tokens"}
+    assert all(run.proof.status == "pass" and len(run.step_ms) == 3 for run in runs)
+    assert (tmp_path / "engines.md").read_text().count("green") == 2
+    assert (tmp_path / "engines.png").stat().st_size > 10_000
