@@ -76,6 +76,11 @@ class LabRun:
     plausibility: list[str] = field(default_factory=list)
 
     @property
+    def failure(self) -> str:
+        """In words, of a run that is not complete."""
+        return "; ".join([self.status, *self.proof.failures, *([self.error] if self.error else [])])
+
+    @property
     def processes(self) -> int:
         """That share a step, each on a device of its own."""
         return int(self.metrics.get("processes") or 1)

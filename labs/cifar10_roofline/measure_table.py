@@ -128,7 +128,7 @@ def _plan(flags: Flags, device: torch.device, folder: Path, scratch: str) -> tur
 
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
-        return "; ".join([run.status, *run.proof.failures, *([run.error] if run.error else [])])
+        return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
     return f"{rate:,.0f} images/s; proof {run.proof.status}"
 

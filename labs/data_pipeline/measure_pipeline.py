@@ -314,7 +314,7 @@ def _plan(
 
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
-        return "; ".join([run.status, *run.proof.failures, *([run.error] if run.error else [])])
+        return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
     return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; proof {run.proof.status}"
 

@@ -231,7 +231,7 @@ def _in_turns(
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
         return f"{timing.median(run.step_ms):.3f} ms an iteration; proof {run.proof.status}"
-    return "; ".join([run.status, *run.proof.failures, *([run.error] if run.error else [])])
+    return run.failure
 
 
 def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:

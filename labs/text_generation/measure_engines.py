@@ -132,6 +132,8 @@ def make_model(folder: Path, device: torch.device, longest: int) -> Path:
     path = folder / f"llama_{millions:.0f}m"
     model.save_pretrained(path)
     export.byte_tokenizer(longest).save_pretrained(path)
+    del model
+    torch.cuda.empty_cache()  # the engines' processes need the device's memory
     return path
 
 
@@ -171,7 +173,7 @@ def _plan(
 
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
-        return "; ".join([run.status, *run.proof.failures, *([run.error] if run.error else [])])
+        return run.failure
     return f"{timing.median(run.step_ms):.3f} ms a token; proof {run.proof.status}"
 
 
