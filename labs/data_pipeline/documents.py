@@ -2,6 +2,8 @@
 results/reference/ between its markers."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from labs.data_pipeline import measure_pipeline, rungs
@@ -20,7 +22,11 @@ _HEADER = ("", "images/s", "ms a step", "over the first", "proof")
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
     """What goes between the markers, of the runs of any labs."""
     groups = labs.newest(run for run in runs if run.lab == LAB and run.baseline)
-    blocks = [_block(sorted(rows, key=rungs.place)) for rows in groups]
+    blocks = [
+        _block([replace(row, of="") for row in own])  # its title says of what
+        for rows in groups
+        for _, own in groupby(sorted(rows, key=rungs.place), lambda row: row.first.subject)
+    ]
     return {README: {"pipeline": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
 
 

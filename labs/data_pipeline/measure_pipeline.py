@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
@@ -329,22 +330,22 @@ def _show(runs: list[LabRun], names: list[str], folder: Path, profiles: Path) ->
     tables.print_tables(shown)
     path = folder / "pipeline.md"
     results.write_text(path, tables.markdown(shown) + "\n")
-    _show_profiles(names, folder, profiles)
+    _show_profiles([row for group in groups for row in group], folder, profiles)
     print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
     failed = any(row.failed for group in groups for row in group)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
-def _show_profiles(names: list[str], folder: Path, profiles: Path) -> None:
+def _show_profiles(rows: list[LabRow], folder: Path, profiles: Path) -> None:
     """Prints what bounds each rung, and draws where the time of its steps goes. A red one has no
     times here either."""
-    found = [name for name in names if profiling.is_proven(profiles / name)]
-    for name in found:
+    found = [row for row in rows if any(map(profiling.mean_step, row.runs))]
+    for row in found:
+        name = row.first.variant
         print(f"{name}: {profiling.advice(profiles / name)}")
-    for model in dict.fromkeys(rungs.settings(name, 1).model for name in found):
+    for model, own in groupby(found, lambda row: rungs.settings(row.first.variant, 1).model):
         picture = folder / f"ladder_{model}.png"
-        own = [name for name in found if rungs.settings(name, 1).model == model]
-        profiling.draw_ladder([(name, profiles / name) for name in own], picture)
+        profiling.draw_ladder(list(own), picture)
         print(f"Written: {picture}")
     if found:
         print(f"Written: of each rung {profiles}/RUNG/{profiling.PICTURE}")

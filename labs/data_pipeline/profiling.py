@@ -8,10 +8,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from labs.data_pipeline.loop import Loop
 from workshop import labs, results
-from workshop.labs import LabRun
+from workshop.labs import LabRow, LabRun
 from workshop.profilers import advisor, kernel_file, step_pictures, step_time
 from workshop.profilers.load import load
 from workshop.profilers.runner_files import RUN_FILE
+from workshop.profilers.step_time import StepTime
 
 TRACE, PICTURE = "trace.json.gz", "steps.png"
 LEAST_STEPS, MOST_STEPS = 6, 48
@@ -60,12 +61,6 @@ def _record_trace(loop: Loop, epoch: int, skipped: int, target: Path) -> None:
             profiler.step()
 
 
-def is_proven(folder: Path) -> bool:
-    """Whether it has a profile, of a rung whose proof is green."""
-    files = [folder / name for name in (kernel_file.JSON_FILE, RUN_FILE)]
-    return all(path.is_file() for path in files) and labs.load(files[1]).status == "complete"
-
-
 def advice(folder: Path) -> str:
     """What bounds a rung, in a sentence: its wait for data, if there is one."""
     table, record = kernel_file.read(folder / kernel_file.JSON_FILE), labs.load(folder / RUN_FILE)
@@ -74,12 +69,24 @@ def advice(folder: Path) -> str:
     return first.sentence if first else ""
 
 
-def draw_ladder(profiles: Sequence[tuple[str, Path]], target: Path) -> None:
-    """A picture of the mean step of each rung.
+def draw_ladder(rows: Sequence[LabRow], target: Path) -> None:
+    """A picture of the mean step of each rung that was profiled. All are of one device."""
+    found = ((row.first.variant, mean_step(run)) for row in rows for run in row.runs)
+    means = [(name, step) for name, step in found if step]
+    title = f"Where a step's time goes: {rows[0].device}"
+    step_pictures.compare_pictures(means, target, title)
 
-    Args:
-        profiles: their names and folders, all of one device.
-    """
-    device = labs.load(profiles[0][1] / RUN_FILE).device["name"]
-    files = [(name, folder / kernel_file.JSON_FILE) for name, folder in profiles]
-    step_pictures.compare_pictures(files, target, f"Where a step's time goes: {device}")
+
+def mean_step(run: LabRun) -> StepTime | None:
+    """As `profile_rung` recorded it."""
+    length = run.metrics.get("profiled_ms")
+    if run.status != "complete" or not isinstance(length, float):
+        return None
+
+    def part(name: str) -> float:
+        share = run.metrics[f"{name}_share"]
+        assert isinstance(share, (int, float))
+        return float(share)
+
+    parts_ns = {name: part(name.lower()) * length * 1e6 for name in step_time.CATEGORIES}
+    return StepTime(parts_ns, part("tensor") * parts_ns[step_time.KERNEL])

@@ -11,7 +11,6 @@ from typing import Any
 from workshop import errors, results
 from workshop.errors import WorkshopError
 from workshop.profilers import kineto, step_time
-from workshop.profilers.load import load
 from workshop.profilers.names import printable
 from workshop.profilers.step_time import (
     COPY,
@@ -88,24 +87,19 @@ def picture(trace: Path, target: Path, title: str = "", *, step: int | None = No
     _save(lambda: _draw_trace(activity, steps, first, title), target)
 
 
-def compare_pictures(profiles: Sequence[tuple[str, Path]], target: Path, title: str = "") -> None:
-    """Writes a PNG: a bar for each profile's mean step, divided by what then ran; at the left in
-    ms, at the right in shares.
+def compare_pictures(means: Sequence[tuple[str, StepTime]], target: Path, title: str = "") -> None:
+    """Writes a PNG: a bar for each mean step, divided by what then ran; at the left in ms, at the
+    right in shares.
 
     Args:
-        profiles: name and trace of each, or in its place the kernels.json that `show` made of it.
+        means: name and mean step of each.
 
     Raises:
-        WorkshopError, NotOnThisMachine: as `picture`.
+        WorkshopError, NotOnThisMachine: the picture can't be written, or matplotlib is missing.
     """
     _check(target)
-    means = []
-    for name, path in profiles:
-        steps = load(path).step_times
-        if not steps:
-            raise WorkshopError(f"{path}: {_NO_STEPS}")
-        means.append((printable(name), step_time.mean(steps)))
-    _save(lambda: _draw_ladder(means, printable(title)), target)
+    named = [(printable(name), step) for name, step in means]
+    _save(lambda: _draw_ladder(named, printable(title)), target)
 
 
 def _check(target: Path) -> None:
