@@ -5,9 +5,13 @@ what is whole is kept: every file's SHA-256 is in images/manifest.json.
 """
 
 import argparse
+import functools
 import hashlib
 import io
+import multiprocessing
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -248,13 +252,31 @@ def read_all(images: Images) -> None:
 
 def _digits(images: int, size: int, seed: int) -> Iterator[tuple[bytes, int]]:
     """Image i depends on the seed and i alone."""
+    processes = min(os.cpu_count() or 1, 1 + images // 256)
+    with multiprocessing.Pool(processes, _leave_signals) as pool:
+        drawn = pool.imap(functools.partial(_digit, size, seed), range(images), chunksize=64)
+        for _, digit in zip(_track(range(images), "writing"), drawn, strict=True):
+            yield digit
+
+
+def _leave_signals() -> None:
+    """Ctrl-C reaches the pool's processes too, but it is their parent that ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _digit(size: int, seed: int, index: int) -> tuple[bytes, int]:
+    digits = _scans()
+    ink = np.uint8(digits.images[index % DIGITS] * (255 / 16))
+    image = _coloured(ink, size, np.random.default_rng([seed, index]))
+    return _png(image), int(digits.target[index % DIGITS])
+
+
+@functools.cache
+def _scans() -> Any:
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    for index in _track(range(images), "writing"):
-        random = np.random.default_rng([seed, index])
-        ink = np.uint8(digits.images[index % DIGITS] * (255 / 16))
-        yield _png(_coloured(ink, size, random)), int(digits.target[index % DIGITS])
+    return load_digits()
 
 
 def _coloured(ink: np.ndarray, size: int, random: np.random.Generator) -> "Image":
