@@ -17,6 +17,12 @@ from workshop.run.precision import PRECISIONS
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
 STEPS_BEFORE_CAPTURE = 3
+GPU_COMPILER: dict[str, Any] = {
+    "combo_kernels": True,
+    "coordinate_descent_tuning": True,
+}
+"""Small kernels that do not depend on each other are one, as the casts of all weights; and kernels'
+tiles are tuned on the device, which makes the first compilation longer."""
 Batch = tuple[Tensor, Tensor]
 
 
@@ -103,9 +109,10 @@ class Training:
         precision = PRECISIONS["fp32" if exact else variant.precision]
         self._autocast = lambda: precision.autocast(device.type)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.loss_scaling)
-        self._forward: Callable[[Tensor], Tensor] = self.logits
+        self._loss_of: Callable[[Tensor, Tensor], Tensor] = self.loss
         if variant.compile:
-            self._forward = torch.compile(self.logits, dynamic=False)
+            options = GPU_COMPILER if device.type == "cuda" else None
+            self._loss_of = torch.compile(self.loss, dynamic=False, options=options)
         self.done = 0
         """Steps, also of a run that this one resumes."""
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -116,6 +123,11 @@ class Training:
         values = images.to(self._dtype) * self._scale - self._shift
         out: Tensor = self.model(values.contiguous(memory_format=self.variant.layout()))
         return out
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy, a scalar: at fp32, whatever the logits are."""
+        logits = self.logits(images).to(self._dtype)
+        return F.cross_entropy(logits, labels, label_smoothing=self.problem.label_smoothing)
 
     def step(self, images: Tensor, labels: Tensor, range_: Range = nullcontext) -> Tensor:
         """Trains one step, with a marker range around each part; its loss, a scalar on the
@@ -137,11 +149,7 @@ class Training:
     def _train(self, images: Tensor, labels: Tensor, range_: Range = nullcontext) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         with range_("forward"), self._autocast():
-            loss = F.cross_entropy(
-                self._forward(images).to(self._dtype),
-                labels,
-                label_smoothing=self.problem.label_smoothing,
-            )
+            loss = self._loss_of(images, labels)
         with range_("backward"):
             self.scaler.scale(loss).backward()
         with range_("optimizer"):
@@ -163,11 +171,11 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._loss = self._train(self._images, self._labels)
+                self._graph_loss = self._train(self._images, self._labels)
         self._images.copy_(images)
         self._labels.copy_(labels)
         self._graph.replay()
-        return self._loss.clone()
+        return self._graph_loss.clone()
 
     @torch.no_grad()
     def correct(self, images: Tensor, labels: Tensor) -> int:
