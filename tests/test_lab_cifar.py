@@ -390,6 +390,21 @@ def test_a_step_that_trains_otherwise_is_found(
     assert verdict(Variant(precision, channels_last=True), fault).status == "fail"
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_weight_without_its_gradient_is_found_however_little_it_counts(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("FLOOR", "MOST"):  # of all weights together
+        monkeypatch.setattr(proof, limit, 10.0)
+
+    def sever_one(training: Training) -> None:
+        bias: Tensor = training.model.norm.bias  # type: ignore[union-attr, assignment]
+        bias.register_hook(torch.zeros_like)
+
+    [failure] = verdict(Variant(precision, channels_last=True), sever_one).failures
+    assert "along fp64's 1.00" in failure
+
+
 def test_steps_that_a_scaled_loss_leaves_out_are_not_compared() -> None:
     torch.manual_seed(0)
     model = Deeper()
