@@ -402,7 +402,7 @@ def test_a_weight_without_its_gradient_is_found_however_little_it_counts(
         bias.register_hook(torch.zeros_like)
 
     [failure] = verdict(Variant(precision, channels_last=True), sever_one).failures
-    assert "along fp64's 1.00" in failure
+    assert "along fp64's" in failure
 
 
 def test_steps_that_a_scaled_loss_leaves_out_are_not_compared() -> None:

@@ -29,9 +29,10 @@ MOST = 0.9
 """However much the plain step loses: what stays as it is is at 1, another direction at 1.4. A fresh
 ResNet-34's plain step in bf16 is up to 0.7 from fp64's."""
 ALONG = 0.35
-"""Rounding turns a step, but the part of it along fp64's stays the plain step's: of true steps no
-weight's differed by more than 0.1, of ResNet-18 in bf16. A weight without its gradient is at about
-1, however little it counts among all."""
+"""Rounding turns a step, but the part of it along fp64's stays about the plain step's. Of ResNet-34
+in bf16 on an H200 (batch 64 and 256, two seeds) a weight's differed by up to 0.32 in one step, and
+by at most 0.15 in the mean of three. Without its gradient a weight is at 0.4 or more, however
+little it counts among all."""
 LOSS, WEIGHTS, MOMENTUM = "the loss", "the weights", "the momentum"
 LEAST_STEPS = 8
 """Of which the mean loss at the beginning and at the end can be compared."""
@@ -107,7 +108,7 @@ def of_training(model: nn.Module, trained: Training, first: First, losses: list[
     if apart > ALONG:
         failures.append(
             f"a weight's momentum of the first steps: along fp64's {apart:.2f} of its way from the "
-            f"plain step's, {ALONG} allowed"
+            f"plain one's, {ALONG} allowed"
         )
     if trained.done == len(losses):  # a resumed one may have learned all there is
         failures += _not_falling(losses)
@@ -163,16 +164,19 @@ def _distances(one: _Steps, truth: _Steps, starts: list[dict[str, Any]]) -> dict
 
 
 def _along(one: _Steps, truth: _Steps, starts: list[dict[str, Any]]) -> list[float]:
-    """Of each step and weight, how far its momentum moved along the true movement, of whose length
-    it is a share."""
-    found = []
+    """Of each weight, how far its momentum moved along the true movement, of whose length it is a
+    share; the mean of the steps."""
+    shares = []
     for (_, ours), (_, true), start in zip(one, truth, starts, strict=True):
         momenta = (_parts(state)[MOMENTUM] for state in (ours, true, start))
-        for its, wanted, before in zip(*momenta, strict=True):
-            way = wanted.double() - before
-            length = float(way.square().sum())
-            found.append(float(((its.double() - before) * way).sum()) / length if length else 1.0)
-    return found
+        shares.append([_share(*tensors) for tensors in zip(*momenta, strict=True)])
+    return [sum(steps) / len(steps) for steps in zip(*shares, strict=True)]
+
+
+def _share(ours: Tensor, true: Tensor, start: Tensor) -> float:
+    way = true.double() - start
+    length = float(way.square().sum())
+    return float(((ours.double() - start) * way).sum()) / length if length else 1.0
 
 
 def _apart(a: float, b: float) -> float:
