@@ -1,4 +1,4 @@
-"""The text generation lab's exercises: what a token costs."""
+"""The text generation lab's exercises: what a token costs, and a batch that answers differently."""
 
 import shlex
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import pytest
 import torch
 from exercise_cases import (
     FOLDERS,
+    changed,
     checked,
     loaded,
     only_fault,
@@ -18,7 +19,9 @@ from exercise_cases import (
     unanswered,
 )
 
-FLOOR = "text_1_floor"
+FLOOR, PADDING = "text_1_floor", "text_2_padding"
+
+# --- what a token costs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,123 @@ def test_the_sheets_commands_make_the_runs_that_the_check_takes(
         weights = layers * (4 * width**2 + 3 * width * ffn + 2 * width) + 257 * width
         cache = 2 * layers * width * (prompt + make_models.NEW / 2)
         assert m.mb(model) == pytest.approx(4e-6 * (weights + cache))
+
+
+# --- a batch that answers differently ------------------------------------------------------------
+
+FIRST = "positions = (mask.cumsum(1) - 1).clamp(min=0)"
+NEXT = "positions = positions[:, -1:] + 1"
+CHOICE = "        ids = output.logits[:, -1:].argmax(-1)  # (B, 1)\n        found.append(ids)\n"
+TOGETHER = "    ids, mask = padded(prompts, pad)\n"
+LLAMA, GPT2, INSIDE = "llama: prompts of", "gpt2: prompts of", "of the padding occurs"
+WORK, LIBRARY = "each token once", "correct your own"
+ALL = (LLAMA, GPT2, INSIDE)
+ONE_BY_ONE = "    if len(prompts) > 1:\n        return [generate(model, [one], new_tokens, pad)[0] "
+THE_LIBRARY = "    found = model.generate(ids, attention_mask=mask, do_sample=False, "
+WRONG: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "all positions from the padding's start": (
+        {FIRST: "positions = torch.arange(ids.shape[1]).expand_as(ids)"}, (GPT2,),
+    ),
+    "no positions at all": ({"position_ids=positions": "position_ids=None"}, (GPT2,)),
+    "the model's own positions for new tokens": (
+        {"position_ids=positions": "position_ids=positions if cache is None else None"},
+        ALL,
+    ),
+    "the longest prompt's positions for all": (
+        {NEXT: "positions = torch.full_like(ids, int(positions.max()) + 1)"}, ALL,
+    ),
+    "the first prompt's positions for all": (
+        {NEXT: "positions = (positions[:1, -1:] + 1).expand_as(ids)"}, ALL,
+    ),
+    "a position that stays": ({NEXT: "positions = positions[:, -1:]"}, ALL),
+    "one position too far": (
+        {NEXT: "positions = mask.sum(1, keepdim=True)"}, ALL,
+    ),
+    "no mask": ({"attention_mask=mask": "attention_mask=None"}, ALL),
+    "a mask for the prompts alone": (
+        {"attention_mask=mask": "attention_mask=mask if cache is None else None"},
+        ALL,
+    ),
+    "new tokens masked": ({"value=1": "value=0"}, ALL),
+    "a mask of all tokens but one": (
+        {FIRST: f"mask = (ids != pad).long()\n    {FIRST}"}, (INSIDE,),
+    ),
+    "padded on the right": (
+        {"start = longest - len(prompt)": "start = slice(len(prompt))", "ids[row, start:]":
+         "ids[row, start]", "mask[row, start:]": "mask[row, start]"}, ALL,
+    ),
+    "one by one": ({TOGETHER: f"{ONE_BY_ONE}for one in prompts]\n{TOGETHER}"}, (WORK,)),
+    "all tokens anew": (
+        {CHOICE: "        cache = None\n        found.append(output.logits[:, -1:].argmax(-1))\n"
+         "        ids = torch.cat((ids, found[-1]), 1)\n",
+         NEXT: "positions = torch.cat((positions, positions[:, -1:] + 1), 1)"}, (WORK,),
+    ),
+    "the library's loop": (
+        {TOGETHER: f"{TOGETHER}{THE_LIBRARY}max_new_tokens=new_tokens)\n"
+         "    return found[:, ids.shape[1]:].tolist()\n"}, (LIBRARY,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    changes, where = WRONG[fault]
+    mine = changed(PADDING, tmp_path, changes)
+    found = red(checked(PADDING, mine=mine, answers=solution(PADDING)["answers"]))
+    for part in (LLAMA, GPT2, INSIDE, WORK, LIBRARY):
+        assert (part in found) == (part in where), found
+
+
+@pytest.mark.parametrize(
+    "correction", [NEXT, "positions = mask.sum(1, keepdim=True) - 1", f"{FIRST}[:, -1:]"]
+)
+def test_each_right_correction_is_green(correction: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    mine = changed(PADDING, tmp_path, {NEXT: correction})
+    assert not red(checked(PADDING, mine=mine, answers=solution(PADDING)["answers"]))
+
+
+def test_the_untouched_program_and_answers_are_red() -> None:
+    pytest.importorskip("transformers")
+    found = red(unanswered(PADDING, mine=FOLDERS[PADDING] / "starter.py"))
+    assert all(part in found for part in ALL) and WORK not in found
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"right": 3}, "with the starter's code"),
+        ({"first": 1}, "The smallest number"),
+        ({"call": "prompts"}, "and is right"),
+        ({"fault": "side"}, "in the last column"),
+        ({"fault": "mask"}, "grows by a 1"),
+        ({"shifted": "gpt2"}, "a vector for each position"),
+        ({"shifted": "both"}, "what does GPT-2 do"),
+        ({"shifted": "neither"}, "what does a Llama do"),
+    ],
+)
+def test_a_wrong_diagnosis_is_the_one_that_is_red(
+    answer: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded(PADDING), "CASES", ())
+    for part in ("_pad_inside", "_work"):  # the answers alone, without transformers
+        monkeypatch.setattr(loaded(PADDING), part, lambda work: ())
+    assert says in only_fault(PADDING, tmp_path, answer)
+
+
+def test_the_given_program_shows_what_the_answers_say(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from labs.text_generation.exercises.text_2_padding import compare_texts
+
+    monkeypatch.setattr(compare_texts, "MINE", "starter.py")
+    for model in compare_texts.MODELS:
+        assert compare_texts.main(["--model", model]) == 0
+        *padded, longest = capsys.readouterr().out.splitlines()
+        assert longest == " 24 tokens,   0 of padding: the text is the same"
+        assert min(int(line.split("new token ")[1].split()[0]) for line in padded) == 2
+        assert compare_texts.main(["--model", model, "--lengths", "9", "9"]) == 0
+        assert capsys.readouterr().out.count("is the same") == 2
+    assert compare_texts.main(["--lengths", "109"]) == 2
