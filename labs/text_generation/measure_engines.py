@@ -112,15 +112,21 @@ def measure(arguments: argparse.Namespace) -> int:
     return _show(runs, folder)
 
 
-def make_model(folder: Path, device: torch.device, longest: int) -> Path:
-    """Saves a Llama of random weights whose tokens are bytes; its folder, named by its size."""
+def make_model(
+    folder: Path, device: torch.device, longest: int, sizes: dict[str, Any] | None = None
+) -> Path:
+    """Saves a Llama of random weights whose tokens are bytes; its folder, named by its size.
+
+    Args:
+        sizes: LlamaConfig's; without them SIZES of the device.
+    """
     make_importable()  # transformers imports torchvision
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(42)
-    sizes = SIZES[device.type]
+    sizes = sizes or SIZES[device.type]
     config = LlamaConfig(
         **sizes, max_position_embeddings=longest, tie_word_embeddings=True,
         initializer_range=GAIN / sizes["hidden_size"] ** 0.5, bos_token_id=None, eos_token_id=None,

@@ -1,0 +1,233 @@
+"""The text generation lab's exercises: what a token costs, and a batch that answers differently."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exercise_cases import (
+    FOLDERS,
+    changed,
+    checked,
+    loaded,
+    only_fault,
+    red,
+    shown,
+    solution,
+    unanswered,
+)
+
+FLOOR, PADDING = "text_1_floor", "text_2_padding"
+
+# --- what a token costs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"wide_ms": 41.7}, "the median, of your newest"),
+        ({"deep_ms": 0.7}, "the median, of your newest"),
+        ({"long_ms": 22.0}, "the median, of your newest"),
+        ({"static_ms": 47.1}, "the median, of your newest"),
+        ({"cache_percent": 39}, "the cache over the sum"),
+        ({"copied_mb": 135}, "once it is read"),
+        ({"copied_mb": 440}, "as much is written"),
+        ({"layer_ms": 0.193}, "less the time that its bytes take"),
+        ({"int8": "deep"}, "a small part of its time"),
+        ({"int8": "long"}, "the smaller part"),
+        ({"kv_heads": "wide"}, "the prompt is short"),
+        ({"kv_heads": "deep"}, "a small part of its time"),
+        ({"graph": "wide"}, "take long each"),
+        ({"graph": "long"}, "most of its time is reading"),
+    ],
+)
+def test_a_wrong_finding_is_the_one_that_is_red(
+    answer: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    assert says in only_fault(FLOOR, tmp_path, answer, results=solution(FLOOR)["results"])
+
+
+def test_the_floors_empty_answers_fail_and_the_solution_passes() -> None:
+    unanswered(FLOOR, results=solution(FLOOR)["results"])
+    items = checked(FLOOR, **solution(FLOOR))
+    assert not red(items) and shown(items).count("a good prediction") == 4
+
+
+def test_the_models_differ_in_what_bounds_them() -> None:
+    """What the check says of them, whatever the machine."""
+    check = loaded(FLOOR)
+    m = check.measured(check.Work(FOLDERS[FLOOR], results=solution(FLOOR)["results"]))
+    assert m.cache_mb("wide") < 0.01 * m.mb("wide") and m.mb("wide") > 500
+    assert m.cache_mb("long") > 0.6 * m.mb("long")
+    assert m.mb("deep") < 10  # at 5 GB/s 2 ms, of 32 layers
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_sheets_commands_make_the_runs_that_the_check_takes(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from labs.text_generation import lm_gen
+    from labs.text_generation.exercises.text_1_floor import make_models
+
+    check, first = loaded(FLOOR), "wide"
+    sheet = (FOLDERS[FLOOR] / "README.md").read_text(encoding="utf-8")
+    small = {first: (32, 64, 2, 4, 8), "deep": (16, 32, 3, 4, 8), "long": (32, 32, 2, 4, 40)}
+    monkeypatch.setattr(make_models, "SIZES", small)
+    monkeypatch.setattr(check, "SIZES", small)
+    monkeypatch.setattr(make_models.hardware, "measure_copy_gbs", lambda device: 10.0)
+    folder = tmp_path / check.FLOOR
+    assert make_models.main(["--output-dir", str(folder)]) == 0
+    monkeypatch.chdir(tmp_path)
+    answers = solution(FLOOR)["answers"]
+    for run in check.RUNS:
+        (item,) = checked(FLOOR, answers=answers, results=tmp_path / "results")
+        typed = check.command(run)
+        assert item.why == (check.MAKE if run == first else typed) and f"`{run}`" in item.what
+        assert f"--num_tokens 32 --engine {check.RUNS[run][1]} --device cpu" in sheet
+        words = shlex.split(typed)[2:]
+        assert lm_gen.main([*words, "--output-dir", f"results/{check.LAB}"]) == 0
+    deep = next(tmp_path.glob("results/*/runs/*/*_deep_*.json"))
+    record = json.loads(deep.read_text())
+    older = record | {"created": "2000-01-01", "step_ms": [1e3]}
+    deep.with_name("older.json").write_text(json.dumps(older))
+    m = check.measured(check.Work(FOLDERS[FLOOR], results=tmp_path / "results"))
+    assert m.runs["deep"].created == record["created"]
+    for model, (width, ffn, layers, _, prompt) in small.items():
+        weights = layers * (4 * width**2 + 3 * width * ffn + 2 * width) + 257 * width
+        cache = 2 * layers * width * (prompt + make_models.NEW / 2)
+        assert m.mb(model) == pytest.approx(4e-6 * (weights + cache))
+    deep.with_name("older.json").unlink()
+    deep.write_text(json.dumps(record | {"device": record["device"] | {"threads": 2}}))
+    (item,) = checked(FLOOR, answers=answers, results=tmp_path / "results")
+    assert item.what.startswith("`deep` is not measured yet on one core")
+
+
+# --- a batch that answers differently ------------------------------------------------------------
+
+FIRST = "positions = (mask.cumsum(1) - 1).clamp(min=0)"
+NEXT = "positions = positions[:, -1:] + 1"
+CHOICE = "        ids = output.logits[:, -1:].argmax(-1)  # (B, 1)\n        found.append(ids)\n"
+TOGETHER = "    ids, mask = padded(prompts, pad)\n"
+LLAMA, GPT2, INSIDE = "llama: prompts of", "gpt2: prompts of", "of the padding occurs"
+WORK, LIBRARY = "each token once", "correct your own"
+ALL = (LLAMA, GPT2, INSIDE)
+ONE_BY_ONE = "    if len(prompts) > 1:\n        return [generate(model, [one], new_tokens, pad)[0] "
+THE_LIBRARY = "    found = model.generate(ids, attention_mask=mask, do_sample=False, "
+WRONG: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "all positions from the padding's start": (
+        {FIRST: "positions = torch.arange(ids.shape[1]).expand_as(ids)"}, (GPT2,),
+    ),
+    "no positions at all": ({"position_ids=positions": "position_ids=None"}, (GPT2,)),
+    "the model's own positions for new tokens": (
+        {"position_ids=positions": "position_ids=positions if cache is None else None"},
+        ALL,
+    ),
+    "the longest prompt's positions for all": (
+        {NEXT: "positions = torch.full_like(ids, int(positions.max()) + 1)"}, ALL,
+    ),
+    "the first prompt's positions for all": (
+        {NEXT: "positions = (positions[:1, -1:] + 1).expand_as(ids)"}, ALL,
+    ),
+    "a position that stays": ({NEXT: "positions = positions[:, -1:]"}, ALL),
+    "one position too far": (
+        {NEXT: "positions = mask.sum(1, keepdim=True)"}, ALL,
+    ),
+    "no mask": ({"attention_mask=mask": "attention_mask=None"}, ALL),
+    "a mask for the prompts alone": (
+        {"attention_mask=mask": "attention_mask=mask if cache is None else None"},
+        ALL,
+    ),
+    "new tokens masked": ({"value=1": "value=0"}, ALL),
+    "a mask of all tokens but one": (
+        {FIRST: f"mask = (ids != pad).long()\n    {FIRST}"}, (INSIDE,),
+    ),
+    "padded on the right": (
+        {"start = longest - len(prompt)": "start = slice(len(prompt))", "ids[row, start:]":
+         "ids[row, start]", "mask[row, start:]": "mask[row, start]"}, ALL,
+    ),
+    "one by one": ({TOGETHER: f"{ONE_BY_ONE}for one in prompts]\n{TOGETHER}"}, (WORK,)),
+    "all tokens anew": (
+        {CHOICE: "        cache = None\n        found.append(output.logits[:, -1:].argmax(-1))\n"
+         "        ids = torch.cat((ids, found[-1]), 1)\n",
+         NEXT: "positions = torch.cat((positions, positions[:, -1:] + 1), 1)"}, (WORK,),
+    ),
+    "the library's loop": (
+        {TOGETHER: f"{TOGETHER}{THE_LIBRARY}max_new_tokens=new_tokens)\n"
+         "    return found[:, ids.shape[1]:].tolist()\n"}, (LIBRARY,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    changes, where = WRONG[fault]
+    mine = changed(PADDING, tmp_path, changes)
+    found = red(checked(PADDING, mine=mine, answers=solution(PADDING)["answers"]))
+    for part in (LLAMA, GPT2, INSIDE, WORK, LIBRARY):
+        assert (part in found) == (part in where), found
+
+
+@pytest.mark.parametrize(
+    "correction", [NEXT, "positions = mask.sum(1, keepdim=True) - 1", f"{FIRST}[:, -1:]"]
+)
+def test_each_right_correction_is_green(correction: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    mine = changed(PADDING, tmp_path, {NEXT: correction})
+    assert not red(checked(PADDING, mine=mine, answers=solution(PADDING)["answers"]))
+
+
+def test_the_untouched_program_and_answers_are_red() -> None:
+    pytest.importorskip("transformers")
+    found = red(unanswered(PADDING, mine=FOLDERS[PADDING] / "starter.py"))
+    assert all(part in found for part in ALL) and WORK not in found
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"right": 3}, "with the starter's code"),
+        ({"first": 1}, "The smallest number"),
+        ({"call": "prompts"}, "and is right"),
+        ({"fault": "side"}, "in the last column"),
+        ({"fault": "mask"}, "grows by a 1"),
+        ({"shifted": "gpt2"}, "a vector for each position"),
+        ({"shifted": "both"}, "what does GPT-2 do"),
+        ({"shifted": "neither"}, "what does a Llama do"),
+    ],
+)
+def test_a_wrong_diagnosis_is_the_one_that_is_red(
+    answer: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded(PADDING), "CASES", ())
+    for part in ("_pad_inside", "_work"):  # the answers alone, without transformers
+        monkeypatch.setattr(loaded(PADDING), part, lambda work: ())
+    assert says in only_fault(PADDING, tmp_path, answer)
+
+
+def test_the_given_program_shows_what_the_answers_say(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from labs.text_generation.exercises.text_2_padding import compare_texts
+
+    monkeypatch.setattr(compare_texts, "MINE", "starter.py")
+    for model in compare_texts.MODELS:
+        assert compare_texts.main(["--model", model]) == 0
+        *padded, longest = capsys.readouterr().out.splitlines()
+        assert longest == " 24 tokens,   0 of padding: the text is the same"
+        assert min(int(line.split("new token ")[1].split()[0]) for line in padded) == 2
+        assert compare_texts.main(["--model", model, "--lengths", "9", "9"]) == 0
+        assert capsys.readouterr().out.count("is the same") == 2
+    assert compare_texts.main(["--lengths", "109"]) == 2
