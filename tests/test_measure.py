@@ -13,6 +13,7 @@ from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import documents, request
+from labs.text_generation import measure_engines
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,11 +30,13 @@ PARSERS = {
     "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
     "measure_table.py": measure_table.build_parser,
     "measure_pipeline.py": measure_pipeline.build_parser,
+    "measure_engines.py": measure_engines.build_parser,
 }
 STUDIES = (
-    "large ladder profiles cifar10 pipeline inference_networks inference_ladder inference_compare "
-    "inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training "
-    "sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings"
+    "large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder "
+    "inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once "
+    "inference_training sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles "
+    "harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -88,7 +91,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
                 assert folder.name in ("inference_benchmark", "new folder")
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (11, 1, 1, 9, 2, 1, 1), strict=True)
+        zip(PARSERS, (11, 1, 1, 9, 2, 1, 1, 1), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES)
