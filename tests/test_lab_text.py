@@ -350,6 +350,11 @@ def without_weight(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+def of_another_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+
+
 def without_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -399,6 +404,7 @@ DAMAGED = [
     (without_shard, "is missing, one of"),
     (cut_shard, "git lfs pull"),
     (without_weight, "1 weights are in no file, such as"),
+    (of_another_model, "6 weights have another shape than config.json says, such as model.layers"),
     (without_tokenizer, "can't be loaded"),
     (no_model, "has no config.json"),
     (no_causal_model, "can't be loaded"),
@@ -447,6 +453,20 @@ def test_what_this_machine_has_not_is_said_in_a_line(
     for flags, message in MISSING:
         refuses(flags, 77, f"{message} ")
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
+
+
+def test_what_deepspeed_can_not_do_is_said_in_a_line(
+    refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("AutoTP not supported for model.")
+
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.init_inference, deepspeed.__version__ = fails, "0.19.8"
+    deepspeed.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    message = "DeepSpeed 0.19.8 can't do this here: AssertionError: AutoTP not supported for model"
+    refuses(["--engine", "deepspeed"], 77, message)
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED)

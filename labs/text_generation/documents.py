@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from labs.text_generation.export import RECORD
-from labs.text_generation.measure_engines import compile_s, metric
+from labs.text_generation.measure_engines import compile_s, ladder, metric
 from labs.text_generation.request import LAB
 from workshop import labs, results
 from workshop.compare import lab_table
@@ -34,7 +34,7 @@ def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]
         f"![Time of a token by engine, and its floor](../../{path.relative_to(ROOT).as_posix()})"
         for path in sorted(reference.glob(f"*/{LAB}/engines.png"))
     ]
-    blocks = [*pictures, *map(_block, groups)]
+    blocks = [*pictures, *map(_block, map(ladder, groups))]
     return {README: {"engines": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
 
 
@@ -74,7 +74,7 @@ def sample(reference: Path) -> str:
             f"{record['version'].upper()}, {record['seconds'] / 60:.0f} minutes on "
             f"{escape(record['device'])}, {len(losses):,} steps, at the end "
             f"{sum(losses[-LAST:]) / LAST:.2f} nats a byte (commit {record['git_commit'][:7]}); "
-            f"the prompt is the first line, {line['new_tokens']} tokens follow, "
-            f"{line['token_ms']:.1f} ms each:\n\n```text\n{line['text']}\n```"
+            f"the prompt is the first line, {line['new_tokens']} tokens follow:\n\n"
+            f"```text\n{line['text']}\n```"
         )
     return "\n\n".join(blocks)

@@ -11,6 +11,7 @@ Long prompts, at the largest batch size, show how fast the pass over them is.
 import argparse
 import itertools
 import random
+import re
 import string
 import sys
 import tempfile
@@ -294,7 +295,7 @@ def _outcome(run: LabRun) -> str:
 
 def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:
     """The tables, and the picture of the rows whose subject ends so; the exit status."""
-    groups = labs.newest(runs)
+    groups = list(map(ladder, labs.newest(runs)))
     shown = [*lab_table.of_labs(groups).tables, *map(costs_table, groups)]
     tables.print_tables(shown)
     rows = [row for group in groups for row in group]
@@ -304,6 +305,18 @@ def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:
     print(f"Written: {path}, {path.with_suffix('.png')}")
     print(f"Result files: {folder / 'runs' / runs[0].session}")
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+
+
+def ladder(rows: Sequence[LabRow]) -> list[LabRow]:
+    """The rows of each subject in the order of ENGINES."""
+    subjects, names = list(dict.fromkeys(row.first.subject for row in rows)), list(ENGINES)
+
+    def place(row: LabRow) -> tuple[int, int]:
+        engine = re.sub(r"^\w+, |, \d+ processes$", "", row.first.variant)
+        known = names.index(engine) if engine in names else len(names)
+        return subjects.index(row.first.subject), known
+
+    return sorted(rows, key=place)
 
 
 def costs_table(rows: Sequence[LabRow]) -> Table:

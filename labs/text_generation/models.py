@@ -159,7 +159,9 @@ def load(
     folder = arguments.model_path
     check_folder(folder)
     dtype = precision.autocast_dtype or torch.float32
+    # Weights of another shape are reported then, as missing ones are.
     settings: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    settings["ignore_mismatched_sizes"] = True
     if arguments.device_map:
         settings["device_map"] = check_map(arguments.device_map)
         settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
@@ -187,6 +189,11 @@ def load(
         raise WorkshopError(
             f"--model_path {folder}: {len(missing)} weights are in no file, such as {missing[0]}: "
             "download it again"
+        )
+    if wrong := sorted(str(key[0]) for key in report["mismatched_keys"]):
+        raise WorkshopError(
+            f"--model_path {folder}: {len(wrong)} weights have another shape than config.json "
+            f"says, such as {wrong[0]}: they belong to different models"
         )
     places = getattr(model, "hf_device_map", {})
     spread = ", ".join(sorted({str(place) for place in places.values()}))
