@@ -13,6 +13,7 @@ from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import documents, request
+from labs.text_generation import documents as text_documents
 from labs.text_generation import measure_engines
 from workshop.kernels import benchmark
 
@@ -113,6 +114,11 @@ def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> Non
     ]
     assert len(parsed[0]) == len(parsed[1])
     assert all(command in parsed[0] for command in parsed[1])
+    (engines,) = (line.split("\t") for line in typed if "measure_engines" in line)
+    assert [*engines[:1], *engines[3:]] == [
+        f"labs/text_generation/{word}" if ".py" in word else word
+        for word in text_documents.COMMAND.split()[1:]
+    ]
 
 
 def test_python_may_be_given_by_a_relative_path(measure) -> None:

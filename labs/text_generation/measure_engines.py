@@ -54,6 +54,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "static, compiled, tensor parallel": ("--engine", "static", "--compile", "--tensor_parallel"),
 }
 """As a run's variant has them; the first is the one that the others are compared with."""
+COMPILED = ("static, compiled", "fast", "int8 weights, fast", "deepspeed, kernel injection", "vllm")
 OF_SEVERAL = ("deepspeed", "hf, tensor parallel", "static, compiled, tensor parallel")
 """Engines that several processes can share."""
 SIZES: dict[str, dict[str, Any]] = {
@@ -121,8 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=count,
         default=1,
         metavar="N",
-        help="processes that prepare beside each other, after the first of each; each is timed "
-        "alone (default 1)",
+        help="processes that prepare beside each other, where compilers do not choose kernels; "
+        "each is timed alone (default 1)",
     )
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
     add(
@@ -197,17 +198,21 @@ def _runs(
             yield _skipped(study, *which, reason)
     for repeat in range(arguments.repeats):
         ordered = left[:: 1 - 2 * (repeat % 2)]
-        for several in (False, True):
-            chosen = [which for which in ordered if (which[1][1] > 1) == several]
+        alone = [which for which in ordered if _prepares_alone(which[1], repeat)]
+        beside = [which for which in ordered if which not in alone]
+        for chosen, jobs in ((beside, arguments.jobs), (alone, 1)):
             plans = [_plan(study, *which) for which in chosen]
-            # The first of each is alone: compilers time kernels on the device to choose among them,
-            # and later processes find the choice in their caches. So are those on several devices:
-            # to wait for each other they keep these busy.
-            jobs = arguments.jobs if repeat and not several else 1
             for which, run in zip(chosen, turns.in_turns(plans, jobs), strict=True):
                 if run.status != "complete":
                     left.remove(which)
                 yield run
+
+
+def _prepares_alone(kind: Kind, repeat: int) -> bool:
+    """Compilers time kernels on the device to choose among them; later processes find the choice in
+    their caches. And processes that wait for each other keep their devices busy."""
+    engine, processes = kind
+    return processes > 1 or (not repeat and engine in COMPILED)
 
 
 def _missing(engine: str) -> str:
