@@ -1,6 +1,7 @@
 """The text generation lab, on small models with random weights of five families."""
 
 import contextlib
+import copy
 import importlib.util
 import json
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import HANGS_S
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
@@ -267,6 +268,18 @@ def test_the_operations_of_the_prompts_pass_are_those_that_pytorch_counts(
 
 
 # --- several processes, and peers ----------------------------------------------------------------
+
+
+def test_the_parts_of_two_matrices_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+    first, last, x = nn.Linear(6, 8), nn.Linear(8, 4), torch.randn(3, 6)
+    total = torch.zeros(3, 4)
+    for rank in range(2):
+        part = copy.deepcopy(first), copy.deepcopy(last)
+        models._keep_part(part[0], "colwise", rank, 2)
+        models._keep_part(part[1], "rowwise", rank, 2)
+        total += part[1](part[0](x).relu())
+    torch.testing.assert_close(total, last(first(x).relu()))
 
 
 @pytest.mark.slow

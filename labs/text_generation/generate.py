@@ -273,7 +273,7 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     record.metrics |= {
         "first_token_ms": median([answer.first_s * 1e3 for answer, _ in pairs]),
         "prefill_flops": prefills[0][0],
-        "prefill_tflops": median([flops / seconds / 1e12 for flops, seconds in prefills]),
+        "prefill_tflops": median([flops / first_s / 1e12 for flops, first_s in prefills]),
         "written_tokens_per_s": count / sum(seconds),
         "load_s": loaded.load.seconds,
         "load_peak_mb": loaded.load.peak_mb,

@@ -55,6 +55,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 """As a run's variant has them; the first is the one that the others are compared with."""
 COMPILED = ("static, compiled", "fast", "int8 weights, fast", "deepspeed, kernel injection", "vllm")
+"""Their first process compiles and tunes, or builds kernels."""
 OF_SEVERAL = ("deepspeed", "hf, tensor parallel", "static, compiled, tensor parallel")
 """Engines that several processes can share."""
 SIZES: dict[str, dict[str, Any]] = {

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from labs.text_generation import fast, request
@@ -264,11 +266,11 @@ def _compiles(arguments: argparse.Namespace, loaded: Loaded) -> bool:
     """Whether the steps of the static cache are compiled."""
     wanted = arguments.compile
     if wanted is None:
-        wanted = loaded.device.type == "cuda" and not loaded.spread
+        wanted = loaded.device.type == "cuda"
     missing = missing_for_compile(loaded.device) if wanted else None
     if missing and arguments.compile:
         raise NotOnThisMachine(f"--compile needs {missing}; install it")
-    return wanted and not missing
+    return wanted and not missing and not loaded.spread
 
 
 def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
@@ -295,19 +297,11 @@ def _again(arguments: argparse.Namespace, loaded: Loaded) -> Any:
 
 
 def _tensor_parallel(arguments: argparse.Namespace, loaded: Loaded) -> nn.Module:
-    """The model, of whose layers' matrices this process has its part: by Hugging Face's plan, whose
-    first products are split by heads or columns, and the last ones by rows, to be summed."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    styles: dict[str, Any] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    """The model, of whose layers' matrices this process keeps its part, by Hugging Face's plan: the
+    first ones are split by outputs, as heads are, and the last ones by inputs."""
     config: Any = loaded.model.config
     plan, count = getattr(config, "base_model_tp_plan", None) or {}, request.processes()
-    if not plan or not set(plan.values()) <= styles.keys():
+    if not plan or not set(plan.values()) <= {"colwise", "rowwise"}:
         raise WorkshopError(
             f"--tensor_parallel: Hugging Face has no plan of columns and rows for "
             f"{config.model_type}; take a Llama, or --engine deepspeed"
@@ -318,10 +312,29 @@ def _tensor_parallel(arguments: argparse.Namespace, loaded: Loaded) -> nn.Module
             f"--tensor_parallel: {loaded.name} has {heads} heads of keys, which {count} processes "
             "can't share evenly"
         )
-    model, mesh = _again(arguments, loaded), init_device_mesh(loaded.device.type, (count,))
-    parallelize_module(model.base_model, mesh, {name: styles[how]() for name, how in plan.items()})
+    if loaded.device.type == "cuda":
+        torch.cuda.set_device(loaded.device)
+    dist.init_process_group("nccl" if loaded.device.type == "cuda" else "gloo")
+    model = _again(arguments, loaded)
+    for name, module in model.base_model.named_modules():
+        for pattern, how in plan.items():
+            if fnmatch(name, pattern):
+                _keep_part(module, how, dist.get_rank(), count)
     parallel: nn.Module = model.to(loaded.device)
     return parallel
+
+
+def _keep_part(module: Any, how: str, rank: int, count: int) -> None:
+    """Splits by outputs ("colwise"), or by inputs: what the others have of each output is added
+    then."""
+    split = module.weight.chunk(count, 0 if how == "colwise" else 1)
+    module.weight = nn.Parameter(split[rank].contiguous(), requires_grad=False)
+    if module.bias is not None and how == "colwise":
+        module.bias = nn.Parameter(module.bias.chunk(count)[rank].clone(), requires_grad=False)
+    if how == "rowwise":
+        if module.bias is not None and rank:
+            nn.init.zeros_(module.bias)
+        module.register_forward_hook(lambda module, inputs, output: dist.all_reduce(output))
 
 
 @contextmanager
