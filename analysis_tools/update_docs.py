@@ -24,6 +24,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 from labs.cifar10_roofline import documents as training_documents  # noqa: E402
 from labs.data_pipeline import documents as pipeline_documents  # noqa: E402
 from labs.inference_benchmark import documents as lab_documents  # noqa: E402
+from labs.text_generation import documents as text_documents  # noqa: E402
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import instructor  # noqa: E402
@@ -46,7 +47,7 @@ REFERENCE = ROOT / "results" / "reference"
 WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
-LADDER, PROFILES, EXERCISES, IDEAS = "ladder", "profiles", "exercises", "ideas"
+LADDER, PROFILES, EXERCISES, IDEAS, TEXT = "ladder", "profiles", "exercises", "ideas", "text"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
@@ -107,7 +108,10 @@ def render() -> dict[Path, str]:
     ladders = [build_rows(ordinary(its)) for its in devices]
     shown = [_ladder(*pair) for pair in zip(ladders, devices, strict=True) if pair[0]]
     parts = {
-        ROOT / "README.md": {LADDER: "\n\n".join(shown)},
+        ROOT / "README.md": {
+            LADDER: "\n\n".join(shown),
+            TEXT: text_documents.sample(REFERENCE),
+        },
         WORTH: _worth(runs, ladders),
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection),
@@ -129,6 +133,7 @@ def render() -> dict[Path, str]:
     benches = [one.bench for one in collection.operators]
     parts |= lab_documents.parts(lab_runs, benches, techniques)
     parts |= training_documents.parts(lab_runs) | pipeline_documents.parts(lab_runs)
+    parts |= text_documents.parts(lab_runs, REFERENCE)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 

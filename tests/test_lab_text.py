@@ -1,22 +1,37 @@
 """The text generation lab, on small models with random weights of five families."""
 
 import contextlib
+import copy
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import HANGS_S
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
 import language_models
 
-from labs.text_generation import lm_gen, lm_gen_ds, measure_engines, models, prompts, proof, request
+from labs.text_generation import (
+    documents,
+    lm_gen,
+    lm_gen_ds,
+    measure_engines,
+    models,
+    prompts,
+    proof,
+    request,
+)
 from labs.text_generation.engines import Answer, HuggingFace
 from labs.text_generation.models import Loaded
 from workshop import labs
@@ -78,7 +93,7 @@ def load(folder: Path, *flags: str) -> tuple[Loaded, models.Engine]:
     models.prepare_packages(arguments)
     precision = get_precision(arguments.dtype, CPU)
     loaded = models.load(arguments, CPU, precision, contextlib.ExitStack())
-    return loaded, models.make_engine(arguments, loaded)[0]
+    return loaded, models.make_engine(arguments, loaded, NEW)[0]
 
 
 # --- a batch is each prompt alone ----------------------------------------------------------------
@@ -234,6 +249,100 @@ def test_what_is_read_for_a_token(saved) -> None:
     assert models.bytes_read(tied.model) == 4 * (weights - language_models.POSITIONS * 32)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_the_operations_of_the_prompts_pass_are_those_that_pytorch_counts(
+    family: str, saved
+) -> None:
+    """But for the causal half of attention, which it counts in full."""
+    loaded, _ = load(saved(family))
+    model: Any = loaded.model
+    model.set_attn_implementation("eager")  # of a CPU's fused attention it counts nothing
+    lengths = 5, 23
+    for length in lengths:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.ones(1, length, dtype=torch.long), logits_to_keep=1)
+        unseen = 4 * 2 * 32 * (length**2 - length * (length + 1) / 2)
+        assert models.prefill_flops(model, [length]) == counter.get_total_flops() - unseen
+    each = sum(models.prefill_flops(model, [length]) for length in lengths)
+    assert models.prefill_flops(model, lengths) == each
+
+
+# --- several processes, and peers ----------------------------------------------------------------
+
+
+def test_the_parts_of_two_matrices_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+    first, last, x = nn.Linear(6, 8), nn.Linear(8, 4), torch.randn(3, 6)
+    total = torch.zeros(3, 4)
+    for rank in range(2):
+        part = copy.deepcopy(first), copy.deepcopy(last)
+        models._keep_part(part[0], "colwise", rank, 2)
+        models._keep_part(part[1], "rowwise", rank, 2)
+        total += part[1](part[0](x).relu())
+    torch.testing.assert_close(total, last(first(x).relu()))
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_model_say_what_one_says(typed, saved) -> None:
+    assert typed("--batch_size", 3, "--output_file", "one") == 0
+    shutil.rmtree("results")
+    program = Path(lm_gen.__file__)
+    flags = ["--model_path", saved("llama"), "--input_file", "prompts.txt", "--device", "cpu",
+             "--num_tokens", NEW, "--output-dir", "results", "--batch_size", 3,
+             "--output_file", "two", "--tensor_parallel", "--engine", "static"]  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*torchrun, program, *map(str, flags)], check=True, timeout=HANGS_S)
+    assert Path("two").read_text() == Path("one").read_text()
+    run = record()
+    assert run.variant == "fp32, static, tensor parallel, 2 processes" and run.processes == 2
+    assert run.proof.status == "pass"
+
+
+def test_vllms_steps_become_an_answer(saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its engine's interface as of 0.33: prompts may begin at different steps, and end."""
+    loaded, alone = load(saved("llama"))
+    rows = prompts.encode(PROMPTS, loaded, NEW)
+    (batch,) = prompts.batches(rows, len(rows), loaded.pad)
+    want = [row.tolist() for row in alone.generate(batch.ids, batch.mask, NEW).tokens]
+    loaded.ends = [want[1][5]]
+
+    class Engine:
+        def __init__(self) -> None:
+            self.said: dict[str, list[int]] = {}
+            self.left: dict[str, list[int]] = {}
+
+        def add_request(self, request_id: str, prompt: dict[str, list[int]], how: Any) -> None:
+            assert prompt["prompt_token_ids"] == list(rows[int(request_id)])
+            self.said[request_id] = []
+            self.left[request_id] = proof.until_end(want[int(request_id)], how.stop_token_ids)
+
+        def has_unfinished_requests(self) -> bool:
+            return any(self.left.values())
+
+        def step(self) -> list[SimpleNamespace]:
+            late = any(self.said.values()) or len(self.left) == 1
+            chosen = [name for name in self.left if self.left[name] and (late or name != "2")]
+            for name in chosen:
+                self.said[name].append(self.left[name].pop(0))
+            return [
+                SimpleNamespace(
+                    request_id=name, outputs=[SimpleNamespace(token_ids=self.said[name])]
+                )
+                for name in reversed(chosen)
+            ]
+
+    vllm: Any = ModuleType("vllm")
+    vllm.LLM = lambda *_, **__: SimpleNamespace(llm_engine=Engine())
+    vllm.SamplingParams = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    arguments = request.build_parser().parse_args(["--engine", "vllm", "--model_path", "model"])
+    engine, name = models.make_engine(arguments, loaded, 64)
+    answer = engine.generate(batch.ids, batch.mask, NEW)
+    found = [proof.until_end(row, loaded.ends) for row in answer.tokens.tolist()]
+    assert name == "vllm" and found == [proof.until_end(row, loaded.ends) for row in want]
+    assert len(answer.step_s) == NEW - 1 and answer.first_s > 0
+
+
 # --- wrong input ---------------------------------------------------------------------------------
 
 
@@ -252,6 +361,11 @@ def without_weight(folder: Path) -> None:
     tensors = load_file(path)
     tensors.pop(next(iter(tensors)))
     save_file(tensors, path, {"format": "pt"})
+
+
+def of_another_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -283,17 +397,27 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--dtype", "fp16"], 2, "fp16"),
     (["--stream", "--batch_size", "2"], 2, "--stream"),
     (["--engine", "fast", "--device_map", "auto"], 2, "--device_map"),
+    (["--engine", "vllm", "--load_in_8bit"], 2, "--load_in_8bit"),
+    (["--no-compile"], 2, "--compile is of --engine static"),
+    (["--tensor_parallel"], 2, "torchrun"),
     (["three", "more", "words"], 2, "MODEL INPUT OUTPUT"),
 ]
 MISSING = [
     (["--load_in_8bit"], "bitsandbytes"),
     (["--device_map", "auto"], "accelerate"),
     (["--engine", "deepspeed"], "deepspeed"),
+    (["--engine", "vllm"], "vllm"),
+]
+OF_TWO: list[tuple[list[str], str]] = [
+    ([], "2 processes would all do the same"),
+    (["--tensor_parallel", "--engine", "fast"], "--engine hf or static"),
+    (["--tensor_parallel", "--device_map", "auto"], "--device_map"),
 ]
 DAMAGED = [
     (without_shard, "is missing, one of"),
     (cut_shard, "git lfs pull"),
     (without_weight, "1 weights are in no file, such as"),
+    (of_another_model, "6 weights have another shape than config.json says, such as model.layers"),
     (without_tokenizer, "can't be loaded"),
     (no_model, "has no config.json"),
     (no_causal_model, "can't be loaded"),
@@ -320,6 +444,17 @@ def test_what_is_wrong_is_said_in_a_line(refuses) -> None:
         refuses(flags, status, message)
 
 
+def test_several_processes_are_refused_what_they_can_not_share(
+    refuses, saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for flags, message in OF_TWO:
+        refuses(flags, 2, message)
+    refuses(["--tensor_parallel", "--model_path", str(saved("gpt2"))], 2, "no plan of columns")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refuses(["--tensor_parallel"], 2, "llama has 2 heads of keys, which 3 processes")
+
+
 def test_what_this_machine_has_not_is_said_in_a_line(
     refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +466,20 @@ def test_what_this_machine_has_not_is_said_in_a_line(
     for flags, message in MISSING:
         refuses(flags, 77, f"{message} ")
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
+
+
+def test_what_deepspeed_can_not_do_is_said_in_a_line(
+    refuses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("AutoTP not supported for model.")
+
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.init_inference, deepspeed.__version__ = fails, "0.19.8"
+    deepspeed.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    message = "DeepSpeed 0.19.8 can't do this here: AssertionError: AutoTP not supported for model"
+    refuses(["--engine", "deepspeed"], 77, message)
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGED)
@@ -359,12 +508,20 @@ def test_engines_are_measured_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the program needs no installation
-    flags = "--engines hf fast --batch-sizes 2 --prompt-tokens 8 --num-tokens 4 --repeats 1"
-    words = [*flags.split(), "--device", "cpu", "--output-dir", str(tmp_path)]
-    assert measure_engines.main(words) == 0
+    flags = "--engines fast vllm --batch-sizes 2 --prompt-tokens 8 --num-tokens 4 --repeats 2"
+    words = [*flags.split(), "--long-prompt-tokens", "40", "--jobs", "2", "--device", "cpu"]
+    assert measure_engines.main([*words, "--output-dir", str(tmp_path)]) == 0
     runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
-    assert {run.variant for run in runs} == {"fp32, hf", "fp32, fast"}
-    assert {run.subject for run in runs} == {"llama_3m, batch 2, 8 + 4 tokens"}
-    assert all(run.proof.status == "pass" and len(run.step_ms) == 3 for run in runs)
+    assert {run.subject: len(run.step_ms) for run in runs if run.status == "complete"} == {
+        "llama_3m, batch 2, 8 + 4 tokens": 3,
+        "llama_3m, batch 2, 40 + 16 tokens": 15,
+    }
+    done = [run for run in runs if run.variant == "fp32, fast"]
+    assert len(done) == 4 and all(run.proof.status == "pass" for run in done)
+    assert sum("--wait-turn" in run.command for run in done) == 2  # the first of each is alone
+    assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]
     assert (tmp_path / "engines.md").read_text().count("green") == 2
     assert (tmp_path / "engines.png").stat().st_size > 10_000
+    found = documents.parts(runs, tmp_path)[documents.README]["engines"]
+    assert found.count("| fp32, fast | ") == 2 and found.count("| skipped |") == 2
+    assert "vllm is missing" in found

@@ -13,6 +13,8 @@ from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import documents, request
+from labs.text_generation import documents as text_documents
+from labs.text_generation import measure_engines
 from workshop.kernels import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,11 +31,13 @@ PARSERS = {
     "torch_tensor_ops_bench.py": torch_tensor_ops_bench.build_parser,
     "measure_table.py": measure_table.build_parser,
     "measure_pipeline.py": measure_pipeline.build_parser,
+    "measure_engines.py": measure_engines.build_parser,
 }
 STUDIES = (
-    "large ladder profiles cifar10 pipeline inference_networks inference_ladder inference_compare "
-    "inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training "
-    "sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings"
+    "large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder "
+    "inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once "
+    "inference_training sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles "
+    "harness ceilings"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -88,7 +92,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
                 assert folder.name in ("inference_benchmark", "new folder")
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (11, 1, 1, 9, 2, 1, 1), strict=True)
+        zip(PARSERS, (11, 1, 1, 9, 2, 1, 1, 1), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES)
@@ -110,6 +114,11 @@ def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> Non
     ]
     assert len(parsed[0]) == len(parsed[1])
     assert all(command in parsed[0] for command in parsed[1])
+    (engines,) = (line.split("\t") for line in typed if "measure_engines" in line)
+    assert [*engines[:1], *engines[3:]] == [
+        f"labs/text_generation/{word}" if ".py" in word else word
+        for word in text_documents.COMMAND.split()[1:]
+    ]
 
 
 def test_python_may_be_given_by_a_relative_path(measure) -> None:

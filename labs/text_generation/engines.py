@@ -2,7 +2,7 @@
 
 `hf` is Hugging Face's loop as `model.generate` has it; `static` is the same with its static cache,
 compiled; `deepspeed` the same on what DeepSpeed-Inference makes of the model; `fast` is our own
-loop, in fast.py.
+loop, in fast.py; `vllm` is vLLM's, in peer_vllm.py.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workshop.run.timing import StepClock
 
-ENGINES = ("hf", "static", "fast", "deepspeed")
+ENGINES = ("hf", "static", "fast", "deepspeed", "vllm")
 OnTokens = Callable[[Tensor], object]
 
 
@@ -32,6 +32,9 @@ class Answer:
 
 
 class Engine(Protocol):
+    compiled: bool
+    """Whether torch.compile is used."""
+
     def generate(
         self,
         ids: Tensor,
@@ -89,7 +92,7 @@ class HuggingFace:
     ) -> None:
         from transformers import CompileConfig
 
-        self.model, self.device = model, device
+        self.model, self.device, self.compiled = model, device, compiled
         self._settings: dict[str, Any] = {
             "do_sample": False,
             "eos_token_id": ends or None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from labs.text_generation import models, prompts, proof, request
 from labs.text_generation.engines import Answer, Engine, OnTokens
@@ -20,15 +21,12 @@ from labs.text_generation.prompts import Batch
 from workshop import errors, labs, results
 from workshop.errors import OutOfMemory
 from workshop.labs import LabRun
-from workshop.run import hardware, lab_record, memory, startup, trainer
+from workshop.run import hardware, lab_record, memory, startup, trainer, turns
 from workshop.run.precision import Precision, get_precision, set_arithmetic
 from workshop.run.timing import median
 
 BETWEEN = "\n" + 40 * "-" + "\n"
 """Two texts of the output file."""
-
-HAVE_THEIR_OWN = ("fast", "deepspeed")
-"""Engines that load the model once more: Hugging Face's stays beside theirs for the proof."""
 
 
 @dataclass
@@ -52,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generates; the exit status."""
     request.check(arguments)
     rank = int(os.environ.get("LOCAL_RANK", arguments.local_rank or 0))
-    if rank and arguments.device == "auto" and torch.cuda.is_available():
+    if rank and arguments.device in ("auto", "cuda") and torch.cuda.is_available():
         arguments.device = f"cuda:{rank}"
     device = hardware.get_device(arguments.device)
     precision = get_precision(arguments.dtype, device)
@@ -69,9 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
         if rank:  # the others compute, and the first one prints and writes
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
             arguments.output_file = None
-            arguments.output_dir = None
+            arguments.output_dir, arguments.wait_turn = None, False
+        stack.callback(_leave_group)
         stack.enter_context(trainer.memory_failure_as(_too_large))
         return generate(prepare(arguments, texts, device, precision, stack))
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _nowhere() -> Any:
@@ -96,13 +100,16 @@ def prepare(
     loaded = models.load(arguments, device, precision, cleanup)
     rows = prompts.encode(texts, loaded, arguments.num_tokens)
     with models.watched(device) as took:
-        engine, name = models.make_engine(arguments, loaded)
-    if arguments.engine in HAVE_THEIR_OWN:
+        longest = max(map(len, rows)) + arguments.num_tokens
+        engine, name = models.make_engine(arguments, loaded, longest)
+    if _has_its_own(arguments):
         loaded.load = took
     batches = list(prompts.batches(rows, arguments.batch_size, loaded.pad))
     size = len(batches[0].rows)
     words = [precision.name, *["int8 weights"] * arguments.load_in_8bit, name]
     words += [f"on {loaded.spread}"] * bool(loaded.spread)
+    processes = request.processes()
+    words += [f"{processes} processes"] * (processes > 1)
     tokens = batches[0].ids.shape[1]
     record = lab_record.begin(
         device,
@@ -120,13 +127,19 @@ def prepare(
             for name in ("engine", "temperature", "seed", "load_in_8bit", "device_map")
         }
         | {"precision": precision.name},
+        metrics={"processes": processes},
     )
     record.command = [word for word in record.command if word not in arguments.words[:3]]
     record.study = record.command
-    for package in ("transformers", "deepspeed"):
+    for package in ("transformers", "deepspeed", "vllm"):
         if module := sys.modules.get(package):
             record.software[package] = module.__version__
     return Run(arguments, precision, loaded, engine, texts, batches, record)
+
+
+def _has_its_own(arguments: argparse.Namespace) -> bool:
+    """Whether the engine loads the model once more: Hugging Face's stays for the proof."""
+    return arguments.engine in ("fast", "deepspeed", "vllm") or arguments.tensor_parallel
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -136,6 +149,8 @@ def generate(ready: Run) -> int:
     """Generates all batches, proves the first, writes and prints; the exit status."""
     arguments, loaded, record = ready.arguments, ready.loaded, ready.record
     _warm_up(ready)
+    if arguments.wait_turn:
+        turns.wait_turn()
     if loaded.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(loaded.device)
     try:
@@ -157,8 +172,9 @@ def generate(ready: Run) -> int:
     found: dict[str, float] = {}
     peak = torch.cuda.max_memory_allocated(loaded.device) if loaded.device.type == "cuda" else 0
     if record.status != "interrupted":
+        plain = arguments.engine == "hf" and not _has_its_own(arguments)
         record.proof, found = proof.of_tokens(
-            loaded, ready.precision, _greedy(ready), plain_loop=arguments.engine == "hf"
+            loaded, ready.precision, _greedy(ready), plain_loop=plain
         )
     _measure(ready, found, peak)
     return _finish(ready)
@@ -167,10 +183,11 @@ def generate(ready: Run) -> int:
 def _warm_up(ready: Run) -> None:
     """The first batch: of Hugging Face's loop two tokens, of what is compiled or captured all."""
     arguments, batch = ready.arguments, ready.batches[0]
-    startup.watch_compilers(torch_compile="compiled" in ready.record.variant)
+    startup.watch_compilers(torch_compile=ready.engine.compiled)
     start = time.perf_counter()
-    whole = arguments.engine != "hf"
-    ready.engine.generate(batch.ids, batch.mask, arguments.num_tokens if whole else 2)
+    count = 2 if arguments.engine == "hf" else arguments.num_tokens
+    with models.deepspeeds_errors(arguments):
+        ready.engine.generate(batch.ids, batch.mask, count)
     ready.record.setup_s = {
         "load": ready.loaded.load.seconds,
         "compile": startup.compile_seconds(),
@@ -251,8 +268,12 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     record.step_ms = [s * 1e3 for answer, _ in pairs for s in answer.step_s]
     seconds = [answer.first_s + sum(answer.step_s) for answer, _ in pairs]
     count = sum(len(row) for answer, _ in pairs for row in _tokens(ready, answer))
-    record.metrics = {
+    prefills = [(models.prefill_flops(loaded.model, list(map(len, batch.rows))), answer.first_s)
+                for answer, batch in pairs]  # fmt: skip
+    record.metrics |= {
         "first_token_ms": median([answer.first_s * 1e3 for answer, _ in pairs]),
+        "prefill_flops": prefills[0][0],
+        "prefill_tflops": median([flops / first_s / 1e12 for flops, first_s in prefills]),
         "written_tokens_per_s": count / sum(seconds),
         "load_s": loaded.load.seconds,
         "load_peak_mb": loaded.load.peak_mb,
@@ -260,7 +281,7 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     }
     record.memory_mb = {"weights": loaded.weights_bytes() / memory.MB}
     if peak:
-        if ready.arguments.engine in HAVE_THEIR_OWN:
+        if _has_its_own(ready.arguments):
             peak -= loaded.weights_bytes()
         record.memory_mb |= {"peak": peak / memory.MB, "source": "allocator"}
     own_count = getattr(ready.engine, "bytes_per_token", None)
@@ -277,7 +298,7 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     if loaded.spread:
         return
     sheet, copied = hardware.peaks(loaded.device), hardware.measure_copy_gbs(loaded.device)
-    bandwidth = sheet.bandwidth_gbs if sheet else copied
+    bandwidth = (sheet.bandwidth_gbs if sheet else copied) * record.processes
     record.metrics |= {
         "copy_gbs": copied,
         "bandwidth_gbs": bandwidth,
@@ -289,9 +310,13 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
 
 def _implausible(record: LabRun) -> list[str]:
     ms, floor = median(record.step_ms or [1e9]), float(record.metrics["floor_ms"] or 0)
-    if ms >= floor:
-        return []
-    return [f"IMPLAUSIBLE: {ms:.3f} ms a token; to read the weights alone takes {floor:.3f} ms"]
+    rate, most = float(record.metrics["prefill_tflops"] or 0), record.peak_tflops or 1e9
+    found = []
+    if ms < floor:
+        found.append(f"{ms:.3f} ms a token; to read what it needs takes {floor:.3f} ms")
+    if rate > most * record.processes:
+        found.append(f"{rate:,.0f} TFLOP/s in the prompts' pass, of {most:,.0f} there are")
+    return [f"IMPLAUSIBLE: {line}" for line in found]
 
 
 def _finish(ready: Run) -> int:
@@ -303,6 +328,8 @@ def _finish(ready: Run) -> int:
     if record.step_ms and arguments.output_dir:  # of one token there is no step after the first
         path = arguments.result_file or labs.new_path(record, arguments.output_dir)
         labs.save(record, path)
+    if arguments.wait_turn:
+        turns.end_turn()
     print("\n".join(summary(ready)))
     written = [str(file) for file in (arguments.output_file, path) if file]
     if arguments.output_file:
@@ -335,9 +362,11 @@ def summary(ready: Run) -> list[str]:
         return [*lines, f"PROOF RED, so no speed: {'; '.join(record.proof.failures)}"]
     if record.proof.status != "pass":
         return [*lines, "not proven, so no speed: it was interrupted"]
+    compared = record.proof.batch_size or 0
     lines += [
-        f"proof green: {record.proof.batch_size} prompts against {record.proof.reference}",
-        f"first token after {m['first_token_ms']:.2f} ms",
+        f"proof green: {compared} prompt{'s' * (compared > 1)} against {record.proof.reference}",
+        f"first token after {m['first_token_ms']:.2f} ms, the prompts' pass: "
+        f"{m['prefill_tflops']:,.3g} TFLOP/s",
     ]
     if record.step_ms:
         ms, ordered = median(record.step_ms), sorted(record.step_ms)

@@ -1,18 +1,22 @@
 """Measures the engines beside each other, on a Llama of random weights.
 
     python measure_engines.py
-    python measure_engines.py --batch-sizes 1 --repeats 1
+    python measure_engines.py --engines hf fast --batch-sizes 1 --repeats 1
 
 On a GPU it has 1.04 billion weights, on a CPU 3 million. Each run is a process of its own; their
 order alternates. The picture has the time of a token, and as a line the least that its bytes allow.
+Long prompts, at the largest batch size, show how fast the pass over them is.
 """
 
 import argparse
+import itertools
 import random
+import re
 import string
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ from labs.text_generation import export, request
 from workshop import errors, labs, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
+from workshop.compare.tables import Line, Table, number
+from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.run import hardware, lab_record, timing, turns
 from workshop.run.precision import get_precision
@@ -37,23 +43,46 @@ from workshop.run.torchvision import make_importable
 PROGRAM = Path(__file__).with_name("lm_gen.py")
 ENGINES: dict[str, tuple[str, ...]] = {
     "hf": (),
-    "static": ("--engine", "static"),
+    "static": ("--engine", "static", "--no-compile"),
+    "static, compiled": ("--engine", "static", "--compile"),
     "fast": ("--engine", "fast"),
     "int8 weights, fast": ("--engine", "fast", "--load_in_8bit"),
     "deepspeed": ("--engine", "deepspeed"),
     "deepspeed, kernel injection": ("--engine", "deepspeed", "--kernel_inject"),
+    "vllm": ("--engine", "vllm"),
+    "hf, tensor parallel": ("--tensor_parallel",),
+    "static, compiled, tensor parallel": ("--engine", "static", "--compile", "--tensor_parallel"),
 }
 """As a run's variant has them; the first is the one that the others are compared with."""
+COMPILED = ("static, compiled", "fast", "int8 weights, fast", "deepspeed, kernel injection", "vllm")
+"""Their first process compiles and tunes, or builds kernels."""
+OF_SEVERAL = ("deepspeed", "hf, tensor parallel", "static, compiled, tensor parallel")
+"""Engines that several processes can share."""
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000},
     "cpu": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3,
             "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512},
 }  # fmt: skip
+LONG = {"cuda": 2048, "cpu": 256}
+LONG_NEW = 16
+"""Tokens of a long prompt, and after it."""
+Shape = tuple[int, int, int]
+"""Batch size, tokens of a prompt, new tokens."""
+Kind = tuple[str, int]
+"""An engine, and how many processes share it."""
 GAIN = 1.6
 """The weights' standard deviation, times the root of the width: what a product with them multiplies
 a row's size by. With much less the table of embeddings, which makes the logits too, outweighs all
 layers: the last token is the next one, and a fault in a layer shows in none."""
+
+
+@dataclass(frozen=True)
+class Study:
+    device: torch.device
+    session: str
+    folder: Path
+    model: Path
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,6 +105,27 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-sizes", nargs="+", type=count, default=[1, 8], metavar="N", help="default 1 8")
     for name, default in (("prompt-tokens", 128), ("num-tokens", 128), ("repeats", 3)):
         add(f"--{name}", type=count, default=default, metavar="N", help=f"default {default}")
+    add(
+        "--long-prompt-tokens",
+        type=count,
+        metavar="N",
+        help=f"of the prompts that {LONG_NEW} tokens follow (default 2048, CPU 256)",
+    )
+    add(
+        "--processes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="that share a model, a GPU each, in rows of their own (default 1: no such rows)",
+    )
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that prepare beside each other, where compilers do not choose kernels; "
+        "each is timed alone (default 1)",
+    )
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
     add(
         "--output-dir",
@@ -96,20 +146,91 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> int:
     errors.require("rich", "matplotlib", *export.PACKAGES)
     device = hardware.get_device(arguments.device)
+    _check(arguments, device)
     folder = results.prepare_folder(arguments.output_dir)
-    session, runs = results.new_session(), list[LabRun]()
+    shapes = _shapes(arguments, device)
+    runs, interrupted = list[LabRun](), False
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch), device, arguments.prompt_tokens + arguments.num_tokens)
-        for repeat in range(arguments.repeats):
-            plans = [
-                _plan(arguments, device, session, folder, model, engine, batch)
-                for batch in arguments.batch_sizes
-                for engine in arguments.engines
-            ]
-            for run in turns.in_turns(plans[:: 1 - 2 * (repeat % 2)], 1):
+        model = make_model(Path(scratch), device, max(prompt + new for _, prompt, new in shapes))
+        study = Study(device, results.new_session(), folder, model)
+        try:
+            for run in _runs(arguments, study, list(itertools.product(shapes, _kinds(arguments)))):
                 runs.append(run)
                 print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
-    return _show(runs, folder)
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            interrupted = True
+    status = _show(runs, folder, _tokens(*shapes[0][1:]))
+    if interrupted:
+        print("interrupted: the table holds what was completed", file=sys.stderr)
+        return errors.INTERRUPTED
+    return status
+
+
+def _check(arguments: argparse.Namespace, device: torch.device) -> None:
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and arguments.processes > there:
+        raise NotOnThisMachine(f"--processes {arguments.processes}: this machine has {there} GPUs")
+    if not _kinds(arguments):
+        raise WorkshopError("--engines: tensor parallel takes --processes 2 or more")
+
+
+def _shapes(arguments: argparse.Namespace, device: torch.device) -> list[Shape]:
+    batches = arguments.batch_sizes
+    long = arguments.long_prompt_tokens or LONG[device.type]
+    ordinary = [(batch, arguments.prompt_tokens, arguments.num_tokens) for batch in batches]
+    return [*ordinary, (max(batches), long, LONG_NEW)]
+
+
+def _kinds(arguments: argparse.Namespace) -> list[Kind]:
+    alone = [(name, 1) for name in arguments.engines if "tensor parallel" not in name]
+    count = arguments.processes
+    return alone + [(name, count) for name in arguments.engines if name in OF_SEVERAL and count > 1]
+
+
+def _runs(
+    arguments: argparse.Namespace, study: Study, left: list[tuple[Shape, Kind]]
+) -> Iterator[LabRun]:
+    """Each run as it ends; what did not complete is not tried again."""
+    for which in [*left]:
+        if reason := _missing(which[1][0]):
+            left.remove(which)
+            yield _skipped(study, *which, reason)
+    for repeat in range(arguments.repeats):
+        ordered = left[:: 1 - 2 * (repeat % 2)]
+        alone = [which for which in ordered if _prepares_alone(which[1], repeat)]
+        beside = [which for which in ordered if which not in alone]
+        for chosen, jobs in ((beside, arguments.jobs), (alone, 1)):
+            plans = [_plan(study, *which) for which in chosen]
+            for which, run in zip(chosen, turns.in_turns(plans, jobs), strict=True):
+                if run.status != "complete":
+                    left.remove(which)
+                yield run
+
+
+def _prepares_alone(kind: Kind, repeat: int) -> bool:
+    """Compilers time kernels on the device to choose among them; later processes find the choice in
+    their caches. And processes that wait for each other keep their devices busy."""
+    engine, processes = kind
+    return processes > 1 or (not repeat and engine in COMPILED)
+
+
+def _missing(engine: str) -> str:
+    """Why an engine can't run here; "" if it can, as far as is known."""
+    package = engine.split(", ")[0]
+    try:
+        errors.require(*[package] if package in ("deepspeed", "vllm") else [])
+    except NotOnThisMachine as error:
+        return str(error)
+    return ""
+
+
+def _skipped(study: Study, shape: Shape, kind: Kind, reason: str) -> LabRun:
+    plan = _plan(study, shape, kind)
+    plan.planned.status, plan.planned.error = "skipped", reason
+    labs.save(plan.planned, plan.path)
+    return plan.planned
 
 
 def make_model(
@@ -143,38 +264,39 @@ def make_model(
     return path
 
 
-def _plan(
-    arguments: argparse.Namespace,
-    device: torch.device,
-    session: str,
-    folder: Path,
-    model: Path,
-    engine: str,
-    batch: int,
-) -> turns.Plan:
-    prompts = model.parent / f"prompts_{batch}.txt"
-    letters = random.Random(batch).choices(string.ascii_letters, k=batch * arguments.prompt_tokens)
-    size = arguments.prompt_tokens
+def _plan(study: Study, shape: Shape, kind: Kind) -> turns.Plan:
+    (batch, size, new), (engine, processes), model = shape, kind, study.model
+    prompts = model.parent / f"prompts_{batch}_{size}.txt"
+    letters = random.Random(batch).choices(string.ascii_letters, k=batch * size)
     lines = ("".join(letters[i * size : (i + 1) * size]) for i in range(batch))
     prompts.write_text("\n".join(lines), encoding="utf-8")
-    precision = get_precision("auto", device).name
-    does = ", compiled" * (engine == "static" and device.type == "cuda")
-    variant, first = f"{precision}, {engine}{does}", f"{precision}, {next(iter(ENGINES))}"
+    precision = get_precision("auto", study.device).name
+    variant, first = (f"{precision}, {name}" for name in (engine, next(iter(ENGINES))))
     planned = lab_record.begin(
-        device, precision, session, ("--output-dir",),
+        study.device, precision, study.session, ("--output-dir",),
         lab=request.LAB,
-        subject=f"{model.name}, batch {batch}, {size} + {arguments.num_tokens} tokens",
-        variant=variant, unit="tokens", units_per_step=batch, baseline=first,
+        subject=f"{model.name}, batch {batch}, {_tokens(size, new)}",
+        variant=variant + f", {processes} processes" * (processes > 1),
+        unit="tokens", units_per_step=batch, baseline=first,
     )  # fmt: skip
-    path = labs.new_path(planned, folder)
+    path = labs.new_path(planned, study.folder)
     flags = {
         "--model_path": model, "--input_file": prompts, "--batch_size": batch,
-        "--num_tokens": arguments.num_tokens, "--device": device.type, "--session": session,
-        "--baseline": first, "--output_file": model.parent / "texts", "--result-file": path,
+        "--num_tokens": new, "--device": study.device.type, "--session": study.session,
+        "--baseline": first, "--output_file": model.parent / f"{path.stem}.txt",
+        "--result-file": path,
     }  # fmt: skip
-    command = [sys.executable, str(PROGRAM), *ENGINES[engine]]
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [str(PROGRAM), *ENGINES[engine]]
     return turns.Plan([*command, *(str(word) for pair in flags.items() for word in pair)],
                       planned, path)  # fmt: skip
+
+
+def _tokens(prompt: int, new: int) -> str:
+    """As a subject has them."""
+    return f"{prompt} + {new} tokens"
 
 
 def _outcome(run: LabRun) -> str:
@@ -183,23 +305,61 @@ def _outcome(run: LabRun) -> str:
     return f"{timing.median(run.step_ms):.3f} ms a token; proof {run.proof.status}"
 
 
-def _show(runs: list[LabRun], folder: Path) -> int:
-    groups = labs.newest(runs)
-    report = lab_table.of_labs(groups)
-    report.show("table")
+def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:
+    """The tables, and the picture of the rows whose subject ends so; the exit status."""
+    groups = list(map(ladder, labs.newest(runs)))
+    shown = [*lab_table.of_labs(groups).tables, *map(costs_table, groups)]
+    tables.print_tables(shown)
     rows = [row for group in groups for row in group]
-    draw(rows, folder / "engines.png")
+    draw([row for row in rows if row.first.subject.endswith(drawn)], folder / "engines.png")
     path = folder / "engines.md"
-    results.write_text(path, tables.markdown(report.tables))
+    results.write_text(path, tables.markdown(shown))
     print(f"Written: {path}, {path.with_suffix('.png')}")
     print(f"Result files: {folder / 'runs' / runs[0].session}")
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
 
 
-def floor_ms(row: LabRow) -> float | None:
-    """What the bytes of a token take at the memory's bandwidth; None for a row without times."""
-    found = row.first.metrics.get("floor_ms")
-    return float(found) if row.times and isinstance(found, (int, float)) else None
+def ladder(rows: Sequence[LabRow]) -> list[LabRow]:
+    """The rows of each subject in the order of ENGINES."""
+    subjects, names = list(dict.fromkeys(row.first.subject for row in rows)), list(ENGINES)
+
+    def place(row: LabRow) -> tuple[int, int]:
+        engine = re.sub(r"^\w+, |, \d+ processes$", "", row.first.variant)
+        known = names.index(engine) if engine in names else len(names)
+        return subjects.index(row.first.subject), known
+
+    return sorted(rows, key=place)
+
+
+def costs_table(rows: Sequence[LabRow]) -> Table:
+    """What a token's bytes take, the pass over the prompts, and what compiling took."""
+    lines = [
+        Line([row.label, number(floor := metric(row, "floor_ms"), ",.3f"),
+              number(row.step_ms / floor if floor and row.step_ms else None, ",.2f"),
+              number(metric(row, "first_token_ms"), ",.2f"),
+              number(metric(row, "prefill_tflops"), ",.3g"), number(compile_s(row), ",.1f")])
+        for row in rows
+        if row.times
+    ]  # fmt: skip
+    header = ("variant", "floor ms", "times it", "first token ms", "TFLOP/s", "compile s")
+    notes = [
+        "floor: the bytes of a token at the memory's bandwidth; a token takes so many times it",
+        "TFLOP/s: of the pass over the prompts, until the first token is there",
+        "compile: in the first process, before the first token",
+    ]
+    return Table("what a token's bytes take, and the prompts", header, lines, notes, continues=True)
+
+
+def metric(row: LabRow, name: str) -> float | None:
+    """The median of the row's processes; None for a row without times."""
+    found = [run.metrics.get(name) for run in row.runs] if row.times else []
+    values = [float(value) for value in found if isinstance(value, (int, float))]
+    return timing.median(values) if values else None
+
+
+def compile_s(row: LabRow) -> float | None:
+    """Later processes find the compilers' caches filled."""
+    return max(run.setup_s.get("compile", 0.0) for run in row.runs) or None
 
 
 def draw(rows: Sequence[LabRow], target: Path) -> None:
@@ -215,16 +375,16 @@ def draw(rows: Sequence[LabRow], target: Path) -> None:
     for place, (row, ms) in enumerate(shown):
         axes.barh(place, ms, color="#0072B2")
         axes.text(ms + 0.01 * most, place, f"{ms:.3g} ms", va="center", fontsize=12)
-        if floor := floor_ms(row):
+        if floor := metric(row, "floor_ms"):
             axes.plot([floor, floor], [place - 0.45, place + 0.45], color="#D55E00", linewidth=3)
-    labels = [", ".join(filter(None, (row.of, row.first.variant))) for row, _ in shown]
+    labels = [f"batch {row.first.units_per_step}: {row.first.variant}" for row, _ in shown]
     axes.set_yticks(range(len(shown)), labels, fontsize=12)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * most)
     axes.set_xlabel(
         "ms a token, median; the line: its bytes at the memory's bandwidth", fontsize=12
     )
-    title = f"{labs.shared_subject(rows)}, {rows[0].device}"
+    title = ", ".join([labs.shared_subject(rows), rows[0].device] if rows else [])
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     with results.atomic_path(target) as path:

@@ -3,19 +3,23 @@
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from labs.text_generation import fast
+from labs.text_generation import fast, request
 from labs.text_generation.engines import Engine, HuggingFace
+from labs.text_generation.peer_vllm import VLLM
 from workshop.errors import NotOnThisMachine, WorkshopError, require
 from workshop.run import memory
 from workshop.run.precision import Precision
@@ -130,8 +134,8 @@ def prepare_packages(arguments: argparse.Namespace) -> None:
         require("accelerate")
     if arguments.load_in_8bit and arguments.engine != "fast":
         require("accelerate", "bitsandbytes")
-    if arguments.engine == "deepspeed":
-        require("deepspeed")
+    if arguments.engine in ("deepspeed", "vllm"):
+        require(arguments.engine)
     make_importable()  # transformers imports torchvision
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
@@ -157,7 +161,9 @@ def load(
     folder = arguments.model_path
     check_folder(folder)
     dtype = precision.autocast_dtype or torch.float32
+    # Weights of another shape are reported then, as missing ones are.
     settings: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    settings["ignore_mismatched_sizes"] = True
     if arguments.device_map:
         settings["device_map"] = check_map(arguments.device_map)
         settings["offload_folder"] = cleanup.enter_context(tempfile.TemporaryDirectory())
@@ -185,6 +191,11 @@ def load(
         raise WorkshopError(
             f"--model_path {folder}: {len(missing)} weights are in no file, such as {missing[0]}: "
             "download it again"
+        )
+    if wrong := sorted(str(key[0]) for key in report["mismatched_keys"]):
+        raise WorkshopError(
+            f"--model_path {folder}: {len(wrong)} weights have another shape than config.json "
+            f"says, such as {wrong[0]}: they belong to different models"
         )
     places = getattr(model, "hf_device_map", {})
     spread = ", ".join(sorted({str(place) for place in places.values()}))
@@ -225,23 +236,41 @@ def _process_mb(line: str) -> float:
     return float(status.split(f"{line}:")[1].split()[0]) * 1024 / memory.MB
 
 
-def make_engine(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, str]:
+def make_engine(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> tuple[Engine, str]:
     """The engine, and its name with what it does here. A model that it changes is one of its own:
-    Hugging Face's remains to compare with."""
-    own = loaded.device, loaded.ends, loaded.pad
-    if arguments.engine == "hf":
-        return HuggingFace(loaded.model, *own), "hf"
-    if arguments.engine == "static":
-        wanted = arguments.compile or loaded.device.type == "cuda"
-        missing = missing_for_compile(loaded.device) if wanted else None
-        if missing and arguments.compile:
-            raise WorkshopError(f"--compile needs {missing}; install it")
-        compiled = wanted and not missing and not loaded.spread
-        engine = HuggingFace(loaded.model, *own, static=True, compiled=compiled)
-        return engine, "static, compiled" if compiled else "static"
+    Hugging Face's remains to compare with.
+
+    Args:
+        longest: tokens of a prompt and its continuation.
+    """
     if arguments.engine == "fast":
         return _fast(arguments, loaded), "fast"
-    return _deepspeed(arguments, loaded)
+    if arguments.engine == "deepspeed":
+        return _deepspeed(arguments, loaded, longest)
+    if arguments.engine == "vllm":
+        peer = VLLM(arguments.model_path, loaded.dtype, loaded.ends, loaded.pad, longest)
+        return peer, "vllm"
+    own = loaded.device, loaded.ends, loaded.pad
+    model, words = loaded.model, [arguments.engine]
+    if arguments.tensor_parallel:
+        model = _tensor_parallel(arguments, loaded)
+        words.append("tensor parallel")
+    if arguments.engine == "hf":
+        return HuggingFace(model, *own), ", ".join(words)
+    compiled = _compiles(arguments, loaded)
+    words[1:1] = ["compiled"] * compiled
+    return HuggingFace(model, *own, static=True, compiled=compiled), ", ".join(words)
+
+
+def _compiles(arguments: argparse.Namespace, loaded: Loaded) -> bool:
+    """Whether the steps of the static cache are compiled."""
+    wanted = arguments.compile
+    if wanted is None:
+        wanted = loaded.device.type == "cuda"
+    missing = missing_for_compile(loaded.device) if wanted else None
+    if missing and arguments.compile:
+        raise NotOnThisMachine(f"--compile needs {missing}; install it")
+    return wanted and not missing and not loaded.spread
 
 
 def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
@@ -258,22 +287,88 @@ def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
     )
 
 
-def _deepspeed(arguments: argparse.Namespace, loaded: Loaded) -> tuple[Engine, str]:
-    import deepspeed
+def _again(arguments: argparse.Namespace, loaded: Loaded) -> Any:
+    """The model once more, on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         str(arguments.model_path), dtype=loaded.dtype, local_files_only=True
-    )
-    engine = deepspeed.init_inference(
-        model,
-        dtype=loaded.dtype,
-        tensor_parallel={"tp_size": processes},
-        replace_with_kernel_inject=arguments.kernel_inject,
-    )
+    ).eval()
+
+
+def _tensor_parallel(arguments: argparse.Namespace, loaded: Loaded) -> nn.Module:
+    """The model, of whose layers' matrices this process keeps its part, by Hugging Face's plan: the
+    first ones are split by outputs, as heads are, and the last ones by inputs."""
+    config: Any = loaded.model.config
+    plan, count = getattr(config, "base_model_tp_plan", None) or {}, request.processes()
+    if not plan or not set(plan.values()) <= {"colwise", "rowwise"}:
+        raise WorkshopError(
+            f"--tensor_parallel: Hugging Face has no plan of columns and rows for "
+            f"{config.model_type}; take a Llama, or --engine deepspeed"
+        )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % count:
+        raise WorkshopError(
+            f"--tensor_parallel: {loaded.name} has {heads} heads of keys, which {count} processes "
+            "can't share evenly"
+        )
+    if loaded.device.type == "cuda":
+        torch.cuda.set_device(loaded.device)
+    dist.init_process_group("nccl" if loaded.device.type == "cuda" else "gloo")
+    model = _again(arguments, loaded)
+    for name, module in model.base_model.named_modules():
+        for pattern, how in plan.items():
+            if fnmatch(name, pattern):
+                _keep_part(module, how, dist.get_rank(), count)
+    parallel: nn.Module = model.to(loaded.device)
+    return parallel
+
+
+def _keep_part(module: Any, how: str, rank: int, count: int) -> None:
+    """Splits by outputs ("colwise"), or by inputs: what the others have of each output is added
+    then."""
+    split = module.weight.chunk(count, 0 if how == "colwise" else 1)
+    module.weight = nn.Parameter(split[rank].contiguous(), requires_grad=False)
+    if module.bias is not None and how == "colwise":
+        module.bias = nn.Parameter(module.bias.chunk(count)[rank].clone(), requires_grad=False)
+    if how == "rowwise":
+        if module.bias is not None and rank:
+            nn.init.zeros_(module.bias)
+        module.register_forward_hook(lambda module, inputs, output: dist.all_reduce(output))
+
+
+@contextmanager
+def deepspeeds_errors(arguments: argparse.Namespace) -> Iterator[None]:
+    """What DeepSpeed can't do here (a model, kernels without their compiler) it says by errors of
+    any type: they become a line."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if arguments.engine != "deepspeed":
+            raise
+        version = sys.modules["deepspeed"].__version__
+        raise NotOnThisMachine(
+            f"DeepSpeed {version} can't do this here: {type(error).__name__}: {_line(error)}"
+        ) from error
+
+
+def _deepspeed(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> tuple[Engine, str]:
+    import deepspeed
+
+    # Of a CPU's processes DeepSpeed sums in shared memory, which it sets up only if this variable
+    # is there: its launcher gives it, torchrun does not, and without it the first sum is a SIGSEGV.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with deepspeeds_errors(arguments):
+        engine = deepspeed.init_inference(
+            _again(arguments, loaded),
+            dtype=loaded.dtype,
+            tensor_parallel={"tp_size": request.processes()},
+            replace_with_kernel_inject=arguments.kernel_inject,
+            max_out_tokens=longest,
+        )
     words = ["deepspeed", *["kernel injection"] * arguments.kernel_inject]
-    words += [f"{processes} processes"] * (processes > 1)
     return HuggingFace(engine.module, loaded.device, loaded.ends, loaded.pad), ", ".join(words)
 
 
@@ -289,6 +384,21 @@ def bytes_read(model: nn.Module) -> int:
         if isinstance(module, nn.Embedding) and (head is None or module.weight is not head.weight):
             read = [tensor for tensor in read if tensor is not module.weight]
     return _bytes(read)
+
+
+def prefill_flops(model: nn.Module, lengths: Sequence[int]) -> float:
+    """Operations of the pass over prompts of these lengths: a multiplication and an addition for
+    each weight of a matrix and token, for the logits of each prompt's last token alone, and for
+    attention to the tokens before. Padding is no work."""
+    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} | {head}
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1 and p not in tables)
+    config: Any = model.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    pairs = sum(n * (n + 1) / 2 for n in lengths)  # of a token with itself and those before
+    products = weights * sum(lengths) + head.numel() * len(lengths)
+    return 2.0 * products + 4.0 * config.num_hidden_layers * width * pairs
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

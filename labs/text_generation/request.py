@@ -1,6 +1,7 @@
 """The command line of the generation."""
 
 import argparse
+import os
 from pathlib import Path
 
 from labs.text_generation.engines import ENGINES
@@ -72,8 +73,17 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
         action="store_true",
         help="weights in int8, by bitsandbytes or --engine fast",
     )
-    add("--compile", action="store_true", help="--engine static on a CPU too (a GPU always does)")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="the steps of --engine static (default: on a GPU with a compiler)",
+    )
     add("--kernel_inject", action="store_true", help="of --engine deepspeed: its own kernels")
+    add(
+        "--tensor_parallel",
+        action="store_true",
+        help="under torchrun: each process has a part of every layer, by PyTorch's own means",
+    )
     add(
         "--output-dir",
         type=Path,
@@ -84,6 +94,7 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     for flag in ("--session", "--baseline"):  # runs of one session are compared
         add(flag, default="", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
+    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return parser
 
@@ -113,9 +124,31 @@ def check(arguments: argparse.Namespace) -> None:
         raise WorkshopError("--stream prints one text at a time: leave out --batch_size")
     if arguments.device_map and engine not in ("hf", "static"):
         raise WorkshopError(f"--engine {engine} has no --device_map: leave it out")
-    if arguments.load_in_8bit and engine == "deepspeed":
-        raise WorkshopError("--engine deepspeed has no --load_in_8bit: leave it out")
-    if arguments.compile and engine != "static":
+    if arguments.load_in_8bit and engine in ("deepspeed", "vllm"):
+        raise WorkshopError(f"--engine {engine} has no --load_in_8bit: leave it out")
+    if arguments.compile is not None and engine != "static":
         raise WorkshopError("--compile is of --engine static")
     if arguments.kernel_inject and engine != "deepspeed":
         raise WorkshopError("--kernel_inject is of --engine deepspeed")
+    several = processes() > 1
+    if arguments.tensor_parallel and not several:
+        raise WorkshopError(
+            "--tensor_parallel takes several processes: torchrun --nproc-per-node 2 lm_gen.py ..."
+        )
+    if arguments.tensor_parallel and (
+        engine not in ("hf", "static") or arguments.device_map or arguments.load_in_8bit
+    ):
+        raise WorkshopError(
+            "--tensor_parallel goes with --engine hf or static, without --device_map and "
+            "--load_in_8bit"
+        )
+    if several and not arguments.tensor_parallel and engine != "deepspeed":
+        raise WorkshopError(
+            f"{processes()} processes would all do the same: add --tensor_parallel, or take "
+            "--engine deepspeed"
+        )
+
+
+def processes() -> int:
+    """That torchrun or the deepspeed launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

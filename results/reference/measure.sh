@@ -14,9 +14,9 @@ set -euo pipefail
 unset CDPATH
 
 # Those that take long are first, so that several GPUs end together.
-STUDIES=(large ladder profiles cifar10 pipeline inference_networks inference_ladder inference_compare
-  inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training sweep_hidden_dim
-  sweep_batch_size kernels inference_ops inference_profiles harness ceilings)
+STUDIES=(large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder
+  inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training
+  sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
@@ -163,6 +163,7 @@ measure() {
       lab data_pipeline measure_pipeline.py --steps all --iterations 100 --resnet-images 8192 \
         --epochs 2 --jobs 6
       ;;
+    text_generation) lab text_generation measure_engines.py --jobs 9 ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)
