@@ -188,7 +188,7 @@ def train(ready: Run) -> int:
     losses: list[float] = []
     console = Console(stderr=True)
     columns = (BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn())
-    print(_headline(ready))
+    print(_headline(ready), flush=True)
     start = time.perf_counter()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=training.problem.schedule.total)
@@ -215,11 +215,13 @@ def _compile(ready: Run) -> None:
 
 def _headline(ready: Run) -> str:
     r, steps = ready.record, ready.batches.steps
-    return (
-        f"{r.subject}: {r.variant}, on {r.device['name']}\n"
+    lines = [
+        f"{r.subject}: {r.variant}, on {r.device['name']}",
         f"epochs: {ready.arguments.epochs}, of {steps} steps each with "
-        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP"
-    )
+        f"{(r.flops_per_step or 0) / 1e12:.3f} TFLOP",
+    ]
+    lines += ["the first step compiles: minutes, the first time"] * ready.training.variant.compile
+    return "\n".join(lines)
 
 
 def _epoch(
