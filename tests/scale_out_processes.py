@@ -205,7 +205,7 @@ def _remembering(references: Callable[[parity.Setting], object]) -> Callable[...
 def train_until_killed(words: list[str], log: str) -> int:
     """Trains, and notes each step of rank 0 in `log`. Rank 1 is killed in its fifth step; started
     again, while it saves its third checkpoint; then no more."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ[groups.RESTARTS[0]])
     advance, passes, write = loop.Training.advance, Strategy.passes, FileSystemWriter.write_data
     mine = os.environ["RANK"] == "1"
 

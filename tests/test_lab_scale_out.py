@@ -157,9 +157,8 @@ def test_a_training_goes_on_with_other_processes_and_strategies(
     run = the_run(tmp_path)
     assert run.losses == pytest.approx(curve, rel=2e-6)
     assert run.metrics["first_step"] == 7
-    assert [path.name for path in sorted((tmp_path / "saved").iterdir())] == [
-        "step_00000006", "step_00000008",
-    ]  # fmt: skip
+    saved = sorted(path.name for path in tmp_path.glob("saved/step_*"))
+    assert saved == ["step_00000006", "step_00000008"]
 
 
 def killed(folder: Path) -> list[object]:
@@ -181,15 +180,19 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     processes: Processes, curve: list[float], tmp_path: Path
 ) -> None:
     for attempt in range(3):
-        count = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        log = str(tmp_path / "log")
-        ended = processes.run(2, *killed(tmp_path), log=log, environment=count)
+        ended = processes.run(
+            2, *killed(tmp_path), log=str(tmp_path / "log"), environment=job_of_attempt(attempt)
+        )
         if attempt == 2:
             assert ended.statuses == [0, 0], ended.err
         else:
             assert ended.statuses == [1, -signal.SIGKILL], ended.err
             assert one_line(ended.err[0]).startswith("error: rank 0: another process")
     check_killed(tmp_path, curve)
+
+
+def job_of_attempt(number: int) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(number)}
 
 
 def one_line(text: str) -> str:
@@ -293,6 +296,9 @@ def test_checkpoints_that_do_not_fit(processes: Processes, tmp_path: Path) -> No
         assert message in one_line(ended.err[0])
     shard.write_bytes(content[0])
     record.write_text(content[1])
+    for attempt in range(2):  # what was refused stays so when it is started again
+        fresh = [*words, *of_steps(4), "--save-every", 3]
+        assert processes.run(1, *fresh, environment=job_of_attempt(attempt)).statuses == [2]
     ended = processes.run(1, *words, "--resume", *of_steps(4), "--seed", 1)
     assert ended.statuses == [0]
     lines = ended.err[0].splitlines()

@@ -28,6 +28,8 @@ KEPT = 2
 """The newest ones; older ones are deleted."""
 _RECORD = "training.json"
 _PARTIAL = ".partial"
+_START = "start"
+"""A file beside them that names the start of the launcher."""
 _SAME = ("version", "config")
 """Of the settings, those without which a checkpoint does not fit."""
 
@@ -48,6 +50,23 @@ def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint below a folder."""
     found = sorted(path for path in folder.glob("step_*") if path.suffix != _PARTIAL)
     return found[-1] if found else None
+
+
+def is_again(folder: Path, group: Group) -> bool:
+    """Whether the training is one of this folder that its launcher has started again."""
+    note = folder / _START
+    return group.restarted and note.is_file() and note.read_text(encoding="utf-8") == group.start()
+
+
+def begin(folder: Path, group: Group) -> None:
+    """Notes whose training the folder's checkpoints are."""
+    results.write_text(folder / _START, group.start())
+
+
+def refuse(folder: Path) -> None:
+    """Forgets it, so that a training that was refused is refused again, when its launcher starts
+    it again."""
+    (folder / _START).unlink(missing_ok=True)
 
 
 def read(path: Path) -> Checkpoint:

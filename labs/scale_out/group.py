@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -57,6 +58,13 @@ class Group:
     def restarted(self) -> bool:
         """Whether it was started again, by torchrun or the batch system, after a failure."""
         return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+
+    @staticmethod
+    def start() -> str:
+        """Names the start of the launcher, or the batch job, that all attempts belong to."""
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        agent = f"{socket.gethostname()} {os.getppid()}"
+        return os.environ.get("SLURM_JOB_ID") or (agent if run == "none" else run)
 
     def part(self, batch: Tensor, dim: int) -> Tensor:
         """This process's sequences of a batch of all: as many as each other's."""

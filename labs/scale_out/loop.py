@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,22 +96,28 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
         WorkshopError: there is none, it does not fit, or leaves no step to train; or there are
             checkpoints which a new training would mix with its own.
     """
-    arguments, again = job.arguments, job.group.restarted
+    arguments, folder = job.arguments, job.arguments.checkpoints
     if not (arguments.resume or arguments.save_every):
         return None
-    folder = arguments.checkpoints
     if arguments.save_every:
         results.prepare_folder(folder, "--checkpoints")
+    again = groups.of_first(checkpoints.is_again(folder, job.group))
     path = groups.of_first(checkpoints.newest(folder))
     if path is None and arguments.resume and not again:
         raise WorkshopError(f"--resume: there is no complete checkpoint in --checkpoints {folder}")
-    if path is None:
-        return None
-    if not (arguments.resume or again):
+    if path is not None and not (arguments.resume or again):
+        if job.group.is_first:
+            checkpoints.refuse(folder)
         raise WorkshopError(
             f"--checkpoints {folder} has {path.name} of another training: go on from it with "
             "--resume, or give another folder"
         )
+    if job.group.is_first and arguments.save_every:
+        checkpoints.begin(folder, job.group)
+    return None if path is None else _fitting(job, path, settings)
+
+
+def _fitting(job: Job, path: Path, settings: dict[str, Any]) -> Checkpoint:
     start = checkpoints.read(path)
     for sentence in checkpoints.check(start, settings):
         print(sentence, file=sys.stderr)
