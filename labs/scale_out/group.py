@@ -213,7 +213,22 @@ def _leave_it_to_the_launcher() -> None:
 
 
 @contextlib.contextmanager
-def peers_watched(group: Group) -> Iterator[None]:
+def member(group: Group, device: torch.device) -> Iterator[None]:
+    """Joins the group for the block, which `_peers_watched` ends where a signal or another process
+    wants it."""
+    join(group, device)
+    try:
+        with _peers_watched(group):
+            yield
+    except BaseException:
+        if not group.launched:  # else NCCL might wait for others, and the process ends anyway
+            leave()
+        raise
+    leave()
+
+
+@contextlib.contextmanager
+def _peers_watched(group: Group) -> Iterator[None]:
     """In the block a process that another one's end leaves without an answer ends in one line, and
     Ctrl-C or SIGTERM ends one that waits for others.
 

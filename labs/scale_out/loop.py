@@ -32,13 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains; the exit status."""
     job = requests.check(arguments)
     asked, parts = job.asked, job.group.size * job.accumulate
-    groups.join(job.group, asked.device)
-    with groups.peers_watched(job.group):
-        at_once = dataclasses.replace(asked, batch_size=asked.batch_size // parts)
-        shards = job.group.size if job.strategy in ("fsdp", "zero3") else 1
-        status = request.within_memory(at_once, lambda: _prove_and_train(job), shards=shards)
-    groups.leave()
-    return status
+    at_once = dataclasses.replace(asked, batch_size=asked.batch_size // parts)
+    shards = job.group.size if job.strategy in ("fsdp", "zero3") else 1
+    with groups.member(job.group, asked.device):
+        return request.within_memory(at_once, lambda: _prove_and_train(job), shards=shards)
 
 
 def _prove_and_train(job: Job) -> int:
@@ -96,7 +93,7 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
         WorkshopError: there is none, it does not fit, or leaves no step to train; or there are
             checkpoints which a new training would mix with its own.
     """
-    arguments, folder = job.arguments, job.arguments.checkpoints
+    arguments, folder = job.arguments, job.checkpoints
     if not (arguments.resume or arguments.save_every):
         return None
     if arguments.save_every:
@@ -194,7 +191,7 @@ class Training(trainer.Runner):
         self._ends.append(self._mark())
         step, every = self.first + self.done, self.job.arguments.save_every
         if every and (step % every == 0 or step == self.last):
-            checkpoints.save(self.job.arguments.checkpoints, self.strategy, self.job.group, step,
+            checkpoints.save(self.job.checkpoints, self.strategy, self.job.group, step,
                              self.all_losses(), self.settings)  # fmt: skip
             self._mark()
         if self.done > self.warmup:

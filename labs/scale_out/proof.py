@@ -5,6 +5,9 @@ each runs its part of every batch, the loss is the mean over all, logits and gra
 under V1's names. V1 runs whole batches in the first process, where its own distance from the truth
 at the precision in use says what is allowed. Beyond that no tolerance is needed: processes with a
 copy of one tensor must have the same one, bit by bit.
+
+Over six seeds in fp32 and bf16, V1, V2 and V4 in two processes with DDP or FSDP2 come to 0.52 of
+what is allowed at most; the mildest planted fault, one rank's learning rate off by 1%, to 9 times.
 """
 
 import dataclasses

@@ -44,6 +44,7 @@ class Job:
     group: Group
     strategy: str
     accumulate: int
+    checkpoints: Path
     arguments: argparse.Namespace
 
 
@@ -142,7 +143,6 @@ def _add_files(add: Add) -> None:
     add(
         "--checkpoints",
         type=Path,
-        default=CHECKPOINTS,
         metavar="FOLDER",
         help="for them; all machines have to see it (default: results/scale_out/checkpoints of "
         "this checkout)",
@@ -177,6 +177,8 @@ def check(arguments: argparse.Namespace) -> Job:
         errors.require("deepspeed")
     version = versions.get_version(arguments.version)
     module = versions.load(version.key)
+    if arguments.checkpoints and not (arguments.save_every or arguments.resume):
+        raise WorkshopError("--checkpoints goes with --save-every N or --resume")
     graphs = arguments.strategy == "ddp" and group.size == 1
     if not graphs:
         _refuse_graphs(arguments, group)
@@ -206,7 +208,8 @@ def check(arguments: argparse.Namespace) -> Job:
             f"{arguments.accumulate} can't share it; give a multiple of {parts}, as "
             f"{max(1, asked.batch_size // parts) * parts}"
         )
-    return Job(asked, group, arguments.strategy, arguments.accumulate, arguments)
+    folder = arguments.checkpoints or CHECKPOINTS
+    return Job(asked, group, arguments.strategy, arguments.accumulate, folder, arguments)
 
 
 def _refuse_graphs(arguments: argparse.Namespace, group: Group) -> None:
