@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scale_out_processes import FAULTS, TRUE
+from scale_out_processes import FAULTS, TRUE, ZERO
 
 from labs.scale_out import group, train
 from workshop import cli, errors, labs, results, versions
@@ -82,7 +82,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 
 def failures(processes: Processes, size: int, names: list[str]) -> dict[str, list[str]]:
-    target = processes.folder / f"failures{size}.json"
+    target = processes.folder / f"failures{processes.groups}.json"
     ended = processes.run(size, target, cases=names)
     assert ended.statuses == [0] * size, "\n".join(ended.err)
     found: dict[str, list[str]] = json.loads(target.read_text())
@@ -109,6 +109,12 @@ def test_four_processes(processes: Processes) -> None:
     found = failures(processes, 4, [*FAULTS, *TRUE])
     assert not any(found[name] for name in TRUE)
     assert all(found[name] for name in FAULTS)
+
+
+@pytest.mark.slow
+def test_zero(processes: Processes) -> None:
+    pytest.importorskip("deepspeed")
+    assert not any(failures(processes, 2, [*ZERO]).values())
 
 
 # --- the training --------------------------------------------------------------------------------
@@ -306,6 +312,7 @@ def test_checkpoints_that_do_not_fit(processes: Processes, tmp_path: Path) -> No
     assert len(lines) == 1 and lines[0].startswith("note: seed is 1, in the checkpoint 42")
 
 
+@pytest.mark.slow
 def test_torchrun_shows_one_line(tmp_path: Path) -> None:
     wrong = ["--device", "cpu", "--batch-size", "3"]
     words = [sys.executable, *TORCHRUN, free_port(), PROGRAM, *wrong]

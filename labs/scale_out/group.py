@@ -215,16 +215,13 @@ def _leave_it_to_the_launcher() -> None:
 @contextlib.contextmanager
 def member(group: Group, device: torch.device) -> Iterator[None]:
     """Joins the group for the block, which `_peers_watched` ends where a signal or another process
-    wants it."""
-    join(group, device)
-    try:
-        with _peers_watched(group):
-            yield
-    except BaseException:
-        if not group.launched:  # else NCCL might wait for others, and the process ends anyway
-            leave()
-        raise
-    leave()
+    wants it. One process without a launcher and a GPU stays in its group, for the next block."""
+    if not dist.is_initialized():
+        join(group, device)
+    with _peers_watched(group):  # after an error others may be waiting: the process's end is theirs
+        yield
+    if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait for gloo's threads for ever
+        leave()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from labs.scale_out import strategies
 from labs.scale_out.group import Group
 from workshop import errors, request, results, versions
 from workshop.arguments import count
-from workshop.errors import WorkshopError
+from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.run import presets
 from workshop.run.trainer import COMPILE_MODES
 
@@ -192,6 +192,8 @@ def check(arguments: argparse.Namespace) -> Job:
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
     parser = request.build_parser(version, module)
     asked = request.check_arguments(version, module, parser.parse_args(words))
+    if problem := strategies.missing(arguments.strategy, asked.device):
+        raise NotOnThisMachine(problem)
     if asked.precision.loss_scaling:
         raise WorkshopError(
             "--precision fp16: its loss scale is not shared by processes here; use bf16"

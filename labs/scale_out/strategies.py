@@ -322,6 +322,13 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
+def missing(name: str, device: torch.device) -> str | None:
+    """What a strategy lacks on a device in this PyTorch, in a sentence; None if nothing."""
+    if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        return f"--strategy fsdp: PyTorch {torch.__version__} has it for GPUs alone"
+    return None
+
+
 NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
