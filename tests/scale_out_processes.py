@@ -151,12 +151,7 @@ TRUE = {
     "v2 fsdp parts": Case("fsdp", 2),
     "v4 fsdp bf16 parts": Case("fsdp", 2, "v4", "bf16"),
 }
-ZERO = {
-    "v2 zero1 parts": Case("zero1", 2),
-    "v1 zero2 bf16": Case("zero2", 1, "v1", "bf16"),
-    "v4 zero3 parts": Case("zero3", 2, "v4"),
-}
-CASES = FAULTS | TRUE | ZERO
+CASES = FAULTS | TRUE
 
 
 # --- what a process does -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scale_out_processes import FAULTS, TRUE, ZERO
+from scale_out_processes import FAULTS, TRUE
 
 from labs.scale_out import group, train
 from workshop import cli, errors, labs, results, versions
@@ -109,12 +109,6 @@ def test_four_processes(processes: Processes) -> None:
     found = failures(processes, 4, [*FAULTS, *TRUE])
     assert not any(found[name] for name in TRUE)
     assert all(found[name] for name in FAULTS)
-
-
-@pytest.mark.slow
-def test_zero(processes: Processes) -> None:
-    pytest.importorskip("deepspeed")
-    assert not any(failures(processes, 2, [*ZERO]).values())
 
 
 # --- the training --------------------------------------------------------------------------------
