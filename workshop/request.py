@@ -329,20 +329,23 @@ def load_data(request: Request) -> Data:
 # --- memory -----------------------------------------------------------------------------------
 
 
-def within_memory(request: Request, work: Callable[[], int]) -> int:
+def within_memory(request: Request, work: Callable[[], int], shards: int = 1) -> int:
     """Does the work that a request asks for; its exit status.
+
+    Args:
+        shards: over how many processes the training state is spread.
 
     Raises:
         OutOfMemory: it can't fit, or did not.
         WorkshopError: the version has no code for these sizes.
     """
-    _check_memory(request)
+    _check_memory(request, shards)
     request.build_on(torch.device("meta"))  # says at once, and for nothing, if the sizes won't do
     with trainer.memory_failure_as(partial(_out_of_memory, request)):
         return work()
 
 
-def _check_memory(request: Request) -> None:
+def _check_memory(request: Request, shards: int) -> None:
     """Raises OutOfMemory, at once, for what can't fit.
 
     The bound is a low one: the training state, RoPE's tables, and of the activations the
@@ -354,7 +357,8 @@ def _check_memory(request: Request) -> None:
     bytes_each = 2 if request.precision.autocast_dtype else 4
     on_device = {
         "--hidden-dim, --num-layers or --vocab-size": flops.parameter_count(c)
-        * flops.ADAMW_STATE_BYTES_PER_PARAMETER,
+        * flops.ADAMW_STATE_BYTES_PER_PARAMETER
+        / shards,
         "--max-seq-len": 2 * 4 * c.max_seq_len * c.head_dim,
         "--batch-size or --seq-len": tokens * c.num_layers * 2 * c.intermediate_dim * bytes_each,
     }

@@ -65,7 +65,7 @@ def load_canonical(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def canonical_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Each parameter's gradient under V1's names, fused ones taken apart; None where there is
     none. The tied head and embedding are one entry, `embed_tokens.weight`."""
-    return _take_apart(model, lambda parameter: parameter.grad)
+    return take_apart(model, lambda parameter: parameter.grad)
 
 
 def count_gradients(model: nn.Module) -> results.Gradients:
@@ -81,13 +81,14 @@ def count_gradients(model: nn.Module) -> results.Gradients:
 
 
 def canonical_weights(model: nn.Module) -> dict[str, Tensor]:
-    weights = _take_apart(model, lambda parameter: parameter.detach())
+    weights = take_apart(model, lambda parameter: parameter.detach())
     return {name: weight for name, weight in weights.items() if weight is not None}
 
 
-def _take_apart(
+def take_apart(
     model: nn.Module, get: Callable[[nn.Parameter], Tensor | None]
 ) -> dict[str, Tensor | None]:
+    """What `get` gives for each parameter, under V1's names, what is fused in it taken apart."""
     rows = _canonical_rows(model)
     tensors: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():

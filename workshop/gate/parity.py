@@ -236,8 +236,9 @@ class Setting:
 
 
 @dataclass
-class _Outcome:
-    """What a model did: logits, loss, gradients under V1's names, a training run's losses."""
+class Outcome:
+    """What a model did in a setting: on its first batch, with its random weights, logits, loss and
+    gradients under V1's names; then a training run's losses."""
 
     logits: Tensor
     loss: Tensor
@@ -248,12 +249,12 @@ class _Outcome:
 
 
 @dataclass
-class _Runs:
+class Runs:
     """What V1 in higher precision, V1 and the version did."""
 
-    truth: _Outcome
-    baseline: _Outcome
-    candidate: _Outcome
+    truth: Outcome
+    baseline: Outcome
+    candidate: Outcome
 
 
 def check(
@@ -325,17 +326,8 @@ def check_model(
         notify: called with what the model does next, in a few words: interpreted or
             compiled, it may take long.
     """
-    baseline_optimizer = versions.load(versions.BASELINE).configure_optimizer
-    optimizer = configure_optimizer or baseline_optimizer
-    precision, exact_dtype = setting.precision, truth_dtype(setting)
-    report = ParityReport(
-        precision=precision.name,
-        device=str(setting.device),
-        seed=setting.seed,
-        batch_size=setting.batch_size,
-        seq_len=setting.seq_len,
-        reference=f"V1 in {str(exact_dtype).removeprefix('torch.')}",
-    )
+    optimizer = configure_optimizer or versions.load(versions.BASELINE).configure_optimizer
+    precision, report = setting.precision, new_report(setting)
     if build is not None and precision.name != "fp32":
         _check_in_fp32(report, build, setting, optimizer, cuda_graph=cuda_graph)
         if not report.passed:
@@ -346,13 +338,33 @@ def check_model(
         report.failures.append(f"V1's weights can't be loaded: {error}")
         return report
 
-    exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
+    truth, baseline = references(setting)
     with kept_matmul_mode():
-        truth = _run(_baseline(setting, exact_dtype), setting, exact, baseline_optimizer)
-        baseline = _run(_baseline(setting, torch.float32), setting, precision, baseline_optimizer)
         candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph, notify=notify)
-    _compare(report, setting, _Runs(truth, baseline, candidate))
+    compare(report, setting, Runs(truth, baseline, candidate))
     return report
+
+
+def new_report(setting: Setting) -> ParityReport:
+    """Of a setting in which nothing has been compared yet."""
+    return ParityReport(
+        precision=setting.precision.name,
+        device=str(setting.device),
+        seed=setting.seed,
+        batch_size=setting.batch_size,
+        seq_len=setting.seq_len,
+        reference=f"V1 in {str(truth_dtype(setting)).removeprefix('torch.')}",
+    )
+
+
+def references(setting: Setting) -> tuple[Outcome, Outcome]:
+    """What V1 does in one process: in higher precision, the truth, and at the setting's."""
+    exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
+    optimizer = versions.load(versions.BASELINE).configure_optimizer
+    with kept_matmul_mode():
+        truth = _run(_baseline(setting, truth_dtype(setting)), setting, exact, optimizer)
+        baseline = _run(_baseline(setting, torch.float32), setting, setting.precision, optimizer)
+    return truth, baseline
 
 
 def _check_in_fp32(
@@ -418,7 +430,7 @@ def _run(
     *,
     cuda_graph: bool = False,
     notify: trainer.Notify = lambda _: None,
-) -> _Outcome:
+) -> Outcome:
     """The gate's programme for one model: logits, gradients, then a short training run."""
     batches = setting.batches(1 + CURVE_STEPS)
     precision.set_matmul_mode()
@@ -442,9 +454,9 @@ def _run(
     except trainer.NoGradient:
         curve = torch.full((CURVE_STEPS,), math.nan)
     after = canonical_weights(model)
-    moved = {name: _relative_rms(after[name], before[name]) for name in before}
+    moved = {name: relative_rms(after[name], before[name]) for name in before}
     model.zero_grad(set_to_none=True)
-    return _Outcome(logits, loss, gradients, curve, moved)
+    return Outcome(logits, loss, gradients, curve, moved)
 
 
 def _loss_and_gradients(
@@ -469,7 +481,8 @@ def _loss_and_gradients(
     return loss.detach().clone(), unscaled
 
 
-def _compare(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+def compare(report: ParityReport, setting: Setting, runs: Runs) -> None:
+    """Holds what the candidate did against what V1 does; adds to the report."""
     report.tensors_total = len(runs.truth.gradients)
     report.tensors_with_grad = sum(is_gradient(g) for g in runs.candidate.gradients.values())
     _compare_outputs(report, setting, runs)
@@ -481,7 +494,7 @@ def _compare(report: ParityReport, setting: Setting, runs: _Runs) -> None:
     _compare_movements(report, setting, runs)
 
 
-def _compare_outputs(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None:
     if runs.candidate.logits.shape != runs.truth.logits.shape or runs.candidate.loss.dim():
         report.failures.append(
             f"logits are {tuple(runs.candidate.logits.shape)} and the loss "
@@ -489,9 +502,9 @@ def _compare_outputs(report: ParityReport, setting: Setting, runs: _Runs) -> Non
             f"V1's {tuple(runs.truth.logits.shape)} and a scalar"
         )
         return
-    own = _relative_rms(runs.baseline.logits, runs.truth.logits)
+    own = relative_rms(runs.baseline.logits, runs.truth.logits)
     floor = ROUNDING_UNITS * setting.precision.unit_roundoff
-    _judge(report, "logits", _relative_rms(runs.candidate.logits, runs.truth.logits), own, floor)
+    _judge(report, "logits", relative_rms(runs.candidate.logits, runs.truth.logits), own, floor)
     # The loss is a mean over tokens: of independent errors as large as those of the logits,
     # 1 / sqrt(tokens) remains. V1's own error of a single number may be small by luck.
     of_a_mean = own / math.sqrt(setting.batch_size * setting.seq_len)
@@ -499,15 +512,15 @@ def _compare_outputs(report: ParityReport, setting: Setting, runs: _Runs) -> Non
         true, of_v1, found = (
             getattr(run, name) for run in (runs.truth, runs.baseline, runs.candidate)
         )
-        own = max(_relative_rms(of_v1, true), of_a_mean)
+        own = max(relative_rms(of_v1, true), of_a_mean)
         label = "loss curve" if name == "curve" else name
-        _judge(report, label, _relative_rms(found, true), own, LOSS_FLOOR)
+        _judge(report, label, relative_rms(found, true), own, LOSS_FLOOR)
 
 
-def _compare_gradients(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+def _compare_gradients(report: ParityReport, setting: Setting, runs: Runs) -> None:
     floor = ROUNDING_UNITS * setting.precision.unit_roundoff
     own_errors = {
-        name: _relative_rms(runs.baseline.gradients[name], gradient)
+        name: relative_rms(runs.baseline.gradients[name], gradient)
         for name, gradient in runs.truth.gradients.items()
     }
     # One tensor's error at V1 may be small by luck; the typical one says what the precision costs.
@@ -521,11 +534,11 @@ def _compare_gradients(report: ParityReport, setting: Setting, runs: _Runs) -> N
                 "reach it"
             )
             continue
-        error = _relative_rms(found, true)
+        error = relative_rms(found, true)
         _judge(report, f"gradient of {name}", error, max(own_errors[name], typical), floor)
 
 
-def _compare_scales(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+def _compare_scales(report: ParityReport, setting: Setting, runs: Runs) -> None:
     """How much too long each gradient is, measured along the true one: a systematic error, which
     roundings hide in the size of the error, but hardly change in a sum over all elements."""
     found, own = (
@@ -546,7 +559,7 @@ def _compare_scales(report: ParityReport, setting: Setting, runs: _Runs) -> None
     _judge(report, "scale of all gradients", mean, mean_of_v1, floor)
 
 
-def _compare_movements(report: ParityReport, setting: Setting, runs: _Runs) -> None:
+def _compare_movements(report: ParityReport, setting: Setting, runs: Runs) -> None:
     """The optimizer's own work, in any precision: the loss curve shows it through few numbers."""
     in_fp32 = setting.precision.name == "fp32"
     own_errors = {
@@ -580,7 +593,7 @@ def _judge(report: ParityReport, name: str, error: float, baseline: float, floor
         )
 
 
-def _relative_rms(found: Tensor | None, true: Tensor | None) -> float:
+def relative_rms(found: Tensor | None, true: Tensor | None) -> float:
     """|found - true| / |true| over all elements, in fp64."""
     assert found is not None and true is not None
     true = true.double()

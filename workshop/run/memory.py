@@ -14,10 +14,10 @@ MB = 1e6
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes behind the tensors; storage that several share counts once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
+    """Bytes behind the tensors, of a DTensor behind this process's shard; storage that several
+    share counts once."""
+    own = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}
     return sum(storages.values())
 
 

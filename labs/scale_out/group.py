@@ -1,0 +1,266 @@
+"""The processes of a training: who this one is, its part of the batch, how all end in one line."""
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workshop import errors
+from workshop.errors import WorkshopError
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun and the deepspeed launcher set in each process."""
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+PATIENCE_S = 10.0
+"""How long a process leaves it to the first one to speak, or to the launcher to end it."""
+LAST_WORDS_S = 5.0
+"""After Ctrl-C, for a process that waits for others: NCCL would wait for minutes."""
+_PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe",
+              "remote process exited", "connection refused")  # fmt: skip
+
+T = TypeVar("T")
+
+
+class PeerGone(WorkshopError):
+    """Another process of the training has ended, so that this one can't go on."""
+
+    exit_code = errors.ANSWER_IS_NO
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process among all. `local_rank` and `local_size` count on its own machine."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    launched: bool = False
+    """Whether a launcher started it."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def restarted(self) -> bool:
+        """Whether it was started again, by torchrun or the batch system, after a failure."""
+        return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+
+    @staticmethod
+    def start() -> str:
+        """Names the start of the launcher, or the batch job, that all attempts belong to."""
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+        agent = f"{socket.gethostname()} {os.getppid()}"
+        return os.environ.get("SLURM_JOB_ID") or (agent if run == "none" else run)
+
+    def part(self, batch: Tensor, dim: int) -> Tensor:
+        """This process's sequences of a batch of all: as many as each other's."""
+        own = batch.shape[dim] // self.size
+        return batch.narrow(dim, self.rank * own, own)
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Group:
+    """The group that a launcher has made; one process without a launcher.
+
+    Raises:
+        WorkshopError: a variable of the launcher is missing, or makes no sense.
+    """
+    given = [name for name in VARIABLES[:3] if environment.get(name)]
+    if not given:
+        return Group()
+    missing = [name for name in VARIABLES if not environment.get(name)]
+    if missing:
+        raise WorkshopError(
+            f"{missing[0]} is not set, but {given[0]} is: start all processes with torchrun or "
+            f"deepspeed, which set {', '.join(VARIABLES)}; for one process unset {given[0]}"
+        )
+    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
+    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "size": "WORLD_SIZE"}
+    numbers = {field: environment[name] for field, name in names.items()}
+    numbers["local_size"] = local or environment["WORLD_SIZE"]
+    if not all(number.isdecimal() for number in numbers.values()):
+        wrong = next(name for name in names.values() if not environment[name].isdecimal())
+        raise WorkshopError(f"{wrong} is {environment[wrong]!r:.40}: a launcher sets a number")
+    group = Group(**{field: int(number) for field, number in numbers.items()}, launched=True)
+    if group.rank >= group.size:
+        raise WorkshopError(f"RANK {group.rank}: it must be below WORLD_SIZE, {group.size}")
+    return group
+
+
+def device_name(group: Group, asked: str) -> str:
+    """The device that a process takes: of `auto` and `cuda` the GPU of its local rank.
+
+    Raises:
+        WorkshopError: there are more processes than GPUs.
+    """
+    if asked not in ("auto", "cuda") or not torch.cuda.is_available() or group.size == 1:
+        return asked
+    gpus = torch.cuda.device_count()
+    if group.local_size > gpus:
+        raise WorkshopError(
+            f"{group.local_size} processes on a machine with {gpus} GPU{'s' * (gpus > 1)}: each "
+            f"needs its own; start {gpus} (torchrun --nproc-per-node {gpus}), or use --device cpu"
+        )
+    return f"cuda:{group.local_rank}"
+
+
+def join(group: Group, device: torch.device) -> None:
+    """Meets the other processes. One without a launcher is a group of its own.
+
+    Raises:
+        WorkshopError: they don't meet at MASTER_ADDR and MASTER_PORT.
+    """
+    on_gpu = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    try:
+        dist.init_process_group(
+            backend, store=_store() if group.launched else dist.HashStore(), rank=group.rank,
+            world_size=group.size, device_id=device if on_gpu else None,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        in_use = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        what = "the port is in use: give the launcher another" if in_use else f"{error!s:.100}"
+        raise WorkshopError(f"MASTER_ADDR {address}, MASTER_PORT {port}: {what}") from None
+
+
+def _store() -> dist.Store:
+    """Where the processes leave each other their addresses. torchrun keeps it when it starts them
+    again, and gloo would find the addresses of those that were killed: each attempt has its own."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"attempt_{os.environ.get(RESTARTS[0], '0')}", store)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- what they tell each other -------------------------------------------------------------------
+
+
+def of_first(value: T) -> T:
+    """The first process's value, for all of them."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def of_all(value: T) -> list[T]:
+    """The values of all processes, by rank."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def mean(tensor: Tensor) -> Tensor:
+    """Over all processes."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def joined(tensor: Tensor) -> Tensor:
+    """The tensors of all processes, equal in shape, one after the other along dimension 0."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
+
+
+# --- how they end --------------------------------------------------------------------------------
+
+
+def speak_as_one(main: Callable[[], int]) -> int:
+    """Runs a program's main in one of several processes; its exit status.
+
+    What all would print, the first prints. An error that all meet is the first one's to tell, and
+    the launcher then ends the others. One that only another process meets it tells itself, when
+    nobody has ended it after PATIENCE_S.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        return main()
+    sys.stdout, sys.stderr, terminal = io.StringIO(), io.StringIO(), sys.stderr
+    try:
+        status = main()
+    except SystemExit as ended:  # argparse's
+        status = ended.code if isinstance(ended.code, int) else errors.ANSWER_IS_NO
+    except BaseException:
+        traceback.print_exc()
+        status = errors.ANSWER_IS_NO
+    if status not in (errors.DONE, errors.INTERRUPTED):
+        _leave_it_to_the_launcher()
+        terminal.write(sys.stderr.getvalue())
+    return status
+
+
+def _leave_it_to_the_launcher() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def member(group: Group, device: torch.device) -> Iterator[None]:
+    """Joins the group for the block, which `_peers_watched` ends where a signal or another process
+    wants it. One process without a launcher and a GPU stays in its group, for the next block."""
+    if not dist.is_initialized():
+        join(group, device)
+    with _peers_watched(group):  # after an error others may be waiting: the process's end is theirs
+        yield
+    if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait for gloo's threads for ever
+        leave()
+
+
+@contextlib.contextmanager
+def _peers_watched(group: Group) -> Iterator[None]:
+    """In the block a process that another one's end leaves without an answer ends in one line, and
+    Ctrl-C or SIGTERM ends one that waits for others.
+
+    Raises:
+        PeerGone: another process has ended, and no launcher has ended this one.
+    """
+    if not group.launched:
+        yield
+        return
+    ended, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    before = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    threading.Thread(target=_end_soon, args=(ended,), daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peers_end(error):
+            raise
+        _leave_it_to_the_launcher()
+        raise PeerGone(
+            f"rank {group.rank}: another process of this training has ended ({error!s:.80})"
+        ) from None
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(signalled)
+
+
+def is_peers_end(error: BaseException) -> bool:
+    """Whether an operation of all processes failed because one of them has ended."""
+    return any(words in str(error).lower() for words in _PEER_GONE)
+
+
+def _end_soon(ended: int) -> None:
+    """Python runs a signal's handler between two of its own steps, which a process that waits for
+    others does not come to."""
+    if os.read(ended, 1) in (bytes([signal.SIGINT]), bytes([signal.SIGTERM])):
+        time.sleep(LAST_WORDS_S)
+        os._exit(errors.INTERRUPTED)

@@ -1,0 +1,312 @@
+"""A training from the command line: proof, steps, checkpoints, result file."""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labs.scale_out import checkpoints, proof, strategies
+from labs.scale_out import group as groups
+from labs.scale_out import request as requests
+from labs.scale_out.checkpoints import Checkpoint
+from labs.scale_out.request import Job
+from labs.scale_out.strategies import Strategy
+from workshop import errors, labs, request, results
+from workshop.errors import WorkshopError
+from workshop.gate import canonical
+from workshop.labs import LabRun
+from workshop.run import flops, lab_record, startup, trainer
+from workshop.run.timing import StepClock, median, spread
+
+_PROGRESS_LINES = 10
+_HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--result-file", "--session",
+           "--baseline", "--local_rank")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains; the exit status."""
+    job = requests.check(arguments)
+    asked, parts = job.asked, job.group.size * job.accumulate
+    at_once = dataclasses.replace(asked, batch_size=asked.batch_size // parts)
+    shards = job.group.size if job.strategy in ("fsdp", "zero3") else 1
+    with groups.member(job.group, asked.device):
+        return request.within_memory(at_once, lambda: _prove_and_train(job), shards=shards)
+
+
+def _prove_and_train(job: Job) -> int:
+    asked, arguments = job.asked, job.arguments
+    batches, data_record = request.load_data(asked)
+    settings = _settings(job, data_record)
+    start = _start(job, settings)
+    results.prepare_folder(arguments.output_dir)
+    record = _new_record(job, data_record)
+    request.print_configuration(asked, data_record)
+    request.print_lines([("processes", _processes(job))])
+    startup.watch_compilers(torch_compile=asked.compile_mode != "none")
+    if not arguments.no_gate:
+        print("proof: comparing with V1 in one process ...", flush=True)
+        begin = time.perf_counter()
+        report = proof.check(job.strategy, asked, job.accumulate, job.group)
+        record.setup_s["proof"] = time.perf_counter() - begin
+        record.proof = report.record()
+        print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
+        if not report.passed:
+            record.status = "proof failed"
+            return _finish(job, record)
+    strategy = strategies.make(job.strategy, asked, job.accumulate, job.group.size)
+    initial = canonical.canonical_state(asked.config, asked.arguments.seed)
+    optimizer = strategy.prepare(initial, arguments.learning_rate)
+    if start:
+        checkpoints.load(start, strategy)
+        print(f"resumed after step {start.steps} from {start.folder.name}")
+    training = Training(job, strategy, optimizer, batches, start, settings)
+    training.train()
+    _record_training(job, record, training)
+    return _finish(job, record)
+
+
+def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:
+    """All on which the training depends, but for roundings."""
+    asked = job.asked
+    return {
+        "version": asked.version.key,
+        "config": dataclasses.asdict(asked.config),
+        "batch_size": asked.batch_size,
+        "seq_len": asked.seq_len,
+        "learning_rate": job.arguments.learning_rate,
+        "seed": job.arguments.seed,
+        "precision": asked.precision.name,
+        "data": data_record.get("sha256", data_record["name"]),
+    }
+
+
+def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint that the training goes on from, the same for all processes; None for the
+    first step.
+
+    Raises:
+        WorkshopError: there is none, it does not fit, or leaves no step to train; or there are
+            checkpoints which a new training would mix with its own.
+    """
+    arguments, folder = job.arguments, job.checkpoints
+    if not (arguments.resume or arguments.save_every):
+        return None
+    if arguments.save_every:
+        results.prepare_folder(folder, "--checkpoints")
+    again = groups.of_first(checkpoints.is_again(folder, job.group))
+    path = groups.of_first(checkpoints.newest(folder))
+    if path is None and arguments.resume and not again:
+        raise WorkshopError(f"--resume: there is no complete checkpoint in --checkpoints {folder}")
+    if path is not None and not (arguments.resume or again):
+        if job.group.is_first:
+            checkpoints.refuse(folder)
+        raise WorkshopError(
+            f"--checkpoints {folder} has {path.name} of another training: go on from it with "
+            "--resume, or give another folder"
+        )
+    if job.group.is_first and arguments.save_every:
+        checkpoints.begin(folder, job.group)
+    return None if path is None else _fitting(job, path, settings)
+
+
+def _fitting(job: Job, path: Path, settings: dict[str, Any]) -> Checkpoint:
+    start = checkpoints.read(path)
+    for sentence in checkpoints.check(start, settings):
+        print(sentence, file=sys.stderr)
+    if start.steps >= _all_steps(job):
+        raise WorkshopError(
+            f"--resume: {start.folder} has {start.steps} steps, and --warmup-steps and --num-steps "
+            f"make {_all_steps(job)}: nothing is left to train; give more"
+        )
+    return start
+
+
+def _all_steps(job: Job) -> int:
+    return job.asked.schedule.warmup + job.asked.schedule.timed
+
+
+def _processes(job: Job) -> str:
+    share = job.asked.batch_size // job.group.size
+    parts = f", in {job.accumulate} parts" if job.accumulate > 1 else ""
+    return f"{job.group.size}, {job.strategy}, {share} sequences each{parts}"
+
+
+# --- the steps -----------------------------------------------------------------------------------
+
+
+class Training(trainer.Runner):
+    """The steps that are left of a training: those of the warm-up, then the timed ones. Saves a
+    checkpoint after every `--save-every` of them and after the last, outside of the steps' times.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        batches: Tensor,
+        start: Checkpoint | None,
+        settings: dict[str, Any],
+    ) -> None:
+        """`batches` are those of all processes and all steps, (n, 2, B, T) on the host."""
+        self.job, self.strategy, self.settings = job, strategy, settings
+        self.before = start.losses if start else []
+        """Of the steps that the checkpoint has."""
+        self.first, self.last = len(self.before), _all_steps(job)
+        own = job.group.part(batches[self.first : self.last], dim=2).contiguous()
+        super().__init__(
+            strategy, optimizer, own, job.asked.precision, cuda_graph=job.asked.cuda_graph
+        )
+        self._clock = StepClock(self.device)
+        self._ends: list[int] = []
+        """The mark at the end of each step; the one before it is the step's begin."""
+        self._marks = self._shown = 0
+        self.warmup = min(job.asked.schedule.warmup, self.last - self.first - 1)
+        self.warmup_s = 0.0
+
+    def train(self) -> None:
+        self.precision.set_matmul_mode()
+        begin, compiled = time.perf_counter(), startup.compile_seconds()
+        print(f"warming up for {self.warmup} steps ...", flush=True)
+        self._mark()
+        self.warm_up(self.warmup)
+        self.wait()
+        apart = self.capture_s + startup.compile_seconds() - compiled
+        self.warmup_s = max(0.0, time.perf_counter() - begin - apart)
+        self._shown = self.warmup
+        self._mark()
+        while self.done < len(self._batches):
+            self.advance()
+        self.wait()
+        self._show()
+
+    def advance(self) -> None:
+        """One step; after it a checkpoint, if one is due."""
+        super().advance()
+        self._ends.append(self._mark())
+        step, every = self.first + self.done, self.job.arguments.save_every
+        if every and (step % every == 0 or step == self.last):
+            checkpoints.save(self.job.checkpoints, self.strategy, self.job.group, step,
+                             self.all_losses(), self.settings)  # fmt: skip
+            self._mark()
+        if self.done > self.warmup:
+            self._show()
+
+    def step_ms(self) -> list[float]:
+        """Of the timed steps."""
+        return [self._clock.between_ms(end - 1, end) for end in self._ends[self.warmup :]]
+
+    def all_losses(self) -> list[float]:
+        """Of all steps from the training's first one, each the mean over all processes."""
+        return self.before + groups.mean(self.losses()).tolist()
+
+    def _mark(self) -> int:
+        self._clock.mark()
+        self._marks += 1
+        return self._marks - 1
+
+    def _show(self) -> None:
+        """A line every few steps, of those that the device has meanwhile finished; never waits."""
+        total = len(self._batches) - self.warmup
+        every = max(1, total // _PROGRESS_LINES)
+        while self._shown < self.done and self._clock.reached(self._ends[self._shown]):
+            end, loss = self._ends[self._shown], self.loss(self._shown)
+            self._shown += 1
+            step = self._shown - self.warmup
+            if step == 1 or step % every == 0 or step == total:
+                ms = self._clock.between_ms(end - 1, end)
+                tokens = self.job.asked.batch_size * self.job.asked.seq_len / ms * 1e3
+                print(
+                    f"step {self.first + self._shown:>{len(str(self.last))}}/{self.last}  loss of "
+                    f"rank 0 {loss:7.4f}  {tokens:11,.0f} tokens/s  {ms:8.2f} ms",
+                    flush=True,
+                )
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
+    """A record of a run that has not measured yet."""
+    asked, arguments, size = job.asked, job.arguments, job.group.size
+    words = [asked.version.key, job.strategy, f"{size} process{'es' * (size > 1)}"]
+    words += [f"{job.accumulate} parts"] * (job.accumulate > 1)
+    words += [asked.precision.name] + ["compiled"] * (asked.compile_mode != "none")
+    words += ["graph"] * asked.cuda_graph
+    record = lab_record.begin(
+        asked.device,
+        asked.precision.name,
+        groups.of_first(arguments.session or results.new_session()),
+        _HIDDEN,
+        lab=requests.LAB,
+        subject=f"{asked.config_name}, batch {asked.batch_size} x {asked.seq_len}, training",
+        variant=", ".join(words),
+        unit="tokens",
+        units_per_step=asked.batch_size * asked.seq_len,
+        baseline=arguments.baseline,
+        options={
+            "version": asked.version.key,
+            "strategy": job.strategy,
+            "accumulate": job.accumulate,
+            "precision": asked.precision.name,
+            "compile": asked.compile_mode,
+            "cuda_graph": asked.cuda_graph,
+            "learning_rate": arguments.learning_rate,
+            "seed": arguments.seed,
+            "data": data_record["name"],
+            **asked.switches,
+        },
+    )
+    record.flops_per_step = flops.step_flops(asked.config, asked.batch_size, asked.seq_len).total
+    record.metrics["processes"] = size
+    return record
+
+
+def _record_training(job: Job, record: LabRun, training: Training) -> None:
+    """Of all processes the slowest one's times and the largest one's memory."""
+    of_all = groups.of_all(training.step_ms())
+    record.step_ms = max(of_all, key=median)
+    record.losses = results.finite(training.all_losses())
+    record.metrics["first_step"] = training.first + 1
+    record.setup_s |= {
+        "compile": startup.compile_seconds(),
+        "capture": training.capture_s,
+        "warm_up": training.warmup_s,
+    }
+    if training.device.type == "cuda":
+        memory = groups.of_all(training.memory_mb())
+        record.memory_mb = max(memory, key=lambda parts: float(parts["peak"]))
+    record.plausibility = labs.implausible(record, job.group.size)
+
+
+def _finish(job: Job, record: LabRun) -> int:
+    arguments = job.arguments
+    if job.group.is_first:
+        path = arguments.result_file or labs.new_path(record, arguments.output_dir)
+        labs.save(record, path)
+        if record.step_ms:
+            _print_summary(record)
+        print(f"Result: {path}")
+    return errors.ANSWER_IS_NO if record.status == "proof failed" else errors.DONE
+
+
+def _print_summary(record: LabRun) -> None:
+    ms = median(record.step_ms)
+    rows = [
+        ("speed", f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes"),
+        ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
+                 f"{spread(record.step_ms):.1%})"),
+        ("loss", f"{record.losses[0]:.4f} first, {record.losses[-1]:.4f} final, of all processes"),
+        ("proof", "pass" if record.proof.status == "pass" else "NOT RUN: figures unverified"),
+    ]  # fmt: skip
+    if record.memory_mb:
+        rows.insert(3, ("memory", f"{record.memory_mb['peak']:,.0f} MB peak a GPU"))
+    print("Summary")
+    request.print_lines(rows)
+    for sentence in record.plausibility:
+        print(f"  {sentence}")

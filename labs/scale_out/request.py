@@ -1,0 +1,227 @@
+"""The command line of a training over several processes, and the checked run that it asks for."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labs.scale_out import group as groups
+from labs.scale_out import strategies
+from labs.scale_out.group import Group
+from workshop import errors, request, results, versions
+from workshop.arguments import count
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.run import presets
+from workshop.run.trainer import COMPILE_MODES
+
+LAB = "scale_out"
+CHECKPOINTS = results.DEFAULT_FOLDER / LAB / "checkpoints"
+_SHARED = (
+    *("config", "batch_size", "seq_len", "num_steps", "warmup_steps", "learning_rate", "seed"),
+    *("precision", "data", "text_file", "compile"),
+)
+"""Flags that are the version's own."""
+_CAPTURING = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture graphs."""
+Add = Callable[..., Any]
+DESCRIPTION = """\
+Trains a version of Tiny-LLaMA in several processes, after showing that they train the model
+that V1 trains in one.
+
+    torchrun --nproc-per-node 2 train.py --version v2 --strategy ddp
+    torchrun --nproc-per-node 2 train.py --version v4 --strategy fsdp --save-every 10
+    deepspeed --num_gpus 2 train.py --version v2 --strategy zero2
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that has been checked, in one of its processes."""
+
+    asked: request.Request
+    """The version's own request, with the batch of all processes."""
+    group: Group
+    strategy: str
+    accumulate: int
+    checkpoints: Path
+    arguments: argparse.Namespace
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status of each process: 0 done, 1 the proof is red, memory ran out or another "
+        "process ended,\n2 wrong usage, 77 something is missing on this machine, 130 interrupted.",
+    )
+    _add_training(parser.add_argument)
+    _add_processes(parser.add_argument_group("processes").add_argument)
+    _add_files(parser.add_argument_group("files").add_argument)
+    return parser
+
+
+def _add_training(add: Add) -> None:
+    usual = request.USUAL
+    add("--version", choices=versions.available(), default="v2", help="of the ladder (default v2)")
+    add(
+        "--config",
+        metavar="PRESET",
+        help=f"{', '.join(presets.PRESETS)}: model, batch size and sequence length (default: tiny "
+        "without a GPU, else small)",
+    )
+    add(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="sequences a step, of all processes together (default: the preset's)",
+    )
+    add("--seq-len", type=count, metavar="N", help="tokens of a sequence (default: the preset's)")
+    add("--num-steps", type=count, metavar="N", help=f"timed steps (default {usual.timed})")
+    add(
+        "--warmup-steps",
+        type=count,
+        metavar="N",
+        help=f"trained before the clock starts (default {usual.warmup})",
+    )
+    add("--learning-rate", type=float, default=3e-4, metavar="X", help="AdamW's (default 0.0003)")
+    add("--seed", type=int, default=42, help="of weights and batches (default 42)")
+    add("--precision", default="auto", help="fp32, tf32, bf16 or auto (default auto: bf16 on a "
+        "GPU that has it, else fp32)")  # fmt: skip
+    add("--data", choices=("text", "synthetic"), default="text", help="default text")
+    add(
+        "--text-file",
+        type=Path,
+        metavar="FILE",
+        help="the text, byte by byte (default: the Python standard library's sources)",
+    )
+    add(
+        "--compile",
+        nargs="?",
+        const="default",
+        choices=COMPILE_MODES,
+        help="torch.compile's mode (default: the version's)",
+    )
+    add(
+        "--cuda-graph",
+        action=argparse.BooleanOptionalAction,
+        help="capture the whole step: one process without an engine can (default: the version's, "
+        "where that is so)",
+    )
+    add("--no-gate", action="store_true", help="skip the proof: the result says so")
+
+
+def _add_processes(add: Add) -> None:
+    add(
+        "--strategy",
+        choices=strategies.NAMES,
+        default="ddp",
+        help="what the processes share out, beside the batch (default ddp: nothing)",
+    )
+    add(
+        "--accumulate",
+        type=count,
+        default=1,
+        metavar="N",
+        help="parts of a process's batch that run one after the other (default 1)",
+    )
+    add(
+        "--device",
+        default="auto",
+        help="auto, cpu or cuda: of several GPUs each process takes one (default auto: GPU if any)",
+    )
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
+
+
+def _add_files(add: Add) -> None:
+    add(
+        "--save-every",
+        type=count,
+        metavar="N",
+        help="save a checkpoint every N steps, and after the last (default: none)",
+    )
+    add(
+        "--checkpoints",
+        type=Path,
+        metavar="FOLDER",
+        help="for them; all machines have to see it (default: results/scale_out/checkpoints of "
+        "this checkout)",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint there, with any number of processes and "
+        "any strategy; a process that torchrun or Slurm has started again does so by itself",
+    )
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / LAB,
+        metavar="FOLDER",
+        help="for the result file (default: results/scale_out of this checkout)",
+    )
+    for flag in ("--session", "--baseline"):  # runs of one session are compared
+        add(flag, default="", help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)
+
+
+def check(arguments: argparse.Namespace) -> Job:
+    """Turns arguments into a job.
+
+    Raises:
+        WorkshopError: something is wrong with them, or with how the processes were started.
+        NotOnThisMachine: the version or the strategy needs a package that is missing.
+    """
+    group = groups.find()
+    if arguments.strategy.startswith("zero"):
+        errors.require("deepspeed")
+    version = versions.get_version(arguments.version)
+    module = versions.load(version.key)
+    if arguments.checkpoints and not (arguments.save_every or arguments.resume):
+        raise WorkshopError("--checkpoints goes with --save-every N or --resume")
+    graphs = arguments.strategy == "ddp" and group.size == 1
+    if not graphs:
+        _refuse_graphs(arguments, group)
+    words = [f"--device={groups.device_name(group, arguments.device)}"]
+    for name in _SHARED:
+        if (value := getattr(arguments, name)) is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    if arguments.cuda_graph is not None or not graphs:
+        words.append("--cuda-graph" if arguments.cuda_graph else "--no-cuda-graph")
+    if version.key == "v3" and arguments.strategy != "ddp":
+        words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
+    parser = request.build_parser(version, module)
+    asked = request.check_arguments(version, module, parser.parse_args(words))
+    if problem := strategies.missing(arguments.strategy, asked.device):
+        raise NotOnThisMachine(problem)
+    if asked.precision.loss_scaling:
+        raise WorkshopError(
+            "--precision fp16: its loss scale is not shared by processes here; use bf16"
+        )
+    if arguments.strategy == "zero3" and asked.compile_mode != "none":
+        raise WorkshopError(
+            "--strategy zero3 fetches weights from hooks around each module, which a compiled "
+            "model does not call: use --compile none"
+        )
+    parts = group.size * arguments.accumulate
+    if asked.batch_size % parts:
+        raise WorkshopError(
+            f"--batch-size {asked.batch_size}: {group.size} processes with --accumulate "
+            f"{arguments.accumulate} can't share it; give a multiple of {parts}, as "
+            f"{max(1, asked.batch_size // parts) * parts}"
+        )
+    folder = arguments.checkpoints or CHECKPOINTS
+    return Job(asked, group, arguments.strategy, arguments.accumulate, folder, arguments)
+
+
+def _refuse_graphs(arguments: argparse.Namespace, group: Group) -> None:
+    """Raises WorkshopError where a graph is asked for that several processes, or an engine, do not
+    capture."""
+    where = f"--strategy {arguments.strategy} in {group.size} process{'es' * (group.size > 1)}"
+    if arguments.cuda_graph:
+        raise WorkshopError(f"--cuda-graph: {where} is not captured; use --no-cuda-graph")
+    if arguments.compile in _CAPTURING:
+        raise WorkshopError(
+            f"--compile {arguments.compile} captures graphs, and {where} is not captured; use "
+            "--compile default"
+        )

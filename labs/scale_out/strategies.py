@@ -1,0 +1,360 @@
+"""One model in training over several processes: DDP, FSDP2 and DeepSpeed's ZeRO around the
+versions' own modules, and the step that all of them share.
+
+What a strategy splits over the processes, beside the batch:
+    ddp     nothing: each has all weights, and the gradients are averaged
+    fsdp    weights, gradients and AdamW's moments (PyTorch's fully_shard)
+    zero1   AdamW's moments            (DeepSpeed)
+    zero2   moments and gradients
+    zero3   moments, gradients and weights
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workshop.gate import canonical
+from workshop.request import Request
+from workshop.run import markers
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a weight, beside the count of its steps."""
+PARTS = ("weight", *MOMENTS)
+Weights = Mapping[str, Tensor]
+
+
+class Strategy(nn.Module):
+    """A version's model, and how several processes train it; as it is, for one process.
+
+    `prepare` comes first. Called as the version's model is, with this process's sequences; the
+    step is `train_step` of this file, which the harness finds.
+
+    Args:
+        asked: the run, with the batch of all processes.
+        accumulate: parts of a process's batch that run one after the other before an update.
+    """
+
+    plain: nn.Module
+    """The version's own model, whose parameters the engine may have changed."""
+    engine: Any
+    """The module that runs the passes."""
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, asked: Request, accumulate: int) -> None:
+        super().__init__()
+        self.asked, self.accumulate = asked, accumulate
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        out: Tensor = self.engine(*batch)
+        return out
+
+    def prepare(self, weights: Weights, learning_rate: float) -> torch.optim.Optimizer:
+        """Begins a training with weights under V1's names, and forgets an earlier one; its
+        optimizer."""
+        self.engine = None
+        self.plain = self.optimizer = None  # type: ignore[assignment]
+        self.plain = self.build()
+        canonical.load_canonical(self.plain, weights)
+        self.engine = self.wrap(self.plain)
+        self.optimizer = self.configure_optimizer(learning_rate)
+        return self.optimizer
+
+    # What engines do in different ways.
+
+    def build(self) -> nn.Module:
+        """The version's model on the device, compiled if asked."""
+        return self.asked.build()
+
+    def wrap(self, plain: nn.Module) -> Any:
+        """The engine's module around the version's."""
+        return plain
+
+    def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.asked.module.configure_optimizer(
+            self.plain, learning_rate
+        )
+        return optimizer
+
+    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        """Around one part's passes: gradients go to the other processes with the last part."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return self.asked.precision.autocast(self.asked.device.type)
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor) -> None:
+        """Of one part's mean loss."""
+        (loss / self.accumulate).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A weight, gradient or moment as one tensor, from all processes that have a shard."""
+        return tensor
+
+    def gradient(self, weight: nn.Parameter) -> Tensor | None:
+        return None if weight.grad is None else self.whole(weight.grad)
+
+    def weight(self, weight: nn.Parameter) -> Tensor:
+        """As the next forward pass uses it."""
+        return self.whole(weight.detach())
+
+    # What follows from that.
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Of the last backward pass, whole, under V1's names. All processes have to call it."""
+        return canonical.take_apart(self.plain, self.gradient)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, under V1's names. All processes have to call it."""
+        found = canonical.take_apart(self.plain, self.weight)
+        return {name: weight for name, weight in found.items() if weight is not None}
+
+    def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
+        """Forward and backward over this process's sequences, (B, T) each; their mean loss."""
+        losses = []
+        parts = [batch.chunk(self.accumulate) for batch in (tokens, targets)]
+        for i, part in enumerate(zip(*parts, strict=True), start=1):
+            with self.synchronised(last=i == self.accumulate):
+                with phase("forward"), self.autocast():
+                    loss = self(*part)
+                with phase("backward"):
+                    self.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments under the version's own names, as checkpoints hold them; in shards,
+        if the engine has shards that know their place."""
+        state = {}
+        for name, weight in self.plain.named_parameters():
+            state[f"weight.{name}"] = weight.detach()
+            for moment in MOMENTS:
+                state[f"{moment}.{name}"] = self.optimizer.state[weight][moment]
+        return state
+
+    def resume(self, steps: int, read: Callable[[dict[str, Tensor]], object]) -> None:
+        """Takes up a training after so many steps, which is to be prepared already.
+
+        Args:
+            read: fills the tensors of a `state` with what was saved.
+        """
+        self._begin_state(self.plain.parameters(), steps)
+        read(self.state())
+
+    def _begin_state(self, weights: Iterable[Tensor], steps: int) -> None:
+        """AdamW's, with moments of 0."""
+        fused = self.optimizer.defaults.get("fused") or self.optimizer.defaults.get("capturable")
+        for weight in weights:
+            self.optimizer.state[weight] = {
+                "step": torch.tensor(float(steps), device=weight.device if fused else "cpu"),
+                **{moment: torch.zeros_like(weight.detach()) for moment in MOMENTS},
+            }
+
+
+class Ddp(Strategy):
+    """Weights on all processes; gradients averaged in buckets while the backward pass goes on."""
+
+    def wrap(self, plain: nn.Module) -> nn.Module:
+        device = self.asked.device
+        ids = [device.index] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(
+            plain, device_ids=ids, gradient_as_bucket_view=True
+        )
+
+    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        unsynchronised: AbstractContextManager[Any] = self.engine.no_sync()
+        return nullcontext() if last else unsynchronised
+
+
+class Fsdp(Strategy):
+    """Each layer's weights are gathered before it runs, and dropped after it. At bf16 the layers'
+    weights are gathered in 16 bits; the shards, and the sums of the gradients, are in fp32."""
+
+    def build(self) -> nn.Module:
+        model = self.asked.build_on(self.asked.device)
+        mode = self.asked.compile_mode
+        if mode != "none":
+            # The engine's hooks run before and after forward, in plain Python.
+            for layer in layers_of(model):
+                layer.forward = torch.compile(layer.forward, mode=mode, dynamic=False)
+        return model
+
+    def wrap(self, plain: nn.Module) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(self.asked.device.type, (torch.distributed.get_world_size(),))
+        low = MixedPrecisionPolicy(
+            self.asked.precision.autocast_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # the residual stream stays fp32, as autocast has it
+        )
+        for layer in layers_of(plain):
+            # Uncompiled, the norms stay fp32, which F.rms_norm has its kernel for.
+            eager = self.asked.compile_mode == "none"
+            group: Any = [layer.self_attn, layer.mlp] if eager else layer
+            fully_shard(group, mesh=mesh, mp_policy=low)
+        return fully_shard(plain, mesh=mesh)
+
+    def synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        self.engine.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        # Weights that have been gathered for the next pass are plain tensors.
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Zero(Strategy):
+    """DeepSpeed's ZeRO. Its engine casts, divides the loss by the number of parts, and clears the
+    gradients after an update."""
+
+    def __init__(self, asked: Request, accumulate: int, stage: int) -> None:
+        super().__init__(asked, accumulate)
+        self.stage = stage
+
+    def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
+        import deepspeed
+
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")  # DeepSpeed's calls
+        dtype = self.asked.precision.autocast_dtype
+        of_process = self.asked.batch_size // torch.distributed.get_world_size()
+        config = {
+            "train_micro_batch_size_per_gpu": of_process // self.accumulate,
+            "gradient_accumulation_steps": self.accumulate,
+            "gradient_clipping": 0.0,  # which no version does; DeepSpeed's default clips at 1
+            "zero_optimization": {"stage": self.stage},
+            "zero_allow_untested_optimizer": True,
+            "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16"},
+        }
+        own = super().configure_optimizer(learning_rate)
+        self.engine, self.zero, _, _ = deepspeed.initialize(
+            model=self.plain, optimizer=own, config=config, dist_init_required=False
+        )
+        return own
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clear_gradients(self) -> None:
+        pass
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()  # counts the part
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def gradient(self, weight: nn.Parameter) -> Tensor | None:
+        from deepspeed.utils import safe_get_full_grad
+
+        found: Tensor | None = safe_get_full_grad(weight)
+        return found
+
+    def weight(self, weight: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if self.stage < 3:
+            return weight.detach()
+        whole: Tensor = safe_get_full_fp32_param(weight)
+        return whole
+
+    def state(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        state = {}
+        for name, weight in self.plain.named_parameters():
+            state[f"weight.{name}"] = safe_get_full_fp32_param(weight).cpu()
+            for moment in MOMENTS:
+                state[f"{moment}.{name}"] = safe_get_full_optimizer_state(weight, moment).cpu()
+        return state
+
+    def _shards(self) -> list[Tensor]:
+        """This process's shards of the fp32 weights, in which the optimizer has its state."""
+        name = "single_partition_of_fp32_groups"
+        flat: list[Tensor] = getattr(
+            self.zero, name if self.stage < 3 else "fp32_partitioned_groups_flat"
+        )
+        return flat
+
+    def resume(self, steps: int, read: Callable[[dict[str, Tensor]], object]) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        self._begin_state(self._shards(), steps)
+        if self.stage < 3:
+            self.zero._lazy_init_hp_params_optimizer_state()
+        state = self.state()
+        read(state)
+        for name, weight in self.plain.named_parameters():
+            whole = {part: state[f"{part}.{name}"].to(weight.device) for part in PARTS}
+            safe_set_full_fp32_param(weight, whole["weight"])
+            for moment in MOMENTS:
+                safe_set_full_optimizer_state(weight, whole[moment], moment)
+            self._set_working_copy(weight, whole["weight"])
+
+    def _set_working_copy(self, weight: nn.Parameter, value: Tensor) -> None:
+        """What the passes read, beside the shards that the optimizer updates."""
+        import deepspeed
+
+        if self.stage < 3:
+            weight.data.copy_(value)
+            return
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.copy_(value)
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def missing(name: str, device: torch.device) -> str | None:
+    """What a strategy lacks on a device in this PyTorch, in a sentence; None if nothing."""
+    if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        return f"--strategy fsdp: PyTorch {torch.__version__} has it for GPUs alone"
+    return None
+
+
+NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+def make(name: str, asked: Request, accumulate: int, size: int) -> Strategy:
+    """One of NAMES, for `size` processes."""
+    if name.startswith("zero"):
+        return Zero(asked, accumulate, int(name[-1]))
+    if name == "fsdp":
+        return Fsdp(asked, accumulate)
+    return Ddp(asked, accumulate) if size > 1 else Strategy(asked, accumulate)
+
+
+def train_step(
+    model: Strategy,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    tokens: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype = torch.float32,
+    phase: markers.Range = nullcontext,
+) -> Tensor:
+    """A version's `train_step` with an engine around the model: one step over this process's
+    sequences, (B, T) each; their mean loss, from before the update. The strategy has the precision
+    and the optimizer; no loss is scaled."""
+    model.clear_gradients()
+    loss = model.passes(tokens, targets, phase)
+    with phase("optimizer"):
+        model.update()
+    return loss

@@ -1,0 +1,37 @@
+"""Trains a version of Tiny-LLaMA in several processes: DDP, FSDP2 or DeepSpeed's ZeRO.
+
+request.py has its flags, group.py the processes, strategies.py the engines and the step, loop.py
+the training, checkpoints.py what is saved, proof.py what shows that all train one model.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout needs no installation
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+from labs.scale_out import group, loop, request
+from workshop import errors
+from workshop.arguments import parse
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains from the command line; returns the exit status."""
+    return group.speak_as_one(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    arguments = parse(request.build_parser(), argv)
+    return errors.exit_status(
+        lambda: loop.run(arguments),
+        interrupted="interrupted: --resume goes on from the newest checkpoint, if --save-every N "
+        "has made one",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Processes of the lab scale_out, forked from one that has imported PyTorch: a group of them starts
+in no time. test_lab_scale_out.py starts this file and talks to it in lines of JSON; or torchrun
+starts it, to be killed.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch._dynamo  # which processes would import for seconds each
+import torch.distributed as dist
+import torch.distributed.fsdp
+from conftest import ODD_SIZES
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+from labs.scale_out import group as groups
+from labs.scale_out import loop, proof, request, strategies, train
+from labs.scale_out.group import Group
+from labs.scale_out.strategies import Ddp, Fsdp, Strategy
+from workshop.gate import parity
+
+PER_PROCESS = 2  # sequences
+_plain = {name: getattr(Strategy, name) for name in ("backward", "passes", "prepare")}
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+def on_rank_1() -> bool:
+    return dist.get_rank() == 1
+
+
+def reads_anothers_batch(group: Group, batch: Tensor, dim: int) -> Tensor:
+    return batch.narrow(dim, 0, batch.shape[dim] // group.size)
+
+
+def summed_gradients(self: Ddp, plain: nn.Module) -> nn.Module:
+    def add(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    engine = nn.parallel.DistributedDataParallel(plain)
+    engine.register_comm_hook(None, add)
+    return engine
+
+
+def parameter_not_synchronised(self: Ddp, plain: nn.Module) -> nn.Module:
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(plain, ["norm.weight"])
+    return ddp(plain)
+
+
+def never_synchronised(self: Ddp, last: bool) -> object:
+    return self.engine.no_sync()
+
+
+def update_skipped(self: Fsdp) -> None:
+    if not on_rank_1():
+        self.optimizer.step()
+
+
+def one_update_skipped(self: Fsdp) -> None:
+    if on_rank_1():
+        self.plain.norm.weight.grad = None
+    self.optimizer.step()
+
+
+def unequal_batch(self: Strategy, tokens: Tensor, targets: Tensor, *more: object) -> Tensor:
+    kept = len(tokens) - on_rank_1()
+    return _plain["passes"](self, tokens[:kept], targets[:kept], *more)
+
+
+def dropped_loss(self: Strategy, loss: Tensor) -> None:
+    _plain["backward"](self, loss * (0.0 if on_rank_1() else 1.0))
+
+
+def undivided_parts(self: Strategy, loss: Tensor) -> None:
+    loss.backward()
+
+
+def last_part_alone(self: Strategy, loss: Tensor) -> None:
+    self.clear_gradients()
+    _plain["backward"](self, loss)
+
+
+def stale_all_gather(self: Fsdp) -> None:
+    """The next pass's weights are gathered before the update."""
+    for module in self.engine.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    self.optimizer.step()
+
+
+def other_weights(self: Strategy, weights: strategies.Weights, rate: float) -> object:
+    if on_rank_1():
+        weights = {name: weight * 1.01 for name, weight in weights.items()}
+    return _plain["prepare"](self, weights, rate)
+
+
+def other_rate(self: Strategy, weights: strategies.Weights, rate: float) -> object:
+    return _plain["prepare"](self, weights, rate * (1.01 if on_rank_1() else 1.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    strategy: str = "ddp"
+    accumulate: int = 1
+    version: str = "v2"
+    precision: str = "fp32"
+    owner: type = Strategy
+    name: str = ""
+    fault: Callable[..., object] | None = None
+
+
+def fault(strategy: str, owner: type, name: str, wrong: Callable[..., object],
+          accumulate: int = 1) -> Case:  # fmt: skip
+    return Case(strategy, accumulate, owner=owner, name=name, fault=wrong)
+
+
+FAULTS = {
+    "a rank reads another's batch": fault("ddp", Group, "part", reads_anothers_batch),
+    "gradients are summed": fault("ddp", Ddp, "wrap", summed_gradients),
+    "a parameter is not synchronised": fault("ddp", Ddp, "wrap", parameter_not_synchronised),
+    "nothing is synchronised": fault("ddp", Ddp, "synchronised", never_synchronised),
+    "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
+    "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
+    "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
+    "a rank's loss is dropped": fault("fsdp", Strategy, "backward", dropped_loss),
+    "parts are not divided": fault("fsdp", Strategy, "backward", undivided_parts, 2),
+    "only the last part counts": fault("ddp", Strategy, "backward", last_part_alone, 2),
+    "the all-gather is stale": fault("fsdp", Strategy, "update", stale_all_gather),
+    "a shard has other weights": fault("fsdp", Strategy, "prepare", other_weights),
+    "a rank has another rate": fault("ddp", Strategy, "prepare", other_rate),
+}
+TRUE = {
+    "v1 ddp": Case(version="v1"),
+    "v2 ddp bf16 parts": Case(accumulate=2, precision="bf16"),
+    "v4 ddp": Case(version="v4"),
+    "v1 fsdp bf16": Case("fsdp", version="v1", precision="bf16"),
+    "v2 fsdp parts": Case("fsdp", 2),
+    "v4 fsdp bf16 parts": Case("fsdp", 2, "v4", "bf16"),
+}
+CASES = FAULTS | TRUE
+
+
+# --- what a process does -------------------------------------------------------------------------
+
+
+def check_cases(names: list[str], target: Path) -> int:
+    """Runs the proof on each case; writes each one's failures."""
+    parity.references = _remembering(parity.references)  # type: ignore[assignment]
+    groups.join(groups.find(), torch.device("cpu"))
+    found = {}
+    for name in names:
+        case = CASES[name]
+        with ExitStack() as stack:
+            if case.fault:
+                stack.enter_context(mock.patch.object(case.owner, case.name, case.fault))
+            found[name] = _check(case)
+    if dist.get_rank() == 0:
+        target.write_text(json.dumps(found))
+    groups.leave()
+    return 0
+
+
+def _check(case: Case) -> list[str]:
+    words = f"--version {case.version} --strategy {case.strategy} --accumulate {case.accumulate} "
+    words += f"--precision {case.precision} --device cpu --compile none"
+    job = request.check(request.build_parser().parse_args(words.split()))
+    asked = dataclasses.replace(
+        job.asked,
+        config=job.asked.module.TinyLlamaConfig(**ODD_SIZES),
+        batch_size=PER_PROCESS * job.group.size,
+        seq_len=33,
+    )
+    return proof.check(case.strategy, asked, case.accumulate, job.group).failures
+
+
+def _remembering(references: Callable[[parity.Setting], object]) -> Callable[..., object]:
+    known: dict[str, object] = {}
+
+    def remembered(setting: parity.Setting) -> object:
+        key = f"{dataclasses.astuple(setting)}"
+        if key not in known:
+            known[key] = references(setting)
+        return known[key]
+
+    return remembered
+
+
+# --- a training that is killed -------------------------------------------------------------------
+
+
+def train_until_killed(words: list[str], log: str) -> int:
+    """Trains, and notes each step of rank 0 in `log`. Rank 1 is killed in its fifth step; started
+    again, while it saves its third checkpoint; then no more."""
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT") or os.environ[groups.RESTARTS[0]])
+    advance, passes, write = loop.Training.advance, Strategy.passes, FileSystemWriter.write_data
+    mine = os.environ["RANK"] == "1"
+
+    def noted(self: loop.Training) -> None:
+        advance(self)
+        if not mine:
+            with Path(log).open("a") as file:
+                print(attempt, self.first + self.done, file=file)
+
+    def killed_in_step(self: Strategy, *batch: object) -> Tensor:
+        loss = passes(self, *batch)
+        self.trained = getattr(self, "trained", 0) + 1
+        if self.trained == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    def killed_in_save(self: FileSystemWriter, *parts: object) -> object:
+        done = write(self, *parts)
+        done.wait()
+        if "step_00000006" in str(self.path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    with ExitStack() as stack:
+        patch = mock.patch.object
+        stack.enter_context(patch(loop.Training, "advance", noted))
+        if mine and attempt == 0:
+            stack.enter_context(patch(Strategy, "passes", killed_in_step))
+        if mine and attempt == 1:
+            stack.enter_context(patch(FileSystemWriter, "write_data", killed_in_save))
+        return train.main(words)
+
+
+def do(task: dict[str, Any]) -> int:
+    if "cases" in task:
+        return check_cases(task["cases"], Path(task["words"][0]))
+    if "log" in task:
+        return train_until_killed(task["words"], task["log"])
+    return train.main(task["words"])
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+def child(rank: int, task: dict[str, Any]) -> None:
+    """One of a group's processes; never returns."""
+    status = 1
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{task['folder']}/{name}{rank}", os.O_CREAT | os.O_WRONLY), number)
+        os.environ.update(task["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+        torch.set_num_threads(1)
+        status = do(task)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        children = []
+        for rank in range(task["size"]):
+            if (number := os.fork()) == 0:
+                child(rank, task)
+            children.append(number)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) for number in children]
+        print(json.dumps(ends), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:  # torchrun has started it
+        sys.exit(train_until_killed(sys.argv[2:], sys.argv[1]))
+    groups.PATIENCE_S = 0.5  # no launcher ends them
+    serve()

@@ -1,0 +1,333 @@
+"""The lab scale_out on the CPU: several processes train one model, and a training goes on."""
+
+import importlib.util
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from scale_out_processes import FAULTS, TRUE
+
+from labs.scale_out import group, train
+from workshop import cli, errors, labs, results, versions
+from workshop.errors import WorkshopError
+from workshop.labs import LabRun
+from workshop.versions import ROOT
+
+TESTS = Path(__file__).resolve().parent
+PROGRAM = ROOT / "labs" / "scale_out" / "train.py"
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+@dataclass
+class Ended:
+    """What a group's processes left, by rank."""
+
+    statuses: list[int]
+    out: list[str]
+    err: list[str]
+
+
+class Processes:
+    """Groups of processes, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.groups = folder, 0
+        self.server = subprocess.Popen(
+            [sys.executable, TESTS / "scale_out_processes.py"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+        )  # fmt: skip
+        assert self._read() == "ready\n"
+
+    def _read(self) -> str:
+        assert self.server.stdout is not None
+        return self.server.stdout.readline()
+
+    def run(self, size: int, *words: object, **more: object) -> Ended:
+        self.groups += 1
+        folder = self.folder / f"group{self.groups}"
+        folder.mkdir()
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size)}
+        task = {"size": size, "words": list(map(str, words)), "folder": str(folder)}
+        task |= {"environment": meeting | more.pop("environment", {}), **more}  # type: ignore[arg-type]
+        assert self.server.stdin is not None
+        print(json.dumps(task), file=self.server.stdin, flush=True)
+        statuses = json.loads(self._read())
+        texts = ([(folder / f"{name}{rank}").read_text() for rank in range(size)]
+                 for name in ("out", "err"))  # fmt: skip
+        return Ended(statuses, *texts)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    started = Processes(tmp_path_factory.mktemp("processes"))
+    yield started
+    started.server.stdin.close()
+    started.server.wait()
+
+
+# --- the proof -----------------------------------------------------------------------------------
+
+
+def failures(processes: Processes, size: int, names: list[str]) -> dict[str, list[str]]:
+    target = processes.folder / f"failures{processes.groups}.json"
+    ended = processes.run(size, target, cases=names)
+    assert ended.statuses == [0] * size, "\n".join(ended.err)
+    found: dict[str, list[str]] = json.loads(target.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(processes: Processes) -> dict[str, list[str]]:
+    return failures(processes, 2, [*FAULTS, *TRUE])
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_two_processes_train_the_model_of_one(name: str, found: dict[str, list[str]]) -> None:
+    assert not found[name]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_between_processes_is_red(name: str, found: dict[str, list[str]]) -> None:
+    assert found[name]
+
+
+@pytest.mark.slow
+def test_four_processes(processes: Processes) -> None:
+    found = failures(processes, 4, [*FAULTS, *TRUE])
+    assert not any(found[name] for name in TRUE)
+    assert all(found[name] for name in FAULTS)
+
+
+# --- the training --------------------------------------------------------------------------------
+
+STEPS = 8
+RUN = "--config tiny --batch-size 4 --seq-len 16 --device cpu --no-gate --warmup-steps 2".split()
+
+
+def of_steps(steps: int) -> list[str]:
+    return ["--num-steps", str(steps - 2)]
+
+
+def the_run(folder: Path) -> LabRun:
+    """The newest of a folder's result files."""
+    runs = [labs.load(path) for path in folder.glob("runs/*/*.json")]
+    return max(runs, key=lambda run: run.created)
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process, which is the version's own program."""
+    target = tmp_path_factory.mktemp("alone") / "run.json"
+    words = [*RUN, *of_steps(STEPS), "--result-file", str(target)]
+    assert cli.main(versions.load("v2"), words) == 0
+    return [loss for loss in results.load(target).losses if loss is not None][:STEPS]
+
+
+def test_one_process_trains_as_the_version_does(curve: list[float], tmp_path: Path) -> None:
+    assert train.main([*RUN, *of_steps(STEPS), "--output-dir", str(tmp_path)]) == 0
+    run = the_run(tmp_path)
+    assert run.losses == curve
+    assert (run.units_per_step, run.metrics["processes"], len(run.step_ms)) == (64, 1, STEPS - 2)
+
+
+def test_a_training_goes_on_with_other_processes_and_strategies(
+    processes: Processes, curve: list[float], tmp_path: Path
+) -> None:
+    files = ["--output-dir", tmp_path, "--checkpoints", tmp_path / "saved", "--save-every", 2]
+    for size, strategy, steps, more in (
+        (2, "ddp", 3, []), (1, "fsdp", 5, ["--resume"]), (2, "fsdp", 6, ["--resume"]),
+        (1, "ddp", STEPS, ["--resume", "--accumulate", 2]),
+    ):  # fmt: skip
+        words = [*RUN, *of_steps(steps), "--strategy", strategy, *files, *more]
+        ended = processes.run(size, *words)
+        assert ended.statuses == [0] * size, ended.err
+    run = the_run(tmp_path)
+    assert run.losses == pytest.approx(curve, rel=2e-6)
+    assert run.metrics["first_step"] == 7
+    saved = sorted(path.name for path in tmp_path.glob("saved/step_*"))
+    assert saved == ["step_00000006", "step_00000008"]
+
+
+def killed(folder: Path) -> list[object]:
+    """The words of a training that is killed in its fifth step, and again in its third save."""
+    return [*RUN, *of_steps(STEPS), "--output-dir", folder, "--checkpoints", folder / "saved",
+            "--save-every", 2, "--strategy", "fsdp"]  # fmt: skip
+
+
+def check_killed(folder: Path, curve: list[float]) -> None:
+    """Each time the newest complete checkpoint was gone on from."""
+    steps = [tuple(map(int, line.split())) for line in (folder / "log").read_text().splitlines()]
+    of_attempts = [[step for number, step in steps if number == attempt] for attempt in range(3)]
+    assert of_attempts == [[1, 2, 3, 4, 5], [5], [5, 6, 7, 8]]
+    assert the_run(folder).losses == pytest.approx(curve, rel=2e-6)
+    assert not list(folder.glob("saved/*.partial"))
+
+
+def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
+    processes: Processes, curve: list[float], tmp_path: Path
+) -> None:
+    for attempt in range(3):
+        ended = processes.run(
+            2, *killed(tmp_path), log=str(tmp_path / "log"), environment=job_of_attempt(attempt)
+        )
+        if attempt == 2:
+            assert ended.statuses == [0, 0], ended.err
+        else:
+            assert ended.statuses == [1, -signal.SIGKILL], ended.err
+            assert one_line(ended.err[0]).startswith("error: rank 0: another process")
+    check_killed(tmp_path, curve)
+
+
+def job_of_attempt(number: int) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(number)}
+
+
+def one_line(text: str) -> str:
+    """Of a stream that has no more."""
+    assert len(text.splitlines()) == 1, text
+    return text
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_killed_training_again(curve: list[float], tmp_path: Path) -> None:
+    script = [TESTS / "scale_out_processes.py", tmp_path / "log", *killed(tmp_path)]
+    words = [sys.executable, *TORCHRUN, free_port(), "--max-restarts", 3, *script]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_killed(tmp_path, curve)
+
+
+# --- typed wrong, started wrong ------------------------------------------------------------------
+
+ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "started", "status", "message"),
+    [
+        ([], {"RANK": "0"}, 2, "LOCAL_RANK is not set, but RANK is: start all processes with tor"),
+        ([], ONE, 2, "MASTER_PORT is not set, but RANK is"),
+        ([], {**ONE, "MASTER_PORT": "1", "WORLD_SIZE": "two"}, 2, "WORLD_SIZE is 'two'"),
+        ([], {**ONE, "MASTER_PORT": "1", "RANK": "2"}, 2, "RANK 2: it must be below WORLD_SIZE, 2"),
+        (["--batch-size", "6", "--accumulate", "2"], {**ONE, "MASTER_PORT": "1"}, 2,
+         "--batch-size 6: 2 processes with --accumulate 2 can't share it; give a multiple of 4"),
+        (["--cuda-graph"], {**ONE, "MASTER_PORT": "1"}, 2,
+         "--cuda-graph: --strategy ddp in 2 processes is not captured"),
+        (["--strategy", "fsdp", "--compile", "max-autotune"], {}, 2,
+         "--compile max-autotune captures graphs, and --strategy fsdp in 1 process is not"),
+        (["--precision", "fp16"], {}, 2, "precision fp16"),
+        (["--resume"], {}, 2, "--resume: there is no complete checkpoint in --checkpoints"),
+        (["--strategy", "zero3"], {}, errors.NOT_ON_THIS_MACHINE, "deepspeed is missing"),
+    ],
+)  # fmt: skip
+def test_a_wrong_start_is_one_line(
+    words: list[str], started: dict[str, str], status: int, message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if status == errors.NOT_ON_THIS_MACHINE and importlib.util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is here")
+    monkeypatch.setattr(group, "PATIENCE_S", 0.0)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    files = ["--output-dir", str(tmp_path)]
+    files += ["--checkpoints", str(tmp_path)] * ("--resume" in words)
+    assert train.main(["--device", "cpu", *words, *files]) == status
+    assert message in one_line(capsys.readouterr().err) and not list(tmp_path.iterdir())
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    four = group.Group(rank=3, local_rank=3, size=8, local_size=4)
+    with pytest.raises(WorkshopError, match="4 processes on a machine with 2 GPUs"):
+        group.device_name(four, "auto")
+    assert group.device_name(four, "cpu") == "cpu"
+    two = group.Group(rank=3, local_rank=1, size=8, local_size=2)
+    assert group.device_name(two, "auto") == "cuda:1"
+
+
+def test_a_port_in_use_is_one_line(processes: Processes, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        there = {"MASTER_PORT": port, "WORLD_SIZE": "2"}
+        ended = processes.run(1, *RUN, "--output-dir", tmp_path, environment=there)
+    assert ended.statuses == [2]
+    assert f"MASTER_PORT {port}: the port is in use" in one_line(ended.err[0])
+
+
+def test_checkpoints_that_do_not_fit(processes: Processes, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    words = [*RUN, *of_steps(3), "--output-dir", tmp_path / "out", "--checkpoints", saved]
+    assert processes.run(1, *words, "--save-every", 3).statuses == [0]
+    shard, record = (saved / "step_00000003" / name for name in ("__0_0.distcp", "training.json"))
+    content = shard.read_bytes(), record.read_text()
+    for more, message in (
+        (["--save-every", 3], "has step_00000003 of another training: go on from it with --resume"),
+        (["--resume"], "has 3 steps, and --warmup-steps and --num-steps make 3: nothing is left"),
+        (["--resume", *of_steps(4), "--version", "v1"], "another model: version is v2 there, v1 h"),
+        (["--resume", *of_steps(4), "--config", "small"],
+         "of another model: config is hidden_dim 256 there, 512 here"),
+        (["--resume", *of_steps(4)], "step_00000003 can't be read: "),
+        (["--resume", *of_steps(4)], "training.json"),
+    ):  # fmt: skip
+        if message.startswith("step"):
+            shard.write_bytes(content[0][:1000])
+        elif message.startswith("training"):
+            record.write_text(content[1][:50])
+        ended = processes.run(1, *words, *more)
+        assert ended.statuses == [2], (message, ended.err)
+        assert message in one_line(ended.err[0])
+    shard.write_bytes(content[0])
+    record.write_text(content[1])
+    for attempt in range(2):  # what was refused stays so when it is started again
+        fresh = [*words, *of_steps(4), "--save-every", 3]
+        assert processes.run(1, *fresh, environment=job_of_attempt(attempt)).statuses == [2]
+    ended = processes.run(1, *words, "--resume", *of_steps(4), "--seed", 1)
+    assert ended.statuses == [0]
+    lines = ended.err[0].splitlines()
+    assert len(lines) == 1 and lines[0].startswith("note: seed is 1, in the checkpoint 42")
+
+
+@pytest.mark.slow
+def test_torchrun_shows_one_line(tmp_path: Path) -> None:
+    wrong = ["--device", "cpu", "--batch-size", "3"]
+    words = [sys.executable, *TORCHRUN, free_port(), PROGRAM, *wrong]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=600)
+    assert done.stderr.count("error: ") == 1 and done.stdout == ""
+    assert "error: --batch-size 3: 2 processes with --accumulate 1 can't share it" in done.stderr
+    assert re.search(r"exitcode\s*: 2 ", done.stderr)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all(tmp_path: Path) -> None:
+    words = [sys.executable, *TORCHRUN, free_port(), PROGRAM, *RUN, "--num-steps", "100000",
+             "--output-dir", tmp_path / "ended"]  # fmt: skip
+    started = subprocess.Popen(
+        list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    next(line for line in started.stdout if line.startswith("step"))
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=120)
+    assert said.count("interrupted: --resume goes on") == 1
+    commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
+    assert not any(str(tmp_path).encode() in command for command in commands)
+    assert not (tmp_path / "ended").exists() or not list((tmp_path / "ended").rglob("*.json"))
