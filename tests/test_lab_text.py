@@ -384,13 +384,14 @@ def no_causal_model(folder: Path) -> None:
 LONG = str(language_models.POSITIONS)
 WRONG: list[tuple[list[str], int, str]] = [
     (["--model_path", "nowhere"], 2, "nowhere is no folder"),
-    (["--input_file", "empty.txt"], 2, "empty.txt is empty"),
+    (["--input_file", "empty.txt"], 2, "empty.txt has no prompt"),
     (["--input_file", "no.txt"], 2, "no.txt can't be read: No such file"),
     (["--input_file", "binary"], 2, "binary is no UTF-8 text"),
     (["--num_tokens", "0"], 2, "--num_tokens"),
     (["--num_tokens", LONG], 2, f"prompt 1 has 24 tokens, and --num_tokens {LONG} follow"),
     (["--temperature", "-1"], 2, "--temperature -1.0"),
     (["--temperature", "nan"], 2, "--temperature nan"),
+    (["--input_file", "binary", "--output_file", "binary"], 2, "binary has the prompts"),
     (["--output_file", "empty.txt/below/out"], 2, "can't be written"),
     (["--output-dir", "empty.txt/below"], 2, "can't be written"),
     (["--device_map", "nowhere"], 2, "--device_map nowhere"),

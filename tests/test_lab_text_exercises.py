@@ -33,7 +33,7 @@ FLOOR, PADDING = "text_1_floor", "text_2_padding"
         ({"long_ms": 22.0}, "the median, of your newest"),
         ({"static_ms": 47.1}, "the median, of your newest"),
         ({"cache_percent": 39}, "the cache over the sum"),
-        ({"copied_mb": 135}, "once it is read"),
+        ({"copied_mb": 135}, "the reading alone"),
         ({"copied_mb": 440}, "as much is written"),
         ({"layer_ms": 0.193}, "less the time that its bytes take"),
         ({"int8": "deep"}, "a small part of its time"),
@@ -119,7 +119,8 @@ FIRST = "positions = (mask.cumsum(1) - 1).clamp(min=0)"
 NEXT = "positions = positions[:, -1:] + 1"
 CHOICE = "        ids = output.logits[:, -1:].argmax(-1)  # (B, 1)\n        found.append(ids)\n"
 TOGETHER = "    ids, mask = padded(prompts, pad)\n"
-LLAMA, GPT2, INSIDE = "llama: prompts of", "gpt2: prompts of", "of the padding occurs"
+OTHERS = "other weights: prompts of"
+LLAMA, GPT2, INSIDE = f"llama, {OTHERS}", f"gpt2, {OTHERS}", "of the padding occurs"
 WORK, LIBRARY = "each token once", "correct your own"
 ALL = (LLAMA, GPT2, INSIDE)
 ONE_BY_ONE = "    if len(prompts) > 1:\n        return [generate(model, [one], new_tokens, pad)[0] "

@@ -130,6 +130,9 @@ def test_an_export_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch, 
         assert capsys.readouterr().err.endswith("interrupted: nothing saved\n")
         assert not list(tmp_path.iterdir())
     assert train_and_export.main(command) == errors.DONE
+    assert train_and_export.main(command) == errors.WRONG_USAGE
+    assert "has a model of 1 steps: give --replace" in capsys.readouterr().err
+    command.append("--replace")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(export, "byte_tokenizer", interrupted)

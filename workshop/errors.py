@@ -169,12 +169,18 @@ _OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "sklearn": "sc
 """What pip calls a package that is imported under another name."""
 
 
+_NOT_IN_SETUP = ("transformers", "tokenizers", "safetensors", "deepspeed", "accelerate",
+                 "bitsandbytes", "vllm")  # fmt: skip
+"""Packages that are large, or of few."""
+
+
 def require(*packages: str) -> None:
     """Raises NotOnThisMachine where a package is missing that the work can't do without."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
+        setup = "" if set(missing) <= {*_NOT_IN_SETUP} else "run `make setup`, or "
         raise NotOnThisMachine(
-            f"{' and '.join(missing)} {verb} missing: run `make setup`, or pip install "
+            f"{' and '.join(missing)} {verb} missing: {setup}pip install "
             f"{' '.join(_OTHER_NAMES.get(name, name) for name in missing)}"
         )

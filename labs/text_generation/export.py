@@ -24,13 +24,20 @@ RECORD = "training.json"
 PACKAGES = ("transformers", "tokenizers", "safetensors")
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, replace: bool) -> None:
     """Checks before the training that it can be saved there.
 
     Raises:
-        WorkshopError: the folder can't be written, or holds what is no earlier export.
+        WorkshopError: the folder can't be written, or holds what is no earlier export, or one that
+            is not to be replaced.
     """
     results.prepare_folder(folder.parent)
+    if (folder / RECORD).is_file() and not replace:
+        steps = len(results.read_json(folder / RECORD).get("losses", []))
+        raise WorkshopError(
+            f"--output-dir {folder} has a model of {steps:,} steps: give --replace, or another "
+            "folder"
+        )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD).is_file():
         raise WorkshopError(f"--output-dir {folder} has other files in it: name a new folder")
     if folder.exists() and not folder.is_dir():

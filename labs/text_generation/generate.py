@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def generate(ready: Run) -> int:
     if loaded.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(loaded.device)
     try:
-        for batch in ready.batches:
+        for batch in _shown(ready):
             with _streamer(ready, batch) as on_tokens:
                 answer = ready.engine.generate(
                     batch.ids,
@@ -178,6 +178,16 @@ def generate(ready: Run) -> int:
         )
     _measure(ready, found, peak)
     return _finish(ready)
+
+
+def _shown(ready: Run) -> Iterable[Batch]:
+    """The batches, with a progress bar where stderr is a terminal and texts go to a file."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    quiet = not (ready.arguments.output_file and console.is_terminal)
+    return track(ready.batches, "batches", console=console, disable=quiet)
 
 
 def _warm_up(ready: Run) -> None:
@@ -381,7 +391,7 @@ def summary(ready: Run) -> list[str]:
         if "floor_ms" in m:
             floor, rate = m["floor_ms"], (m["weights_read_mb"] + m["kv_cache_read_mb"]) / ms
             lines.append(
-                f"at {m['bandwidth_gbs']:,.0f} GB/s ({record.metrics['bandwidth_source']}) they "
+                f"at {m['bandwidth_gbs']:,.1f} GB/s ({record.metrics['bandwidth_source']}) they "
                 f"take {floor:.3f} ms: this is {ms / floor:.1f} times that, {rate:,.1f} GB/s"
             )
     return [*lines, *record.plausibility]

@@ -43,7 +43,9 @@ def read(path: Path) -> list[str]:
         raise WorkshopError(f"--input_file {path} is no UTF-8 text") from None
     prompts = [text for text in texts if text.strip()]
     if not prompts:
-        raise WorkshopError(f"--input_file {path} is empty: give one prompt a line")
+        raise WorkshopError(
+            f"--input_file {path} has no prompt: give one a line, or one a file of a folder"
+        )
     return prompts
 
 

@@ -119,6 +119,9 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if not 0 <= value <= most:
             raise WorkshopError(f"--{name} {value}: it must lie between 0 and {most:,}")
+    output = arguments.output_file
+    if output and output.resolve() == arguments.input_file.resolve():
+        raise WorkshopError(f"--output_file {output} has the prompts: name another file")
     engine = arguments.engine
     if arguments.stream and arguments.batch_size > 1:
         raise WorkshopError("--stream prints one text at a time: leave out --batch_size")

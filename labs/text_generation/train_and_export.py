@@ -80,9 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         default=results.DEFAULT_FOLDER / "text_generation" / "tiny_llama",
         metavar="FOLDER",
-        help="becomes the model; an earlier one is replaced (default: results/text_generation/"
-        "tiny_llama of this checkout)",
+        help="becomes the model (default: results/text_generation/tiny_llama of this checkout)",
     )
+    add("--replace", action="store_true", help="an earlier model that is in --output-dir")
     return parser
 
 
@@ -122,7 +122,7 @@ def _request(
 
 def _train_and_save(asked: request.Request, arguments: argparse.Namespace) -> int:
     corpus = data.read_corpus(arguments.text_file)
-    export.prepare(arguments.output_dir)  # after all that is checked without it
+    export.prepare(arguments.output_dir, arguments.replace)  # after all that is checked without it
     request.print_configuration(asked, {"name": corpus.name})
     model = asked.build()
     canonical.load_canonical(model, canonical.canonical_state(asked.config, arguments.seed))

@@ -105,14 +105,15 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found("found.copied_mb", "what the growing cache copies", "MB",
           lambda m: 2 * m.cache_mb("long"),
           "All of the cache is read, and as much is written.",
-          slips=lambda m: [(m.cache_mb("long"), "once it is read; and what is read is written")],
+          slips=lambda m: [(m.cache_mb("long"), "that is the reading alone; as much is written")],
           note=lambda m: f"besides the {m.mb('long'):.0f} MB that a token needs; without the copy "
           f"it takes {m.ms(STATIC) / m.ms('long'):.0%} of the time"),
     Found("found.layer_ms", "what a layer of `deep` takes beside its bytes", "ms",
           lambda m: m.layer_ms,
           f"The token's time less the time that its bytes take, over {SIZES['deep'][2]} layers.",
           within=0.05,
-          note=lambda m: f"{1000 * m.layer_ms:.0f} µs: about 50 operators of a few µs each"),
+          note=lambda m: f"{1000 * m.layer_ms:.0f} µs: of about 50 operators, "
+          f"{1000 * m.layer_ms / 50:.0f} µs each"),
     Chosen("found.int8", "what gains most from int8 weights",
            {
                "wide": "three quarters of its bytes go, and it does nothing but read them",

@@ -54,7 +54,7 @@ def _texts(family: str) -> Any:
         for seed, lengths in enumerate(CASES, 1):
             model = compare_texts.make_model(family, seed)
             prompts = compare_texts.make_prompts(lengths, seed)
-            what = f"{family}: prompts of {', '.join(map(str, lengths))} tokens"
+            what = f"{family}, other weights: prompts of {', '.join(map(str, lengths))} tokens"
             yield _compared(work, model, prompts, what)
 
     return part
@@ -98,7 +98,7 @@ def _work(work: Work) -> Iterator[Item]:
     most = len(prompts) * (max(LENGTHS) + NEW - 1)
     what = "the prompts are read together, and each token once"
     if len(read) <= NEW and sum(read) <= most:
-        yield Item(True, what, f"{len(read)} calls of the model read {sum(read)} tokens")
+        yield Item(True, what, f"{len(read)} calls of the model")
         return
     why = (
         f"{len(read)} calls of the model read {sum(read):,} tokens: {NEW} calls and {most} suffice"

@@ -9,6 +9,7 @@ The models are small, of random weights, and compute in fp64: rounding changes n
 import argparse
 import random
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,11 @@ def make_model(family: str, seed: int = 0) -> Any:
     require("transformers")
     make_importable()  # transformers imports torchvision
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    from transformers.utils import logging
 
+    # From 5.24 on the argument has another name, too, which older ones do not know.
+    warnings.filterwarnings("ignore", ".*past_key_values", FutureWarning)
+    logging.set_verbosity_error()
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
