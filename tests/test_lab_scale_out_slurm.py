@@ -70,7 +70,7 @@ class Job:
             "SLURM_JOB_NUM_NODES": str(nodes),
             "SLURM_GPUS_ON_NODE": str(gpus),
             "SLURM_CPUS_PER_TASK": "2",
-            "PET_LOCAL_ADDR": "localhost",  # torchrun's --local-addr: a machine's name need not lead
+            "PET_LOCAL_ADDR": "localhost",  # torchrun would take the machine's name
         }  # fmt: skip
 
     def start(self, *words: object, **environment: str) -> subprocess.Popen[str]:
