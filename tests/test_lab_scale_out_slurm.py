@@ -13,16 +13,13 @@ from pathlib import Path
 
 import pytest
 from conftest import HANGS_S
-from test_lab_scale_out import RUN as SHORT
-from test_lab_scale_out import free_port, the_run
+from test_lab_scale_out import RUN, free_port, of_steps, the_run
 
 from labs.scale_out import train
 from workshop.versions import ROOT
 
 FOLDER = ROOT / "labs" / "scale_out"
 SCRIPT = FOLDER / "slurm" / "train.sbatch"
-STEPS = 40
-RUN = [*SHORT, "--num-steps", str(STEPS - 2)]
 COMMANDS = {
     # Starts the command on each "node".
     "srun": """
@@ -101,28 +98,29 @@ def until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
 
 
 def test_a_preempted_job_is_requeued_and_goes_on(tmp_path: Path) -> None:
-    """To the losses of one process that nothing stops. It has two processes on one node, then one
-    on each of two: Slurm would give it as many nodes as before."""
+    """To the losses of one process that nothing stops. Slurm would start it as it was; here it has
+    two processes on one node, then one on each of two, and no time to end before its preemption."""
     job = Job(tmp_path, nodes=1, gpus=2)
     saved = tmp_path / "saved"
     words = [*RUN, "--output-dir", tmp_path, "--checkpoints", saved, "--save-every", 1]
-    first = job.start(*words)
+    first = job.start(*words, *of_steps(5000))
     until((saved / "step_00000003").exists, first)
     first.send_signal(signal.SIGUSR1)
     status, out = ended(first)
     assert status != 0 and "Summary" not in out
     assert job.said("scontrol") == f"requeue {job.environment['SLURM_JOB_ID']}\n"
 
-    status, out = job.run(*words, SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1",
-                          SLURM_RESTART_COUNT="1")  # fmt: skip
+    newest = max(int(path.name[5:]) for path in saved.glob("step_????????"))
+    steps = of_steps(newest + 4)
+    again = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_RESTART_COUNT": "1"}
+    status, out = job.run(*words, *steps, **again)
     assert status == 0 and "processes          2, ddp" in out, out
-    found = re.search(r"resumed after step (\d+) ", out)
-    assert found and 3 <= int(found[1]) < STEPS
+    assert f"resumed after step {newest} " in out
     run = the_run(tmp_path)
-    assert run.metrics["first_step"] == int(found[1]) + 1
+    assert run.metrics["first_step"] == newest + 1
 
-    assert train.main([*RUN, "--output-dir", str(tmp_path / "alone")]) == 0
-    assert len(run.losses) == STEPS
+    assert train.main([*RUN, *steps, "--output-dir", str(tmp_path / "alone")]) == 0
+    assert len(run.losses) == newest + 4
     assert run.losses == pytest.approx(the_run(tmp_path / "alone").losses, rel=2e-6)
 
 
