@@ -29,6 +29,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("exercises/*.md")),
     *sorted(ROOT.glob("labs/*/README.md")),
+    ROOT / "labs" / "scale_out" / "slurm" / "README.md",
 ]
 
 
