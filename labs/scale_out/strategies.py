@@ -167,8 +167,9 @@ class Ddp(Strategy):
         device = self.asked.device
         ids = [device.index] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(
-            plain, device_ids=ids, gradient_as_bucket_view=True
-        )
+            plain, device_ids=ids, gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # RoPE's tables, the same everywhere
+        )  # fmt: skip
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         unsynchronised: AbstractContextManager[Any] = self.engine.no_sync()
