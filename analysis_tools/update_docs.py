@@ -24,6 +24,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 from labs.cifar10_roofline import documents as training_documents  # noqa: E402
 from labs.data_pipeline import documents as pipeline_documents  # noqa: E402
 from labs.inference_benchmark import documents as lab_documents  # noqa: E402
+from labs.scale_out import documents as scaling_documents  # noqa: E402
 from labs.text_generation import documents as text_documents  # noqa: E402
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
@@ -134,6 +135,7 @@ def render() -> dict[Path, str]:
     parts |= lab_documents.parts(lab_runs, benches, techniques)
     parts |= training_documents.parts(lab_runs) | pipeline_documents.parts(lab_runs)
     parts |= text_documents.parts(lab_runs, REFERENCE)
+    parts |= scaling_documents.parts(lab_runs, REFERENCE)
     return documents | {path: with_parts(path, its) for path, its in parts.items()}
 
 

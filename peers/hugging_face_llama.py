@@ -46,16 +46,21 @@ class TinyLlama(nn.Module):
         self.embed_tokens, self.layers = model.model.embed_tokens, model.model.layers
         self.norm, self.lm_head = model.model.norm, model.lm_head
         self.rotary_emb = model.model.rotary_emb
-        self._whole = (model,)  # in a tuple, for its weights have their names already
+        self.whole = (model,)  # in a tuple, for its weights have their names already
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        (model,) = self._whole
-        if targets is None:
-            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-            return logits
-        labels = {"labels": targets, "shift_labels": targets}  # shifted by the data, once
-        loss: Tensor = model(input_ids=tokens, **labels, use_cache=False).loss
-        return loss
+        (model,) = self.whole
+        return run(model, tokens, targets)
+
+
+def run(model: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    """A `LlamaForCausalLM`'s logits, or its loss with targets: V1's calls."""
+    if targets is None:
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+    labels = {"labels": targets, "shift_labels": targets}  # shifted by the data, once
+    loss: Tensor = model(input_ids=tokens, **labels, use_cache=False).loss
+    return loss
 
 
 def llama_config(config: Any) -> LlamaConfig:

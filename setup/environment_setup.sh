@@ -412,9 +412,9 @@ install_timm() {
   local file=$SETUP/requirements-labs.txt
   [[ " $EXTRAS " == *" test "* ]] || return 0
   [[ $ORIGIN == installed || -n $(probe "$PROBE_PY" missing "$file") ]] || return 0
-  step "Installing timm, the inference lab's peer (some seconds; 3 MB)"
+  step "Installing timm and accelerate, two labs' peers (some seconds; 3 MB)"
   pip install --no-deps -r "$file" ||
-    warn "timm cannot be installed (see above), so the tests that need it will be skipped"
+    warn "timm or accelerate cannot be installed (see above), so the tests that need it will be skipped"
 }
 
 # Looks from inside the finished environment: PYTHONPATH, for one, can put another torch in front.

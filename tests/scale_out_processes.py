@@ -4,6 +4,7 @@ starts it, to be killed.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -24,9 +25,10 @@ from conftest import ODD_SIZES
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
+from labs.scale_out import collectives, loop, proof, request, strategies, train
 from labs.scale_out import group as groups
-from labs.scale_out import loop, proof, request, strategies, train
 from labs.scale_out.group import Group
+from labs.scale_out.peer_accelerate import Accelerate
 from labs.scale_out.strategies import Ddp, Fsdp, Strategy
 from workshop.gate import parity
 
@@ -108,6 +110,10 @@ def other_weights(self: Strategy, weights: strategies.Weights, rate: float) -> o
     return _plain["prepare"](self, weights, rate)
 
 
+def accelerate_never_averages(self: Accelerate, last: bool) -> object:
+    return self.accelerator.no_sync(self.engine)
+
+
 def other_rate(self: Strategy, weights: strategies.Weights, rate: float) -> object:
     return _plain["prepare"](self, weights, rate * (1.01 if on_rank_1() else 1.0))
 
@@ -151,6 +157,11 @@ TRUE = {
     "v2 fsdp parts": Case("fsdp", 2),
     "v4 fsdp bf16 parts": Case("fsdp", 2, "v4", "bf16"),
 }
+if all(map(importlib.util.find_spec, ("accelerate", "transformers"))):
+    FAULTS["accelerate does not average"] = Case(
+        "accelerate-ddp", 1, "hf", "fp32", Accelerate, "synchronised", accelerate_never_averages
+    )
+    TRUE["accelerate ddp bf16 parts"] = Case("accelerate-ddp", 2, "hf", "bf16")
 CASES = FAULTS | TRUE
 
 
@@ -239,9 +250,25 @@ def train_until_killed(words: list[str], log: str) -> int:
         return train.main(words)
 
 
+def send_wrong(words: list[str], wrong: str) -> int:
+    """Measures the collectives, one of which leaves out what rank 1 should get."""
+
+    def leave_out(receive: Tensor, send: Tensor) -> None:
+        right(receive, send)
+        if on_rank_1():
+            receive.zero_()
+
+    right = collectives.OPERATIONS.get(wrong, collectives.OPERATIONS["all-reduce"])
+    faults = {wrong: leave_out} if wrong else {}
+    with mock.patch.dict(collectives.OPERATIONS, faults):
+        return collectives.main(words)
+
+
 def do(task: dict[str, Any]) -> int:
     if "cases" in task:
         return check_cases(task["cases"], Path(task["words"][0]))
+    if "wrong_collective" in task:
+        return send_wrong(task["words"], task["wrong_collective"])
     if "log" in task:
         return train_until_killed(task["words"], task["log"])
     return train.main(task["words"])

@@ -13,6 +13,7 @@ from analysis_tools import compare_versions, roofline_analysis
 from labs.cifar10_roofline import measure_table
 from labs.data_pipeline import measure_pipeline
 from labs.inference_benchmark import documents, request
+from labs.scale_out import measure as measure_scaling
 from labs.text_generation import documents as text_documents
 from labs.text_generation import measure_engines
 from workshop.kernels import benchmark
@@ -33,11 +34,13 @@ PARSERS = {
     "measure_pipeline.py": measure_pipeline.build_parser,
     "measure_engines.py": measure_engines.build_parser,
 }
+OF_SEVERAL = "scale_out"
+"""A study that takes all GPUs."""
 STUDIES = (
     "large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder "
     "inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once "
     "inference_training sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles "
-    "harness ceilings"
+    f"harness ceilings {OF_SEVERAL}"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -95,7 +98,8 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
         zip(PARSERS, (11, 1, 1, 9, 2, 1, 1, 1), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
-    assert len(caches) == len(STUDIES)
+    assert len(caches) == len(STUDIES) - 1
+    assert f"{OF_SEVERAL}: left out, since it takes several GPUs\n" in done.stderr
     kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
     assert len(kept) == 2 * 4
     assert "version3_triton" in kept[4].read_text()
@@ -136,15 +140,19 @@ def test_a_study_that_fails_is_reported_and_the_next_is_measured(measure) -> Non
 def test_several_gpus_share_the_studies(measure, tmp_path: Path) -> None:
     done, typed = measure("out", COUNT="2", CUDA_VISIBLE_DEVICES="4,7")
     assert done.returncode == 0, done.stderr
-    alone = measure("out", COUNT="1")[1][len(typed) :]
+    first = typed.pop(0)
+    assert "labs/scale_out/measure.py" in first
+    measure_scaling.build_parser().parse_args(first.split("\t")[1:])
+    alone = measure("out", COUNT="1")[1][len(typed) + 1 :]
     assert sorted(line.split()[0] for line in typed) == sorted(line.split()[0] for line in alone)
     lines = [line.split(", ")[0] for line in done.stdout.splitlines() if ": on " in line]
     places = [line.split(": on ") for line in lines]
-    assert {study for study, _ in places} == set(STUDIES) and {gpu for _, gpu in places} == {
+    shared = {*STUDIES} - {OF_SEVERAL}
+    assert {study for study, _ in places} == shared and {gpu for _, gpu in places} == {
         "4",
         "7",
     }
-    assert all(len({gpu for name, gpu in places if name == study}) == 1 for study in STUDIES)
+    assert all(len({gpu for name, gpu in places if name == study}) == 1 for study in shared)
 
 
 def test_a_failure_on_one_of_several_gpus_is_reported(measure) -> None:

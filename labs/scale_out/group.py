@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workshop import errors
 from workshop.errors import WorkshopError
+from workshop.run import turns
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and the deepspeed launcher set in each process."""
@@ -147,6 +148,13 @@ def _store() -> dist.Store:
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def take_turn(group: Group) -> None:
+    """Waits until this group may use the devices alone, which the first process asks for."""
+    if group.is_first:
+        turns.wait_turn()
+    of_first(None)
 
 
 # --- what they tell each other -------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labs.scale_out import checkpoints, proof, strategies
+from labs.scale_out import checkpoints, proof, strategies, trace
 from labs.scale_out import group as groups
 from labs.scale_out import request as requests
 from labs.scale_out.checkpoints import Checkpoint
@@ -20,12 +20,14 @@ from workshop import errors, labs, request, results
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.labs import LabRun
-from workshop.run import flops, lab_record, startup, trainer
+from workshop.run import flops, lab_record, markers, presets, startup, trainer, turns
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10
 _HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--result-file", "--session",
-           "--baseline", "--local_rank")  # fmt: skip
+           "--local_rank", "--trace")  # fmt: skip
+_PHASED = 5
+"""Steps whose phases are timed."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,6 +46,8 @@ def _prove_and_train(job: Job) -> int:
     settings = _settings(job, data_record)
     start = _start(job, settings)
     results.prepare_folder(arguments.output_dir)
+    if arguments.trace:
+        results.prepare_file(arguments.trace, "--trace")
     record = _new_record(job, data_record)
     request.print_configuration(asked, data_record)
     request.print_lines([("processes", _processes(job))])
@@ -67,6 +71,8 @@ def _prove_and_train(job: Job) -> int:
     training = Training(job, strategy, optimizer, batches, start, settings)
     training.train()
     _record_training(job, record, training)
+    if arguments.trace:
+        _look_inside(job, record, training)
     return _finish(job, record)
 
 
@@ -179,6 +185,8 @@ class Training(trainer.Runner):
         apart = self.capture_s + startup.compile_seconds() - compiled
         self.warmup_s = max(0.0, time.perf_counter() - begin - apart)
         self._shown = self.warmup
+        if self.job.arguments.wait_turn:
+            groups.take_turn(self.job.group)
         self._mark()
         while self.done < len(self._batches):
             self.advance()
@@ -204,6 +212,18 @@ class Training(trainer.Runner):
     def all_losses(self) -> list[float]:
         """Of all steps from the training's first one, each the mean over all processes."""
         return self.before + groups.mean(self.losses()).tolist()
+
+    def once_more(self, range_: markers.Range) -> None:
+        """Trains the last batch again, as a timed step does, in a marker range."""
+        self.done = len(self._batches) - 1
+        self.marked_step(lambda _: self._step(), range_)
+
+    def phases_ms(self) -> dict[str, float]:
+        """The median times of forward, backward and optimizer, measured apart from the steps."""
+        self.done = max(0, len(self._batches) - _PHASED)
+        parts = self.phases(len(self._batches) - self.done)
+        names = ("forward_ms", "backward_ms", "optimizer_ms")
+        return dict(zip(names, map(median, parts), strict=True))
 
     def _mark(self) -> int:
         self._clock.mark()
@@ -232,24 +252,27 @@ class Training(trainer.Runner):
 
 
 def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
-    """A record of a run that has not measured yet."""
+    """A record of a run that has not measured yet. Trainings of one model and length of sequences
+    may be compared, in tokens a second."""
     asked, arguments, size = job.asked, job.arguments, job.group.size
-    words = [asked.version.key, job.strategy, f"{size} process{'es' * (size > 1)}"]
+    share = asked.batch_size // size
+    words = [variant_of(asked.version.key, job.strategy, size, share)]
     words += [f"{job.accumulate} parts"] * (job.accumulate > 1)
     words += [asked.precision.name] + ["compiled"] * (asked.compile_mode != "none")
     words += ["graph"] * asked.cuda_graph
+    preset = arguments.config or presets.default_preset(asked.device.type)
     record = lab_record.begin(
         asked.device,
         asked.precision.name,
         groups.of_first(arguments.session or results.new_session()),
         _HIDDEN,
         lab=requests.LAB,
-        subject=f"{asked.config_name}, batch {asked.batch_size} x {asked.seq_len}, training",
+        subject=subject_of(preset, asked.seq_len),
         variant=", ".join(words),
         unit="tokens",
         units_per_step=asked.batch_size * asked.seq_len,
-        baseline=arguments.baseline,
         options={
+            "config": preset,
             "version": asked.version.key,
             "strategy": job.strategy,
             "accumulate": job.accumulate,
@@ -263,8 +286,18 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
         },
     )
     record.flops_per_step = flops.step_flops(asked.config, asked.batch_size, asked.seq_len).total
-    record.metrics["processes"] = size
+    record.metrics |= {"processes": size, "sequences": share}
     return record
+
+
+def subject_of(preset: str, seq_len: int) -> str:
+    return f"{preset}, {seq_len} tokens a sequence, training"
+
+
+def variant_of(version: str, strategy: str, size: int, share: int) -> str:
+    """How a variant begins: who shares the work, and how many sequences each process has."""
+    processes = f"{size} process{'es' * (size > 1)}"
+    return f"{version}, {strategy}, {processes}, {share} sequence{'s' * (share > 1)} each"
 
 
 def _record_training(job: Job, record: LabRun, training: Training) -> None:
@@ -284,6 +317,14 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
     record.plausibility = labs.implausible(record, job.group.size)
 
 
+def _look_inside(job: Job, record: LabRun, training: Training) -> None:
+    """One process's phases; of several what the trace of rank 0 says of their communication."""
+    if job.group.size == 1:
+        record.metrics |= training.phases_ms()
+    else:
+        record.metrics |= trace.record(training, job.group, job.arguments.trace)
+
+
 def _finish(job: Job, record: LabRun) -> int:
     arguments = job.arguments
     if job.group.is_first:
@@ -292,6 +333,8 @@ def _finish(job: Job, record: LabRun) -> int:
         if record.step_ms:
             _print_summary(record)
         print(f"Result: {path}")
+        if arguments.wait_turn:
+            turns.end_turn()
     return errors.ANSWER_IS_NO if record.status == "proof failed" else errors.DONE
 
 

@@ -22,6 +22,8 @@ _SHARED = (
     *("precision", "data", "text_file", "compile"),
 )
 """Flags that are the version's own."""
+PEER = "hf"
+"""Whose model the peers' strategies train."""
 _CAPTURING = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture graphs."""
 Add = Callable[..., Any]
@@ -63,7 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_training(add: Add) -> None:
     usual = request.USUAL
-    add("--version", choices=versions.available(), default="v2", help="of the ladder (default v2)")
+    add(
+        "--version",
+        choices=[*versions.available(), PEER],
+        default="v2",
+        help=f"of the ladder (default v2); {PEER} is Hugging Face's Llama, for the strategies of "
+        "accelerate",
+    )
     add(
         "--config",
         metavar="PRESET",
@@ -160,9 +168,17 @@ def _add_files(add: Add) -> None:
         metavar="FOLDER",
         help="for the result file (default: results/scale_out of this checkout)",
     )
-    for flag in ("--session", "--baseline"):  # runs of one session are compared
-        add(flag, default="", help=argparse.SUPPRESS)
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="after the clock: a torch.profiler trace of rank 0's (.json.gz); the result says how "
+        "much of a step is communication, and of one process how long its phases take",
+    )
+    # measure.py names the session, the file that it reads then, and who may use the devices.
+    add("--session", default="", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
+    add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
 
 
 def check(arguments: argparse.Namespace) -> Job:
@@ -173,8 +189,11 @@ def check(arguments: argparse.Namespace) -> Job:
         NotOnThisMachine: the version or the strategy needs a package that is missing.
     """
     group = groups.find()
-    if arguments.strategy.startswith("zero"):
-        errors.require("deepspeed")
+    errors.require(*strategies.packages(arguments.strategy))
+    if (arguments.strategy in strategies.PEERS) != (arguments.version == PEER):
+        raise WorkshopError(
+            f"--strategy {' and '.join(strategies.PEERS)} go with --version {PEER} alone"
+        )
     version = versions.get_version(arguments.version)
     module = versions.load(version.key)
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):

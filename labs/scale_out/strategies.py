@@ -323,18 +323,33 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
+def packages(name: str) -> list[str]:
+    """What a strategy imports, beside PyTorch."""
+    if name in PEERS:
+        return ["accelerate"]
+    return ["deepspeed"] if name.startswith("zero") else []
+
+
 def missing(name: str, device: torch.device) -> str | None:
     """What a strategy lacks on a device in this PyTorch, in a sentence; None if nothing."""
     if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         return f"--strategy fsdp: PyTorch {torch.__version__} has it for GPUs alone"
+    if name == "accelerate-fsdp" and device.type == "cpu":
+        return f"--strategy {name}: accelerate has it for GPUs alone"
     return None
 
 
-NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+PEERS = ("accelerate-ddp", "accelerate-fsdp")
+"""Of Hugging Face, around their own model: peer_accelerate.py."""
+NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
 def make(name: str, asked: Request, accumulate: int, size: int) -> Strategy:
     """One of NAMES, for `size` processes."""
+    if name in PEERS:
+        from labs.scale_out.peer_accelerate import Accelerate
+
+        return Accelerate(asked, accumulate, sharded=name.endswith("fsdp"))
     if name.startswith("zero"):
         return Zero(asked, accumulate, int(name[-1]))
     if name == "fsdp":

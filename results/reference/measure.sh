@@ -16,7 +16,8 @@ unset CDPATH
 # Those that take long are first, so that several GPUs end together.
 STUDIES=(large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder
   inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training
-  sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings)
+  sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings
+  scale_out)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-liger)
 PYTHON=${PYTHON:-python}
@@ -165,6 +166,7 @@ measure() {
         --epochs 2 --jobs 6
       ;;
     text_generation) lab text_generation measure_engines.py --jobs 9 ;;
+    scale_out) lab scale_out measure.py --jobs 3 ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)
@@ -215,10 +217,20 @@ shift
 RAW=$(mktemp -d)
 trap 'rm -rf "$RAW"' EXIT
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-if [[ $COUNT -gt 1 && $# -gt 1 ]]; then
-  share "$@"
+OTHERS=()
+for study in "$@"; do
+  if [[ $study != scale_out ]]; then
+    OTHERS+=("$study")
+  elif [[ $COUNT -gt 1 ]]; then # it takes all GPUs: no other study runs beside it
+    measure scale_out
+  else
+    echo "scale_out: left out, since it takes several GPUs" >&2
+  fi
+done
+if [[ $COUNT -gt 1 && ${#OTHERS[@]} -gt 1 ]]; then
+  share "${OTHERS[@]}"
 else
-  for study in "$@"; do
+  for study in "${OTHERS[@]+"${OTHERS[@]}"}"; do
     measure "$study"
   done
 fi

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.profilers import json_stream, reading, step_time
-from workshop.profilers.categories import on_tensor_cores
+from workshop.profilers.categories import categorize, on_tensor_cores
 from workshop.profilers.names import printable
 from workshop.profilers.reading import (
     MOST_NS,
@@ -48,6 +48,8 @@ _LOADER_RANGE = "enumerate(DataLoader)"
 a #: it makes the batch, or waits for a worker's."""
 _WITHOUT_WORKERS = "SingleProcess"
 """In the name of that class."""
+_TRANSFER = "gloo:"
+"""The start of the names of ranges in which gloo's threads send and receive."""
 _RANGES = (*PHASES, *_STEP_RANGES, _OPTIMIZER_RANGE, _LOADER_RANGE)
 _OLD_CATEGORIES = {
     "Kernel": "kernel",
@@ -104,6 +106,24 @@ def read_activity(path: Path) -> step_time.Activity:
     activity = _activity(trace, trace.drop_before_steps())
     activity.warnings += others + problems.warnings()
     return activity
+
+
+def read_communication(path: Path) -> list[step_time.Communication]:
+    """The time of each step in which the busiest GPU runs kernels of NCCL or RCCL, or without a GPU
+    the process sends and receives through gloo. As `read_activity`."""
+    path, _ = newest_trace(path) if path.is_dir() else (path, [])
+    trace, _ = _read(path)
+    spans = _activity(trace, trace.drop_before_steps()).spans
+    if not trace.devices:
+        operators = chain.from_iterable(trace.operators.values())
+        idle = ("communication", "other")
+        work = [one[:2] for one in operators if categorize(one[2]) not in idle]
+        return step_time.communication(trace.transfers, work, spans)
+    parts: dict[bool, list[step_time.Span]] = {True: [], False: []}
+    for one in trace.busiest()[1]:
+        is_transfer = categorize(one.name) == "communication"
+        parts[is_transfer].append((one.start, one.start + one.ns))
+    return step_time.communication(parts[True], parts[False], spans)
 
 
 def _read(path: Path) -> tuple["_Trace", Problems]:
@@ -220,6 +240,7 @@ class _Trace:
         ranges: the annotations that mark steps, phases and the loading of data, by name, without
             the number or the class that PyTorch adds to its own.
         operators: (start, end, name) of the host's operators, by thread.
+        transfers: when gloo sent and received.
     """
 
     def __init__(self) -> None:
@@ -229,6 +250,7 @@ class _Trace:
         self.launches: dict[int, float] = {}
         self.ranges: dict[str, list[_Interval]] = {name: [] for name in _RANGES}
         self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
+        self.transfers: list[step_time.Span] = []
         self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
         self._clock = Clock()
 
@@ -265,6 +287,8 @@ class _Trace:
                 self.launches.setdefault(correlation, start)
         elif kind == "cpu_op":
             self.operators[_thread(event)].append((start, start + ns, name))
+        elif name.startswith(_TRANSFER):
+            self.transfers.append((start, start + ns))
         elif (range_ := name.partition("#")[0]) in self.ranges:
             self.ranges[range_].append(_Interval(start, start + ns, name, _thread(event)))
 

@@ -85,6 +85,30 @@ def mean(steps: Sequence[StepTime]) -> StepTime:
     return StepTime(parts, sum(step.tensor_ns for step in steps) / len(steps))
 
 
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Of a step: its length, the time in which it communicates, and the part of that in which it
+    also computes, which hides it."""
+
+    step_ns: float
+    ns: float
+    hidden_ns: float
+
+
+def communication(
+    transfers: Iterable[Span], work: Iterable[Span], spans: Iterable[Span]
+) -> list[Communication]:
+    """That of each of these spans, by when transfers between devices and computations ran."""
+    parts = (union(transfers), union(work))
+    transferring, working, either = map(_Covered, (*parts, union(chain(*parts))))
+    found = []
+    for span in spans:
+        ns = transferring.within(span)
+        both = ns + working.within(span) - either.within(span)
+        found.append(Communication(span[1] - span[0], ns, max(both, 0.0)))
+    return found
+
+
 def union(spans: Iterable[Span]) -> list[Span]:
     """The time that spans cover, as spans in order that do not touch."""
     found: list[Span] = []

@@ -112,10 +112,11 @@ class Child:
 
 def _message(text: str) -> str:
     """What a failed process says on stderr: our line, or a traceback's, after which PyTorch has
-    lines of advice."""
+    lines of advice. Of several processes their launcher has more to say than they."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
+    own = [line for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return (raised or lines)[-1].removeprefix("error: ")
+    return (own or raised or lines)[-1].removeprefix("error: ")
 
 
 def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:

@@ -1,0 +1,302 @@
+"""Measures how fast all processes together send a message, by its size.
+
+    torchrun --standalone --nproc-per-node 2 collectives.py
+
+Bus bandwidth is as nccl-tests defines it (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests): what
+a link would have to carry at least, whatever the number of processes. A message's size is that of
+the whole one, which all-gather and reduce-scatter split. Its result is checked before and after the
+clock.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labs.scale_out import group as groups
+from labs.scale_out.group import Group
+from labs.scale_out.request import LAB
+from workshop import errors, labs, results
+from workshop.arguments import count, parse
+from workshop.compare.tables import Line, Table, number
+from workshop.labs import LabRow, LabRun
+from workshop.run import hardware, lab_record
+from workshop.run.timing import StepClock, median
+
+SIZES = {
+    "cuda": [2**power for power in range(16, 31, 2)],
+    "cpu": [2**power for power in range(14, 25, 2)],
+}
+"""Bytes of the messages, on a device of this type."""
+WARM_UP = 5
+UNIT = "bus bytes"
+_PATTERN = 251
+"""Whole numbers below it: their sums over some processes are exact in fp32."""
+_NVLINK = "NVLink in one direction, half of NVIDIA's data sheet, which adds both"
+LINKS = (
+    (r"B200\b", 900.0),
+    (r"\bG?H[12]00\b(?! (?:NVL|PCIe))", 450.0),
+    (r"\bA100-SXM", 300.0),
+    (r"\bV100-SXM2", 150.0),
+)
+"""GB/s of a GPU's links to the others of its host, by its name."""
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+class Collective:
+    """A collective over a message, whose parts are equal: `send` holds this process's, `receive`
+    what it gets. In-place for all-reduce."""
+
+    def __init__(self, name: str, numbers: int, group: Group, device: torch.device) -> None:
+        self.name, self.group = name, group
+        self.whole = torch.arange(numbers, device=device, dtype=torch.float32) % _PATTERN
+        own = group.part(self.whole, dim=0)
+        self.send = torch.empty_like(own if name == "all-gather" else self.whole)
+        self.receive = {
+            "all-reduce": self.send,
+            "all-gather": torch.empty_like(self.whole),
+            "reduce-scatter": torch.empty_like(own),
+        }[name]
+
+    def run(self) -> None:
+        OPERATIONS[self.name](self.receive, self.send)
+
+    def is_right(self) -> bool:
+        """Runs it on a message of known result, and compares."""
+        n, rank = self.group.size, self.group.rank
+        if self.name == "all-gather":
+            self.send.copy_(self.group.part(self.whole, dim=0))
+            expected = self.whole
+        else:
+            self.send.copy_(self.whole + rank)
+            expected = self.whole * n + n * (n - 1) / 2
+            if self.name == "reduce-scatter":
+                expected = self.group.part(expected, dim=0)
+        self.run()
+        right = torch.equal(self.receive, expected)
+        self.send.zero_()  # which sums do not let grow
+        return right
+
+
+def _all_reduce(receive: Tensor, send: Tensor) -> Any:
+    return dist.all_reduce(receive)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all-gather": dist.all_gather_into_tensor,
+    "reduce-scatter": dist.reduce_scatter_tensor,
+    "all-reduce": _all_reduce,
+}
+
+
+def bus_factor(name: str, processes: int) -> float:
+    """Bytes that a link carries for each byte of the message: each process sends and receives the
+    parts of all others once, for all-reduce twice."""
+    once = (processes - 1) / processes
+    return 2 * once if name == "all-reduce" else once
+
+
+def link_limit(device_name: str) -> float | None:
+    """GB/s that the links of this GPU could carry; None where we know none."""
+    return next((gbs for pattern, gbs in LINKS if re.search(pattern, device_name)), None)
+
+
+def measure(record: LabRun, device: torch.device, group: Group, iterations: int) -> None:
+    """Fills a record with the times of the slowest process. All processes have to call it."""
+    name, size = str(record.metrics["collective"]), int(record.metrics["message_bytes"] or 0)
+    one = Collective(name, size // 4 // group.size * group.size, group, device)
+    right = one.is_right()
+    for _ in range(WARM_UP):
+        one.run()
+    clock = StepClock(device)
+    clock.mark()
+    for _ in range(iterations):
+        one.run()
+        clock.mark()
+    times = groups.of_all(clock.durations_ms())
+    still_right = one.is_right()  # in all processes, whatever was found before
+    verdicts = groups.of_all(right and still_right)
+    wrong = [
+        f"{name}: rank {rank} has a wrong result" for rank, ok in enumerate(verdicts) if not ok
+    ]
+    record.proof.status, record.proof.failures = "fail" if wrong else "pass", wrong
+    record.status = "proof failed" if wrong else "complete"
+    record.step_ms = max(times, key=median)
+
+
+def new_record(device: torch.device, session: str, processes: int, name: str, size: int) -> LabRun:
+    """Of a message of `size` bytes that has not been sent yet."""
+    return lab_record.begin(
+        device, "fp32", session, ("--output-dir", "--result-file", "--session"),
+        lab=LAB,
+        subject=f"collectives, {processes} processes",
+        variant=f"{name}, {size_text(size)}",
+        unit=UNIT,
+        units_per_step=round(size * bus_factor(name, processes)),
+        metrics={"processes": processes, "collective": name, "message_bytes": size},
+    )  # fmt: skip
+
+
+def size_text(size: int) -> str:
+    """As in "64 KiB"."""
+    power = min(3, (size.bit_length() - 1) // 10)
+    return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures from the command line; returns the exit status."""
+    return groups.speak_as_one(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", nargs="+", type=count, metavar="BYTES", help="default: 64 KiB to 1 GiB, CPU "
+        "16 KiB to 16 MiB")  # fmt: skip
+    add("--iterations", type=count, default=20, metavar="N", help="of each (default 20)")
+    add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / LAB,
+        metavar="FOLDER",
+        help=f"default: results/{LAB} of this checkout",
+    )
+    add("--session", default="", help=argparse.SUPPRESS)
+    add("--result-file", type=Path, help=argparse.SUPPRESS)  # of the last message
+    arguments = parse(parser, argv)
+    return errors.exit_status(lambda: _measure_all(arguments), interrupted="interrupted")
+
+
+def _measure_all(arguments: argparse.Namespace) -> int:
+    group = groups.find()
+    device = hardware.get_device(groups.device_name(group, arguments.device))
+    results.prepare_folder(arguments.output_dir)
+    if group.size == 1:
+        raise errors.WorkshopError(
+            "collectives take several processes: torchrun --standalone --nproc-per-node 2 "
+            "collectives.py"
+        )
+    status = errors.DONE
+    with groups.member(group, device):
+        session = groups.of_first(arguments.session or results.new_session())
+        todo = [
+            (name, size) for name in OPERATIONS for size in arguments.sizes or SIZES[device.type]
+        ]
+        for place, (name, size) in enumerate(todo, start=1):
+            record = new_record(device, session, group.size, name, size)
+            measure(record, device, group, arguments.iterations)
+            if record.status != "complete":
+                status = errors.ANSWER_IS_NO
+            if group.is_first:
+                own = arguments.result_file if place == len(todo) else None
+                labs.save(record, own or labs.new_path(record, arguments.output_dir))
+                rate = record.units_per_step / median(record.step_ms) / 1e6
+                said = f"{rate:9.2f} GB/s" if record.status == "complete" else record.failure
+                print(f"{record.variant:<24} {said}", flush=True)
+    return status
+
+
+# --- tables and pictures -------------------------------------------------------------------------
+
+Curve = list[tuple[int, float]]
+"""Bytes of a message, and the bus bandwidth in GB/s."""
+
+
+def curves(rows: Iterable[LabRow]) -> dict[tuple[str, int], dict[str, Curve]]:
+    """By device and number of processes, then by collective; of rows with a right result alone."""
+    found: dict[tuple[str, int], dict[str, Curve]] = {}
+    for row in rows:
+        if row.first.unit == UNIT and row.units_per_s:
+            of = found.setdefault((row.device, row.first.processes), {})
+            size = int(row.first.metrics["message_bytes"] or 0)
+            curve = of.setdefault(str(row.first.metrics["collective"]), [])
+            curve.append((size, row.units_per_s / 1e9))
+    return {
+        key: {name: sorted(its[name]) for name in OPERATIONS if name in its}
+        for key, its in found.items()
+    }
+
+
+def tables_of(rows: Sequence[LabRow]) -> list[Table]:
+    """Bus bandwidth by size, a table for each device and number of processes."""
+    return [_table(device, n, its) for (device, n), its in curves(rows).items()]
+
+
+def _table(device: str, processes: int, its: dict[str, Curve]) -> Table:
+    limit = link_limit(device)
+    sizes = sorted({size for curve in its.values() for size, _ in curve})
+    lines = []
+    for size in sizes:
+        cells = [size_text(size)]
+        for curve in its.values():
+            rate = dict(curve).get(size)
+            cells += [number(rate, ",.2f")]
+            cells += [number(rate / limit if rate else None, ".0%")] if limit else []
+        lines.append(Line(cells))
+    header = ["message"]
+    for name in its:
+        header += [f"{name} GB/s", *(["of the link"] if limit else [])]
+    notes = ["bus bandwidth, as nccl-tests defines it; the message is the whole one"]
+    notes += [f"the link: {limit:,.0f} GB/s, {_NVLINK}"] if limit else []
+    return Table(f"{LAB}: collectives, {processes} processes, {device}", header, lines, notes)
+
+
+def draw(rows: Sequence[LabRow], target: Path) -> bool:
+    """Bus bandwidth by size, and the link's limit, a panel for each device and number of processes;
+    whether there was something to draw."""
+    found = curves(rows)
+    if not found:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(1 + 6 * len(found), 4.5), layout="constrained", squeeze=False
+    )
+    for axis, ((device, n), its) in zip(axes[0], found.items(), strict=True):
+        for (name, curve), look in zip(its.items(), (("s", "#D55E00"), ("D", "#009E73"),
+                                                     ("o", "#0072B2")), strict=False):  # fmt: skip
+            axis.plot(*zip(*curve, strict=True), marker=look[0], color=look[1], label=name)
+        if limit := link_limit(device):
+            axis.axhline(limit, color="black", linestyle="--", label=f"link, {limit:,.0f} GB/s")
+        axis.set_xscale("log", base=2)
+        ticks = sorted({size for curve in its.values() for size, _ in curve})[::2]
+        axis.set_xticks(ticks, map(size_text, ticks))
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("message")
+        axis.set_ylabel("bus bandwidth, GB/s")
+        axis.set_title(f"{n} processes, {device}", loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    with results.atomic_path(target) as path:
+        figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""Measures trainings in one and in several processes of this machine: weak and strong scaling.
+
+    python measure.py
+    python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 3
+
+Weak scaling: each process has the batch that one had alone. Strong: they share that batch. Each run
+is a group of processes of its own, through train.py and its proof; their order alternates. The
+bandwidth of the collectives is measured beside them, and a model of the step's time is drawn from
+one process and that bandwidth, up to 1,024.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if __name__ == "__main__":
+    from workshop.needed import import_torch
+
+    import_torch()
+
+import torch
+
+from labs.scale_out import collectives, loop, prediction, request, scaling, strategies
+from workshop import errors, labs, results, versions
+from workshop.arguments import count, parse
+from workshop.compare import lab_table, tables
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.labs import LabRun
+from workshop.run import hardware, lab_record, presets, timing, turns
+from workshop.run.precision import get_precision
+
+PROGRAM = Path(__file__).with_name("train.py")
+TRAININGS = {
+    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v4:ddp", "v4:fsdp", "v4:zero1", "v4:zero2", "v2:zero3",
+             "hf:accelerate-ddp", "hf:accelerate-fsdp"),
+    "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
+}  # fmt: skip
+SCALINGS = ("weak", "strong")
+
+
+class Training(NamedTuple):
+    version: str
+    strategy: str
+
+
+class Case(NamedTuple):
+    """What a group of processes trains; `share` is the batch of each."""
+
+    config: str
+    training: Training
+    size: int
+    share: int
+
+
+@dataclass(frozen=True)
+class Study:
+    device: torch.device
+    session: str
+    folder: Path
+    scratch: Path
+    flags: list[str]
+    asked: argparse.Namespace
+    """What `flags` say."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    assert __doc__
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Flags of train.py, for all trainings, go after --. Exit status: 0 done, 1 a proof "
+        "is red or a\ntraining failed, 2 wrong usage, 77 something is missing on this machine, 130 "
+        "interrupted.",
+    )
+    add = parser.add_argument
+    add(
+        "--config",
+        nargs="+",
+        choices=presets.PRESETS,
+        metavar="PRESET",
+        help=f"{', '.join(presets.PRESETS)} (default: medium large, CPU tiny)",
+    )
+    add(
+        "--trainings",
+        nargs="+",
+        metavar="VERSION:STRATEGY",
+        help=f"as train.py has them (default: {' '.join(TRAININGS['cuda'])}, CPU "
+        f"{' '.join(TRAININGS['cpu'])})",
+    )
+    add(
+        "--processes",
+        nargs="+",
+        type=count,
+        metavar="N",
+        help="the sizes of groups, with 1 (default: 1 2 4 ... up to the GPUs of this machine, CPU "
+        "1 2)",
+    )
+    add("--scaling", nargs="+", choices=SCALINGS, default=SCALINGS, help="default: both")
+    add(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="sequences of one process alone (default: the preset's)",
+    )
+    add("--repeats", type=count, default=3, metavar="N", help="groups of each (default 3)")
+    add(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="groups that prepare beside each other, for which the GPUs' memory has to do; each is "
+        "timed alone (default 1)",
+    )
+    add(
+        "--collectives",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure their bandwidth, which the model of the step's time needs (default: yes)",
+    )
+    add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
+    add(
+        "--output-dir",
+        type=Path,
+        default=results.DEFAULT_FOLDER / request.LAB,
+        metavar="FOLDER",
+        help=f"default: results/{request.LAB} of this checkout",
+    )
+    add("flags", nargs="*", metavar="FLAG", help="of train.py")
+    return parser
+
+
+def training(word: str) -> Training:
+    """Reads VERSION:STRATEGY.
+
+    Raises:
+        WorkshopError: it is none.
+    """
+    version, _, strategy = word.partition(":")
+    if version not in versions.ALL or strategy not in strategies.NAMES:
+        raise WorkshopError(f"--trainings: {word!r} is no VERSION:STRATEGY, such as v2:ddp")
+    return Training(version, strategy)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures from the command line; returns the exit status."""
+    arguments = parse(build_parser(), argv)
+    return errors.exit_status(lambda: measure(arguments), interrupted="interrupted")
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    errors.require("rich", "matplotlib")
+    device = hardware.get_device(arguments.device)
+    sizes = _sizes(arguments.processes, device)
+    todo = cases(arguments, device, sizes)
+    asked = parse(request.build_parser(), arguments.flags)
+    folder = results.prepare_folder(arguments.output_dir)
+    interrupted = False
+    with tempfile.TemporaryDirectory() as scratch:
+        study = Study(device, results.new_session(), folder, Path(scratch), arguments.flags, asked)
+        try:
+            for run in _runs(arguments, study, todo):
+                print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
+        except KeyboardInterrupt:
+            interrupted = True
+    runs = [labs.load(path) for path in sorted((folder / "runs" / study.session).glob("*.json"))]
+    if interrupted and not runs:
+        raise KeyboardInterrupt
+    status = show(runs, folder)
+    if interrupted:
+        print("interrupted: the tables hold what was completed", file=sys.stderr)
+        return errors.INTERRUPTED
+    return status
+
+
+def _sizes(asked: list[int] | None, device: torch.device) -> list[int]:
+    there = torch.cuda.device_count() if device.type == "cuda" else 2
+    if asked and device.type == "cuda" and max(asked) > there:
+        raise NotOnThisMachine(f"--processes {max(asked)}: this machine has {there} GPUs")
+    return sorted({1, *(asked or (2**i for i in range(there.bit_length())))})
+
+
+def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> list[Case]:
+    """One process before the others that are compared with it.
+
+    Raises:
+        WorkshopError: a training is none, or the processes can't share the batch.
+    """
+    configs = arguments.config or (["tiny"] if device.type == "cpu" else ["medium", "large"])
+    found = dict[Case, None]()
+    for config in configs:
+        alone = arguments.batch_size or presets.get_preset(config).batch_size
+        for one in map(training, arguments.trainings or TRAININGS[device.type]):
+            for size in sizes:
+                shares = {"weak": alone, "strong": alone // size}
+                if "strong" in arguments.scaling and alone % size:
+                    raise WorkshopError(
+                        f"--batch-size: {size} processes can't share {alone} sequences; give "
+                        "another, or --scaling weak"
+                    )
+                names = arguments.scaling if size > 1 else ("weak",)
+                found |= {Case(config, one, size, shares[name]): None for name in names}
+    return list(found)
+
+
+def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
+    """Each run as it ends; what did not complete is not tried again."""
+    sizes = sorted({case.size for case in left} - {1})
+    alone: dict[tuple[str, Training], str] = {}
+    for case in [*left]:
+        if reason := missing(case.training, study.device):
+            left.remove(case)
+            yield _skipped(study, case, reason)
+    for repeat in range(arguments.repeats):
+        if arguments.collectives:
+            yield from turns.in_turns([_plan_collectives(study, n) for n in sizes], 1)
+        ordered = left[:: 1 - 2 * (repeat % 2)]
+        plans = [_plan(study, case) for case in ordered]
+        for case, plan, run in zip(
+            ordered, plans, turns.in_turns(plans, arguments.jobs), strict=True
+        ):
+            if run.status != "complete":
+                left.remove(case)
+            elif case.size == 1:
+                alone.setdefault(case[:2], run.variant)
+            run.baseline = alone.get(case[:2], "")
+            labs.save(run, plan.path)
+            yield run
+
+
+def missing(training: Training, device: torch.device) -> str:
+    """Why a training can't run here; "" if it can, as far as is known."""
+    try:
+        errors.require(*strategies.packages(training.strategy))
+    except NotOnThisMachine as error:
+        return str(error)
+    version = versions.missing(versions.get_version(training.version))
+    return version or strategies.missing(training.strategy, device) or ""
+
+
+def _skipped(study: Study, case: Case, reason: str) -> LabRun:
+    plan = _plan(study, case)
+    plan.planned.status, plan.planned.error = "skipped", reason
+    labs.save(plan.planned, plan.path)
+    return plan.planned
+
+
+def _plan(study: Study, case: Case) -> turns.Plan:
+    (version, strategy), size = case.training, case.size
+    seq_len = study.asked.seq_len or presets.get_preset(case.config).seq_len
+    precision = get_precision(study.asked.precision, study.device).name
+    planned = lab_record.begin(
+        study.device, precision, study.session, ("--output-dir",),
+        lab=request.LAB,
+        subject=loop.subject_of(case.config, seq_len),
+        variant=loop.variant_of(version, strategy, size, case.share),
+        unit="tokens",
+        units_per_step=size * case.share * seq_len,
+        options={"config": case.config, "version": version, "strategy": strategy,
+                 "precision": precision},
+        metrics={"processes": size, "sequences": case.share},
+    )  # fmt: skip
+    path = labs.new_path(planned, study.folder)
+    flags = {
+        "--version": version, "--strategy": strategy, "--config": case.config,
+        "--batch-size": size * case.share, "--device": study.device.type,
+        "--session": study.session, "--result-file": path,
+        "--trace": study.scratch / f"{path.stem}.json.gz",
+    }  # fmt: skip
+    if strategy == "zero3" and not study.asked.compile:
+        flags["--compile"] = "none"
+    words = [*study.flags, *(str(word) for pair in flags.items() for word in pair)]
+    # accelerate shards nothing in a process without a launcher.
+    launched = size > 1 or strategy == "accelerate-fsdp"
+    return turns.Plan([*launcher(size if launched else 0), str(PROGRAM), *words], planned, path)
+
+
+def launcher(size: int) -> list[str]:
+    """Starts so many processes; 0 is one without a launcher."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    return [sys.executable, *(torchrun if size else ())]
+
+
+def _plan_collectives(study: Study, size: int) -> turns.Plan:
+    """Its process leaves a file for each collective and size of message; the plan's is the last."""
+    largest = collectives.SIZES[study.device.type][-1]
+    planned = collectives.new_record(study.device, study.session, size, "all-reduce", largest)
+    path = labs.new_path(planned, study.folder)
+    words = ["--device", study.device.type, "--session", study.session,
+             "--output-dir", str(study.folder), "--result-file", str(path)]  # fmt: skip
+    return turns.Plan([*launcher(size), collectives.__file__, *words], planned, path)
+
+
+def _outcome(run: LabRun) -> str:
+    if run.status != "complete":
+        return run.failure
+    return f"{timing.median(run.step_ms):.2f} ms; proof {run.proof.status}"
+
+
+def show(runs: Sequence[LabRun], folder: Path) -> int:
+    """Prints and writes the tables and pictures of a session; the exit status."""
+    rows = [row for group in labs.newest(runs) for row in group]
+    shown = scaling.tables_of(rows)
+    tables.print_tables(shown)
+    results.write_text(folder / "scaling.md", tables.markdown(shown))
+    written = [folder / "scaling.md"]
+    for name, draw in (("collectives", collectives.draw), ("prediction", prediction.draw)):
+        if draw(rows, folder / f"{name}.png"):
+            written.append(folder / f"{name}.png")
+    print(f"Written: {', '.join(map(str, written))}")
+    print(f"Result files: {folder / 'runs' / runs[0].session}")
+    for alarm in lab_table.alarms(rows):
+        print(alarm, file=sys.stderr)
+    return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""A model of the step's time: computation, and the communication that it can't hide.
+
+All it knows is measured in one process (the step and its phases) and on the links (the bandwidth of
+the collectives). What it leaves out is the host, which launches kernels late; processes that wait
+for the slowest one; the part of the GPU that communication takes from computation.
+
+DDP sends a bucket of gradients as soon as the backward pass has made it: what lasts longer than
+that pass can't be hidden, nor can the last bucket, which has the gradient of the embedding.
+FSDP2 gathers the weights of a layer while the one before it computes, in both passes, and reduces
+gradients beside the backward pass: what lasts longer than both passes can't be hidden, nor can the
+first gather and the last reduction.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from labs.scale_out import collectives, scaling
+from workshop import results, versions
+from workshop.compare.tables import Line, Table, number
+from workshop.labs import LabRow
+from workshop.run import flops, presets
+
+BUCKET = 25 * 2**20
+"""Bytes of DDP's buckets, but for a first one of 1 MiB."""
+GPUS_A_HOST = 8
+NETWORKS_GBS = (50.0, 12.5)
+"""A GPU's share of its host's network: 400 and 100 Gbit/s."""
+SIZES = tuple(2**power for power in range(3, 11))
+"""GPUs for which there is no measurement."""
+STRATEGIES = ("ddp", "fsdp")
+
+
+class Link(NamedTuple):
+    """What `fit` makes of a collective's times: a message takes `latency_ms`, and `ms_a_byte` for
+    each byte that the bus carries."""
+
+    latency_ms: float
+    ms_a_byte: float
+    processes: int
+    """With which it was measured."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A training in one process, and what it would send. Times in ms, sizes in bytes."""
+
+    strategy: str
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    gradients: float
+    """Of all weights, as they are sent."""
+    gathered: float
+    """All layers' weights, as FSDP2 gathers them."""
+    embedding: float
+    """Its weight, and so its gradient; outside of the layers."""
+    layers: int
+
+
+def fit(curve: collectives.Curve, name: str, processes: int) -> Link:
+    """The line through a collective's times whose relative errors are smallest: of small messages
+    that is the latency, of large ones the bandwidth."""
+    carried = [size * collectives.bus_factor(name, processes) for size, _ in curve]
+    points = [(x, x / gbs / 1e6) for x, (_, gbs) in zip(carried, curve, strict=True)]
+    weights = [1 / ms**2 for _, ms in points]
+    w = sum(weights)
+    mean_x, mean_y = (
+        sum(weight * point[i] for weight, point in zip(weights, points, strict=True)) / w
+        for i in (0, 1)
+    )
+    both = sum(a * (x - mean_x) * (y - mean_y) for a, (x, y) in zip(weights, points, strict=True))
+    square = sum(a * (x - mean_x) ** 2 for a, (x, _) in zip(weights, points, strict=True))
+    slope = both / square if len(points) > 1 else mean_y / mean_x
+    return Link(max(0.0, mean_y - slope * mean_x), slope, processes)
+
+
+def message_ms(
+    link: Link, name: str, size: float, processes: int, messages: int = 1,
+    network_gbs: float = math.inf,
+) -> float:  # fmt: skip
+    """The time of so many messages of `size` bytes together.
+
+    Latency grows with the logarithm of the number of processes, as a tree's. Beyond one host the
+    links of all its GPUs to the network carry what the bus does.
+    """
+    if processes == 1:
+        return 0.0
+    latency = link.latency_ms * math.log2(processes) / math.log2(link.processes)
+    ms_a_byte = link.ms_a_byte
+    if processes > GPUS_A_HOST:
+        ms_a_byte = max(ms_a_byte, 1e-6 / (network_gbs * GPUS_A_HOST))
+    return messages * latency + size * collectives.bus_factor(name, processes) * ms_a_byte
+
+
+def step_ms(
+    model: Model, links: dict[str, Link], processes: int, share: float = 1.0,
+    network_gbs: float = math.inf,
+) -> float:  # fmt: skip
+    """A step of so many processes.
+
+    Args:
+        share: of the batch of one process, that each of them has: 1 for weak scaling.
+    """
+
+    def ms(name: str, size: float, messages: int = 1) -> float:
+        return message_ms(links[name], name, size, processes, messages, network_gbs)
+
+    forward, backward = model.forward_ms * share, model.backward_ms * share
+    if model.strategy == "ddp":
+        last = min(max(model.embedding, BUCKET), model.gradients)
+        all_ms = ms("all-reduce", model.gradients, math.ceil(model.gradients / BUCKET))
+        exposed = max(ms("all-reduce", last), all_ms - backward) if processes > 1 else 0.0
+        return forward + backward + model.optimizer_ms + exposed
+    gathers = 2 * ms("all-gather", model.gathered, model.layers) + ms("all-gather", model.embedding)
+    reductions = ms("reduce-scatter", model.gradients, model.layers + 1)
+    ends = ms("all-gather", model.embedding + model.gathered / model.layers)
+    ends += ms("reduce-scatter", model.embedding)
+    exposed = max(ends, gathers + reductions - forward - backward)
+    return forward + backward + model.optimizer_ms / processes + exposed
+
+
+# --- from the rows of a session ------------------------------------------------------------------
+
+
+def model_of(row: LabRow) -> Model | None:
+    """Of a row of one process; None where it says too little, or has another strategy."""
+    run, step = row.first, row.step_ms
+    parts = [scaling.metric(row, f"{name}_ms") for name in ("forward", "backward", "optimizer")]
+    strategy = str(run.options.get("strategy"))
+    if strategy not in STRATEGIES or step is None or None in parts:
+        return None
+    known = [part for part in parts if part is not None]
+    scale = step / sum(known)  # the phases are measured apart, and their marks take time
+    forward, backward, optimizer = (scale * part for part in known)
+    preset = presets.get_preset(str(run.options["config"]))
+    config = versions.load("v1").TinyLlamaConfig(**preset.model())
+    weights = flops.parameter_count(config)
+    embedding = config.vocab_size * config.hidden_dim
+    low = 2 if run.options["precision"] == "bf16" else 4
+    return Model(
+        strategy,
+        forward,
+        backward,
+        optimizer,
+        gradients=4 * weights,
+        gathered=low * (weights - embedding),
+        embedding=4 * embedding,
+        layers=config.num_layers,
+    )
+
+
+def links_of(rows: Iterable[LabRow], device: str, processes: int) -> dict[str, Link]:
+    """Those measured with so many processes, else with the most; none if none were."""
+    found = {n: its for (name, n), its in collectives.curves(rows).items() if name == device}
+    if not found:
+        return {}
+    n = processes if processes in found else max(found)
+    return {name: fit(curve, name, n) for name, curve in found[n].items()}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row that was measured, beside the model's answer."""
+
+    row: LabRow
+    kind: str
+    measured_ms: float
+    predicted_ms: float
+
+
+def checks(rows: Sequence[LabRow]) -> list[Check]:
+    """All rows of several processes that the model has an answer for."""
+    found = []
+    for row in rows:
+        peers = [one for one in rows if _together(one, row)]
+        one, n = scaling.alone(row, peers), row.first.processes
+        model = model_of(one) if one else None
+        links = links_of(rows, row.device, n)
+        if one is None or model is None or n == 1 or row.step_ms is None or len(links) < 3:
+            continue
+        share = scaling.sequences(row) / scaling.sequences(one)
+        kind = scaling.kind(row, peers)
+        found.append(Check(row, kind, row.step_ms, step_ms(model, links, n, share)))
+    return found
+
+
+def _together(one: LabRow, other: LabRow) -> bool:
+    return (one.device, one.first.subject) == (other.device, other.first.subject)
+
+
+def check_table(found: Sequence[Check]) -> Table:
+    lines = [
+        Line([check.row.first.subject.split(",")[0], scaling.training_of(check.row),
+              str(check.row.first.processes), check.kind, number(check.measured_ms, ",.2f"),
+              number(check.predicted_ms, ",.2f"),
+              f"{check.predicted_ms / check.measured_ms - 1:+.1%}"])
+        for check in found
+    ]  # fmt: skip
+    header = ("model", "training", "processes", "scaling", "measured ms", "predicted ms", "off by")
+    title = f"the step's time, predicted from one process and the links: {found[0].row.device}"
+    return Table(title, header, lines, left=(0, 1, 3))
+
+
+def draw(rows: Sequence[LabRow], target: Path) -> bool:
+    """Efficiency of weak scaling as the model has it, and what was measured; whether there was
+    something to draw. The rows are of one device."""
+    models = {
+        (row.first.subject, scaling.training_of(row)): (row, model)
+        for row in rows
+        if row.first.processes == 1 and (model := model_of(row))
+    }
+    links = links_of(rows, rows[0].device, 0)
+    if not models or len(links) < 3:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    subjects = list(dict.fromkeys(subject for subject, _ in models))
+    figure, axes = plt.subplots(
+        1, len(subjects), figsize=(2 + 6 * len(subjects), 6), layout="constrained", squeeze=False,
+        sharey=True,
+    )  # fmt: skip
+    measured_to = max(row.first.processes for row in rows)
+    sizes = [n for n in (2, 4, *SIZES) if n >= measured_to]
+    for axis, subject in zip(axes[0], subjects, strict=True):
+        own = [row for row in rows if row.first.subject == subject]
+        trainings = [(name, *found) for (of, name), found in models.items() if of == subject]
+        for place, (name, one, model) in enumerate(trainings):
+            colour = f"C{place}"
+            points = [(1, 100.0)] + [
+                (row.first.processes, 100 * found.value)
+                for row in own
+                if row.first.baseline == one.first.variant and scaling.kind(row, own) == "weak"
+                if (found := scaling.efficiency(row))
+            ]
+            axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name)
+            for style, network in zip(("--", ":"), NETWORKS_GBS, strict=True):
+                alone_ms = step_ms(model, links, 1)
+                rates = [100 * alone_ms / step_ms(model, links, n, network_gbs=network)
+                         for n in sizes]  # fmt: skip
+                axis.plot(sizes, rates, style, color=colour)
+        axis.axvspan(measured_to, SIZES[-1], color="0.95", zorder=0)
+        axis.set_xscale("log", base=2)
+        ticks = (1, 2, *SIZES[::2], SIZES[-1])
+        axis.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        axis.set_ylim(0, 119)
+        axis.set_xlabel("GPUs, each with the batch of one")
+        axis.set_title(subject, loc="left", fontsize=10)
+        axis.text(0.98, 0.97, "grey: PREDICTED, not measured", transform=axis.transAxes, ha="right",
+                  va="top", fontsize=10, fontweight="bold")  # fmt: skip
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="lower left")
+    axes[0][0].set_ylabel("efficiency of weak scaling, %")
+    figure.suptitle(f"{rows[0].device}\n{assumptions(links)}", x=0.01, ha="left", fontsize=9)
+    with results.atomic_path(target) as path:
+        figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def assumptions(links: dict[str, Link]) -> str:
+    """In lines, for the picture."""
+    link = links["all-reduce"]
+    rate, latency = 1e-6 / link.ms_a_byte, 1e3 * link.latency_ms
+    fast, slow = (8 * gbs for gbs in NETWORKS_GBS)
+    return "\n".join([
+        "Points: measured. Lines beyond: the step of one GPU, and the communication that it can't "
+        "hide, assuming",
+        f"{GPUS_A_HOST} GPUs a host; between hosts a network of {fast:g} Gbit/s a GPU (dashed) or "
+        f"{slow:g} (dotted), all of which a collective uses;",
+        f"all-reduce at {rate:,.3g} GB/s on the bus and {latency:,.0f} µs a message, as measured "
+        f"with {link.processes} processes, latency growing with log2;",
+        "no host that launches late, no slow process, no kernel slowed by communication beside it.",
+    ])  # fmt: skip

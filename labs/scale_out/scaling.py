@@ -1,0 +1,116 @@
+"""The tables of scaling: what several processes gain over one, and at what cost."""
+
+from collections.abc import Iterable, Sequence
+
+from labs.scale_out import collectives, prediction
+from labs.scale_out.request import LAB
+from workshop.compare import lab_table
+from workshop.compare.rows import ONE_PROCESS
+from workshop.compare.tables import Line, Table, number
+from workshop.labs import LabRow
+from workshop.run.timing import Ratio, median
+
+HEADER = ("training", "processes", "scaling", "batch each", "ms a step", "efficiency [95%]",
+          "GB a GPU", "communication", "hidden", "proof")  # fmt: skip
+NOTES = (
+    "efficiency: tokens a second, over as many times those of one process of the same training",
+    "scaling: weak, each process has the batch that one has alone; strong, they share it; a batch "
+    "is in sequences",
+    "communication: share of a profiled step in which it runs, waits for other processes included; "
+    "hidden: of that, while computation runs too",
+)
+
+
+def tables_of(rows: Iterable[LabRow]) -> list[Table]:
+    """Of one session's rows, or of several devices': those that have something to show."""
+    rows = list(rows)
+    trained = [row for row in rows if row.first.unit == "tokens"]
+    subjects = dict.fromkeys((row.device, row.first.subject) for row in trained)
+    found = []
+    for device, subject in subjects:
+        own = [row for row in trained if (row.device, row.first.subject) == (device, subject)]
+        found.append(scaling_table(own))
+    found += collectives.tables_of(rows)
+    checks = prediction.checks(rows)
+    return found + ([prediction.check_table(checks)] if checks else [])
+
+
+def scaling_table(rows: Sequence[LabRow]) -> Table:
+    """A line for each row; these are of one session, device and subject."""
+    first = rows[0]
+    ran = [row for row in in_order(rows) if row.first.status != "skipped"]
+    lines = [Line(cells(row, rows), "red" if row.failed else None, training_of(row)) for row in ran]
+    skipped = dict.fromkeys(f"{training_of(row)}: {row.note()}" for row in rows if row.note())
+    title = f"{LAB}: {first.first.subject}, {first.device}"
+    return Table(title, HEADER, lines, [*NOTES, *skipped], left=(0, 2, 9), wraps=(0, 5))
+
+
+def in_order(rows: Sequence[LabRow]) -> list[LabRow]:
+    """By training, in the order in which they first ran, then by processes, weak before strong."""
+    names = list(dict.fromkeys(map(training_of, rows)))
+
+    def place(row: LabRow) -> tuple[int, int, int]:
+        return names.index(training_of(row)), row.first.processes, -sequences(row)
+
+    return sorted(rows, key=place)
+
+
+def training_of(row: LabRow) -> str:
+    return f"{row.first.options['version']}, {row.first.options['strategy']}"
+
+
+def sequences(row: LabRow) -> int:
+    """Of each process."""
+    return int(row.first.metrics["sequences"] or 0)
+
+
+def alone(row: LabRow, rows: Iterable[LabRow]) -> LabRow | None:
+    """The row of one process that it is compared with."""
+    its = (one for one in rows if one.first.variant == row.first.baseline)
+    return next(its, None)
+
+
+def kind(row: LabRow, rows: Iterable[LabRow]) -> str:
+    """As measure.py's --scaling; "" for one process."""
+    one = alone(row, rows)
+    if row.first.processes == 1 or one is None:
+        return ""
+    return "weak" if sequences(row) == sequences(one) else "strong"
+
+
+def efficiency(row: LabRow) -> Ratio | None:
+    """Tokens a second over as many times those of one process; None where one has no times."""
+    if row.speedup is None:
+        return None
+    n, interval = row.first.processes, row.speedup.interval
+    return Ratio(row.speedup.value / n, interval and (interval[0] / n, interval[1] / n))
+
+
+def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
+    found, memory = efficiency(row), row.peak_memory_mb
+    return [
+        training_of(row),
+        str(row.first.processes),
+        kind(row, rows),
+        str(sequences(row)),
+        number(row.step_ms, ",.2f"),
+        in_percent(found) if found else "-",
+        number(memory / 1e3 if memory else None, ",.1f"),
+        number(metric(row, "communication_share"), ".0%"),
+        number(metric(row, "hidden_share"), ".0%"),
+        lab_table.proof(row),
+    ]
+
+
+def in_percent(ratio: Ratio) -> str:
+    if ratio.interval is None:
+        return f"{ratio.value:.1%} ({ONE_PROCESS})"
+    low, high = (f"{100 * bound:.1f}" for bound in ratio.interval)
+    return f"{ratio.value:.1%} [{low}, {high}]"
+
+
+def metric(row: LabRow, name: str) -> float | None:
+    """The median of the row's groups; None for a row without times."""
+    found = [run.metrics.get(name) for run in row.runs] if row.times else []
+    values = [float(value) for value in found if isinstance(value, (int, float))]
+    return median(values) if values else None

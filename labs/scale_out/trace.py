@@ -1,0 +1,67 @@
+"""How much of a step is communication, and how much of that computation hides: from a
+torch.profiler trace, read as the workshop's profilers do."""
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from labs.scale_out import group as groups
+from labs.scale_out.group import Group
+from workshop import results
+from workshop.profilers import kineto
+from workshop.profilers.step_time import Communication
+from workshop.run import markers
+
+WARM_UP, STEPS = 2, 5
+"""Steps before those that are recorded, and these."""
+
+
+class Trained(Protocol):
+    """A training whose clock has stopped."""
+
+    device: torch.device
+
+    def once_more(self, range_: markers.Range) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def record(training: Trained, group: Group, target: Path) -> dict[str, float]:
+    """Profiles some more steps of all processes, and writes rank 0's trace.
+
+    Returns:
+        `shares` of that trace. Profiling slows the host, so that times are not those of the clock.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
+    activities = [ProfilerActivity.CPU]
+    if training.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+
+    def save(profiler: profile) -> None:
+        if group.is_first:
+            with results.atomic_path(target) as path:
+                profiler.export_chrome_trace(str(path))
+
+    plan = schedule(wait=WARM_UP - 1, warmup=1, active=STEPS, repeat=1)
+    with profile(activities=activities, schedule=plan, on_trace_ready=save) as profiler:
+        for done in range(1, WARM_UP + STEPS + 1):
+            training.once_more(markers.for_torch_profiler)
+            if done == WARM_UP:
+                training.wait()  # or kernels of these steps would be recorded as well
+            profiler.step()
+    found = shares(kineto.read_communication(target)) if group.is_first else {}
+    return groups.of_first(found)
+
+
+def shares(steps: list[Communication]) -> dict[str, float]:
+    """Of all steps together: `communication_share` of their time, and `hidden_share` of that."""
+    whole, ns = (sum(getattr(step, name) for step in steps) for name in ("step_ns", "ns"))
+    hidden = sum(step.hidden_ns for step in steps)
+    return {
+        "communication_share": ns / whole,
+        "hidden_share": hidden / ns if ns else 0.0,
+        "profiled_ms": whole / len(steps) / 1e6,
+    }

@@ -1,0 +1,320 @@
+"""The lab scale_out's measurements: tables, the collectives, the model of the step's time."""
+
+import importlib.util
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stored_runs import lab_run
+from test_lab_scale_out import Processes, one_line, processes, the_run  # noqa: F401
+
+from labs.scale_out import collectives, documents, loop, measure, prediction, request, scaling
+from labs.scale_out.prediction import Link, Model
+from workshop import errors, labs
+from workshop.compare import tables
+from workshop.errors import WorkshopError
+from workshop.labs import LabRun
+from workshop.profilers import kineto
+from workshop.results import Parity
+
+# --- communication in a trace --------------------------------------------------------------------
+
+STEP = ("user_annotation", "step", 0, 100, 1)
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def trace(folder: Path, *events: tuple[str, str, float, float, int]) -> Path:
+    """Times in µs; the last number is the thread's or the stream's, and a kernel's launch's."""
+    written = [
+        {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur,
+         "args": {"device": 0, "correlation": tid} if tid > 5 else {}}
+        for kind, name, ts, dur, tid in events
+    ]  # fmt: skip
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": written}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("events", "communication", "hidden"),
+    [
+        ([("kernel", "gemm", 0, 100, 7)], 0, 0),
+        ([("kernel", "gemm", 0, 50, 7), ("kernel", NCCL, 50, 50, 8)], 50, 0),
+        ([("kernel", "gemm", 0, 50, 7), ("kernel", NCCL, 40, 30, 8)], 30, 10),
+        # Two at once count once; a copy hides too.
+        ([("kernel", NCCL, 10, 20, 8), ("kernel", "ncclDevKernel_Generic", 20, 20, 9),
+          ("gpu_memcpy", "Memcpy DtoD", 35, 20, 7)], 30, 5),
+        # Without a GPU: gloo's threads, and the host's operators, but for those that wait for it.
+        ([("user_annotation", "gloo:all_reduce", 20, 40, 5), ("cpu_op", "aten::mm", 10, 30, 1),
+          ("cpu_op", "c10d::allreduce_", 40, 20, 1)], 40, 20),
+    ],
+)  # fmt: skip
+def test_communication_and_what_of_it_is_hidden(
+    events: list[Any], communication: float, hidden: float, tmp_path: Path
+) -> None:
+    launches = [("cuda_runtime", "cudaLaunchKernel", 1, 1, tid) for tid in (7, 8, 9)]
+    on_gpu = launches if events[0][0] == "kernel" else []
+    (step,) = kineto.read_communication(trace(tmp_path, STEP, *on_gpu, *events))
+    assert step.step_ns == 1e5
+    assert (step.ns, step.hidden_ns) == pytest.approx((communication * 1e3, hidden * 1e3))
+
+
+def test_several_processes_say_how_they_communicate(
+    processes: Processes,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    words = "--config tiny --batch-size 4 --seq-len 16 --device cpu --no-gate --num-steps 2".split()
+    words += ["--output-dir", str(tmp_path), "--trace", str(tmp_path / "trace.json.gz")]
+    ended = processes.run(2, *words)
+    assert ended.statuses == [0, 0], ended.err
+    run = the_run(tmp_path)
+    assert 0 < run.metrics["communication_share"] < 1 and 0 <= run.metrics["hidden_share"] <= 1
+    assert len(run.losses) == 5 + 2 and len(run.step_ms) == 2  # without those that were profiled
+    assert run.subject == "tiny, 16 tokens a sequence, training"
+    assert run.variant.startswith("v2, ddp, 2 processes, 2 sequences each, fp32")
+    assert (tmp_path / "trace.json.gz").stat().st_size
+    assert processes.run(1, *words).statuses == [0]
+    phases = [the_run(tmp_path).metrics[f"{name}_ms"] for name in ("forward", "backward")]
+    assert all(phases)
+
+
+# --- the collectives -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "processes_", "factor"),
+    [("all-reduce", 2, 1.0), ("all-reduce", 8, 1.75), ("all-gather", 2, 0.5),
+     ("reduce-scatter", 8, 0.875)],
+)  # fmt: skip
+def test_the_bus_factor_is_that_of_nccl_tests(name: str, processes_: int, factor: float) -> None:
+    assert collectives.bus_factor(name, processes_) == factor
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("NVIDIA H200", 450.0), ("NVIDIA H100 80GB HBM3", 450.0), ("NVIDIA GH200 480GB", 450.0),
+     ("NVIDIA A100-SXM4-80GB", 300.0), ("NVIDIA B200", 900.0), ("NVIDIA H200 NVL", None),
+     ("NVIDIA H100 PCIe", None), ("NVIDIA A100 80GB PCIe", None), ("AMD EPYC", None)],
+)  # fmt: skip
+def test_the_link_of_a_card_without_a_switch_is_not_guessed(name: str, limit: float | None) -> None:
+    assert collectives.link_limit(name) == limit
+
+
+def test_sizes_in_words() -> None:
+    sizes = (1024, 3 * 2**19, 2**30, 2**34)
+    assert list(map(collectives.size_text, sizes)) == ["1 KiB", "1.5 MiB", "1 GiB", "16 GiB"]
+
+
+@pytest.mark.parametrize("wrong", ["", *collectives.OPERATIONS])
+def test_a_collective_with_a_wrong_result_has_no_bandwidth(
+    wrong: str,
+    processes: Processes,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    words = ["--device", "cpu", "--sizes", "4096", "--iterations", "2", "--output-dir", tmp_path]
+    ended = processes.run(2, *words, wrong_collective=wrong)
+    assert ended.statuses == [bool(wrong)] * 2, ended.err
+    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    assert {run.metrics["collective"]: run.proof.status for run in runs} == {
+        name: "fail" if name == wrong else "pass" for name in collectives.OPERATIONS
+    }
+    ((_, found),) = collectives.curves(labs.build_rows(runs)).items()
+    assert set(found) == {*collectives.OPERATIONS} - {wrong}
+
+
+def test_collectives_of_one_process_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert collectives.main(["--device", "cpu", "--output-dir", str(tmp_path)]) == 2
+    assert "collectives take several processes: torchrun" in one_line(capsys.readouterr().err)
+
+
+# --- the model of the step's time ----------------------------------------------------------------
+
+LINK = Link(0.01, 1e-8, 2)  # 10 µs a message, 100 GB/s
+LINKS = dict.fromkeys(collectives.OPERATIONS, LINK)
+MB = 1e6
+DDP = Model("ddp", 10.0, 20.0, 4.0, gradients=800 * MB, gathered=0.0, embedding=100 * MB, layers=4)
+FSDP = Model("fsdp", 10.0, 20.0, 4.0, 800 * MB, 350 * MB, 100 * MB, 4)
+BUCKETS = math.ceil(800 * MB / prediction.BUCKET)
+
+
+@pytest.mark.parametrize("name", collectives.OPERATIONS)
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_line_is_found_again_in_its_points(name: str, n: int) -> None:
+    factor = collectives.bus_factor(name, n)
+    curve = [(size, size * factor / (0.02 + size * factor / 3e8) / 1e6) for size in (2**14, 2**30)]
+    assert prediction.fit(curve, name, n) == pytest.approx((0.02, 1 / 3e8, n))
+    one = prediction.fit(curve[:1], name, n)  # of one point nothing but a bandwidth is known
+    assert one.latency_ms == 0 and 1e-6 / one.ms_a_byte == pytest.approx(curve[0][1])
+
+
+@pytest.mark.parametrize(
+    ("n", "network", "ms"),
+    [(1, 1.0, 0.0), (2, 1.0, 0.01 + 1.0), (8, 1.0, 0.03 + 1.75), (16, 50.0, 0.04 + 1.875),
+     (16, 5.0, 0.04 + 1.875 * 100 / 40)],
+)  # fmt: skip
+def test_a_message_of_100_mb(n: int, network: float, ms: float) -> None:
+    found = prediction.message_ms(LINK, "all-reduce", 100 * MB, n, network_gbs=network)
+    assert found == pytest.approx(ms)
+
+
+@pytest.mark.parametrize(
+    ("model", "n", "share", "ms"),
+    [
+        (DDP, 1, 1.0, 34.0),
+        # 8 ms of sending and 0.31 of latency fit beside 20 of the backward pass, but for the end.
+        (DDP, 2, 1.0, 34.0 + 0.01 + 1.0),
+        # A quarter of the batch leaves 5 ms to hide it; the update stays as long as it is.
+        (DDP, 2, 0.25, 2.5 + 5.0 + 4.0 + BUCKETS * 0.01 + 8.0 - 5.0),
+        (FSDP, 1, 1.0, 34.0),
+        # The first gather, 187.5 MB, the last reduction; the update is shared.
+        (FSDP, 2, 1.0, 30.0 + 2.0 + 0.02 + (187.5 + 100.0) / 2 / 100),
+        (FSDP, 2, 0.01, 0.3 + 2.0 + (8 + 1 + 5) * 0.01 + (700 + 100 + 800) / 2 / 100 - 0.3),
+    ],
+)  # fmt: skip
+def test_a_step_is_computation_and_what_it_can_not_hide(
+    model: Model, n: int, share: float, ms: float
+) -> None:
+    assert prediction.step_ms(model, LINKS, n, share) == pytest.approx(ms)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> LabRun:
+    variant = loop.variant_of("v2", strategy, size, share) + ", bf16"
+    metrics: dict[str, Any] = {"processes": size, "sequences": share}
+    if size == 1:
+        metrics |= {"forward_ms": 10.0, "backward_ms": 21.0, "optimizer_ms": 3.0}
+    else:
+        metrics |= {"communication_share": 0.25, "hidden_share": 0.75}
+    options = {"config": "medium", "version": "v2", "strategy": strategy, "precision": "bf16"}
+    fields: dict[str, Any] = {
+        "lab": request.LAB, "subject": loop.subject_of("medium", 512), "unit": "tokens",
+        "units_per_step": size * share * 512, "metrics": metrics, "options": options,
+        "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16", "study": ["measure.py"],
+        "memory_mb": {"peak": 2000.0 / size, "source": "allocator"},
+    }  # fmt: skip
+    return lab_run(variant, ms, **(fields | changes))
+
+
+def sent(name: str, size: int, rate_gbs: float) -> LabRun:
+    units = round(size * collectives.bus_factor(name, 2))
+    metrics = {"processes": 2, "collective": name, "message_bytes": size}
+    return lab_run(
+        f"{name}, {collectives.size_text(size)}", units / rate_gbs / 1e6, lab=request.LAB,
+        subject="collectives, 2 processes", unit=collectives.UNIT, units_per_step=units,
+        metrics=metrics, study=["collectives.py"], baseline="", memory_mb={}, options={},
+    )  # fmt: skip
+
+
+def session() -> list[LabRun]:
+    red = Parity(status="fail", failures=["gradient of norm.weight: rank 1 has another"])
+    runs = [run for scatter in (1.0, 1.01) for run in (
+        trained("ddp", 1, 16, 34.0 * scatter), trained("ddp", 2, 16, 40.0 * scatter),
+        trained("ddp", 2, 8, 25.0 * scatter),
+    )]  # fmt: skip
+    runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, proof=red,
+                                                   status="proof failed")]  # fmt: skip
+    runs.append(trained("zero1", 2, 16, 1.0, status="skipped", error="deepspeed is missing",
+                        step_ms=[], proof=Parity()))  # fmt: skip
+    runs += itertools.starmap(sent, itertools.product(
+        collectives.OPERATIONS, (2**16, 2**30), (300.0,)))  # fmt: skip
+    for second, run in enumerate(runs):
+        run.created = f"2026-11-23T10:00:{second:02}+00:00"
+    return runs
+
+
+def lines(text: str, begin: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines()
+            if line.startswith(f"| {begin} |")]  # fmt: skip
+
+
+def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path) -> None:
+    ((_, own),) = documents.parts([], tmp_path).items()
+    assert own["scaling"] == f"Not measured yet: `{documents.COMMAND}`."
+    by_hand = trained("ddp", 2, 16, 1.0, study=["train.py"], session="2028")
+    ((_, own),) = documents.parts([*session(), by_hand], tmp_path).items()
+    text = own["scaling"]
+    one, weak, strong = lines(text, "v2, ddp")
+    assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "green"]
+    assert weak[1:5] == ["2", "weak", "16", "40.20"] and weak[6:] == ["1.0", "25%", "75%", "green"]
+    assert weak[5].startswith("85.0% ")
+    assert strong[2] == "strong" and strong[5].startswith("68.0% ")
+    _, red = lines(text, "v2, fsdp")
+    assert red[4:] == ["-", "-", "-", "-", "-", "RED"]
+    assert not lines(text, "v2, zero1") and "- v2, zero1: deepspeed is missing" in text
+    assert lines(text, "64 KiB")[0][1:] == ["300.00", "67%"] * 3
+    # From 34.17 ms: beside the backward pass all is hidden but the last bucket, 25 MiB.
+    exposed = 25 * 2**20 / 300e6
+    (check, other) = lines(text, "medium")
+    assert check[2:4] == ["2", "weak"]
+    assert float(check[5]) == pytest.approx(34.17 + exposed, abs=0.01)
+    assert other[3] == "strong"
+
+
+def test_pictures_are_drawn_where_there_is_something(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (rows,) = labs.newest(session())
+    without = [row for row in rows if row.first.unit == "tokens"]
+    for draw in (collectives.draw, prediction.draw):
+        target = tmp_path / f"{draw.__module__}.png"
+        assert not draw(without, target) and not target.exists()
+        assert draw(rows, target) and target.stat().st_size > 10_000
+    said = prediction.assumptions(prediction.links_of(rows, rows[0].device, 2))
+    assert "8 GPUs a host" in said and "400 Gbit/s" in said and "300 GB/s" in said
+
+
+# --- the study -----------------------------------------------------------------------------------
+
+
+def test_what_is_measured() -> None:
+    words = "--config tiny --trainings v2:ddp hf:accelerate-ddp --processes 1 2 4".split()
+    arguments = measure.build_parser().parse_args(words)
+    found = measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
+    assert [case[2:] for case in found] == [(1, 8), (2, 8), (2, 4), (4, 8), (4, 2)] * 2
+    arguments.batch_size = 6
+    with pytest.raises(WorkshopError, match="4 processes can't share 6 sequences"):
+        measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
+    arguments.scaling = ["weak"]
+    assert len(measure.cases(arguments, torch.device("cpu"), [1, 2, 4])) == 6
+    for kind in ("cuda", "cpu"):
+        assert all(map(measure.training, measure.TRAININGS[kind]))
+
+
+def test_what_is_missing_is_skipped() -> None:
+    cpu = torch.device("cpu")
+    assert not measure.missing(measure.training("v2:ddp"), cpu)
+    if importlib.util.find_spec("accelerate"):
+        assert "GPUs alone" in measure.missing(measure.training("hf:accelerate-fsdp"), cpu)
+    if not importlib.util.find_spec("deepspeed"):
+        assert "deepspeed is missing" in measure.missing(measure.training("v2:zero1"), cpu)
+
+
+def test_a_training_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--trainings", "v2:dp", "--device", "cpu"]) == errors.WRONG_USAGE
+    assert "'v2:dp' is no VERSION:STRATEGY, such as v2:ddp" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_the_study_measures_groups_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--trainings v2:ddp --batch-size 2 --scaling weak --repeats 1 --jobs 2".split()
+    words += ["--processes", "2", "--device", "cpu", "--output-dir", str(tmp_path)]
+    train = "--seq-len 16 --num-steps 3 --warmup-steps 1 --compile none".split()
+    assert measure.main([*words, "--", *train]) == 0
+    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    own = [run for run in runs if run.unit == "tokens"]
+    assert sorted(run.metrics["processes"] for run in own) == [1, 2]
+    assert {run.baseline for run in own} == {"v2, ddp, 1 process, 2 sequences each, fp32"}
+    assert {run.proof.status for run in runs} == {"pass"} and all(run.step_ms for run in runs)
+    text = (tmp_path / "scaling.md").read_text()
+    assert len(lines(text, "v2, ddp")) == 2 and len(lines(text, "16 MiB")) == 1
+    assert {path.name for path in tmp_path.glob("*.png")} == {"collectives.png", "prediction.png"}
+    assert tables.markdown(scaling.tables_of(labs.newest(runs)[0])) == text
