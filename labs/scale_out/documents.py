@@ -6,13 +6,12 @@ from pathlib import Path
 
 from labs.scale_out import scaling
 from labs.scale_out.request import LAB
-from workshop import labs
 from workshop.compare import lab_table, tables
 from workshop.labs import LabRow, LabRun
 from workshop.versions import ROOT
 
 README = Path(__file__).with_name("README.md")
-COMMAND = "python measure.py --jobs 3"
+COMMAND = "python measure.py --jobs 2"
 PICTURES = {
     "collectives": "Bus bandwidth of the collectives by size of the message",
     "prediction": "Efficiency of weak scaling: measured, and predicted up to 1,024 GPUs",
@@ -22,16 +21,17 @@ PICTURES = {
 
 def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]:
     """What goes between the markers, of the runs of any labs and the pictures below `reference`."""
-    # train.py's own runs belong to no study.
-    groups = labs.newest(run for run in runs if run.lab == LAB and run.study[:1] != ["train.py"])
     pictures = [
         f"![{title}](../../{path.relative_to(ROOT).as_posix()})"
         for name, title in PICTURES.items()
         for path in sorted(reference.glob(f"*/{LAB}/{name}.png"))
     ]
-    blocks = [*map(_block, groups), *pictures]
+    blocks = [*map(_block, scaling.measured(runs).values()), *pictures]
     return {README: {"scaling": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
 
 
-def _block(rows: list[LabRow]) -> str:
-    return f"{lab_table.source(rows)}\n\n{tables.markdown(scaling.tables_of(rows), '####')}"
+def _block(sessions: list[list[LabRow]]) -> str:
+    """Of one device."""
+    rows = [row for session in sessions for row in session]
+    sources = dict.fromkeys(map(lab_table.source, sessions))
+    return "\n\n".join([*sources, tables.markdown(scaling.tables_of(rows), "####")])

@@ -320,7 +320,8 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
 def _look_inside(job: Job, record: LabRun, training: Training) -> None:
     """One process's phases; of several what the trace of rank 0 says of their communication."""
     if job.group.size == 1:
-        record.metrics |= training.phases_ms()
+        # Parts would be several phases of one name.
+        record.metrics |= training.phases_ms() if job.accumulate == 1 else {}
     else:
         record.metrics |= trace.record(training, job.group, job.arguments.trace)
 

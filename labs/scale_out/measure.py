@@ -303,14 +303,17 @@ def _outcome(run: LabRun) -> str:
 
 
 def show(runs: Sequence[LabRun], folder: Path) -> int:
-    """Prints and writes the tables and pictures of a session; the exit status."""
+    """Prints and writes the tables of a session, and draws what the folder has of its device; the
+    exit status."""
     rows = [row for group in labs.newest(runs) for row in group]
     shown = scaling.tables_of(rows)
     tables.print_tables(shown)
     results.write_text(folder / "scaling.md", tables.markdown(shown))
     written = [folder / "scaling.md"]
+    stored = (labs.load(path) for path in (folder / "runs").glob("*/*.json"))
+    drawn = [row for session in scaling.measured(stored)[rows[0].device] for row in session]
     for name, draw in (("collectives", collectives.draw), ("prediction", prediction.draw)):
-        if draw(rows, folder / f"{name}.png"):
+        if draw(drawn, folder / f"{name}.png"):
             written.append(folder / f"{name}.png")
     print(f"Written: {', '.join(map(str, written))}")
     print(f"Result files: {folder / 'runs' / runs[0].session}")

@@ -4,12 +4,14 @@ from collections.abc import Iterable, Sequence
 
 from labs.scale_out import collectives, prediction
 from labs.scale_out.request import LAB
+from workshop import labs
 from workshop.compare import lab_table
 from workshop.compare.rows import ONE_PROCESS
 from workshop.compare.tables import Line, Table, number
-from workshop.labs import LabRow
+from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio, median
 
+TRAIN = "train.py"
 HEADER = ("training", "processes", "scaling", "batch each", "ms a step", "efficiency [95%]",
           "GB a GPU", "communication", "hidden", "proof")  # fmt: skip
 NOTES = (
@@ -21,15 +23,25 @@ NOTES = (
 )
 
 
+def measured(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
+    """The rows that measure.py and collectives.py made, by device, a list for each session: of each
+    subject the newest one's."""
+    found: dict[str, list[list[LabRow]]] = {}
+    # train.py's own runs belong to no study.
+    for rows in labs.newest(run for run in runs if run.lab == LAB and run.study[:1] != [TRAIN]):
+        found.setdefault(rows[0].device, []).append(rows)
+    return found
+
+
 def tables_of(rows: Iterable[LabRow]) -> list[Table]:
-    """Of one session's rows, or of several devices': those that have something to show."""
+    """Of one device's rows: those that have something to show."""
     rows = list(rows)
     trained = [row for row in rows if row.first.unit == "tokens"]
-    subjects = dict.fromkeys((row.device, row.first.subject) for row in trained)
-    found = []
-    for device, subject in subjects:
-        own = [row for row in trained if (row.device, row.first.subject) == (device, subject)]
-        found.append(scaling_table(own))
+    subjects = dict.fromkeys(row.first.subject for row in trained)
+    found = [
+        scaling_table([row for row in trained if row.first.subject == subject])
+        for subject in subjects
+    ]
     found += collectives.tables_of(rows)
     checks = prediction.checks(rows)
     return found + ([prediction.check_table(checks)] if checks else [])

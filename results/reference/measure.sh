@@ -166,7 +166,7 @@ measure() {
         --epochs 2 --jobs 6
       ;;
     text_generation) lab text_generation measure_engines.py --jobs 9 ;;
-    scale_out) lab scale_out measure.py --jobs 3 ;;
+    scale_out) lab scale_out measure.py --jobs 2 ;;
     kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)
