@@ -196,7 +196,7 @@ def speak_as_one(main: Callable[[], int]) -> int:
 
     What all would print, the first prints. An error that all meet is the first one's to tell, and
     the launcher then ends the others. One that only another process meets it tells itself, when
-    nobody has ended it after PATIENCE_S.
+    it has not been ended after PATIENCE_S.
     """
     if os.environ.get("RANK", "0") == "0":
         return main()

@@ -331,7 +331,7 @@ def packages(name: str) -> list[str]:
 
 
 def missing(name: str, device: torch.device) -> str | None:
-    """What a strategy lacks on a device in this PyTorch, in a sentence; None if nothing."""
+    """What is missing for a strategy on a device in this PyTorch, a sentence; None if nothing."""
     if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         return f"--strategy fsdp: PyTorch {torch.__version__} has it for GPUs alone"
     if name == "accelerate-fsdp" and device.type == "cpu":
