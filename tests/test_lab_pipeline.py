@@ -351,9 +351,12 @@ def test_a_red_rung_gets_no_throughput(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.parametrize(
+    ("rung", "faulty"),
+    [("resident-graph", False), ("resident-graph", True), ("resnet50-graph", False)],
+)
 def test_a_graph_trains_the_same(
-    faulty: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rung: str, faulty: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true_copy = loop.Loop._replay
     stale: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -363,8 +366,8 @@ def test_a_graph_trains_the_same(
         return true_copy(self, *(stale[0] if faulty else (images, labels)))
 
     monkeypatch.setattr(loop.Loop, "_replay", replay)
-    flags = ["--rung", "resident-graph", "--folder", str(made), "--device", "cuda"]
-    flags += ["--epochs", "1", "--iterations", "4", "--batch-size", "8"]
+    flags = ["--rung", rung, "--folder", str(made), "--device", "cuda", "--epochs", "1"]
+    flags += ["--iterations", "4", "--batch-size", "8", "--resnet-batch-size", "8"]
     assert main([*flags, "--result-file", str(tmp_path / "result.json")]) == faulty
 
 

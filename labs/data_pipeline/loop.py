@@ -69,7 +69,7 @@ class Settings:
     """fp16 where it is safe, and a loss that is scaled."""
     compile: bool = False
     graph: bool = False
-    """A step is a graph of its kernels, captured once and launched as one; on a GPU, in fp32."""
+    """A step is a graph of its kernels, captured once and launched as one; on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,11 @@ class Loop:
         self.model = model.to(memory_format=self.layout)  # type: ignore[call-overload]
         self.forward = torch.compile(self.model, dynamic=False) if settings.compile else self.model
         self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=LEARNING_RATE, capturable=settings.graph
+            self.model.parameters(),
+            lr=LEARNING_RATE,
+            capturable=settings.graph,
+            # Else the host asks whether the scaled loss overflowed, which a graph can't.
+            fused=settings.graph and settings.amp,
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.amp)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -323,7 +327,7 @@ class Loop:
     def _capture(self, images: Tensor, labels: Tensor) -> None:
         """Captures the step, after some in which memory settles; what these changed is put back."""
         self._images, self._labels = images.clone(), labels.clone()
-        before = copy.deepcopy(self.model.state_dict())
+        before = copy.deepcopy((self.model.state_dict(), self.scaler.state_dict()))
         own = torch.cuda.Stream(self.device)
         own.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(own):
@@ -334,7 +338,9 @@ class Loop:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._loss = self._step(self._images, self._labels)
-        self.model.load_state_dict(before)
+        self.model.load_state_dict(before[0])
+        if self.settings.amp:
+            self.scaler.load_state_dict(before[1])
         for state in self.optimizer.state.values():  # zeros, as before the first step
             for tensor in state.values():
                 tensor.zero_()

@@ -67,6 +67,9 @@ RUNGS = (
          "fp16 is for GPUs"),
     Rung("resnet50-compiled", "resnet50-both", "torch.compile",
          {"compile": True}, "it builds on fp16, which is for GPUs"),
+    Rung("resnet50-graph", "resnet50-compiled",
+         "a step is one graph, and Adam one kernel in it, as a scaled loss needs there",
+         {"graph": True}, "graphs of kernels are for GPUs"),
 )  # fmt: skip
 BY_NAME = {rung.name: rung for rung in RUNGS}
 PEERS_WITHOUT_A_ROW = {"ffcv": "FFCV", "nvidia.dali": "DALI"}
