@@ -79,8 +79,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest files first: the last to start would run alone.
-    longest = ["readme", "waterfall", "sweep", "cli", "parity", "compare", "audit", "command_lines"]
+    # Files of most of a minute and more first: one that starts last would run alone.
+    longest = """readme inspect_kernels notebook cli parity lab_scale_out lab_commands kernels
+        waterfall lab_pipeline setup lab_text compare lab_cifar profile_run exercises_v4
+        lab_group""".split()
     first = {f"test_{name}.py": place for place, name in enumerate(longest)}
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
     if torch.cuda.is_available():

@@ -464,18 +464,15 @@ def test_nothing_but_torch_is_needed(start: Call, tmp_path: Path) -> None:
     assert {"speed", "batch", "loss", "memory", "rate", "gate"} <= summary(finished).keys()
 
 
-@pytest.mark.slow
-def test_the_loss_falls_on_text(type_command: TypeCommand, tmp_path: Path) -> None:
-    words = "tiny_llama_v1.py --config tiny --num-steps 40 --device cpu --no-gate --output-dir"
-    finished = type_command("python", *words.split(), tmp_path, **script("v1"), **ONE_CORE)
+def test_the_loss_falls_on_text(run: Call, tmp_path: Path) -> None:
+    finished = run("v1", "--num-steps", "60", "--learning-rate", "3e-3", "--no-gate")
     match = re.fullmatch(r"([\d.]+) first, ([\d.]+) final", summary(finished)["loss"])
     assert match, finished.stdout
-    assert 6.4 < float(match[1]) < 7.4
+    assert 5.4 < float(match[1]) < 6.2  # ln(300) is 5.7
     assert float(match[2]) < 4
     assert summary(finished)["gate"] == "NOT RUN: figures unverified"
-    assert summary(finished)["gradients"].startswith("38/38 tensors, ")
     saved = the_run(tmp_path)
-    assert (saved.config_name, saved.parity.status) == ("tiny", "not run")
+    assert saved.parity.status == "not run"
     assert saved.data["name"] == f"Python {sys.version.split()[0]} standard library"
 
 

@@ -108,3 +108,14 @@ def test_a_text_that_cannot_be_read_is_named(
     with pytest.raises(WorkshopError, match=message) as caught:
         data.read_corpus(make(tmp_path))
     assert str(caught.value).startswith("--text-file ")
+
+
+def test_the_standard_librarys_sources_come_in_the_order_of_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b.py", "a/z.py", "a.py", "test/c.py", "a/d.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{name};")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert bytes(data.read_corpus().data) == b"a/z.py;a.py;b.py;"

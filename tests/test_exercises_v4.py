@@ -24,6 +24,7 @@ from exercise_cases import (
 )
 from test_compare import needs_triton
 
+from analysis_tools import regression_tester
 from workshop import results
 from workshop.exercises import frame
 from workshop.exercises.frame import Work
@@ -366,24 +367,22 @@ def test_a_wrong_finding_about_deployment_says_why(
     assert why in red(items)
 
 
-@pytest.mark.slow
 def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
-    tmp_path: Path, type_command: Any
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant, tool = FOLDERS[DEPLOYMENT] / "plant_change.py", "analysis_tools/regression_tester.py"
+    plant = frame.import_file(FOLDERS[DEPLOYMENT] / "plant_change.py")
     medium = tmp_path / "h200"
     ladder = stored_runs.REFERENCE / "nvidia_h200" / "runs"
     for number, path in enumerate(sorted(ladder.glob("*/v4_medium_bf16_*"))):
         stored_runs.write(medium, json.loads(path.read_text(encoding="utf-8")), str(number))
-    baseline = ("--baseline", tmp_path / "baseline.json")
-    saved = type_command("python", tool, "baseline", "save", *baseline, "--from-results", medium)
-    assert saved.returncode == 0, saved.stderr
+    baseline = ("--baseline", str(tmp_path / "baseline.json"))
+    save = ["baseline", "save", *baseline, "--from-results", str(medium)]
+    assert regression_tester.main(save) == 0
     for flags, status in ((("--percent", "5"), 1), (("--device", "another GPU"), 77)):
-        target = tmp_path / f"planted_{status}"
-        planted = type_command("python", plant, medium, target, *flags)
-        assert "Written: 5 results of V4" in planted.stdout, planted.stderr
-        judged = type_command("python", tool, "check", *baseline, "--from-results", target)
-        assert judged.returncode == status, judged.stdout + judged.stderr
+        target = str(tmp_path / f"planted_{status}")
+        assert plant.main([str(medium), target, *flags]) == 0
+        assert "Written: 5 results of V4" in capsys.readouterr().out
+        assert regression_tester.main(["check", *baseline, "--from-results", target]) == status
 
 
 SOLVED_DEPLOYMENT = (SOLUTIONS / DEPLOYMENT / frame.MINE).read_text(encoding="utf-8")

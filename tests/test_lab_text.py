@@ -36,6 +36,7 @@ from labs.text_generation.engines import Answer, HuggingFace
 from labs.text_generation.models import Loaded
 from workshop import labs
 from workshop.labs import LabRun
+from workshop.run import hardware
 from workshop.run.precision import get_precision
 
 CPU = torch.device("cpu")
@@ -62,6 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def typed(tmp_path: Path, saved, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs lm_gen on a Llama, beside prompts.txt; a later flag takes a former one's place."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "measure_copy_gbs", lambda device: 10.0)  # takes half a second
     Path("prompts.txt").write_text("\n\n".join(PROMPTS) + "\n", encoding="utf-8")
 
     def run(*words: object, main: Callable[..., int] = lm_gen.main) -> int:
@@ -151,12 +153,15 @@ def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) ->
     assert again != [line["text"] for line in lines("other.jsonl")]
 
 
-def test_a_folder_has_a_prompt_in_each_file(typed) -> None:
+def test_a_folder_has_a_prompt_in_each_file(typed, capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts").mkdir()
     for name, text in (("b.txt", "second"), ("a.txt", "first\nwith a line more\n")):
         Path("texts", name).write_text(text)
     assert typed("--input_file", "texts", "--output_file", "out", "--batch_size", 8) == 0
     assert [line["prompt"] for line in lines("out.jsonl")] == ["first\nwith a line more", "second"]
+    Path("texts", "c.txt").write_text("\n")
+    assert typed("--input_file", "texts") == 2
+    assert "texts: c.txt is empty: remove it" in capsys.readouterr().err
 
 
 def test_a_stream_prints_the_text_as_it_comes(typed, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,7 +440,7 @@ def refuses(typed, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[...,
         printed = capsys.readouterr()
         (line,) = [x for x in printed.err.splitlines() if not x.startswith(("usage:", " "))]
         assert message in line, line
-        assert not printed.out and not Path("out").exists()
+        assert printed.out in ("", models.PREPARES + "\n") and not Path("out").exists()
 
     yield check
 
@@ -519,6 +524,7 @@ def test_engines_are_measured_in_turns(
     }
     done = [run for run in runs if run.variant == "fp32, fast"]
     assert len(done) == 4 and all(run.proof.status == "pass" for run in done)
+    assert len({run.metrics["copy_gbs"] for run in done}) == 1  # one floor for each subject
     assert sum("--wait-turn" in run.command for run in done) == 2  # the first of each is alone
     assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]
     assert (tmp_path / "engines.md").read_text().count("green") == 2

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workshop import parity as gate_command
 from workshop import versions
 from workshop.gate import canonical, parity
 from workshop.run import flops, interpreter, presets
@@ -591,12 +592,9 @@ def test_weights_that_do_not_fit_are_named(change, message, odd_config) -> None:
         canonical.load_canonical(model, state)
 
 
-@pytest.mark.slow
-def test_the_command_line(type_command) -> None:
-    words = ("python", "-m", "workshop.parity", "--config", "tiny", "--precision", "fp32")
-    green = type_command(*words, "--version", "v2")
-    assert green.returncode == 0
-    assert "pass: gradients 38/38" in green.stdout
-    wrong = type_command(*words, "--version", "v9")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("error: unknown version 'v9'")
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--config", "tiny", "--precision", "fp32", "--device", "cpu", "--version")
+    assert gate_command.main([*words, "v2"]) == 0
+    assert "pass: gradients 38/38" in capsys.readouterr().out
+    assert gate_command.main([*words, "v9"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown version 'v9'")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import HANGS_S
+from test_cli import SHAPE, SIZES, WIDE_HEADS
 
 from workshop import versions
 
@@ -18,12 +19,12 @@ FOLDERS = [ROOT, *(versions.get_version(key).path.parent for key in versions.ava
 REPLACED = ("profiles", "roofline", "regression", "inference_benchmark")
 """Folders of results/ that the documents' commands write into."""
 STEPS = "--num-steps 2 --warmup-steps 1"
-SHORT = f"--batch-size 1 --seq-len 17 {STEPS}"
-"""A training run here: the documents' numbers let a reader see a loss fall. The gate takes as many
-tokens as the run, in three models."""
-COMPARED = "--versions v1 v2"
-"""By compare_versions.py, which keeps to its presets: interpreted, V3 takes two minutes there, and
-V4 compiles for one. They have commands of their own here."""
+SMALL = f"{SIZES} {SHAPE}"
+"""Of a training run here: the documents' numbers let a reader see a loss fall. With test_cli.py's
+sizes V4 finds in the compiler's cache what was compiled there, or the other way round."""
+COMPARED = "--versions v1"
+"""By compare_versions.py, which keeps to its presets: a version takes ten seconds there, V3, which
+is interpreted, two minutes. test_compare.py has real comparisons of smaller models."""
 DOCUMENTS = [
     *(folder / "README.md" for folder in FOLDERS),
     *sorted(ROOT.glob("docs/*.md")),
@@ -85,16 +86,24 @@ def test_the_documents_have_commands() -> None:
     assert len(every_command()) >= 9
 
 
+def shortened(line: str, small: str) -> str:
+    if "run_pytorch_profiler.py" in line:  # what follows -- goes to the version
+        return f"{line} {small}" if " -- " in line else f"{line} -- {small}"
+    line = re.sub(r"--num-steps \d+", f"{small} {STEPS}", line)
+    return re.sub(r"--batch-size \d+", "--batch-size 1", line)
+
+
 def run(command: str, folder: Path, output: Path) -> None:
     # diff exits 1 where files differ, which is the point of it.
-    command = re.sub(r"--num-steps \d+", SHORT, command)
-    script = f'set -e\ndiff() {{ command diff "$@" || [ $? = 1 ]; }}\n{command}'
+    small = f"{SMALL} {' '.join(WIDE_HEADS)}" if "version3" in folder.name else SMALL
+    short = "\n".join(shortened(line, small) for line in command.splitlines())
+    script = f'set -e\ndiff() {{ command diff "$@" || [ $? = 1 ]; }}\n{short}'
     inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
-    short = f"{STEPS} --repeats 1 {COMPARED} --output-dir {output}"
+    compared = f"{STEPS} --repeats 1 {COMPARED} --output-dir {output}"
     answer = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env=inherited | {"ARGS": short, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"},
+        env=inherited | {"ARGS": compared, "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=HANGS_S,

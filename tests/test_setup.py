@@ -403,13 +403,18 @@ class Site:
         self.venv = self.root / ".venv"
         self.stamp = self.venv / "workshop-setup.stamp"
         make_torch(self.packages, "2.9.0+rocm7.2", hip="7.2")
-        # The first attempt must fail: a package is missing, and there is no index to get it from.
+
+    def fail(self) -> None:
+        """A package is missing, and there is no index to get it from."""
         missing = {"PIP_FIND_LINKS": "file:///no/such/wheels"}
         self.failed = self.set_up("--python", self.python, environment=missing)
         self.stamp_after_failure = self.stamp.exists()
         self.log_of_failure = (self.venv / "setup.log").read_text()
+
+    def finish(self, *arguments: str) -> None:
         make_distribution(self.packages, "absent-one", "0.9", "absent_one.py")
-        self.done = self.set_up("--python", self.python, environment={"CXX": "/no/such/compiler"})
+        words = ("--python", self.python, *arguments)
+        self.done = self.set_up(*words, environment={"CXX": "/no/such/compiler"})
 
     def set_up(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Run:
         script = self.root / "setup" / "environment_setup.sh"
@@ -418,7 +423,10 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return Site(tmp_path_factory.mktemp("site"))
+    site = Site(tmp_path_factory.mktemp("site"))
+    site.fail()
+    site.finish()
+    return site
 
 
 def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(site: Site) -> None:
@@ -509,8 +517,8 @@ def test_a_package_that_has_gone_comes_back(tmp_path: Path) -> None:
     site = Site(tmp_path / "caf\u00e9 1", LC_ALL="C", **wheels)
     make_wheel(tmp_path / "wheels", "absent-two", "2.0", requires="absent-three")
     make_wheel(tmp_path / "wheels", "absent-three", "3.0")
-    ready = site.set_up("--with-tests")
-    assert (ready.returncode, "Ready" in ready.stdout) == (0, True), ready.stderr
+    site.finish("--with-tests")
+    assert (site.done.returncode, "Ready" in site.done.stdout) == (0, True), site.done.stderr
     packages = packages_of(site.venv / "bin" / "python")
     for gone in ("absent_two", "absent_*"):
         assert "is ready" in site.set_up("--with-tests").stdout

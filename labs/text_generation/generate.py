@@ -307,7 +307,8 @@ def _measure(ready: Run, found: dict[str, float], peak: int) -> None:
     record.metrics |= {"weights_read_mb": read / 1e6, "kv_cache_read_mb": cache / 1e6}
     if loaded.spread:
         return
-    sheet, copied = hardware.peaks(loaded.device), hardware.measure_copy_gbs(loaded.device)
+    sheet = hardware.peaks(loaded.device)
+    copied = ready.arguments.copy_gbs or hardware.measure_copy_gbs(loaded.device)
     bandwidth = (sheet.bandwidth_gbs if sheet else copied) * record.processes
     record.metrics |= {
         "copy_gbs": copied,

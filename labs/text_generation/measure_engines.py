@@ -83,6 +83,8 @@ class Study:
     session: str
     folder: Path
     model: Path
+    copy_gbs: float
+    """The memory's bandwidth."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -151,8 +153,9 @@ def measure(arguments: argparse.Namespace) -> int:
     shapes = _shapes(arguments, device)
     runs, interrupted = list[LabRun](), False
     with tempfile.TemporaryDirectory() as scratch:
+        copied = hardware.measure_copy_gbs(device)
         model = make_model(Path(scratch), device, max(prompt + new for _, prompt, new in shapes))
-        study = Study(device, results.new_session(), folder, model)
+        study = Study(device, results.new_session(), folder, model, copied)
         try:
             for run in _runs(arguments, study, list(itertools.product(shapes, _kinds(arguments)))):
                 runs.append(run)
@@ -284,7 +287,7 @@ def _plan(study: Study, shape: Shape, kind: Kind) -> turns.Plan:
         "--model_path": model, "--input_file": prompts, "--batch_size": batch,
         "--num_tokens": new, "--device": study.device.type, "--session": study.session,
         "--baseline": first, "--output_file": model.parent / f"{path.stem}.txt",
-        "--result-file": path,
+        "--result-file": path, "--copy-gbs": study.copy_gbs,
     }  # fmt: skip
     command = [sys.executable]
     if processes > 1:

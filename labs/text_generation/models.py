@@ -29,6 +29,7 @@ from workshop.run.trainer import missing_for_compile
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Of accelerate's device maps."""
 INDEX = "model.safetensors.index.json"
+PREPARES = "DeepSpeed prepares the model; the first time it compiles for minutes ..."
 
 
 @dataclass
@@ -360,6 +361,7 @@ def _deepspeed(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> t
     # Of a CPU's processes DeepSpeed sums in shared memory, which it sets up only if this variable
     # is there: its launcher gives it, torchrun does not, and without it the first sum is a SIGSEGV.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    print(PREPARES, flush=True)
     with deepspeeds_errors(arguments):
         engine = deepspeed.init_inference(
             _again(arguments, loaded),

@@ -29,12 +29,15 @@ def read(path: Path) -> list[str]:
     """The lines of a file that are not blank, or the files of a folder in the order of their names.
 
     Raises:
-        WorkshopError: there is none, or it is no text.
+        WorkshopError: there is none, a file of the folder is empty, or it is no text.
     """
     try:
         if path.is_dir():
             files = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".")
             texts = [file.read_text(encoding="utf-8").rstrip("\n") for file in files]
+            for file, text in zip(files, texts, strict=True):
+                if not text.strip():
+                    raise WorkshopError(f"--input_file {path}: {file.name} is empty: remove it")
         else:
             texts = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:

@@ -93,6 +93,8 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     )
     for flag in ("--session", "--baseline"):  # runs of one session are compared
         add(flag, default="", help=argparse.SUPPRESS)
+    # Of a study, whose runs then have one floor: a busy minute would give one of them another.
+    add("--copy-gbs", type=float, help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it

@@ -59,11 +59,12 @@ def probe_package(name: str) -> Facts:
     return {"version": metadata.version(name)}
 
 
-def probe_torchvision() -> Facts:
-    """Not imported: beside a CPU build, a wheel for CUDA imports only the way the lab does it."""
+def probe_version(name: str) -> Facts:
+    """Not imported: beside a CPU build, torchvision's wheel for CUDA imports only the way the lab
+    does it."""
     from importlib import metadata
 
-    return {"version": metadata.version("torchvision")}
+    return {"version": metadata.version(name)}
 
 
 def probe_triton() -> Facts:
@@ -179,9 +180,10 @@ def probed_rows(compile_too: bool) -> List[Row]:
     remedy = "exists for Linux alone"
     if sys.platform.startswith("linux"):
         remedy = "requirements-triton.txt in setup/ says which one belongs where"
-    # Not needed: without them V3 and the inference lab are skipped, and nothing else.
+    # Not needed: without them V3 and these labs are skipped, and nothing else.
     triton = Row("triton", "V3's kernels; torch.compile on a GPU", remedy)
     vision = Row("torchvision", "the inference lab", SETUP)
+    transformers = Row("transformers", "the text generation lab", "pip install transformers")
     compiler = Row("torch.compile", "V4, and --compile everywhere")
     if compile_too:
         compiler = compiler._replace(remedy="see the compilers and headers above")
@@ -193,7 +195,8 @@ def probed_rows(compile_too: bool) -> List[Row]:
     return [
         *packages,
         probed_row(triton, "triton", probe_triton),
-        probed_row(vision, "torchvision", probe_torchvision),
+        probed_row(vision, "torchvision", probe_version, "torchvision"),
+        probed_row(transformers, "transformers", probe_version, "transformers"),
         compiler,
         probed_row(workshop, "workshop", probe_workshop),
     ]
