@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import os
 import pickle
 import signal
@@ -403,6 +404,20 @@ def test_a_weight_without_its_gradient_is_found_however_little_it_counts(
 
     [failure] = verdict(Variant(precision, channels_last=True), sever_one).failures
     assert "along fp64's" in failure
+
+
+def test_another_direction_is_found_whatever_rounding_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proof, "MOST_TIMES", 1e6)
+    monkeypatch.setattr(proof, "ALONG", math.inf)
+
+    def uphill(training: Training) -> None:
+        for weight in training.model.parameters():
+            weight.register_hook(torch.neg)
+
+    failures = verdict(Variant("bf16"), uphill).failures
+    assert any("the momentum" in failure and "1.2e+00 allowed" in failure for failure in failures)
 
 
 def test_steps_that_a_scaled_loss_leaves_out_are_not_compared() -> None:
