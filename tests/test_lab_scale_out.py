@@ -190,6 +190,15 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
             assert ended.statuses == [1, -signal.SIGKILL], ended.err
             assert one_line(ended.err[0]).startswith("error: rank 0: another process")
     check_killed(tmp_path, curve)
+    # Killed once more, after the last checkpoint and before the result.
+    (result,) = tmp_path.glob("runs/*/*.json")
+    result.unlink()
+    ended = processes.run(2, *killed(tmp_path), environment=job_of_attempt(3))
+    assert ended.statuses == [0, 0], ended.err
+    assert "step_00000008 has all steps: nothing is left to train" in ended.out[0]
+    run = the_run(tmp_path)
+    assert run.losses == pytest.approx(curve, rel=2e-6)
+    assert run.status == "interrupted" and not run.step_ms
 
 
 def job_of_attempt(number: int) -> dict[str, str]:
@@ -298,9 +307,10 @@ def test_checkpoints_that_do_not_fit(processes: Processes, tmp_path: Path) -> No
         assert message in one_line(ended.err[0])
     shard.write_bytes(content[0])
     record.write_text(content[1])
-    for attempt in range(2):  # what was refused stays so when it is started again
-        fresh = [*words, *of_steps(4), "--save-every", 3]
-        assert processes.run(1, *fresh, environment=job_of_attempt(attempt)).statuses == [2]
+    for more in (of_steps(4), ["--resume"]):
+        for attempt in range(2):  # what was refused stays so when it is started again
+            refused = [*words, *more, "--save-every", 3]
+            assert processes.run(1, *refused, environment=job_of_attempt(attempt)).statuses == [2]
     ended = processes.run(1, *words, "--resume", *of_steps(4), "--seed", 1)
     assert ended.statuses == [0]
     lines = ended.err[0].splitlines()

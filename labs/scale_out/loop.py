@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +50,11 @@ def _prove_and_train(job: Job) -> int:
     record = _new_record(job, data_record)
     request.print_configuration(asked, data_record)
     request.print_lines([("processes", _processes(job))])
+    if start and start.steps >= _all_steps(job):
+        record.losses, record.status = results.finite(start.losses), "interrupted"
+        record.error = "trained by an attempt that ended before its result; its times are lost"
+        print(f"{start.folder.name} has all steps: nothing is left to train")
+        return _finish(job, record)
     startup.watch_compilers(torch_compile=asked.compile_mode != "none")
     if not arguments.no_gate:
         print("proof: comparing with V1 in one process ...", flush=True)
@@ -96,8 +100,8 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
     first step.
 
     Raises:
-        WorkshopError: there is none, it does not fit, or leaves no step to train; or there are
-            checkpoints which a new training would mix with its own.
+        WorkshopError: there is none, it does not fit, or leaves no step to train to one that was
+            not started again; or there are checkpoints which a new training would mix with its own.
     """
     arguments, folder = job.arguments, job.checkpoints
     if not (arguments.resume or arguments.save_every):
@@ -115,20 +119,17 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
             f"--checkpoints {folder} has {path.name} of another training: go on from it with "
             "--resume, or give another folder"
         )
+    start = checkpoints.read(path) if path else None
+    if start:
+        for sentence in checkpoints.check(start, settings):
+            print(sentence, file=sys.stderr)
+        if start.steps >= _all_steps(job) and not again:
+            raise WorkshopError(
+                f"--resume: {start.folder} has {start.steps} steps, and --warmup-steps and "
+                f"--num-steps make {_all_steps(job)}: nothing is left to train; give more"
+            )
     if job.group.is_first and arguments.save_every:
         checkpoints.begin(folder, job.group)
-    return None if path is None else _fitting(job, path, settings)
-
-
-def _fitting(job: Job, path: Path, settings: dict[str, Any]) -> Checkpoint:
-    start = checkpoints.read(path)
-    for sentence in checkpoints.check(start, settings):
-        print(sentence, file=sys.stderr)
-    if start.steps >= _all_steps(job):
-        raise WorkshopError(
-            f"--resume: {start.folder} has {start.steps} steps, and --warmup-steps and --num-steps "
-            f"make {_all_steps(job)}: nothing is left to train; give more"
-        )
     return start
 
 
