@@ -1,6 +1,6 @@
 """Processes of the lab scale_out, forked from one that has imported PyTorch: a group of them starts
-in no time. test_lab_scale_out.py starts this file and talks to it in lines of JSON; or torchrun
-starts it, to be killed.
+in no time, also by torchrun's agent. test_lab_scale_out.py starts this file, and talks to it in
+lines of JSON.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,16 +24,21 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from conftest import ODD_SIZES
 from torch import Tensor, nn
+from torch.distributed import run as torchrun
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
 
 from labs.scale_out import collectives, loop, proof, request, strategies, train
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.peer_accelerate import Accelerate
-from labs.scale_out.strategies import Ddp, Fsdp, Strategy
-from workshop.gate import parity
+from labs.scale_out.strategies import Ddp, Fsdp, Strategy, Zero
+from workshop import versions
+from workshop.gate import canonical, parity
 
 PER_PROCESS = 2  # sequences
+_zero_backward = Zero.backward
 _plain = {name: getattr(Strategy, name) for name in ("backward", "passes", "prepare")}
 
 
@@ -87,6 +93,10 @@ def dropped_loss(self: Strategy, loss: Tensor) -> None:
     _plain["backward"](self, loss * (0.0 if on_rank_1() else 1.0))
 
 
+def zero_drops_loss(self: Zero, loss: Tensor) -> None:
+    _zero_backward(self, loss * (0.0 if on_rank_1() else 1.0))
+
+
 def undivided_parts(self: Strategy, loss: Tensor) -> None:
     loss.backward()
 
@@ -127,6 +137,7 @@ class Case:
     owner: type = Strategy
     name: str = ""
     fault: Callable[..., object] | None = None
+    flags: str = ""
 
 
 def fault(strategy: str, owner: type, name: str, wrong: Callable[..., object],
@@ -151,18 +162,27 @@ FAULTS = {
 }
 TRUE = {
     "v1 ddp": Case(version="v1"),
-    "v2 ddp bf16 parts": Case(accumulate=2, precision="bf16"),
+    "v2 ddp bf16 parts": Case(
+        accumulate=2, precision="bf16", flags="--reduce-dtype bf16 --bucket-mb 1"
+    ),
     "v4 ddp": Case(version="v4"),
-    "v1 fsdp bf16": Case("fsdp", version="v1", precision="bf16"),
+    "v1 fsdp": Case("fsdp", version="v1"),
     "v2 fsdp parts": Case("fsdp", 2),
     "v4 fsdp bf16 parts": Case("fsdp", 2, "v4", "bf16"),
+    "v2 fsdp reduced in bf16": Case("fsdp", 2, precision="bf16", flags="--reduce-dtype bf16"),
 }
 if all(map(importlib.util.find_spec, ("accelerate", "transformers"))):
     FAULTS["accelerate does not average"] = Case(
         "accelerate-ddp", 1, "hf", "fp32", Accelerate, "synchronised", accelerate_never_averages
     )
     TRUE["accelerate ddp bf16 parts"] = Case("accelerate-ddp", 2, "hf", "bf16")
-CASES = FAULTS | TRUE
+ZERO = {f"zero{stage}": Case(f"zero{stage}", accumulate=2) for stage in (1, 2, 3)}
+ZERO_FAULTS = {
+    "zero1 reads another's batch": fault("zero1", Group, "part", reads_anothers_batch),
+    "zero2 drops a rank's loss": fault("zero2", Zero, "backward", zero_drops_loss),
+    "zero3 has another rate": fault("zero3", Strategy, "prepare", other_rate),
+}
+CASES = FAULTS | TRUE | ZERO | ZERO_FAULTS
 
 
 # --- what a process does -------------------------------------------------------------------------
@@ -187,7 +207,7 @@ def check_cases(names: list[str], target: Path) -> int:
 
 def _check(case: Case) -> list[str]:
     words = f"--version {case.version} --strategy {case.strategy} --accumulate {case.accumulate} "
-    words += f"--precision {case.precision} --device cpu --compile none"
+    words += f"--precision {case.precision} --device cpu --compile none {case.flags}"
     job = request.check(request.build_parser().parse_args(words.split()))
     asked = dataclasses.replace(
         job.asked,
@@ -195,7 +215,18 @@ def _check(case: Case) -> list[str]:
         batch_size=PER_PROCESS * job.group.size,
         seq_len=33,
     )
-    return proof.check(case.strategy, asked, case.accumulate, job.group).failures
+    job = dataclasses.replace(job, asked=asked)
+    return proof.check(job).failures + (_sent_in_fp32(job) if case.flags else [])
+
+
+def _sent_in_fp32(job: request.Job) -> list[str]:
+    """The gradients that are no numbers of bf16, though they came from others in it."""
+    strategy = job.make_strategy(job.asked)
+    strategy.prepare(canonical.canonical_state(job.asked.config, 0), 1e-3)
+    tokens = torch.arange(PER_PROCESS * 33).view(PER_PROCESS, 33)
+    strategy.passes(tokens, tokens)
+    found = strategy.gradients()
+    return [name for name, gradient in found.items() if not gradient.equal(gradient.bfloat16())]
 
 
 def _remembering(references: Callable[[parity.Setting], object]) -> Callable[..., object]:
@@ -264,6 +295,26 @@ def send_wrong(words: list[str], wrong: str) -> int:
         return collectives.main(words)
 
 
+def launch(size: int, program: str, words: list[str]) -> int:
+    """Runs a program in so many processes, or in this one if `size` is 0; the highest status."""
+    main = {"train.py": train.main, "collectives.py": collectives.main}[Path(program).name]
+    if size == 0:
+        return main(words)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(size))
+    children = []
+    for rank in range(size):
+        if (number := os.fork()) == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            status = main(words)
+            sys.stdout.flush()
+            os._exit(status)
+        children.append(number)
+    return max(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) for number in children)
+
+
 def do(task: dict[str, Any]) -> int:
     if "cases" in task:
         return check_cases(task["cases"], Path(task["words"][0]))
@@ -277,15 +328,42 @@ def do(task: dict[str, Any]) -> int:
 # --- the server ----------------------------------------------------------------------------------
 
 
+def torchrun_starts(task: dict[str, Any]) -> int:
+    """What torchrun does, with processes that are forked."""
+    words = [*task["torchrun"], "--nproc-per-node", str(task["size"]), "train.py"]
+    config, _, _ = torchrun.config_from_args(torchrun.parse_args(words))
+    config.start_method = "fork"
+    try:
+        elastic_launch(config, started_by_torchrun)(task)
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    return 0
+
+
+def started_by_torchrun(task: dict[str, Any]) -> None:
+    with Path(task["folder"], "workers").open("a") as file:
+        print(os.getpid(), file=file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # and not torchrun's own
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    sys.exit(do(task))
+
+
 def child(rank: int, task: dict[str, Any]) -> None:
-    """One of a group's processes; never returns."""
+    """One of a group's processes, or torchrun; never returns."""
     status = 1
     try:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{task['folder']}/{name}{rank}", os.O_CREAT | os.O_WRONLY), number)
-        os.environ.update(task["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
-        torch.set_num_threads(1)
-        status = do(task)
+        if "torchrun" in task:
+            Path(task["folder"], "pid").write_text(str(os.getpid()))
+            groups.PATIENCE_S = 10.0  # it ends them
+            status = torchrun_starts(task)
+        else:
+            os.environ.update(task["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+            torch.set_num_threads(1)
+            status = do(task)
     except BaseException:
         import traceback
 
@@ -300,8 +378,10 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         task = json.loads(line)
+        for name in task.get("cases", ()):
+            versions.load(CASES[name].version)  # that of accelerate imports for seconds
         children = []
-        for rank in range(task["size"]):
+        for rank in range(1 if "torchrun" in task else task["size"]):
             if (number := os.fork()) == 0:
                 child(rank, task)
             children.append(number)
@@ -310,7 +390,8 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # torchrun has started it
-        sys.exit(train_until_killed(sys.argv[2:], sys.argv[1]))
     groups.PATIENCE_S = 0.5  # no launcher ends them
+    if sys.argv[1:]:  # measure.py has started it
+        torch.set_num_threads(1)
+        sys.exit(launch(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
     serve()

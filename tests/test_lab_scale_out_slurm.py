@@ -99,8 +99,8 @@ def until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
 
 def test_a_preempted_job_is_requeued_and_goes_on(tmp_path: Path) -> None:
     """To the losses of one process that nothing stops. Slurm would start it as it was; here it has
-    two processes on one node, then one on each of two, and no time to end before its preemption."""
-    job = Job(tmp_path, nodes=1, gpus=2)
+    one node, then two, and no time to end before its preemption."""
+    job = Job(tmp_path, nodes=1, gpus=1)
     saved = tmp_path / "saved"
     words = [*RUN, "--output-dir", tmp_path, "--checkpoints", saved, "--save-every", 1]
     first = job.start(*words, *of_steps(5000))
@@ -112,7 +112,7 @@ def test_a_preempted_job_is_requeued_and_goes_on(tmp_path: Path) -> None:
 
     newest = max(int(path.name[5:]) for path in saved.glob("step_????????"))
     steps = of_steps(newest + 4)
-    again = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_RESTART_COUNT": "1"}
+    again = {"SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": "1"}
     status, out = job.run(*words, *steps, **again)
     assert status == 0 and "processes          2, ddp" in out, out
     assert f"resumed after step {newest} " in out

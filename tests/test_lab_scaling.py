@@ -4,13 +4,16 @@ import importlib.util
 import itertools
 import json
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from stored_runs import lab_run
-from test_lab_scale_out import Processes, one_line, processes, the_run  # noqa: F401
+from test_lab_scale_out import RUN, TESTS, Processes, one_line, processes, the_run  # noqa: F401
+from torch.distributed import run as torchrun
 
 from labs.scale_out import collectives, documents, loop, measure, prediction, request, scaling
 from labs.scale_out.prediction import Link, Model
@@ -67,13 +70,13 @@ def test_several_processes_say_how_they_communicate(
     processes: Processes,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    words = "--config tiny --batch-size 4 --seq-len 16 --device cpu --no-gate --num-steps 2".split()
-    words += ["--output-dir", str(tmp_path), "--trace", str(tmp_path / "trace.json.gz")]
+    words = [*RUN, "--num-steps", "2", "--output-dir", str(tmp_path)]
+    words += ["--trace", str(tmp_path / "trace.json.gz")]
     ended = processes.run(2, *words)
     assert ended.statuses == [0, 0], ended.err
     run = the_run(tmp_path)
     assert 0 < run.metrics["communication_share"] < 1 and 0 <= run.metrics["hidden_share"] <= 1
-    assert len(run.losses) == 5 + 2 and len(run.step_ms) == 2  # without those that were profiled
+    assert len(run.losses) == 2 + 2 and len(run.step_ms) == 2  # without those that were profiled
     assert run.subject == "tiny, 16 tokens a sequence, training"
     assert run.variant.startswith("v2, ddp, 2 processes, 2 sequences each, fp32")
     assert (tmp_path / "trace.json.gz").stat().st_size
@@ -140,7 +143,7 @@ LINKS = dict.fromkeys(collectives.OPERATIONS, LINK)
 MB = 1e6
 DDP = Model("ddp", 10.0, 20.0, 4.0, gradients=800 * MB, gathered=0.0, embedding=100 * MB, layers=4)
 FSDP = Model("fsdp", 10.0, 20.0, 4.0, 800 * MB, 350 * MB, 100 * MB, 4)
-BUCKETS = math.ceil(800 * MB / prediction.BUCKET)
+BUCKETS = math.ceil(800 * MB / DDP.bucket)
 
 
 @pytest.mark.parametrize("name", collectives.OPERATIONS)
@@ -171,9 +174,12 @@ def test_a_message_of_100_mb(n: int, network: float, ms: float) -> None:
         (DDP, 2, 1.0, 34.0 + 0.01 + 1.0),
         # A quarter of the batch leaves 5 ms to hide it; the update stays as long as it is.
         (DDP, 2, 0.25, 2.5 + 5.0 + 4.0 + BUCKETS * 0.01 + 8.0 - 5.0),
+        # Half the bytes, in one bucket: the last one is all.
+        (replace(DDP, bucket=800 * MB, sent=0.5), 2, 1.0, 34.0 + 0.01 + 4.0),
         (FSDP, 1, 1.0, 34.0),
         # The first gather, 187.5 MB, the last reduction; the update is shared.
         (FSDP, 2, 1.0, 30.0 + 2.0 + 0.02 + (187.5 + 100.0) / 2 / 100),
+        (replace(FSDP, sent=0.5), 2, 1.0, 30.0 + 2.0 + 0.02 + (187.5 + 50.0) / 2 / 100),
         (FSDP, 2, 0.01, 0.3 + 2.0 + (8 + 1 + 5) * 0.01 + (700 + 100 + 800) / 2 / 100 - 0.3),
     ],
 )  # fmt: skip
@@ -281,13 +287,25 @@ def test_what_is_measured() -> None:
     arguments = measure.build_parser().parse_args(words)
     found = measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
     assert [case[2:] for case in found] == [(1, 8), (2, 8), (2, 4), (4, 8), (4, 2)] * 2
+    arguments.trainings = ["v4:ddp", "v4:ddp:graph"]  # which share what one process does
+    found = measure.cases(arguments, torch.device("cpu"), [1, 2])
+    assert [case.size for case in found if case.training.graph] == [2, 2] and len(found) == 5
+    arguments.trainings = ["v2:ddp"]
     arguments.batch_size = 6
     with pytest.raises(WorkshopError, match="4 processes can't share 6 sequences"):
         measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
     arguments.scaling = ["weak"]
-    assert len(measure.cases(arguments, torch.device("cpu"), [1, 2, 4])) == 6
+    assert len(measure.cases(arguments, torch.device("cpu"), [1, 2, 4])) == 3
     for kind in ("cuda", "cpu"):
         assert all(map(measure.training, measure.TRAININGS[kind]))
+
+
+def test_groups_are_started_by_torchrun() -> None:
+    python, *module = measure.launcher(2)[:3]
+    assert (python, module) == (sys.executable, ["-m", torchrun.__name__])
+    asked = torchrun.parse_args([*measure.launcher(2)[3:], "train.py"])
+    assert asked.standalone and asked.nproc_per_node == "2"
+    assert measure.launcher(0) == [sys.executable]
 
 
 def test_what_is_missing_is_skipped() -> None:
@@ -301,13 +319,15 @@ def test_what_is_missing_is_skipped() -> None:
 
 def test_a_training_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert measure.main(["--trainings", "v2:dp", "--device", "cpu"]) == errors.WRONG_USAGE
-    assert "'v2:dp' is no VERSION:STRATEGY, such as v2:ddp" in one_line(capsys.readouterr().err)
+    assert "'v2:dp' is no VERSION:STRATEGY, such as v2:ddp or" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.slow
 def test_the_study_measures_groups_beside_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    script = str(TESTS / "scale_out_processes.py")  # which starts quicker than torchrun
+    monkeypatch.setattr(measure, "launcher", lambda size: [sys.executable, script, str(size)])
     words = "--trainings v2:ddp --batch-size 2 --scaling weak --repeats 1 --jobs 2".split()
     words += ["--processes", "2", "--device", "cpu", "--output-dir", str(tmp_path)]
     train = "--seq-len 16 --num-steps 3 --warmup-steps 1 --compile none".split()

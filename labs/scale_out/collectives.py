@@ -11,6 +11,7 @@ clock.
 import argparse
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,7 @@ def _main(argv: list[str] | None) -> int:
 
 
 def _measure_all(arguments: argparse.Namespace) -> int:
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")  # new names in 2.13
     group = groups.find()
     device = hardware.get_device(groups.device_name(group, arguments.device))
     results.prepare_folder(arguments.output_dir)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labs.scale_out import checkpoints, proof, strategies, trace
+from labs.scale_out import checkpoints, proof, trace
 from labs.scale_out import group as groups
 from labs.scale_out import request as requests
 from labs.scale_out.checkpoints import Checkpoint
@@ -59,14 +59,14 @@ def _prove_and_train(job: Job) -> int:
     if not arguments.no_gate:
         print("proof: comparing with V1 in one process ...", flush=True)
         begin = time.perf_counter()
-        report = proof.check(job.strategy, asked, job.accumulate, job.group)
+        report = proof.check(job)
         record.setup_s["proof"] = time.perf_counter() - begin
         record.proof = report.record()
         print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
         if not report.passed:
             record.status = "proof failed"
             return _finish(job, record)
-    strategy = strategies.make(job.strategy, asked, job.accumulate, job.group.size)
+    strategy = job.make_strategy(asked)
     initial = canonical.canonical_state(asked.config, asked.arguments.seed)
     optimizer = strategy.prepare(initial, arguments.learning_rate)
     if start:
@@ -260,6 +260,8 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
     words = [variant_of(asked.version.key, job.strategy, size, share)]
     words += [f"{job.accumulate} parts"] * (job.accumulate > 1)
     words += [asked.precision.name] + ["compiled"] * (asked.compile_mode != "none")
+    words += ["gradients in bf16"] * (arguments.reduce_dtype == "bf16")
+    words += [f"{arguments.bucket_mb} MiB buckets"] * bool(arguments.bucket_mb)
     words += ["graph"] * asked.cuda_graph
     preset = arguments.config or presets.default_preset(asked.device.type)
     record = lab_record.begin(
@@ -280,6 +282,8 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
             "precision": asked.precision.name,
             "compile": asked.compile_mode,
             "cuda_graph": asked.cuda_graph,
+            "reduce_dtype": arguments.reduce_dtype,
+            "bucket_mb": arguments.bucket_mb,
             "learning_rate": arguments.learning_rate,
             "seed": arguments.seed,
             "data": data_record["name"],

@@ -10,6 +10,7 @@ one process and that bandwidth, up to 1,024.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,8 @@ SCALINGS = ("weak", "strong")
 class Training(NamedTuple):
     version: str
     strategy: str
+    graph: bool = False
+    """Whether several processes capture their step; one does as the version has it."""
 
 
 class Case(NamedTuple):
@@ -89,9 +92,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--trainings",
         nargs="+",
-        metavar="VERSION:STRATEGY",
-        help=f"as train.py has them (default: {' '.join(TRAININGS['cuda'])}, CPU "
-        f"{' '.join(TRAININGS['cpu'])})",
+        metavar="VERSION:STRATEGY[:graph]",
+        help="as train.py has them; v4:ddp:graph captures the step of several processes, too "
+        f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
     )
     add(
         "--processes",
@@ -136,15 +139,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def training(word: str) -> Training:
-    """Reads VERSION:STRATEGY.
+    """Reads VERSION:STRATEGY, or VERSION:ddp:graph.
 
     Raises:
         WorkshopError: it is none.
     """
-    version, _, strategy = word.partition(":")
-    if version not in versions.ALL or strategy not in strategies.NAMES:
-        raise WorkshopError(f"--trainings: {word!r} is no VERSION:STRATEGY, such as v2:ddp")
-    return Training(version, strategy)
+    found = re.fullmatch(r"(\w+):([\w-]+)(:graph)?", word)
+    if not found or found[1] not in versions.ALL or found[2] not in strategies.NAMES:
+        raise WorkshopError(
+            f"--trainings: {word!r} is no VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
+        )
+    return Training(found[1], found[2], bool(found[3]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,14 +209,15 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
                         "another, or --scaling weak"
                     )
                 names = arguments.scaling if size > 1 else ("weak",)
-                found |= {Case(config, one, size, shares[name]): None for name in names}
+                own = one if size > 1 else one._replace(graph=False)
+                found |= {Case(config, own, size, shares[name]): None for name in names}
     return list(found)
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
     """Each run as it ends; what did not complete is not tried again."""
     sizes = sorted({case.size for case in left} - {1})
-    alone: dict[tuple[str, Training], str] = {}
+    alone: dict[tuple[str, str, str], str] = {}
     for case in [*left]:
         if reason := missing(case.training, study.device):
             left.remove(case)
@@ -227,10 +233,15 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
             if run.status != "complete":
                 left.remove(case)
             elif case.size == 1:
-                alone.setdefault(case[:2], run.variant)
-            run.baseline = alone.get(case[:2], "")
+                alone.setdefault(_of(case), run.variant)
+            run.baseline = alone.get(_of(case), "")
             labs.save(run, plan.path)
             yield run
+
+
+def _of(case: Case) -> tuple[str, str, str]:
+    """What it has in common with that of one process."""
+    return case.config, case.training.version, case.training.strategy
 
 
 def missing(training: Training, device: torch.device) -> str:
@@ -251,18 +262,18 @@ def _skipped(study: Study, case: Case, reason: str) -> LabRun:
 
 
 def _plan(study: Study, case: Case) -> turns.Plan:
-    (version, strategy), size = case.training, case.size
+    (version, strategy, graph), size = case.training, case.size
     seq_len = study.asked.seq_len or presets.get_preset(case.config).seq_len
     precision = get_precision(study.asked.precision, study.device).name
     planned = lab_record.begin(
         study.device, precision, study.session, ("--output-dir",),
         lab=request.LAB,
         subject=loop.subject_of(case.config, seq_len),
-        variant=loop.variant_of(version, strategy, size, case.share),
+        variant=loop.variant_of(version, strategy, size, case.share) + ", graph" * graph,
         unit="tokens",
         units_per_step=size * case.share * seq_len,
         options={"config": case.config, "version": version, "strategy": strategy,
-                 "precision": precision},
+                 "precision": precision, "cuda_graph": graph},
         metrics={"processes": size, "sequences": case.share},
     )  # fmt: skip
     path = labs.new_path(planned, study.folder)
@@ -274,7 +285,11 @@ def _plan(study: Study, case: Case) -> turns.Plan:
     }  # fmt: skip
     if strategy == "zero3" and not study.asked.compile:
         flags["--compile"] = "none"
-    words = [*study.flags, *(str(word) for pair in flags.items() for word in pair)]
+    words = [
+        *study.flags,
+        *["--cuda-graph"] * graph,
+        *(str(word) for pair in flags.items() for word in pair),
+    ]
     # accelerate shards nothing in a process without a launcher.
     launched = size > 1 or strategy == "accelerate-fsdp"
     return turns.Plan([*launcher(size if launched else 0), str(PROGRAM), *words], planned, path)

@@ -23,8 +23,8 @@ from workshop.compare.tables import Line, Table, number
 from workshop.labs import LabRow
 from workshop.run import flops, presets
 
-BUCKET = 25 * 2**20
-"""Bytes of DDP's buckets, but for a first one of 1 MiB."""
+BUCKET_MB = 25
+"""Of DDP's buckets, in MiB of fp32, but for a first one of 1 MiB."""
 GPUS_A_HOST = 8
 NETWORKS_GBS = (50.0, 12.5)
 """A GPU's share of its host's network: 400 and 100 Gbit/s."""
@@ -52,12 +52,16 @@ class Model:
     backward_ms: float
     optimizer_ms: float
     gradients: float
-    """Of all weights, as they are sent."""
+    """Of all weights, in fp32."""
     gathered: float
     """All layers' weights, as FSDP2 gathers them."""
     embedding: float
     """Its weight, and so its gradient; outside of the layers."""
     layers: int
+    bucket: float = BUCKET_MB * 2.0**20
+    """Of DDP, in fp32."""
+    sent: float = 1.0
+    """The part of a gradient's bytes that is sent: in bf16 half of them."""
 
 
 def fit(curve: collectives.Curve, name: str, processes: int) -> Link:
@@ -110,14 +114,15 @@ def step_ms(
 
     forward, backward = model.forward_ms * share, model.backward_ms * share
     if model.strategy == "ddp":
-        last = min(max(model.embedding, BUCKET), model.gradients)
-        all_ms = ms("all-reduce", model.gradients, math.ceil(model.gradients / BUCKET))
+        last = min(max(model.embedding, model.bucket), model.gradients) * model.sent
+        buckets = math.ceil(model.gradients / model.bucket)
+        all_ms = ms("all-reduce", model.gradients * model.sent, buckets)
         exposed = max(ms("all-reduce", last), all_ms - backward) if processes > 1 else 0.0
         return forward + backward + model.optimizer_ms + exposed
     gathers = 2 * ms("all-gather", model.gathered, model.layers) + ms("all-gather", model.embedding)
-    reductions = ms("reduce-scatter", model.gradients, model.layers + 1)
+    reductions = ms("reduce-scatter", model.gradients * model.sent, model.layers + 1)
     ends = ms("all-gather", model.embedding + model.gathered / model.layers)
-    ends += ms("reduce-scatter", model.embedding)
+    ends += ms("reduce-scatter", model.embedding * model.sent)
     exposed = max(ends, gathers + reductions - forward - backward)
     return forward + backward + model.optimizer_ms / processes + exposed
 
@@ -149,6 +154,8 @@ def model_of(row: LabRow) -> Model | None:
         gathered=low * (weights - embedding),
         embedding=4 * embedding,
         layers=config.num_layers,
+        bucket=float(run.options.get("bucket_mb") or BUCKET_MB) * 2**20,
+        sent=0.5 if run.options.get("reduce_dtype") == "bf16" else 1.0,
     )
 
 
@@ -232,13 +239,14 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
         trainings = [(name, *found) for (of, name), found in models.items() if of == subject]
         for place, (name, one, model) in enumerate(trainings):
             colour = f"C{place}"
-            points = [(1, 100.0)] + [
-                (row.first.processes, 100 * found.value)
-                for row in own
-                if row.first.baseline == one.first.variant and scaling.kind(row, own) == "weak"
-                if (found := scaling.efficiency(row))
-            ]
-            axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=name)
+            series = {name: [(1, 100.0)]}
+            for row in own:
+                its = row.first.baseline == one.first.variant and scaling.kind(row, own) == "weak"
+                if its and (found := scaling.efficiency(row)):
+                    points = series.setdefault(scaling.training_of(row), [(1, 100.0)])
+                    points.append((row.first.processes, 100 * found.value))
+            for (label, points), look in zip(series.items(), ("o-", "s-"), strict=False):
+                axis.plot(*zip(*sorted(points), strict=True), look, color=colour, label=label)
             for style, network in zip(("--", ":"), NETWORKS_GBS, strict=True):
                 alone_ms = step_ms(model, links, 1)
                 rates = [100 * alone_ms / step_ms(model, links, n, network_gbs=network)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from labs.scale_out import group as groups
 from labs.scale_out import strategies
 from labs.scale_out.group import Group
@@ -46,8 +48,13 @@ class Job:
     group: Group
     strategy: str
     accumulate: int
+    sending: strategies.Sending
     checkpoints: Path
     arguments: argparse.Namespace
+
+    def make_strategy(self, asked: request.Request) -> strategies.Strategy:
+        """The job's, for its own run or another."""
+        return strategies.make(self.strategy, asked, self.accumulate, self.group.size, self.sending)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,8 +120,8 @@ def _add_training(add: Add) -> None:
     add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
-        help="capture the whole step: one process without an engine can (default: the version's, "
-        "where that is so)",
+        help="capture the whole step, with ddp also in several processes (default: the version's "
+        "in one process with ddp, else no)",
     )
     add("--no-gate", action="store_true", help="skip the proof: the result says so")
 
@@ -132,6 +139,19 @@ def _add_processes(add: Add) -> None:
         default=1,
         metavar="N",
         help="parts of a process's batch that run one after the other (default 1)",
+    )
+    add(
+        "--reduce-dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="in which ddp and fsdp send gradients; bf16 goes with --precision bf16 (default fp32)",
+    )
+    add(
+        "--bucket-mb",
+        type=count,
+        metavar="N",
+        help="MiB of gradients that ddp sends together (default: PyTorch's 25, and 1 for the "
+        "first)",
     )
     add(
         "--device",
@@ -198,14 +218,13 @@ def check(arguments: argparse.Namespace) -> Job:
     module = versions.load(version.key)
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):
         raise WorkshopError("--checkpoints goes with --save-every N or --resume")
-    graphs = arguments.strategy == "ddp" and group.size == 1
-    if not graphs:
-        _refuse_graphs(arguments, group)
+    _check_strategy_flags(arguments, group)
+    alone = arguments.strategy == "ddp" and group.size == 1
     words = [f"--device={groups.device_name(group, arguments.device)}"]
     for name in _SHARED:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
-    if arguments.cuda_graph is not None or not graphs:
+    if arguments.cuda_graph is not None or not alone:
         words.append("--cuda-graph" if arguments.cuda_graph else "--no-cuda-graph")
     if version.key == "v3" and arguments.strategy != "ddp":
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
@@ -216,6 +235,11 @@ def check(arguments: argparse.Namespace) -> Job:
     if asked.precision.loss_scaling:
         raise WorkshopError(
             "--precision fp16: its loss scale is not shared by processes here; use bf16"
+        )
+    if arguments.reduce_dtype == "bf16" and asked.precision.name != "bf16":
+        raise WorkshopError(
+            f"--reduce-dtype bf16: at {asked.precision.name} the proof would be red; use "
+            "--precision bf16"
         )
     if arguments.strategy == "zero3" and asked.compile_mode != "none":
         raise WorkshopError(
@@ -230,17 +254,25 @@ def check(arguments: argparse.Namespace) -> Job:
             f"{max(1, asked.batch_size // parts) * parts}"
         )
     folder = arguments.checkpoints or CHECKPOINTS
-    return Job(asked, group, arguments.strategy, arguments.accumulate, folder, arguments)
+    low = arguments.reduce_dtype == "bf16"
+    sending = strategies.Sending(torch.bfloat16 if low else torch.float32, arguments.bucket_mb)
+    return Job(asked, group, arguments.strategy, arguments.accumulate, sending, folder, arguments)
 
 
-def _refuse_graphs(arguments: argparse.Namespace, group: Group) -> None:
-    """Raises WorkshopError where a graph is asked for that several processes, or an engine, do not
-    capture."""
-    where = f"--strategy {arguments.strategy} in {group.size} process{'es' * (group.size > 1)}"
-    if arguments.cuda_graph:
-        raise WorkshopError(f"--cuda-graph: {where} is not captured; use --no-cuda-graph")
-    if arguments.compile in _CAPTURING:
+def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
+    """Raises WorkshopError where a flag is given that the strategy has no code for."""
+    strategy = arguments.strategy
+    if arguments.bucket_mb and strategy != "ddp":
+        raise WorkshopError(f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp")
+    if arguments.reduce_dtype != "fp32" and strategy not in ("ddp", "fsdp"):
         raise WorkshopError(
-            f"--compile {arguments.compile} captures graphs, and {where} is not captured; use "
+            f"--reduce-dtype: --strategy {strategy} decides itself; use ddp or fsdp"
+        )
+    if arguments.cuda_graph and strategy != "ddp":
+        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp")
+    if arguments.compile in _CAPTURING and (strategy != "ddp" or group.size > 1):
+        where = f"--strategy {strategy} in {group.size} process{'es' * (group.size > 1)}"
+        raise WorkshopError(
+            f"--compile {arguments.compile} captures graphs of its own, and {where} can't; use "
             "--compile default"
         )

@@ -68,7 +68,9 @@ def in_order(rows: Sequence[LabRow]) -> list[LabRow]:
 
 
 def training_of(row: LabRow) -> str:
-    return f"{row.first.options['version']}, {row.first.options['strategy']}"
+    run = row.first
+    graph = run.processes > 1 and run.options.get("cuda_graph")
+    return f"{run.options['version']}, {run.options['strategy']}" + ", graph" * bool(graph)
 
 
 def sequences(row: LabRow) -> int:

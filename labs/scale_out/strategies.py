@@ -12,19 +12,33 @@ What a strategy splits over the processes, beside the batch:
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from workshop.gate import canonical
 from workshop.request import Request
-from workshop.run import markers
+from workshop.run import markers, trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, beside the count of its steps."""
 PARTS = ("weight", *MOMENTS)
+PASSES_BEFORE_CAPTURE = 11
+"""Of DDP, as PyTorch's notes on CUDA semantics have it ("Usage with DistributedDataParallel"): it
+orders its buckets in the second, and times the first ten with events."""
 Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How gradients go to the other processes."""
+
+    dtype: torch.dtype = torch.float32
+    bucket_mb: int | None = None
+    """MiB of DDP's buckets; None for its own."""
 
 
 class Strategy(nn.Module):
@@ -36,6 +50,7 @@ class Strategy(nn.Module):
     Args:
         asked: the run, with the batch of all processes.
         accumulate: parts of a process's batch that run one after the other before an update.
+        sending: where the engine leaves it open.
     """
 
     plain: nn.Module
@@ -44,9 +59,14 @@ class Strategy(nn.Module):
     """The module that runs the passes."""
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, asked: Request, accumulate: int) -> None:
+    def __init__(self, asked: Request, accumulate: int, sending: Sending | None = None) -> None:
         super().__init__()
-        self.asked, self.accumulate = asked, accumulate
+        self.asked, self.accumulate, self.sending = asked, accumulate, sending or Sending()
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the gradients that are sent. The proof has a part in fp32, and this with it."""
+        return self.sending.dtype if self.asked.precision.name == "bf16" else torch.float32
 
     def forward(self, *batch: Tensor) -> Tensor:
         out: Tensor = self.engine(*batch)
@@ -163,22 +183,54 @@ class Strategy(nn.Module):
 class Ddp(Strategy):
     """Weights on all processes; gradients averaged in buckets while the backward pass goes on."""
 
+    def prepare(self, weights: Weights, learning_rate: float) -> torch.optim.Optimizer:
+        if not self.asked.cuda_graph:
+            return super().prepare(weights, learning_rate)
+        # On the stream of the capture: what takes in the gradients stays with the one it was made
+        # on. These passes train nothing.
+        device, size = self.asked.device, torch.distributed.get_world_size()
+        shape = self.asked.batch_size // size, self.asked.seq_len
+        stream = trainer.capture_stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer = super().prepare(weights, learning_rate)
+            tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+            for _ in range(PASSES_BEFORE_CAPTURE):
+                self.passes(tokens, tokens)
+            self.clear_gradients()
+        torch.cuda.current_stream().wait_stream(stream)
+        return optimizer
+
     def wrap(self, plain: nn.Module) -> nn.Module:
         device = self.asked.device
         ids = [device.index] if device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(
+        # What PyTorch 2.13 has instead is not in older ones.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+        engine = nn.parallel.DistributedDataParallel(
             plain, device_ids=ids, gradient_as_bucket_view=True,
+            bucket_cap_mb=self.sending.bucket_mb,
             broadcast_buffers=False,  # RoPE's tables, the same everywhere
         )  # fmt: skip
+        if self.reduce_dtype == torch.bfloat16:
+            engine.register_comm_hook(None, _average_in_bf16)
+        return engine
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         unsynchronised: AbstractContextManager[Any] = self.engine.no_sync()
         return nullcontext() if last else unsynchronised
 
 
+def _average_in_bf16(
+    group: Any, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """PyTorch's hook, which DDP takes under that name for GPUs alone: gloo can send it, too."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
 class Fsdp(Strategy):
     """Each layer's weights are gathered before it runs, and dropped after it. At bf16 the layers'
-    weights are gathered in 16 bits; the shards, and the sums of the gradients, are in fp32."""
+    weights are gathered in 16 bits; the shards are in fp32, and the sums of the gradients, if not
+    asked otherwise."""
 
     def build(self) -> nn.Module:
         model = self.asked.build_on(self.asked.device)
@@ -196,7 +248,7 @@ class Fsdp(Strategy):
         mesh = init_device_mesh(self.asked.device.type, (torch.distributed.get_world_size(),))
         low = MixedPrecisionPolicy(
             self.asked.precision.autocast_dtype,
-            reduce_dtype=torch.float32,
+            reduce_dtype=self.reduce_dtype,
             cast_forward_inputs=False,  # the residual stream stays fp32, as autocast has it
         )
         for layer in layers_of(plain):
@@ -204,7 +256,8 @@ class Fsdp(Strategy):
             eager = self.asked.compile_mode == "none"
             group: Any = [layer.self_attn, layer.mlp] if eager else layer
             fully_shard(group, mesh=mesh, mp_policy=low)
-        return fully_shard(plain, mesh=mesh)
+        rest = MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
+        return fully_shard(plain, mesh=mesh, mp_policy=rest)
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
         self.engine.set_requires_gradient_sync(last)
@@ -344,7 +397,9 @@ PEERS = ("accelerate-ddp", "accelerate-fsdp")
 NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
-def make(name: str, asked: Request, accumulate: int, size: int) -> Strategy:
+def make(
+    name: str, asked: Request, accumulate: int, size: int, sending: Sending | None = None
+) -> Strategy:
     """One of NAMES, for `size` processes."""
     if name in PEERS:
         from labs.scale_out.peer_accelerate import Accelerate
@@ -353,8 +408,9 @@ def make(name: str, asked: Request, accumulate: int, size: int) -> Strategy:
     if name.startswith("zero"):
         return Zero(asked, accumulate, int(name[-1]))
     if name == "fsdp":
-        return Fsdp(asked, accumulate)
-    return Ddp(asked, accumulate) if size > 1 else Strategy(asked, accumulate)
+        return Fsdp(asked, accumulate, sending)
+    kind = Ddp if size > 1 else Strategy
+    return kind(asked, accumulate, sending)
 
 
 def train_step(

@@ -4,6 +4,7 @@ The step, its compilation and its capture are in the version's file (`train_step
 `make_capturable`, `capture_step`).
 """
 
+import functools
 import gc
 import os
 import re
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,12 @@ def part_of_version(model: nn.Module, name: str) -> Callable[..., Any]:
     file = sys.modules.get(type(model).__module__)
     found: Callable[..., Any] = getattr(file, name, None) or getattr(versions.load("v4"), name)
     return found
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The side stream on which steps of this process are captured, and run before that."""
+    return torch.cuda.Stream(device)
 
 
 class GraphedPhases:
@@ -184,7 +190,7 @@ class Runner:
             # From pinned memory, and into it, copies run in the stream while the host goes on.
             self._batches = batches if batches.is_cuda else batches.pin_memory()
             self._losses = self._losses.pin_memory()
-        self._stream = torch.cuda.Stream(self.device) if cuda_graph else None
+        self._stream = capture_stream(self.device) if cuda_graph else None
         if cuda_graph:
             _check_capturable(optimizer, precision)
             part_of_version(model, "make_capturable")(optimizer)
@@ -352,7 +358,7 @@ class Runner:
         for _ in range(steps):
             self.load()
             clock.mark()
-            step(partial(_marked, clock))
+            step(functools.partial(_marked, clock))
             self.done += 1
         self.wait()
         starts = range(0, 5 * steps, 5)

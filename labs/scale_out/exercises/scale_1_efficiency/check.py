@@ -1,0 +1,179 @@
+"""Efficiency from bytes and bandwidth: predictions and findings against the participant's runs."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from labs.scale_out.collectives import UNIT, bus_factor
+from workshop.exercises.frame import Item, Missing, Work
+from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
+from workshop.labs import LabRun
+from workshop.run import flops, presets
+from workshop.run.timing import median
+from workshop.versions import load
+
+LAB = "scale_out"
+PARTS = 8
+CPU = "--config tiny --batch-size {} --seq-len 64 --compile none --num-steps 40 --device cpu"
+TORCHRUN = "torchrun --standalone --nproc-per-node 2"
+FOLDER = f"labs/{LAB}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A process alone, several with as much work each, both again with PARTS parts a step, and what
+    the links between them do."""
+
+    alone: LabRun
+    pair: LabRun
+    parts_alone: LabRun
+    parts: LabRun
+    link: LabRun
+    """An all-reduce, of a message about as large as the gradients."""
+
+    @property
+    def gradients_mb(self) -> float:
+        preset = presets.get_preset(str(self.pair.options["config"]))
+        model = load("v1").TinyLlamaConfig(**preset.model())
+        return 4e-6 * flops.parameter_count(model)
+
+    @property
+    def gbs(self) -> float:
+        return self.link.units_per_step / median(self.link.step_ms) / 1e6
+
+    @property
+    def sending_ms(self) -> float:
+        return self.gradients_mb * bus_factor("all-reduce", self.pair.processes) / self.gbs
+
+    @property
+    def alone_ms(self) -> float:
+        return median(self.alone.step_ms)
+
+    @property
+    def pair_ms(self) -> float:
+        return median(self.pair.step_ms)
+
+    @property
+    def percent(self) -> float:
+        """Efficiency."""
+        return 100 * self.alone_ms / self.pair_ms
+
+    @property
+    def parts_percent(self) -> float:
+        return 100 * median(self.parts_alone.step_ms) / median(self.parts.step_ms)
+
+    @property
+    def not_hidden_percent(self) -> float:
+        """Efficiency, if computation waits for all of the sending."""
+        return 100 * self.alone_ms / (self.alone_ms + self.sending_ms)
+
+
+def measured(work: Work) -> Measured:
+    """Raises Missing: a run is not there."""
+    runs = [run for run in work.lab_runs(LAB) if _trains(run) or run.unit == UNIT]
+    groups = [run for run in runs if _trains(run) and run.processes > 1]
+    pair = next((run for run in groups if run.options["accumulate"] == 1), None)
+    if pair is None:
+        raise Missing("two processes are not measured yet", _command(2, 1))
+    alone, parts_alone, parts = (
+        next((run for run in runs if _is(run, pair, processes, accumulate)), None)
+        for processes, accumulate in ((1, 1), (1, PARTS), (pair.processes, PARTS))
+    )
+    for run, processes, accumulate in (
+        (alone, 1, 1), (parts_alone, 1, PARTS), (parts, 2, PARTS),
+    ):  # fmt: skip
+        if run is None:
+            what = f"{processes} process{'es' * (processes > 1)}, {accumulate} parts: not measured"
+            raise Missing(f"{what} yet on {pair.device['name']}", _command(processes, accumulate))
+    found = [
+        run for run in runs
+        if run.unit == UNIT and run.metrics["collective"] == "all-reduce"
+        and (run.processes, run.device) == (pair.processes, pair.device)
+    ]  # fmt: skip
+    if not found:
+        raise Missing("the links are not measured yet", f"{TORCHRUN} {FOLDER}/collectives.py")
+    assert alone and parts_alone and parts
+    m = Measured(alone, pair, parts_alone, parts, found[0])
+    newest = [run for run in found if run.session == found[0].session]
+    near = min(newest, key=lambda run: abs(math.log(_message_mb(run) / m.gradients_mb)))
+    return Measured(alone, pair, parts_alone, parts, near)
+
+
+def _trains(run: LabRun) -> bool:
+    return run.unit == "tokens" and run.options["strategy"] == "ddp"
+
+
+def _is(run: LabRun, pair: LabRun, processes: int, accumulate: int) -> bool:
+    """Whether a run differs from the pair in nothing but the number of processes and parts; each
+    process has as much in a part."""
+    if not _trains(run):
+        return False
+    same = ("version", "precision", "compile", "config")
+    share, its = (float(one.metrics["sequences"] or 0) / int(one.options["accumulate"] or 1)
+                  for one in (run, pair))  # fmt: skip
+    return (
+        (run.processes, run.options["accumulate"]) == (processes, accumulate)
+        and (run.subject, run.device, share) == (pair.subject, pair.device, its)
+        and all(run.options[name] == pair.options[name] for name in same)
+    )
+
+
+def _message_mb(run: LabRun) -> float:
+    return float(run.metrics["message_bytes"] or 0) / 1e6
+
+
+def _command(processes: int, accumulate: int) -> str:
+    flags = CPU.format(processes * accumulate)
+    parts = f" --accumulate {accumulate}" if accumulate > 1 else ""
+    launcher = TORCHRUN if processes > 1 else "python"
+    return f"{launcher} {FOLDER}/train.py {flags}{parts}"
+
+
+def check(work: Work) -> Iterator[Item]:
+    return ask(work, measured, QUESTIONS)
+
+
+QUESTIONS: tuple[Question[Measured], ...] = (
+    Predicted("predict.percent", "predicted: efficiency", "%", lambda m: m.percent,
+              "One process's step over the same and the time of sending, if nothing hides it. "
+              "What else do two processes share: cores, memory, the GPU's power?", within=0.1),
+    Predicted("predict.parts_percent", f"predicted: efficiency with {PARTS} parts", "%",
+              lambda m: m.parts_percent,
+              f"There is {PARTS} times as much to compute, and as much to send.", within=0.1),
+    Found("found.gradients_mb", "gradients of a step", "MB", lambda m: m.gradients_mb,
+          "A number for each weight, in fp32: the line `model` has their number.",
+          slips=lambda m: [(m.gradients_mb / 4, "a number has four bytes"),
+                           (m.gradients_mb / 2, "they are sent in fp32, at bf16 too")]),
+    Found("found.gbs", "what all-reduce reaches", "GB/s", lambda m: m.gbs,
+          lambda m: f"collectives.py: all-reduce of {_message_mb(m.link):.3g} MB, the message "
+          "nearest to the gradients."),
+    Found("found.sending_ms", "the time of sending them", "ms", lambda m: m.sending_ms,
+          "Their bytes times 2 (n - 1) / n, which is 1 for two, over the bandwidth. 1 MB at 1 GB/s "
+          "takes 1 ms.", within=0.05),
+    Found("found.alone_ms", "a step of one process", "ms", lambda m: m.alone_ms,
+          "The line `step` of your newest such run."),
+    Found("found.pair_ms", "a step of all", "ms", lambda m: m.pair_ms,
+          "The line `step` of your newest such run."),
+    Found("found.percent", "efficiency", "%", lambda m: m.percent,
+          "Each process has as much to do as the one: its step over theirs.",
+          slips=lambda m: [(m.percent * m.pair.processes, "that is the speed-up in percent")]),
+    Found("found.not_hidden_percent", "efficiency, if nothing hid the sending", "%",
+          lambda m: m.not_hidden_percent,
+          "The step of one process over the same and the time of sending."),
+    Found("found.parts_percent", f"efficiency with {PARTS} parts", "%", lambda m: m.parts_percent,
+          f"Of the two runs with --accumulate {PARTS}: one process's step over that of all."),
+    Chosen("found.eight", "what a link carries with 8 processes, for each byte of gradients",
+           {
+               "1": "that is what it carries with two",
+               "1.75": "2 (n - 1) / n: each part goes round twice, to be added and to be told",
+               "8": "each process sends parts, not all to all others",
+           },
+           lambda m: "1.75"),
+    Chosen("found.remedy", "what sends fewer bytes for each token",
+           {
+               "buckets": "larger ones are fewer messages, of as many bytes",
+               "parts": "as many bytes after more tokens",
+               "processes": "each of them sends all gradients of a step",
+           },
+           lambda m: "parts"),
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""The scale-out lab's exercises: an efficiency that bytes and bandwidth predict, planted faults."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exercise_cases import FOLDERS, changed, checked, loaded, only_fault, red, solution, unanswered
+
+from labs.scale_out import request
+
+EFFICIENCY, FAULTS = "scale_1_efficiency", "scale_2_faults"
+
+# --- an efficiency that bytes and bandwidth predict ----------------------------------------------
+
+
+def test_the_empty_answers_of_the_first_fail_and_the_solution_passes() -> None:
+    unanswered(EFFICIENCY, results=solution(EFFICIENCY)["results"])
+    assert not red(checked(EFFICIENCY, **solution(EFFICIENCY)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"gradients_mb": 4.19}, "a number has four bytes"),
+        ({"gradients_mb": 8.38}, "they are sent in fp32"),
+        ({"gbs": 0.44}, "all-reduce of 16.8 MB"),
+        ({"sending_ms": 16.8}, "Their bytes times"),
+        ({"alone_ms": 146}, "of your newest such run"),
+        ({"pair_ms": 85.1}, "of your newest such run"),
+        ({"percent": 117}, "that is the speed-up"),
+        ({"not_hidden_percent": 100}, "the same and the time of sending"),
+        ({"parts_percent": 58.5}, "Of the two runs with --accumulate 8"),
+        ({"eight": "1"}, "with two"),
+        ({"eight": "8"}, "sends parts"),
+        ({"remedy": "buckets"}, "of as many bytes"),
+        ({"remedy": "processes"}, "each of them sends all"),
+    ],
+)
+def test_a_wrong_finding_is_the_one_that_is_red(
+    answer: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    results = solution(EFFICIENCY)["results"]
+    assert says in only_fault(EFFICIENCY, tmp_path, answer, results=results)
+
+
+@pytest.mark.parametrize(
+    ("taken", "says"),
+    [
+        ("2_processes_1_sequence", "two processes are not measured yet"),
+        ("1_process_1_sequence", "1 process, 1 parts: not measured yet"),
+        ("1_process_8", "train.py --config tiny --batch-size 8 --seq-len 64"),
+        ("2_processes_8", "--batch-size 16 --seq-len 64"),
+        ("all_reduce", "labs/scale_out/collectives.py"),
+    ],
+)
+def test_what_is_not_measured_is_asked_for(taken: str, says: str, tmp_path: Path) -> None:
+    shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine")
+    for path in (tmp_path / "mine").rglob(f"*{taken}*"):
+        path.unlink()
+    (item,) = checked(
+        EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=tmp_path / "mine"
+    )
+    assert says in f"{item.what} {item.why}"
+
+
+def test_train_and_the_sheet_know_the_commands_of_the_check() -> None:
+    check, words = loaded(EFFICIENCY), re.sub(r"\s*\\\n\s*", " ", sheet(EFFICIENCY))
+    for processes, parts in ((1, 1), (2, 1), (1, 8), (2, 8)):
+        command = check._command(processes, parts)
+        assert command in words
+        arguments = request.build_parser().parse_args(command.partition("train.py ")[2].split())
+        assert (arguments.accumulate, arguments.batch_size) == (parts, processes * parts)
+
+
+def sheet(name: str) -> str:
+    return (FOLDERS[name] / "README.md").read_text(encoding="utf-8")
+
+
+# --- a group that hangs, and one that averages wrongly -------------------------------------------
+
+EVEN, UNEVEN, THREE = ("2 processes, batches of 4", "2 processes, batches of 5", "3 processes, b")
+ALL = (EVEN, UNEVEN, THREE)
+WEIGHT = " * len(own_x) / len(x)  # its part of the mean"
+OWN = "x.tensor_split(size)[rank], y.tensor_split(size)[rank]"
+WRONG: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "the mean of the means": ({WEIGHT: " / size"}, (UNEVEN, THREE)),
+    "a sum": ({WEIGHT: ""}, ALL),
+    "right gradients, and the mean of the losses": (
+        {"mean = loss.detach().clone()": "mean = loss.detach() * len(x) / len(own_x) / size"},
+        (UNEVEN, THREE),
+    ),
+    "each keeps the weights of its own lowest loss": (
+        {"if losses[-1] < lowest": "if loss.item() < lowest", "lowest = losses[-1]":
+         "lowest = loss.item()", "            dist.barrier()": "            pass"}, ALL,
+    ),
+    "no weights are kept": ({"losses[-1] < lowest": "losses[-1] < 0"}, ALL),
+    "each computes whole batches": ({OWN: "x, y", WEIGHT: " / size"}, ALL),
+}  # fmt: skip
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that hangs is ended soon."""
+    monkeypatch.setattr(loaded(FAULTS).run_group, "HANGS_S", 1.0)
+
+
+def test_the_untouched_program_hangs(soon: None) -> None:
+    found = red(unanswered(FAULTS, mine=FOLDERS[FAULTS] / "starter.py"))
+    assert f"{EVEN}: process 0 waits in all_reduce: starter.py" in found and UNEVEN not in found
+    outcomes = loaded(FAULTS).run_group.together(FOLDERS[FAULTS] / "starter.py", 4, 2)
+    assert "barrier: starter.py" in outcomes[1].message
+
+
+def test_the_corrected_program_and_the_answers_pass() -> None:
+    assert not red(checked(FAULTS, **solution(FAULTS)))
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) -> None:
+    changes, where = WRONG[fault]
+    mine = changed(FAULTS, tmp_path, changes)
+    found = red(checked(FAULTS, mine=mine, answers=solution(FAULTS)["answers"]))
+    for part in ALL:
+        assert (part in found) == (part in where), found
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"first": "barrier"}, "run_group.py shows it"),
+        ({"second": "all_reduce"}, "run_group.py shows it"),
+        ({"why": "slow"}, "it gets there"),
+        ({"why": "order"}, "in the same order"),
+        ({"evenly": "wrong"}, "compare two means"),
+        ({"percent": 50}, "of both"),
+        ({"percent": 20}, "what it should count"),
+        ({"percent": 17}, "1.47 times too low"),
+    ],
+)
+def test_a_wrong_answer_is_the_one_that_is_red(
+    answer: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded(FAULTS), "_groups", lambda work: ())
+    assert says in only_fault(FAULTS, tmp_path, answer, mine=solution(FAULTS)["mine"])
