@@ -140,7 +140,7 @@ def test_a_worker_that_gives_an_image_twice_is_found(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def twice(order: loop.Order) -> Iterator[loop.Key]:
-        indices = order.indices().tolist()
+        indices = order.indices(order.epoch).tolist()
         return ((order.epoch, i) for i in [*indices[:-1], indices[0]])
 
     monkeypatch.setattr(loop.Order, "__iter__", twice)
@@ -353,7 +353,12 @@ def test_a_red_rung_gets_no_throughput(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rung", "faulty"),
-    [("resident-graph", False), ("resident-graph", True), ("resnet50-graph", False)],
+    [
+        ("resident-graph", False),
+        ("resident-graph", True),
+        ("resnet50-graph", False),
+        ("resnet50-ahead", False),
+    ],
 )
 def test_a_graph_trains_the_same(
     rung: str, faulty: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +371,7 @@ def test_a_graph_trains_the_same(
         return true_copy(self, *(stale[0] if faulty else (images, labels)))
 
     monkeypatch.setattr(loop.Loop, "_replay", replay)
+    make_dataset.pack(made, FORMATS["flat"])
     flags = ["--rung", rung, "--folder", str(made), "--device", "cuda", "--epochs", "1"]
     flags += ["--iterations", "4", "--batch-size", "8", "--resnet-batch-size", "8"]
     assert main([*flags, "--result-file", str(tmp_path / "result.json")]) == faulty

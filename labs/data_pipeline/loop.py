@@ -11,6 +11,7 @@ for every format, decoder, number of workers and device.
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Protocol
@@ -70,6 +71,9 @@ class Settings:
     compile: bool = False
     graph: bool = False
     """A step is a graph of its kernels, captured once and launched as one; on a GPU."""
+    ahead: bool = False
+    """A batch is copied to the GPU while the step before it runs, and the workers go on into the
+    next epoch while one ends."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +141,23 @@ class Order(Sampler[Key]):
     """DataLoader's sampler: an epoch's whole batches, in the order that `draw` gives. A worker that
     stays can't see the epoch change, so that it comes with each image."""
 
-    def __init__(self, images: int, size: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, images: int, size: int, batch_size: int, seed: int, endless: bool = False
+    ) -> None:
         self.images, self.size, self.batch_size, self.seed = images, size, batch_size, seed
         self.steps = images // batch_size
+        self.endless = endless  # epoch after epoch, from `self.epoch` on
         self.epoch = 0
 
     def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
         return draw(self.images, self.size, self.seed, epoch)
 
-    def indices(self) -> Tensor:
-        return self.draw(self.epoch)[0][: self.steps * self.batch_size]
+    def indices(self, epoch: int) -> Tensor:
+        return self.draw(epoch)[0][: self.steps * self.batch_size]
 
     def __iter__(self) -> Iterator[Key]:
-        return ((self.epoch, index) for index in self.indices().tolist())
+        epochs = itertools.count(self.epoch) if self.endless else (self.epoch,)
+        return ((epoch, index) for epoch in epochs for index in self.indices(epoch).tolist())
 
     def __len__(self) -> int:
         return self.steps * self.batch_size
@@ -182,8 +190,37 @@ class Resident:
         self.order = order
 
     def __iter__(self) -> Iterator[Batch]:
-        for chosen in self.order.indices().to(self.labels.device).split(self.order.batch_size):
+        indices = self.order.indices(self.order.epoch).to(self.labels.device)
+        for chosen in indices.split(self.order.batch_size):
             yield self.images[chosen], self.labels[chosen], chosen
+
+
+class Ahead:
+    """A loader's batches, on the GPU: each is copied by a stream of its own while the step before
+    it runs. Its order is endless, so that an epoch starts with batches that are ready."""
+
+    def __init__(self, loader: Iterable[Batch], order: Order, device: torch.device) -> None:
+        self.loader, self.order, self.device = loader, order, device
+        self.stream = torch.cuda.Stream(device)
+        self._next_epoch = (-1, -1)
+
+    def __iter__(self) -> Iterator[Batch]:
+        steps, stream = self.order.steps, torch.cuda.current_stream(self.device)
+        if self._next_epoch != (self.order.epoch, steps):
+            self._batches = iter(self.loader)
+            self._copied = self._copy(next(self._batches))
+        for _ in range(steps):
+            stream.wait_stream(self.stream)
+            for part in self._copied:
+                part.record_stream(stream)  # its memory is free only when the step is done
+            yield self._copied
+            self._copied = self._copy(next(self._batches))
+        self._next_epoch = self.order.epoch + 1, steps
+
+    def _copy(self, batch: Batch) -> Batch:
+        with torch.cuda.stream(self.stream):
+            images, labels, indices = (part.to(self.device, non_blocking=True) for part in batch)
+        return images, labels, indices
 
 
 def make_loader(
@@ -196,7 +233,7 @@ def make_loader(
         from labs.data_pipeline import peers
 
         return peers.WebDatasetLoader(settings, images, order)
-    return DataLoader(
+    loader = DataLoader(
         Items(images, order, prepare=not settings.on_device),
         batch_size=order.batch_size,
         sampler=order,
@@ -205,6 +242,7 @@ def make_loader(
         pin_memory=settings.pinned and device.type == "cuda",
         prefetch_factor=settings.prefetch if settings.workers else None,
     )
+    return Ahead(loader, order, device) if settings.ahead else loader
 
 
 # --- the network and the step --------------------------------------------------------------------
@@ -267,7 +305,8 @@ class Loop:
             raise WorkshopError(f"--batch-size {batch_size}: there are {len(images):,} images")
         self.settings, self.images, self.device = settings, images, device
         self.classes, self.seed = classes, seed
-        self.order = Order(len(images), images[0][0].shape[-1], batch_size, seed)
+        size = images[0][0].shape[-1]
+        self.order = Order(len(images), size, batch_size, seed, endless=settings.ahead)
         self.order.steps = min(steps or self.order.steps, self.order.steps)
         self.loader = make_loader(settings, images, self.order, device)
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
@@ -336,6 +375,7 @@ class Loop:
         torch.cuda.current_stream(self.device).wait_stream(own)
         self.optimizer.zero_grad()
         self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.reset_peak_memory_stats(self.device)  # its memory is counted only while captured
         with torch.cuda.graph(self._graph):
             self._loss = self._step(self._images, self._labels)
         self.model.load_state_dict(before[0])

@@ -147,7 +147,7 @@ def train(record: LabRun, loop: Loop, epochs: int) -> proof.Seen:
     for epoch in range(1 + epochs):
         if epoch == 1:
             waited.seconds, start = 0.0, time.perf_counter()
-            if on_gpu:
+            if on_gpu and not loop.settings.graph:  # whose capture starts the count
                 torch.cuda.reset_peak_memory_stats(loop.device)
         loop.order.epoch = epoch
         for step in loop.train(waited, epoch):

@@ -67,7 +67,7 @@ def worker_rate(images: Source, loop: Loop) -> float:
     but for the way to the training process."""
     items = Items(images, loop.order, prepare=not loop.settings.on_device)
     size = loop.order.batch_size
-    keys = list(loop.order)[: size * max(1, 256 // size)]
+    keys = list(itertools.islice(loop.order, size * max(1, 256 // size)))
     batches = [keys[start : start + size] for start in range(0, len(keys), size)]
     return size * _per_second(lambda batch: default_collate([items[key] for key in batch]), batches)
 

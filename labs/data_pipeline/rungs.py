@@ -70,6 +70,9 @@ RUNGS = (
     Rung("resnet50-graph", "resnet50-compiled",
          "a step is one graph, and Adam one kernel in it, as a scaled loss needs there",
          {"graph": True}, "graphs of kernels are for GPUs"),
+    Rung("resnet50-ahead", "resnet50-graph",
+         "a batch is copied while the step before it runs; the workers do not stop after an epoch",
+         {"ahead": True}, "it copies to a GPU"),
 )  # fmt: skip
 BY_NAME = {rung.name: rung for rung in RUNGS}
 PEERS_WITHOUT_A_ROW = {"ffcv": "FFCV", "nvidia.dali": "DALI"}
