@@ -361,7 +361,7 @@ def test_a_red_rung_gets_no_throughput(
     ],
 )
 def test_a_graph_trains_the_same(
-    rung: str, faulty: bool, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rung: str, faulty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true_copy = loop.Loop._replay
     stale: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -371,8 +371,10 @@ def test_a_graph_trains_the_same(
         return true_copy(self, *(stale[0] if faulty else (images, labels)))
 
     monkeypatch.setattr(loop.Loop, "_replay", replay)
-    make_dataset.pack(made, FORMATS["flat"])
-    flags = ["--rung", rung, "--folder", str(made), "--device", "cuda", "--epochs", "1"]
+    folder = str(tmp_path / "set")  # ResNet-50 wants more than 32 x 32
+    made = ["--images", "40", "--size", "64", "--output-dir", folder, "--pack", "flat"]
+    assert make_dataset.main(made) == 0
+    flags = ["--rung", rung, "--folder", folder, "--device", "cuda", "--epochs", "1"]
     flags += ["--iterations", "4", "--batch-size", "8", "--resnet-batch-size", "8"]
     assert main([*flags, "--result-file", str(tmp_path / "result.json")]) == faulty
 
