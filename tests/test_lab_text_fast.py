@@ -4,21 +4,24 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from labs.text_generation import fast
+from labs.text_generation import fast, plain_ops
 from labs.text_generation.fast import FastLlama
+from labs.text_generation.plain_ops import Weight
 from workshop.errors import WorkshopError
 from workshop.run.torchvision import make_importable
 
 make_importable()  # transformers imports it where it is installed
 transformers = pytest.importorskip("transformers")
+triton_ops = pytest.importorskip("labs.text_generation.triton_ops", exc_type=ImportError)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -105,32 +108,16 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return make
 
 
-@pytest.fixture
-def reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single rows as a compiled step has them."""
-    monkeypatch.setattr(fast, "reduces", lambda x: x.shape[0] == 1)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_hugging_faces(case, name: str) -> None:
     it = case(name)
     ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
     answer = ours.generate(it.ids, it.mask, NEW)
     assert torch.equal(answer.tokens, it.greedy)
+    alone = it.row(0)  # its products are other kernels
+    assert torch.equal(ours.generate(alone.ids, alone.mask, NEW).tokens, alone.greedy)
     assert all(len(set(row.tolist())) > NEW / 4 for row in answer.tokens), "too easy to be equal"
     assert answer.first_s > 0 and len(answer.step_s) == NEW - 1 and min(answer.step_s) > 0
-
-
-@pytest.mark.parametrize("int8", (False, True), ids=("plain", "int8"))
-def test_a_single_row_says_the_same(case, request, int8: bool) -> None:
-    it = case("one-kv-head").row(0)
-    expected = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8).generate(
-        it.ids, it.mask, NEW
-    )
-    assert torch.equal(expected.tokens, it.greedy) != int8
-    request.getfixturevalue("reduced")
-    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
-    assert torch.equal(ours.generate(it.ids, it.mask, NEW).tokens, expected.tokens)
 
 
 def test_a_padded_prompt_answers_as_it_does_alone(case) -> None:
@@ -188,22 +175,20 @@ def copy_of(model: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(
-    case, request, name: str, device: str
-) -> None:
+def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, name: str, device: str) -> None:
     it, steps = case(name), 12
     rounded = copy_of(it.model, torch.bfloat16)
     truth = their_logits(copy_of(rounded, torch.float64), it, steps)
     ours = FastLlama.from_pretrained(it.folder, torch.bfloat16, device)
     allowed = error(their_logits(rounded, it, steps), truth)
     assert 1e-4 < error(forced_logits(ours, it, steps), truth) < 1.5 * allowed
-    if device == "cpu":
-        request.getfixturevalue("reduced")
     assert error(forced_logits(ours, it.row(0), steps), truth[:1]) < 1.5 * allowed
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_int8_logits_are_those_of_its_weights(case, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kernels"), [*((name, False) for name in MODELS), ("one-kv-head", True)]
+)
+def test_int8_logits_are_those_of_its_weights(case, name: str, kernels: bool) -> None:
     it, steps = case(name), 12
     exact = copy_of(it.model, torch.float64)
     exact.lm_head.weight = torch.nn.Parameter(exact.lm_head.weight.clone())  # its own, if tied
@@ -212,7 +197,7 @@ def test_int8_logits_are_those_of_its_weights(case, name: str) -> None:
             values, scale = fast.quantised(it.model.get_submodule(part).weight.detach())
             layer.weight.data = values.double() * scale
     truth = their_logits(exact, it, steps)
-    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8=True)
+    ours = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8=True, kernels=kernels)
     plain = FastLlama.from_pretrained(it.folder, torch.float32, "cpu")
     assert error(forced_logits(ours, it, steps), truth) < 1e-5
     assert 1e-3 < error(forced_logits(plain, it, steps), truth) < 0.2  # what int8 itself costs
@@ -235,7 +220,8 @@ def test_after_its_end_a_row_is_padding(case) -> None:
     assert torch.equal(torch.stack(streamed, 1), expected)
 
 
-ANGLES, BEGIN_STEP, QUANTISED = fast.angles, fast.begin_step, fast.quantised
+ANGLES, QUANTISED = plain_ops.angles, fast.quantised
+DECODE = plain_ops.decode_attention
 
 
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -253,33 +239,32 @@ def half_a_scale(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
-@functools.wraps(BEGIN_STEP)
-def late_mask(*arguments: Tensor) -> tuple[Tensor, ...]:
-    *rest, seen = BEGIN_STEP(*arguments)
-    return *rest, seen.roll(1, -1)
+def late_mask(qkv: Tensor, cache: Tensor, slot: Tensor, pads: Tensor, *rest: Tensor) -> Tensor:
+    cache[:, :, :, slot - 1] = 0  # as if the newest token but one were not seen
+    return DECODE(qkv, cache, slot, pads, *rest)
 
 
-@functools.wraps(BEGIN_STEP)
-def no_padding(*arguments: Tensor) -> tuple[Tensor, ...]:
-    *rest, seen = BEGIN_STEP(*arguments)
-    return *rest, seen | (seen.flip(-1).cumsum(-1) > 0).flip(-1)
+def no_padding(qkv: Tensor, cache: Tensor, slot: Tensor, pads: Tensor, *rest: Tensor) -> Tensor:
+    return DECODE(qkv, cache, slot, torch.zeros_like(pads), *rest)
 
 
 @pytest.mark.parametrize(
-    ("part", "fault"),
+    ("module", "part", "fault"),
     [
-        ("rotate", interleaved),
-        ("angles", one_position_on),
-        ("begin_step", late_mask),
-        ("begin_step", no_padding),
-        ("quantised", half_a_scale),
+        (plain_ops, "rotate", interleaved),
+        (plain_ops, "angles", one_position_on),
+        (plain_ops, "decode_attention", late_mask),
+        (plain_ops, "decode_attention", no_padding),
+        (fast, "quantised", half_a_scale),
     ],
 )
-def test_a_fault_is_seen(case, monkeypatch, part: str, fault: Callable[..., Any]) -> None:
+def test_a_fault_is_seen(
+    case, monkeypatch, module: ModuleType, part: str, fault: Callable[..., Any]
+) -> None:
     it, steps, int8 = case("groups-of-four"), 4, part == "quantised"
     healthy = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
     truth = forced_logits(healthy, it, steps)
-    monkeypatch.setattr(fast, part, fault)
+    monkeypatch.setattr(module, part, fault)
     faulty = FastLlama.from_pretrained(it.folder, torch.float32, "cpu", int8)
     assert error(forced_logits(faulty, it, steps), truth) > 1e-3
 
@@ -323,14 +308,57 @@ def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
         FastLlama.from_pretrained(tmp_path / "none", torch.float32, "cpu")
 
 
+def shapes(batch: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Of each function of plain_ops, arguments of odd sizes; whose caches it may write."""
+    width, ffn, kv_heads, group, head_dim, slots = 112, 152, 3, 5, 28, 300
+    x, norm = torch.randn(batch, width), torch.rand(width) + 0.5
+    for int8 in (False, True):
+        weight = torch.randn(2 * ffn, width) / width**0.5
+        values, scale = fast.quantised(weight)
+        matrix = Weight(values, scale[:, 0]) if int8 else Weight(weight)
+        yield "project", (x, norm, matrix, 1e-5)
+        yield "swiglu", (x, norm, matrix, 1e-5)
+        yield "add_product", (torch.randn(batch, 2 * ffn), x, matrix)
+    few = min(batch, 3)
+    yield "likeliest", (torch.randint(3, (few, 9000)).float(),)  # of equals the first
+    cache = torch.randn(few, 2, kv_heads, slots, head_dim)
+    pads, frequencies = torch.randint(0, 140, (few,)), torch.rand(head_dim // 2)
+    columns = kv_heads * (group + 2) * head_dim
+    for slot in (140, 256):
+        slots_of = (torch.tensor([slot]), pads, frequencies)
+        yield "decode_attention", (torch.randn(few, columns), cache, *slots_of)
+    yield "store_prompts", (torch.randn(few * 7, columns), cache, pads // 20, frequencies)
+
+
+def moved(part: Any, device: str) -> Any:
+    if isinstance(part, Weight):
+        return Weight(*(moved(piece, device) for piece in part))
+    return part.to(device) if torch.is_tensor(part) else part
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("batch", (1, 2, 17, triton_ops.MOST_ROWS + 1))
+def test_a_kernel_does_what_the_plain_function_does(batch: int, device: str) -> None:
+    torch.manual_seed(batch)
+    for name, arguments in shapes(batch):
+        given = [moved(part, device) for part in arguments]
+        ours = copy.deepcopy(given)
+        found = [getattr(triton_ops, name)(*ours), *ours[1:2]]
+        expected = [getattr(plain_ops, name)(*given), *given[1:2]]  # the second may be the cache
+        for a, b in zip(found, expected, strict=True):
+            if torch.is_tensor(a):
+                wrong = (a.double() - b.double()).norm()
+                assert a.shape == b.shape and wrong <= 2e-6 * b.double().norm(), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("int8", (False, True), ids=("plain", "int8"))
 @pytest.mark.parametrize("name", MODELS)
-def test_the_captured_step_is_the_eager_one(case, name: str, int8: bool) -> None:
+def test_captured_kernels_do_what_the_plain_loop_does(case, name: str, int8: bool) -> None:
     it = case(name)
     eager, captured = (
-        FastLlama.from_pretrained(it.folder, torch.float32, "cuda", int8, compile)
-        for compile in (False, True)
+        FastLlama.from_pretrained(it.folder, torch.float32, "cuda", int8, kernels, kernels)
+        for kernels in (False, True)
     )
     for rows in (slice(0, 3), slice(0, 1)):  # a single row's products are reductions
         ids, mask = it.ids[rows], it.mask[rows]

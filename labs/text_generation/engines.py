@@ -2,7 +2,7 @@
 
 `hf` is Hugging Face's loop as `model.generate` has it; `static` is the same with its static cache,
 compiled; `deepspeed` the same on what DeepSpeed-Inference makes of the model; `fast` is our own
-loop, in fast.py; `vllm` is vLLM's, in peer_vllm.py.
+loop, in fast.py, plain_ops.py and triton_ops.py; `vllm` is vLLM's, in peer_vllm.py.
 """
 
 from collections.abc import Callable

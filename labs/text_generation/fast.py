@@ -1,21 +1,18 @@
-"""Llama-family weights at the memory's speed: our own decode loop, in plain PyTorch.
+"""Llama-family weights at the memory's speed: our own decode loop, in one file.
 
 A token at batch 1 reads every weight once and computes next to nothing with it, so its time is the
 weights' bytes over the memory's bandwidth, plus what the program wastes. Against the waste:
 
 - the key/value cache has a fixed size, the position is a tensor on the device, and the next token
   is chosen there too: a step never waits for the host, and the same step serves every token;
-- the step is compiled in a few regions and captured in one CUDA graph: a token is one replay;
+- on a GPU a layer is five kernels, and the step is captured in one CUDA graph: a token is one
+  replay;
 - q, k and v are one product, gate and up another;
 - int8 weights with a scale for each output row halve the bytes; they become numbers of the
   activations' type inside the product.
 
-The regions are the functions under "What is compiled": a region's outputs are written to memory,
-so where one ends is where a kernel must end. SwiGLU's product, for one, is an output: else the
-compiler would compute it again for every row of the down projection.
-
-B batch, T prompt, S slots of the cache, C width, D head size, H query heads, K key/value heads,
-G = H / K, M = rows of activations: B x T in the prefill, B in a decode step.
+What a layer is made of is in plain_ops.py, in plain PyTorch, and for a GPU in triton_ops.py. The
+letters of shapes are in plain_ops.py.
 """
 
 import json
@@ -23,44 +20,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from labs.text_generation import plain_ops
 from labs.text_generation.engines import Answer, OnTokens, draw, uniforms
+from labs.text_generation.plain_ops import Weight
 from workshop.errors import WorkshopError, require
 from workshop.run.timing import StepClock
 
 SLOTS = 256
-"""The cache's size is a multiple of it: attention reads all slots, and a new size compiles anew."""
+"""The cache's size is a multiple of it: a new size is captured anew."""
 
 CHECK_EVERY = 16
 """Tokens between two looks at whether all rows have ended; each look waits for the device."""
-
-# Coordinate descent tunes the kernels' tiles, and makes a product with one row a reduction, which
-# fuses with what stands around it and reads int8 as int8. With more rows the product is a matrix
-# product: the tuner chooses between cuBLAS and Triton's, and only Triton's can convert int8 as it
-# reads. Beside cuBLAS a converted copy of the weight is written and read again, at every token.
-DECODE = {"coordinate_descent_tuning": True, "max_autotune_gemm": True}
-
-INT8_ROWS = 4
-"""A compiled int8 product of up to so many rows is one reduction for each: they share one kernel
-that reads the weight once. With more rows arithmetic takes longer than reading (counted from the
-kernel's instructions, not measured)."""
-
-
-class Weight(NamedTuple):
-    """A matrix (out, in), or its int8 values and the fp32 scale of each row."""
-
-    values: Tensor
-    scale: Tensor | None = None
-
-    def rows(self, first: int, last: int) -> "Weight":
-        scale = None if self.scale is None else self.scale[first:last]
-        return Weight(self.values[first:last], scale)
 
 
 class Layer(NamedTuple):
@@ -90,155 +67,38 @@ class Config:
     pad: int
 
 
-# --- What is compiled -----------------------------------------------------------------------------
-
-
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    if weight.scale is None:
-        return F.linear(x, weight.values)
-    if 1 < x.shape[0] <= INT8_ROWS and torch.compiler.is_compiling():
-        return torch.cat([linear(row, weight) for row in x.split(1)])
-    return (F.linear(x, weight.values.to(x.dtype)) * weight.scale).to(x.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions of x (M, heads, D): the first half of a head is turned with the second."""
-    x32 = x.float()
-    first, second = x32.chunk(2, -1)
-    return (x32 * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
-
-
-def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (M, 1, D) of positions (M,), in fp32."""
-    turns = positions.float()[:, None] * frequencies
-    turns = torch.cat((turns, turns), -1)[:, None]
-    return turns.cos(), turns.sin()
-
-
-def reduces(x: Tensor) -> bool:
-    """Whether x is one row, whose products the compiler makes reductions: see DECODE."""
-    return x.shape[0] == 1 and torch.compiler.is_compiling()
-
-
-def project(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
-    if not reduces(x):
-        return linear(rms_norm(x, norm, eps), weight)
-    # Every output row sums x's squares beside its product, for free: the weights' bytes are what
-    # takes time. So the norm is no kernel of its own.
-    squares = x.float().pow(2).expand(weight.values.shape[0], -1)
-    product = linear(x * norm, weight).float()
-    return (product * torch.rsqrt(squares.mean(-1) + eps)).to(x.dtype)
-
-
-def add_product(residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
-    return residual + linear(x, weight)
-
-
-def swiglu(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
-    if reduces(x):  # two reductions of one shape are one kernel, with the SiLU at its end
-        half = weight.values.shape[0] // 2
-        gate = project(x, norm, weight.rows(0, half), eps)
-        up = project(x, norm, weight.rows(half, 2 * half), eps)
-    else:
-        gate, up = project(x, norm, weight, eps).chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def split_heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (M, H, D), k and v (M, K, D), from their common product."""
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    return heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
-
-
-def decode_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slot: Tensor, seen: Tensor
-) -> Tensor:
-    """Writes k and v of one token into their slot of the cache (B, 2, K, S, D) and attends to the
-    slots that are `seen` (B, 1, 1, S); (B, H x D).
-
-    Written as products and sums, which the compiler spreads over all slots and heads, with no copy
-    of the keys for the G queries of each. It reads all slots, seen or not.
-    """
-    batch, _, kv_heads, _, head_dim = cache.shape
-    q, k, v = split_heads(qkv, kv_heads, head_dim)
-    cache.index_copy_(3, slot, torch.stack((rotate(k, cos, sin), v), 1)[:, :, :, None])
-    keys, values = cache.unbind(1)
-    q = rotate(q, cos, sin).view(batch, kv_heads, -1, 1, head_dim)
-    scores = (q.float() * keys[:, :, None].float()).sum(-1) * head_dim**-0.5  # (B, K, G, S)
-    weights = torch.where(seen, scores, -math.inf).softmax(-1)
-    mixed = (weights[..., None] * values[:, :, None].float()).sum(-2)
-    return mixed.to(qkv.dtype).view(batch, -1)
-
-
-def prefill_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Writes k and v of the prompts into the cache's first slots; (B x T, H x D). Without a mask
-    (B, 1, T, T) attention is causal, which the flash kernels need."""
-    batch, _, kv_heads, _, head_dim = cache.shape
-    q, k, v = split_heads(qkv, kv_heads, head_dim)
-    q, k, v = (  # (B, heads, T, D)
-        part.unflatten(0, (batch, -1)).transpose(1, 2)
-        for part in (rotate(q, cos, sin), rotate(k, cos, sin), v)
-    )
-    cache[:, 0, :, : k.shape[2]] = k
-    cache[:, 1, :, : k.shape[2]] = v
-    group = q.shape[1] // kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-    return mixed.transpose(1, 2).reshape(qkv.shape[0], -1)
-
-
-def begin_step(
-    embedding: Tensor, tokens: Tensor, slot: Tensor, pads: Tensor, frequencies: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The embedded tokens of a slot (B, C), their angles, the slots that they may see."""
-    x = embedding[tokens.index_select(1, slot)[:, 0]]
-    cos, sin = angles(slot - pads, frequencies)
-    slots = torch.arange(tokens.shape[1], device=slot.device)
-    seen = (slots <= slot) & (slots >= pads[:, None])
-    return x, cos, sin, seen[:, None, None]
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """(B, 1), in two steps: one block of threads takes long to read a vocabulary."""
-    parts = logits.unflatten(-1, (math.gcd(logits.shape[-1], 256), -1))
-    part = parts.amax(-1).argmax(-1, keepdim=True)
-    return part * parts.shape[-1] + parts.argmax(-1).gather(-1, part)
-
-
-def choose(
-    logits: Tensor, tokens: Tensor, slot: Tensor, draws: Tensor | None, temperature: Tensor
-) -> None:
-    """Writes the next token behind `slot`, which then is its slot: the likeliest, or a drawn one
-    by `draws` (B, S), uniform numbers made beforehand."""
-    if draws is None:
-        token = likeliest(logits)
-    else:
-        token = draw(logits, temperature, draws.index_select(1, slot + 1)[:, 0])[:, None]
-    tokens.index_copy_(1, slot + 1, token)
-    slot.add_(1)
-
-
-def regions(compiled: bool, **how: Any) -> SimpleNamespace:
-    """The functions above as a step calls them: as they are, or compiled."""
-    parts = (project, add_product, swiglu, decode_attention, prefill_attention, begin_step, choose)
-    if not compiled:
-        return SimpleNamespace(**{part.__name__: part for part in parts})
-    # A batch size and a cache size are an entry each, and prompts of any length one.
-    torch._dynamo.config.cache_size_limit = 64
-    return SimpleNamespace(
-        **{part.__name__: torch.compile(part, fullgraph=True, **how) for part in parts}
-    )
-
-
 # --- The model and its loop -----------------------------------------------------------------------
+
+
+def operations(kernels: bool) -> ModuleType:
+    if not kernels:
+        return plain_ops
+    require("triton")
+    from labs.text_generation import triton_ops
+
+    return triton_ops
+
+
+def padding_mask(pads: Tensor, length: int) -> Tensor:
+    """What each token of the prompts may see (B, 1, T, T). A padding token sees itself: a row that
+    sees nothing would be NaN."""
+    places = torch.arange(length, device=pads.device)
+    real = (places >= pads[:, None])[:, None, None]
+    return (real | torch.eye(length, dtype=torch.bool, device=pads.device)).tril()
+
+
+def attend_prompts(q: Tensor, cache: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of the prompts' queries (B, H, T, D) to their slots of the cache (B, 2, K, T, D);
+    (B x T, H x D). Without a mask it is causal, which the flash kernels need; with one the fused
+    kernels need a key for each query."""
+    keys, values = cache.unbind(1)
+    if mask is not None:
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
+    mixed = F.scaled_dot_product_attention(
+        q, keys, values, mask, is_causal=mask is None, enable_gqa=mask is None
+    )
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 class Session:
@@ -254,14 +114,11 @@ class Session:
         self.draws = model.zeros((batch, slots), torch.float64) if sampled else None
         self.temperature = torch.ones(1, device=device)
         self.step: Callable[[], object] = lambda: model.decode(self)
-        if model.compiled:
-            self.step()
-            if device.type == "cuda":
-                self.step = self._captured()
+        if model.captured:
+            self.step = self._captured()
 
     def _captured(self) -> Callable[[], object]:
-        """The step as one graph. Our own capture, for the compiler's leaves out what writes to its
-        inputs, as a step does to its cache."""
+        """The step as one graph, after one step in which kernels are compiled."""
         stream = torch.cuda.Stream(self.slot.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -273,11 +130,9 @@ class Session:
         return graph.replay
 
     def serves(self, batch: int, needed: int, sampled: bool) -> bool:
-        """Whether its cache is large enough and at most twice as large as needed: to read that much
-        takes less time than to compile anew."""
+        """Whether it is of this batch, and its cache is large enough."""
         have, slots = self.tokens.shape
-        same = have == batch and (self.draws is not None) == sampled
-        return same and needed <= slots <= max(SLOTS, 2 * needed)
+        return have == batch and (self.draws is not None) == sampled and needed <= slots
 
     def begin(self, ids: Tensor, pads: Tensor, temperature: float, seed: int) -> None:
         length = ids.shape[1]
@@ -291,8 +146,18 @@ class Session:
 
 
 class FastLlama:
-    """A Llama for generation. `compile=None` compiles and captures on a GPU, and does not on the
-    CPU."""
+    """A Llama for generation.
+
+    Args:
+        read: a weight, by its name and the shape that it must have.
+        kernels: whether Triton's kernels are used. By default they are on a GPU.
+        captured: whether a step is a graph. By default it is on a GPU.
+
+    Raises:
+        NotOnThisMachine: the kernels are wanted, and Triton is missing.
+    """
+
+    compiled = False  # by torch.compile
 
     def __init__(
         self,
@@ -302,12 +167,13 @@ class FastLlama:
         read: Callable[[str, tuple[int, ...]], Tensor],
         *,
         int8: bool = False,
-        compile: bool | None = None,
+        kernels: bool | None = None,
+        captured: bool | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.compiled = self.device.type == "cuda" if compile is None else compile
-        self._decode = regions(self.compiled, dynamic=False, options=self._options())
-        self._prefill = regions(self.compiled)
+        on_gpu = self.device.type == "cuda"
+        self.ops = operations(on_gpu if kernels is None else kernels)
+        self.captured = on_gpu if captured is None else captured
         self._session: Session | None = None
         self.frequencies = rope_frequencies(config).to(self.device)
         width, ffn = config.width, config.ffn
@@ -361,7 +227,8 @@ class FastLlama:
         dtype: torch.dtype,
         device: torch.device | str,
         int8: bool = False,
-        compile: bool | None = None,
+        kernels: bool | None = None,
+        captured: bool | None = None,
     ) -> "FastLlama":
         """Reads a folder that Hugging Face's `save_pretrained` wrote, one tensor at a time,
         straight into the fused ones on the device.
@@ -372,10 +239,8 @@ class FastLlama:
         """
         folder = Path(folder)
         config = read_config(folder)
-        return cls(config, dtype, device, Checkpoint(folder).read, int8=int8, compile=compile)
-
-    def _options(self) -> dict[str, Any]:
-        return DECODE if self.device.type == "cuda" else {}
+        read = Checkpoint(folder).read
+        return cls(config, dtype, device, read, int8=int8, kernels=kernels, captured=captured)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -388,55 +253,54 @@ class FastLlama:
             weights += [*layer.qkv, *layer.out, *layer.gate_up, *layer.down]
         return sum(weight.nbytes for weight in weights if weight is not None)
 
-    def _pass(self, run: SimpleNamespace, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def _pass(self, x: Tensor, attend: Callable[[Tensor, Tensor], Tensor], s: Session) -> Tensor:
         """All layers, on rows x (M, C)."""
-        eps = self.config.eps
-        for index, layer in enumerate(self.layers):
-            mixed = attend(index, run.project(x, layer.input_norm, layer.qkv, eps))
-            x = run.add_product(x, mixed, layer.out)
-            inner = run.swiglu(x, layer.post_norm, layer.gate_up, eps)
-            x = run.add_product(x, inner, layer.down)
+        ops, eps = self.ops, self.config.eps
+        for layer, cache in zip(self.layers, s.caches, strict=True):
+            qkv = ops.project(x, layer.input_norm, layer.qkv, eps)
+            x = ops.add_product(x, attend(qkv, cache), layer.out)
+            x = ops.add_product(x, ops.swiglu(x, layer.post_norm, layer.gate_up, eps), layer.down)
         return x
 
     @torch.no_grad()
     def decode(self, session: Session) -> Tensor:
-        """One step: reads the token in `session.slot`, writes the next one; its logits (B, vocab).
+        """One step: reads the token in `session.slot`, writes the next one; its logits (B, V).
         Nothing in it depends on the host."""
-        s, run = session, self._decode
-        x, *angle, seen = run.begin_step(self.embedding, s.tokens, s.slot, s.pads, self.frequencies)
+        s, attention = session, self.ops.decode_attention
+        x = self.embedding[s.tokens.index_select(1, s.slot)[:, 0]]
         x = self._pass(
-            run,
-            x,
-            lambda index, qkv: run.decode_attention(qkv, *angle, s.caches[index], s.slot, seen),
+            x, lambda qkv, cache: attention(qkv, cache, s.slot, s.pads, self.frequencies), s
         )
         return self._next(s, x)
 
     @torch.no_grad()
     def prefill(self, session: Session, padded: bool) -> Tensor:
         """The prompts in `session.tokens` up to `session.slot`: fills the cache, writes the first
-        new token; its logits (B, vocab)."""
-        s, run = session, self._prefill
+        new token; its logits (B, V)."""
+        s, ops = session, self.ops
         ids = s.tokens[:, : int(s.slot) + 1]
         batch, length = ids.shape
-        places = torch.arange(length, device=self.device)
-        mask = None
-        if padded:  # a padding token sees itself: a row that sees nothing would be NaN
-            real = (places >= s.pads[:, None])[:, None, None]
-            mask = (real | torch.eye(length, dtype=torch.bool, device=self.device)).tril()
-        positions = (places - s.pads[:, None]).clamp(min=0)
-        angle = angles(positions.flatten(), self.frequencies)
-        x = self._pass(
-            run,
-            self.embedding[ids.flatten()],
-            lambda index, qkv: run.prefill_attention(qkv, *angle, s.caches[index], mask),
-        )
+        mask = padding_mask(s.pads, length) if padded else None
+
+        def attend(qkv: Tensor, cache: Tensor) -> Tensor:
+            q = ops.store_prompts(qkv, cache, s.pads, self.frequencies)
+            return attend_prompts(q, cache[:, :, :, :length], mask)
+
+        x = self._pass(self.embedding[ids.flatten()], attend, s)
         return self._next(s, x.view(batch, length, -1)[:, -1].contiguous())
 
     def _next(self, session: Session, x: Tensor) -> Tensor:
-        """From the last rows (B, C)."""
-        s, run = session, self._decode
-        logits: Tensor = run.project(x, self.norm, self.head, self.config.eps)
-        run.choose(logits, s.tokens, s.slot, s.draws, s.temperature)
+        """From the last rows (B, C): writes the next token behind `slot`, which then is its slot;
+        the likeliest one, or one drawn by `draws`."""
+        s, ops = session, self.ops
+        logits: Tensor = ops.project(x, self.norm, self.head, self.config.eps)
+        behind = s.slot + 1
+        if s.draws is None:
+            token = ops.likeliest(logits)
+        else:
+            token = draw(logits, s.temperature, s.draws.index_select(1, behind)[:, 0])[:, None]
+        s.tokens.index_copy_(1, behind, token)
+        s.slot.copy_(behind)
         return logits
 
     def session(self, batch: int, needed: int, sampled: bool) -> Session:
@@ -456,8 +320,7 @@ class FastLlama:
         seed: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Continues prompts. What a new batch or cache size needs to compile is done before the
-        clock starts.
+        """Continues prompts. A new batch or cache size is captured before the clock starts.
 
         Args:
             ids, mask: tokens and 1 or 0 (B, T), padded on the left.

@@ -54,7 +54,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "static, compiled, tensor parallel": ("--engine", "static", "--compile", "--tensor_parallel"),
 }
 """As a run's variant has them; the first is the one that the others are compared with."""
-COMPILED = ("static, compiled", "fast", "int8 weights, fast", "deepspeed, kernel injection", "vllm")
+COMPILED = ("static, compiled", "deepspeed, kernel injection", "vllm")
 """Their first process compiles and tunes, or builds kernels."""
 OF_SEVERAL = ("deepspeed", "hf, tensor parallel", "static, compiled, tensor parallel")
 """Engines that several processes can share."""
