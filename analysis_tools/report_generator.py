@@ -25,9 +25,10 @@ from workshop.errors import WorkshopError  # noqa: E402
 if TYPE_CHECKING:
     from workshop import results
     from workshop.collection import Collection
-    from workshop.report.content import Progress
+    from workshop.report.content import Shown
 
-PAGE, MARKDOWN, TEMPLATE = "report.html", "report.md", "my_results.md"
+PAGE, MARKDOWN = "report.html", "report.md"
+SHEET = ("my_results.html", "my_results.md")
 TITLE = "Training results"
 MOST_SHOWN = 50
 
@@ -46,9 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     folder("--output-dir", help=f"for {PAGE} and {MARKDOWN} (default: results/report/)")
     add("--title", default=TITLE, metavar="TEXT", help="of the report (default: %(default)s)")
     add("--top", type=int, default=10, metavar="N", help="kernels a profile (default %(default)s)")
-    add("--template", action="store_true",
-        help=f"write {TEMPLATE} instead: your machine and times filled in, with room for your name "
-        "and what you saw")  # fmt: skip
+    add("--sheet", action="store_true",
+        help=f"write {' and '.join(SHEET)} instead: your machine, exercises, times and labs filled "
+        "in, with room for your name and what you saw")  # fmt: skip
     return parser
 
 
@@ -74,7 +75,7 @@ def _report(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # its medians are small: threads would only wait for each other
     collection = Collection(arguments.results or [results.DEFAULT_FOLDER])
     folder = arguments.output_dir or results.DEFAULT_FOLDER / "report"
-    form = _template if arguments.template else _report_pages
+    form = _sheet if arguments.sheet else _report_pages
     with Console(stderr=True).status("reading results") as status:
         texts = form(collection, folder, arguments, lambda what: status.update(Text(what)))
     results.write_together(texts)
@@ -83,7 +84,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _report_pages(
-    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Progress"
+    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Shown"
 ) -> dict[Path, "results.Content"]:
     """The text of each file."""
     from workshop import results
@@ -102,23 +103,25 @@ def _report_pages(
     }
 
 
-def _template(
-    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Progress"
+def _sheet(
+    collection: "Collection", folder: Path, arguments: argparse.Namespace, progress: "Shown"
 ) -> dict[Path, "results.Content"]:
     from workshop import results
     from workshop.report import content, pages
 
-    target = folder / TEMPLATE
-    if target.exists():
-        raise WorkshopError(
-            f"{target} exists, and your notes may be in it: move it, or choose another --output-dir"
-        )
+    targets = [folder / name for name in SHEET]
+    for target in targets:
+        if target.exists():
+            raise WorkshopError(
+                f"{target} exists, and your notes may be in it: move it, or choose another "
+                "--output-dir"
+            )
     collection.refresh()
-    devices = content.own_ladders(collection)
-    if not devices:
+    sheet = content.participants_sheet(collection)
+    if not sheet.devices:
         raise WorkshopError(f"{_folders(collection)}: no runs of yours; `make compare` makes some")
     results.prepare_folder(folder)
-    return {target: pages.participants_page(devices, folder)}
+    return dict(zip(targets, pages.participants_pages(sheet, folder), strict=True))
 
 
 def _folders(collection: "Collection") -> str:

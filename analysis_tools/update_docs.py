@@ -115,7 +115,7 @@ def render() -> dict[Path, str]:
         },
         WORTH: _worth(runs, ladders),
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
-        instructor.GUIDE: instructor.parts(collection),
+        instructor.GUIDE: instructor.parts(collection, sheets),
     }
     for key, version in VERSIONS.items():
         folder = version.path.parent

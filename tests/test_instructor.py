@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis_tools import update_docs
+from workshop.classroom import courses
 from workshop.classroom.instructor import GUIDE
 from workshop.errors import WorkshopError
 from workshop.exercises import sheet
@@ -36,6 +37,12 @@ def test_the_sessions_have_the_exercises_of_the_sheets() -> None:
         listed = {name: int(its) for name, _, its in EXERCISE.findall(part)}
         assert listed == {s.name: s.minutes for s in sheets if s.session == number}
         assert sum(listed.values()) == minutes
+
+
+def test_a_course_fits_into_its_day() -> None:
+    ends = re.findall(r"^\| (\d+):\d\d \| end \|", TEXT, re.MULTILINE)
+    assert len(ends) == len(courses.COURSES) and int(ends[0]) <= 13
+    assert all(int(hour) < 17 for hour in ends)
 
 
 @pytest.mark.parametrize("page", sorted(GUIDE.parent.glob("*.md")), ids=lambda page: page.name)

@@ -17,6 +17,7 @@ from stored_runs import PARTS, REFERENCE, lab_run, reference, select, write, wri
 from analysis_tools import report_generator
 from workshop import versions
 from workshop.collection import Collection
+from workshop.exercises.progress import Progress
 from workshop.report import content, pages
 from workshop.results import Parity
 
@@ -409,19 +410,25 @@ def test_a_participants_page_has_their_runs_alone(
     results = tmp_path / "results"
     (results / "reference").mkdir(parents=True)
     write(results / "reference", reference("v1"), device={"type": "cuda", "name": "Theirs"})
-    command = ["--results", str(results), "--output-dir", str(tmp_path), "--template"]
+    command = ["--results", str(results), "--output-dir", str(tmp_path), "--sheet"]
     assert report_generator.main(command) == 2
     assert "no runs of yours" in capsys.readouterr().err
     own = reference("v1")
     write(results, own, "own", device=own["device"] | {"name": "My GPU"})
     for length in (333, 444):  # a sweep, which is no part of the page
         write(results, own, f"{length}", seq_len=length, session="1", kind="sweep point")
+    Progress(results).checked("triton_basics", 3, 3)
+    Progress(results).checked("text_1_floor", 1, 4)
+    write_lab(results, lab_run("mine"))
     assert report_generator.main(command) == 0
     page = tmp_path / "my_results.md"
-    text = page.read_text(encoding="utf-8")
-    assert "| name | |" in text and "| machine | My GPU |" in text and "Theirs" not in text
-    assert "333" not in text and "444" not in text
-    assert f"{median(own['step_ms']):,.2f} ±" in text and own["software"]["torch"] in text
+    text, html = page.read_text(encoding="utf-8"), page.with_suffix(".html").read_text("utf-8")
+    assert "| name | |" in text and "| machine | My GPU; " in text
+    for found in (text, html):
+        assert "Theirs" not in found and "333" not in found and "444" not in found
+        assert f"{median(own['step_ms']):,.2f} ±" in found and own["software"]["torch"] in found
+        assert "passed 20" in found and "1 of 4" in found
+        assert "mine" in found
     page.write_text("my notes")
     assert report_generator.main(command) == 2
     assert "your notes may be in it" in capsys.readouterr().err
@@ -430,7 +437,7 @@ def test_a_participants_page_has_their_runs_alone(
 
 def test_help_imports_nothing_large(type_command: Callable[..., Any]) -> None:
     answer = type_command("python", "-X", "importtime", TOOL, "--help")
-    assert answer.returncode == 0 and "--template" in answer.stdout
+    assert answer.returncode == 0 and "--sheet" in answer.stdout
     assert not re.search(r"\| +(torch|matplotlib|jinja2|numpy|rich)\n", answer.stderr)
 
 

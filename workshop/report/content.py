@@ -2,18 +2,33 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from workshop.collection import Collection
+from workshop.exercises import sheet
+from workshop.exercises.progress import Progress
 from workshop.labs import LabRun
 from workshop.profilers.names import printable
 from workshop.report import comparisons, lab_sections, sections, studies
 from workshop.report.comparisons import Group
-from workshop.report.parts import Cell, Device, Line, Link, Report, Section, Table, cells, count
+from workshop.report.parts import (
+    Cell,
+    Device,
+    Line,
+    Link,
+    Report,
+    Section,
+    Sheet,
+    Table,
+    cells,
+    count,
+)
 from workshop.results import RunResult
+from workshop.versions import ROOT
 
 REFERENCE = "reference"
 """The subfolder of others' results."""
-Progress = Callable[[str], object]
+Shown = Callable[[str], object]
 _HARDWARE = (
     ("architecture", "{}"),
     ("multiprocessors", "{} multiprocessors"),
@@ -23,7 +38,7 @@ _HARDWARE = (
 
 
 def build(
-    collection: Collection, *, title: str, progress: Progress = lambda what: None, top: int = 10
+    collection: Collection, *, title: str, progress: Shown = lambda what: None, top: int = 10
 ) -> Report:
     """The report of a collection that has been refreshed.
 
@@ -166,19 +181,36 @@ def _commands(groups: Sequence[Group]) -> Table:
     return Table("Command lines", ["version and size", "command", ""], lines, texts=3)
 
 
-def own_ladders(collection: Collection) -> list[tuple[str, list[tuple[str, str]], list[Section]]]:
-    """All comparisons but those in a results folder's `reference`: of each device its name, its
-    facts, and its sizes without pictures."""
+def participants_sheet(collection: Collection) -> Sheet:
+    """What a participant has done: the exercises, and all comparisons and labs but those in a
+    results folder's `reference`; without pictures."""
     theirs = {folder / REFERENCE for folder in collection.folders}
     own = [one for one in collection.runs if theirs.isdisjoint(one.path.parents)]
+    of_labs = [one for one in collection.lab_runs if theirs.isdisjoint(one.path.parents)]
     _, of_ladders = studies.split(own)
-    by_device: dict[str, list[Group]] = {}
+    parts: dict[str, list[Section]] = defaultdict(list)
+    runs: dict[str, list[RunResult | LabRun]] = defaultdict(list)
     for group in comparisons.groups(of_ladders):
-        by_device.setdefault(group.device, []).append(group)
-    return [
-        (printable(name), facts(_runs(own)), [comparisons.tables(group) for group in own])
-        for name, own in by_device.items()
-    ]
+        parts[group.device].append(comparisons.tables(group))
+        runs[group.device] += _runs([group])
+    for section, rows in lab_sections.build(of_labs):
+        parts[rows[0].device].append(section)
+        runs[rows[0].device] += [run for row in rows for run in row.runs]
+    devices = [(printable(name), facts(runs[name]), its) for name, its in parts.items()]
+    return Sheet(devices, _exercises(collection.folders[0]))
+
+
+def _exercises(results: Path) -> Table:
+    """A line for each exercise: how far the participant is."""
+    states = Progress(results)
+    sheets, _ = sheet.read_all(ROOT)
+    lines = []
+    for one in sheets:
+        state = states[one.name]
+        so_far = f"{state.green} of {state.items}" if state.checks else ""
+        passed = f"passed {state.passed[:10]}" if state.passed else so_far
+        lines.append(Line(cells(one.name, one.title, one.when, passed)))
+    return Table("The exercises", ["exercise", "what", "when", "so far"], lines, texts=4)
 
 
 def _runs(groups: Sequence[Group]) -> list[RunResult]:

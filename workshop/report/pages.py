@@ -12,8 +12,8 @@ from typing import Any
 
 from workshop.compare.markdown import Markdown, code, escape, escape_block
 from workshop.compare.markdown import table as markdown_table
-from workshop.report.content import Progress
-from workshop.report.parts import Cell, Link, Report, Section, Table
+from workshop.report.content import Shown
+from workshop.report.parts import Cell, Link, Report, Sheet, Table
 from workshop.report.pictures import Picture
 
 TEMPLATES = Path(__file__).parent
@@ -34,10 +34,20 @@ HOW_TO_READ = (
     ("of peak", "compares the useful operations (causal attention counts half) with the chip's "
      "peak, whose source is below the table."),
 )  # fmt: skip
+QUESTIONS = (
+    "Which version gained most over the one before it, and what was it that its change removed?",
+    "What bounds V1 here, and which line of a profile says so?",
+    "What bounds the fastest version now, and how far is it from the chip's limit?",
+    "What surprised me",
+    "What I will try in my own code",
+)
+"""At the end of a participant's sheet."""
+
+
 # --- HTML ----------------------------------------------------------------------------------------
 
 
-def html_page(report: Report, folder: Path, progress: Progress = lambda what: None) -> str:
+def html_page(report: Report, folder: Path, progress: Shown = lambda what: None) -> str:
     """The page of a folder, to which its links are relative, with all of its pictures inside;
     `progress` is called with the title of each before it is drawn."""
     from markupsafe import Markup
@@ -72,11 +82,11 @@ def markdown_page(report: Report, folder: Path, introduction: str = "") -> str:
     )
 
 
-def participants_page(
-    ladders: list[tuple[str, list[tuple[str, str]], list[Section]]], folder: Path
-) -> str:
-    """The Markdown that a participant completes, of each device's name, facts, and sizes."""
-    return _markdown("my_results.md.j2", folder, devices=ladders)
+def participants_pages(sheet: Sheet, folder: Path) -> tuple[str, str]:
+    """The sheet that a participant completes, as HTML and as Markdown."""
+    template = _environment(autoescape=True).get_template("my_results.html.j2")
+    page = template.render(sheet=sheet, questions=QUESTIONS, href=lambda path: href(path, folder))
+    return page, _markdown("my_results.md.j2", folder, sheet=sheet, questions=QUESTIONS)
 
 
 def _markdown(template: str, folder: Path, **content: object) -> str:

@@ -112,6 +112,15 @@ class Device:
 
 
 @dataclass
+class Sheet:
+    """What a participant completes."""
+
+    devices: list[tuple[str, list[tuple[str, str]], list[Section]]]
+    """Each one's name, facts, and sizes and labs."""
+    exercises: Table
+
+
+@dataclass
 class Report:
     """Everything, in its order on the page."""
 
