@@ -32,6 +32,8 @@ def main() -> None:
         chromium.wear(window, "light")
         chromium.resize(window, WIDTH, HEIGHT)
         window.get(running.stdout.readline().split()[0])
+        time.sleep(3)
+        window.find_element("xpath", "//label[.='Speed and memory']").click()
         time.sleep(3)  # every figure is drawn by then
         TARGET.parent.mkdir(parents=True, exist_ok=True)
         window.save_screenshot(str(TARGET))

@@ -112,6 +112,7 @@ def show(window: Any, view: str, word: str) -> None:
 
 
 WORDS = {
+    blocks.CONTENTS: "V3 is 3.28x",
     SPEED: "Peak memory",
     "Same model?": "Largest difference between 6 versions",
     "Ladder": "What each rung saves",
@@ -163,6 +164,7 @@ def test_a_choice_changes_the_figures(window: Any, address: str, selection: Path
 
     bars = "return document.querySelectorAll('#block-throughput .bars .point').length"
     open_page(window, address)
+    choose(window, "view", SPEED)
     until(lambda: shows("medium", "bf16", "v1 v2 v3 v4"), "first choice")
     choose(window, "preset", "small")
     until(lambda: shows("small", "bf16", "v1 v2 v3 v4"), "small")
@@ -187,6 +189,7 @@ def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path)
     with served(tmp_path) as address:
         open_page(window, address)
         until(lambda: "No results yet" in text(window), "an empty page")
+        choose(window, "view", SPEED)
         written = stored_runs.write(tmp_path, stored_runs.reference())
         until(lambda: "NVIDIA H200" in text(window, "#device"), "a first result")
         until(lambda: "859" in text(window, "#block-summary") and drawn(window), "its figures")
@@ -203,6 +206,7 @@ def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path)
 def test_names_are_text(window: Any, hostile: Path) -> None:
     with served(hostile) as address:
         open_page(window, address)
+        show(window, SPEED, "")
         choose(window, "versions", f"v4 compile={AS_SHOWN} no-cuda-graph")
         until(lambda: "v4 compile=<b>" in text(window, "#block-throughput .xaxislayer-above"),
               "markup below a bar")  # fmt: skip

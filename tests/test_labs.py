@@ -281,7 +281,7 @@ def test_the_operator_bench_is_shown_beside_the_labs(tmp_path: Path) -> None:
     (tmp_path / "ops").mkdir()
     path = write_operators(tmp_path)
     snapshot = dashboard(tmp_path)
-    assert not snapshot.broken and blocks.first_view(snapshot) == LABS
+    assert not snapshot.broken
     choice = snapshot.settle(Choice())
     assert choice.lab == "TorchTensorOpsBench: 3 operators in fp32, NVIDIA H200"
     (block,) = blocks.view(LABS, snapshot, choice)
@@ -312,7 +312,7 @@ def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
     write_lab(tmp_path, *lab_session(), lab_run(subject="vgg16", session="1"))
     snapshot = dashboard(tmp_path)
     choice = snapshot.settle(Choice())
-    assert blocks.first_view(snapshot) == LABS and choice.lab in snapshot.labs
+    assert choice.lab in snapshot.labs
     assert "resnet50" in choice.lab and len(snapshot.labs) == 2
     summary, rates = blocks.view(LABS, snapshot, choice)
     assert summary.before == [("fp16, wrong: proof red: logits: 0.3 of allowed 0.01", blocks.BAD)]
@@ -325,8 +325,13 @@ def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
         "fp32": pytest.approx(32 / 10.05e-3), "fp16, channels-last": pytest.approx(32 / 5.025e-3)
     }  # fmt: skip
     assert any(line.startswith("From 5 result files in") for line in summary.after)
+    (contents,) = blocks.view(blocks.CONTENTS, snapshot, choice)
+    assert contents.title == "Labs: 2" and contents.table is not None
+    assert [
+        row[1:] for row in contents.table.rows if "resnet50" in getattr(row[0], "text", "")
+    ] == [["fp16, channels-last: 2.00x", "3", "2"]]
     page = str(layout.page(snapshot, 1))
-    assert "6,368.2" in page and "6 runs and 0 profiles" in page
+    assert "Labs: 2" in page and "6 runs and 0 profiles" in page
     shown = [key for key in layout.CONTROLS if not layout.hidden(snapshot, choice, key, LABS)]
     assert shown == ["lab"]
     other = snapshot.settle(Choice(lab=list(snapshot.labs)[1]))
@@ -341,7 +346,6 @@ def test_the_dashboard_without_labs(tmp_path: Path) -> None:
         snapshot = dashboard(tmp_path)
         (note,) = blocks.view(LABS, snapshot, snapshot.settle(Choice()))
         assert "labs/inference_benchmark/micro_benchmarking_pytorch.py" in note.before[0][0]
-        assert blocks.first_view(snapshot) == next(iter(blocks.VIEWS))
         assert layout.hidden(snapshot, Choice(), "lab", LABS)
         write(tmp_path, reference())
 
@@ -351,7 +355,7 @@ def test_the_exported_page_of_labs_alone(tmp_path: Path) -> None:
     file = tmp_path / "a.html"
     assert performance_dashboard.main(["--results", str(tmp_path), "--export", str(file)]) == 0
     page = file.read_text(encoding="utf-8")
-    assert 'value="Labs" checked' in page and "6,368.2" in page
+    assert f'value="{blocks.CONTENTS}" checked' in page and "6,368.2" in page
     (key,) = dashboard(tmp_path).labs
     assert f'<option value="{key}" selected>' in page
     assert f'data-view="Labs" data-key="{key}"' in page and "No results yet" in page

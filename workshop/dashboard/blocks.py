@@ -2,6 +2,7 @@
 exported page."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,14 @@ from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline.model import Roofline, flags, sentences
-from workshop.run import precision
+from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
+CONTENTS, OVERVIEW = "What is here", "Speed and memory"
 ROOFLINE, KERNELS = "Roofline", "Kernels"
 """The views that show a profile."""
 LABS = "Labs"
-_WITHOUT_GROUP = (KERNELS, LABS)
+_WITHOUT_GROUP = (CONTENTS, KERNELS, LABS)
 """The views that show no runs of versions."""
 _HOT = 15
 """Kernels of a hot list, and points of a roofline's table."""
@@ -79,20 +81,61 @@ def view(name: str, snapshot: Snapshot, choice: Choice) -> list[Block]:
     """The blocks of one of VIEWS, for a settled choice."""
     rows = snapshot.chosen(choice)
     if name not in _WITHOUT_GROUP and choice.group not in snapshot.groups:
-        return [_note("empty", "No results yet", "make compare writes the first ones; this page "
-                      "shows them as they come.")]  # fmt: skip
+        return [_nothing()]
     if name not in _WITHOUT_GROUP and not rows:
         return [_note("none", "No version is chosen", "Choose one above.")]
     return VIEWS[name](snapshot, choice, rows)
 
 
-def first_view(snapshot: Snapshot) -> str:
-    """What a visitor sees first: labs, where nothing else was measured."""
-    return LABS if snapshot.lab_keys and not snapshot.groups else next(iter(VIEWS))
+def _nothing() -> Block:
+    words = "make compare writes the first ones; this page shows them as they come."
+    return _note("empty", "No results yet", words)
 
 
 def _note(key: str, title: str, *lines: str) -> Block:
     return Block(key, title, before=[(line, DIM) for line in lines], wide=True)
+
+
+# --- what is here --------------------------------------------------------------------------------
+
+
+def _contents(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
+    """What each of the other views can show."""
+    groups = snapshot.sizes()  # points of a sweep have sizes of their own
+    groups = [group for group in groups if group.preset in presets.PRESETS] or groups
+    ladder = [_group_line(group, snapshot.rows(group)) for group in groups]
+    profiles = Counter((printable(p.device), p.tool) for p in snapshot.profiles.values())
+    found = [
+        _part("Versions beside V1", f'the views from "{OVERVIEW}" to "{ROOFLINE}"',
+              ("device, size, precision, batch × sequence", "versions", "best"), ladder, 3),
+        _part("Labs", f'the view "{LABS}"',
+              ("lab and subject", "fastest", "rows", "proof green"),
+              [_lab_line(title, own) for title, own in snapshot.labs.items()], 2),
+        _part("Profiles", f'the view "{KERNELS}"', ("device", "tool", "profiles"),
+              [[*key, str(count)] for key, count in profiles.items()], 2),
+    ]  # fmt: skip
+    return [block for block in found if block.table and block.table.rows] or [_nothing()]
+
+
+def _part(title: str, where: str, header: Sequence[str], lines: list[Cells], texts: int) -> Block:
+    key = f"contents-{title.split()[0].lower()}"
+    after = [f"Shown by {where}."]
+    return Block(key, f"{title}: {len(lines)}", None, Table(header, lines, texts), (), after, True)
+
+
+def _group_line(group: Group, rows: list[Row]) -> Cells:
+    best = data.headline(rows)
+    timed = ", ".join(printable(row.label) for row in rows if row.step_ms)
+    verdict = Cell(best, GOOD) if best else Cell("no speed-up with an interval", DIM)
+    return [Cell(" · ".join(group), "name"), timed, verdict]
+
+
+def _lab_line(title: str, rows: list[LabRow]) -> Cells:
+    faster = [(row.speedup.value, row) for row in rows if row.speedup and row.speedup.significant]
+    value, best = max(faster, key=lambda pair: pair[0], default=(0.0, None))
+    fastest = f"{printable(best.label)}: {value:.2f}x" if best else "-"
+    green = sum(lab_table.proof(row) == lab_table.GREEN for row in rows)
+    return [Cell(printable(title), "name"), fastest, str(len(rows)), str(green)]
 
 
 # --- speed and memory ----------------------------------------------------------------------------
@@ -411,7 +454,8 @@ def _lab_cells(row: LabRow, cells: Sequence[str]) -> Cells:
 
 
 VIEWS: dict[str, Callable[[Snapshot, Choice, list[Row]], list[Block]]] = {
-    "Speed and memory": _overview,
+    CONTENTS: _contents,
+    OVERVIEW: _overview,
     "Same model?": _proof,
     "Ladder": _ladder,
     "Sweeps": _sweeps,

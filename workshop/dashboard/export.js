@@ -5,10 +5,10 @@ const chosen = (name) => document.querySelector(`input[name="${name}"]:checked`)
 
 function show() {
   const view = chosen("view"), list = chosenBy[view] ?? "group";
-  for (const name of ["group", ...Object.values(chosenBy)]) {
+  for (const name of ["group", ...Object.values(chosenBy).filter(Boolean)]) {
     document.getElementById(`${name}-field`).hidden = name !== list;
   }
-  const key = document.getElementById(list).value;
+  const key = list && document.getElementById(list).value;
   for (const part of document.querySelectorAll("[data-view]")) {
     part.hidden = part.dataset.view !== view || part.dataset.key !== key;
     if (part.hidden) continue;

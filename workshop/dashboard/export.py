@@ -22,8 +22,8 @@ from workshop.dashboard.data import Choice, Group, Snapshot
 
 _FOLDER = Path(__file__).parent
 _ATTRIBUTES = {"className": "class", "tabIndex": "tabindex"}
-_CHOSEN_BY = {blocks.KERNELS: "profile", blocks.LABS: "lab"}
-"""The list from which a view's content is chosen, where that is not a group."""
+_CHOSEN_BY = {blocks.CONTENTS: "", blocks.KERNELS: "profile", blocks.LABS: "lab"}
+"""The list from which a view's content is chosen, where that is not a group; "" for none."""
 
 
 def page(collection: Collection) -> str:
@@ -47,7 +47,7 @@ def page(collection: Collection) -> str:
         }),
         radios={
             "theme": ("Colours", "auto", layout.THEMES),
-            "view": ("View", blocks.first_view(snapshot), dict.fromkeys(blocks.VIEWS)),
+            "view": ("View", next(iter(blocks.VIEWS)), dict.fromkeys(blocks.VIEWS)),
         },
         selects={
             "group": ("Device, size, precision, batch × sequence", _key(first.group),
@@ -65,7 +65,7 @@ def _views(snapshot: Snapshot, figures: list[Any]) -> Iterator[dict[str, Any]]:
     """Each view of each group, the hot lists of each profile and the rows of each lab, as HTML;
     their figures are appended to `figures`. A view without any has a note, under an empty key."""
     of_groups = [name for name in blocks.VIEWS if name not in _CHOSEN_BY]
-    choices: list[tuple[str, str, Choice]] = []
+    choices = [(blocks.CONTENTS, "", Choice())]
     for group in snapshot.sizes():
         labels = tuple(row.label for row in snapshot.rows(group))
         choice = snapshot.settle(Choice(*group, labels), of_its_device=True)

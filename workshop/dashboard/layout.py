@@ -9,13 +9,13 @@ from dash.development.base_component import Component
 from workshop.dashboard import data
 from workshop.dashboard.blocks import (
     BAD,
+    CONTENTS,
     KERNELS,
     LABS,
     ROOFLINE,
     VIEWS,
     Block,
     Cell,
-    first_view,
     view,
 )
 from workshop.dashboard.data import Choice, Snapshot
@@ -36,14 +36,19 @@ CONTROLS = {
 }
 """Ids of the controls that depend on what there is, and their labels."""
 _OF_VERSIONS = ("device", "preset", "precision", "shape", "versions")
-_CONTROLS_OF = {ROOFLINE: (*_OF_VERSIONS, "profile"), KERNELS: ("profile",), LABS: ("lab",)}
+_CONTROLS_OF: dict[str, tuple[str, ...]] = {
+    CONTENTS: (),
+    ROOFLINE: (*_OF_VERSIONS, "profile"),
+    KERNELS: ("profile",),
+    LABS: ("lab",),
+}
 """Of the views that have others than the versions' controls."""
 
 
 def page(snapshot: Snapshot, generation: int) -> Component:
     """The whole page with what a first visitor sees."""
     choice = snapshot.settle(Choice())
-    first = first_view(snapshot)
+    first = next(iter(VIEWS))
     return html.Div(
         [
             html.Header(
