@@ -690,7 +690,7 @@ def test_a_version_that_is_not_in_this_checkout_is_named(
     status = compare_versions.main(["--versions", "v1", "v2", "--output-dir", str(output)])
     assert status == 2
     error = capsys.readouterr().err
-    assert re.fullmatch(r"error: version v2 .* is not in this checkout: .*\n", error)
+    assert re.fullmatch(r"error: version v2 .* is not here: .*\n", error)
     assert not output.exists()
 
 

@@ -184,9 +184,11 @@ def get_version(key: str) -> Version:
         raise WorkshopError(f"unknown version {key!r}: choose from {choice}")
     version = ALL[key]
     if not version.exists:
+        here = ", ".join(available())
+        remedy = f"choose from {here}" if here else "run this in a checkout of the workshop"
         raise WorkshopError(
-            f"version {key} ({version.title}) is not in this checkout: "
-            f"{version.folder}/{version.path.name} is missing; choose from {', '.join(available())}"
+            f"version {key} ({version.title}) is not here: "
+            f"{version.folder}/{version.path.name} is missing; {remedy}"
         )
     return version
 
