@@ -28,7 +28,7 @@ from labs.scale_out import documents as scaling_documents  # noqa: E402
 from labs.text_generation import documents as text_documents  # noqa: E402
 from workshop import errors, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
-from workshop.classroom import instructor  # noqa: E402
+from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
@@ -115,7 +115,7 @@ def render() -> dict[Path, str]:
         },
         WORTH: _worth(runs, ladders),
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
-        instructor.GUIDE: instructor.parts(collection, sheets),
+        instructor.GUIDE: instructor.parts(collection) | {"courses": courses.tables(sheets)},
     }
     for key, version in VERSIONS.items():
         folder = version.path.parent

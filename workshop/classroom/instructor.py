@@ -1,17 +1,14 @@
-"""What is computed in exercises/instructor_guide.md: measured numbers, each with the file that it
-comes from, and the times of the courses.
+"""The measured numbers of exercises/instructor_guide.md, each with the file that it comes from.
 
 `make docs` writes them between the guide's markers; the words around them are the guide's own.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from workshop.classroom import courses
 from workshop.collection import Collection, Profile
 from workshop.compare.markdown import table
-from workshop.exercises.sheet import Sheet
 from workshop.gate import plausibility
 from workshop.profilers import kernel_file
 from workshop.report import comparisons, studies
@@ -24,7 +21,7 @@ _CATEGORIES = 3
 """Of a profile's time, the largest."""
 
 
-def parts(recorded: Collection, sheets: Sequence[Sheet]) -> dict[str, str]:
+def parts(recorded: Collection) -> dict[str, str]:
     """What belongs between each pair of the guide's markers, Markdown by the markers' name."""
     steps = (
         *("version", "size", "step ms", "forward", "backward", "optimizer", "speed-up [95%]"),
@@ -36,7 +33,6 @@ def parts(recorded: Collection, sheets: Sequence[Sheet]) -> dict[str, str]:
         "steps": _table(steps, _steps(recorded)),
         "profiles": _table(profiles, sorted(_profiles(recorded.profiles))),
         "published tables": _table(published, _published(), texts=2),
-        "courses": courses.tables(sheets),
     }
 
 
