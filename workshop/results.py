@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from workshop.errors import WorkshopError
 from workshop.run import flops
-from workshop.versions import ALL, ROOT
+from workshop.versions import ALL, ROOT, available
 
 SCHEMA_VERSION = 1
 MODEL_SIZES = tuple(size.name for size in dataclasses.fields(flops.Sizes))
@@ -40,7 +40,8 @@ DISTURBED = "disturbed: it had to wait for a processor for most of the time"
 PARITY_STATUSES = ("not run", "pass", "fail")
 GATE_ONLY = "gate only"
 """The audit's summary of a run without a V1 run in its session to compare with."""
-DEFAULT_FOLDER = ROOT / "results"
+DEFAULT_FOLDER = (ROOT if available() else Path()) / "results"
+"""In the checkout; without one, in the working folder, as ROOT is where pip installs packages."""
 DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
 """Files that tools write beside runs, made from them."""
 LAB = "lab"

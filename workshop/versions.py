@@ -199,7 +199,8 @@ def baseline_first(keys: Iterable[str]) -> list[str]:
     Raises:
         WorkshopError: there is no such version here.
     """
-    known = [get_version(key).key for key in dict.fromkeys(keys)]
+    wanted = list(dict.fromkeys(keys)) or [BASELINE]  # without a checkout there are none
+    known = [get_version(key).key for key in wanted]
     return sorted(known, key=lambda key: key != BASELINE)
 
 
