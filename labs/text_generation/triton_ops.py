@@ -28,7 +28,7 @@ try:
 except ImportError:  # before Triton 3.4
     gdc_launch_dependents = gdc_wait = None
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """Whether the kernels run in Triton's interpreter, on the CPU; where bf16 is only stored: all
 arithmetic must be in fp32."""
 MOST_ROWS = 64
@@ -44,7 +44,7 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _as_number(weight, dtype: tl.constexpr):
-    """int8 as it is; the interpreter has no way from it to bf16 but by fp32, and nor has a GPU."""
+    """int8 goes by way of fp32, as on a GPU: the interpreter can't turn it into bf16 directly."""
     return weight.to(tl.float32).to(dtype) if weight.dtype == tl.int8 else weight
 
 
@@ -179,16 +179,17 @@ def _product(
 
 
 def one_row_tile(columns: int, gated: bool) -> tuple[int, int, int]:
-    """Columns and rows of a program's weights, and its warps: some 8,192 weights at once."""
+    """Columns and rows of a program's weights, and its warps: some 8,192 weights at once. Not
+    tuned yet."""
     block = triton.next_power_of_2(columns)
     each = max(1, 8192 // (block * (1 + gated)))
     return block, each, 4 if block < 8192 else 8
 
 
 def few_rows_tile(rows: int, itemsize: int, gated: bool) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, warps and stages: as many programs as an H200 has
-    multiprocessors, or more, and several tiles of each on their way, within the shared memory of
-    smaller GPUs (99 KB) and of AMD's (64 KB)."""
+    """Rows and columns of a tile, warps and stages. Few rows give a narrow matrix a program for
+    nearly each multiprocessor; the stages keep loads on their way, within the shared memory of
+    smaller GPUs (99 KB) and of AMD's (64 KB). Not tuned yet."""
     columns = 512 // itemsize // (1 + gated)
     return (16 if rows <= 4096 else 32), columns, 4, 2 if torch.version.hip else 4
 
