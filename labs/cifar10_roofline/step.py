@@ -170,7 +170,8 @@ class Training:
             self._images, self._labels = images.clone(), labels.clone()
             self.optimizer.zero_grad(set_to_none=True)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # The loader's thread may pin memory meanwhile, which would end a "global" capture.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._graph_loss = self._train(self._images, self._labels)
         self._images.copy_(images)
         self._labels.copy_(labels)

@@ -376,7 +376,8 @@ class Loop:
         self.optimizer.zero_grad()
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.reset_peak_memory_stats(self.device)  # its memory is counted only while captured
-        with torch.cuda.graph(self._graph):
+        # The loader's thread may pin memory meanwhile, which would end a "global" capture.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._loss = self._step(self._images, self._labels)
         self.model.load_state_dict(before[0])
         if self.settings.amp:
