@@ -109,7 +109,8 @@ class Session:
         shape = (batch, 2, config.kv_heads, slots, config.head_dim)  # keys, values
         self.caches = [model.zeros(shape) for _ in range(config.layers)]
         self.tokens = model.zeros((batch, slots), torch.int64)
-        self.slot = model.zeros((1,), torch.int64)  # of the newest token
+        self.newest = model.zeros((batch,), torch.int64)  # token
+        self.slot = model.zeros((1,), torch.int64)  # of it
         self.pads = model.zeros((batch,), torch.int64)
         self.draws = model.zeros((batch, slots), torch.float64) if sampled else None
         self.temperature = torch.ones(1, device=device)
@@ -264,10 +265,10 @@ class FastLlama:
 
     @torch.no_grad()
     def decode(self, session: Session) -> Tensor:
-        """One step: reads the token in `session.slot`, writes the next one; its logits (B, V).
-        Nothing in it depends on the host."""
+        """One step: reads the newest token, writes the next one; its logits (B, V). Nothing in it
+        depends on the host."""
         s, attention = session, self.ops.decode_attention
-        x = self.embedding[s.tokens.index_select(1, s.slot)[:, 0]]
+        x = F.embedding(s.newest, self.embedding)
         x = self._pass(
             x, lambda qkv, cache: attention(qkv, cache, s.slot, s.pads, self.frequencies), s
         )
@@ -294,13 +295,13 @@ class FastLlama:
         the likeliest one, or one drawn by `draws`."""
         s, ops = session, self.ops
         logits: Tensor = ops.project(x, self.norm, self.head, self.config.eps)
-        behind = s.slot + 1
+        s.slot.add_(1)
         if s.draws is None:
             token = ops.likeliest(logits)
         else:
-            token = draw(logits, s.temperature, s.draws.index_select(1, behind)[:, 0])[:, None]
-        s.tokens.index_copy_(1, behind, token)
-        s.slot.copy_(behind)
+            token = draw(logits, s.temperature, s.draws.index_select(1, s.slot)[:, 0])[:, None]
+        s.tokens.index_copy_(1, s.slot, token)
+        s.newest.copy_(token[:, 0])
         return logits
 
     def session(self, batch: int, needed: int, sampled: bool) -> Session:

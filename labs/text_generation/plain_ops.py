@@ -20,10 +20,14 @@ class Weight(NamedTuple):
     scale: Tensor | None = None
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
     if weight.scale is None:
-        return F.linear(x, weight.values)
-    return (F.linear(x, weight.values.to(x.dtype)) * weight.scale).to(x.dtype)
+        return weight.values
+    return (weight.values * weight.scale[:, None]).to(dtype)
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    return F.linear(x, matrix(weight, x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,16 +2,20 @@
 
 A decode step reads every weight once and computes next to nothing with it. So each product is one
 kernel that does little but keep the memory busy, and takes along what stands around it: the norm
-before, the SiLU or the residual after. Attention is one kernel too, which rotates, writes the cache
-and reads only the slots that are filled. A layer is five kernels.
+before (at batch 1), the SiLU or the residual after. Attention is one kernel too, which rotates,
+writes the cache and reads only the slots that are filled; a second one adds up the shares where
+they are many. A layer is five kernels, or seven with the norms.
 
 Between two kernels the memory idles while one ends and the next one starts. On Hopper and later a
-kernel therefore starts while the one before it still runs, and loads its weights, which do not
-depend on it, before it waits for it (programmatic dependent launch).
+kernel therefore starts while the one before it still runs, and loads what does not depend on it
+before it waits for it (programmatic dependent launch): weights at batch 1, and the cached keys and
+values, which earlier steps wrote. A step begins with a kernel of PyTorch's, which starts when all
+before it have ended, so nothing reaches back into the step before.
 
 Rows of a long prompt are multiplied by cuBLAS or hipBLASLt, with kernels for what is between.
 """
 
+import math
 import os
 from typing import Any
 
@@ -43,9 +47,12 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _as_number(weight, dtype: tl.constexpr):
-    """int8 goes by way of fp32, as on a GPU: the interpreter can't turn it into bf16 directly."""
-    return weight.to(tl.float32).to(dtype) if weight.dtype == tl.int8 else weight
+def _numbers(weight):
+    """int8 as fp32, by adding to the bits of 1.5 x 2^23: a GPU converts a quarter as many integers
+    as it adds, which would take longer than to read them."""
+    if weight.dtype == tl.int8:
+        return (weight.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    return weight.to(tl.float32)
 
 
 @triton.jit
@@ -61,137 +68,158 @@ def _silu_times(gate, up):
 
 @triton.jit
 def _one_row(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, y_ptr, rows, columns, eps,
+    x_ptr, w_ptr, scale_ptr, residual_ptr, y_ptr, rows, columns, norm_ptr, eps,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y = W x for some of W's rows, in fp32 without matrix units, which a single row would leave
     idle. The program loads all of its weights at once."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    inside = column < columns
+    exists, inside = row < rows, column < columns
     here = row[:, None].to(tl.int64) * columns + column[None, :]
-    mask = (row < rows)[:, None] & inside[None, :]
+    mask = exists[:, None] & inside[None, :]
     w = tl.load(w_ptr + here, mask=mask, other=0)
+    scale, up_scale, residual = 1.0, 1.0, 0.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + row, mask=exists, other=0.0)
     if GATED:
         up = tl.load(w_ptr + tl.cast(rows, tl.int64) * columns + here, mask=mask, other=0)
+        if scale_ptr is not None:
+            up_scale = tl.load(scale_ptr + rows + row, mask=exists, other=0.0)
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    factor = 1.0
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row, mask=exists, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         factor = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
+        scale, up_scale = scale * factor, up_scale * factor
         x *= norm
-    y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
+    y = (tl.sum(_numbers(w) * x[None, :], 1) * scale).to(y_ptr.dtype.element_ty)
     if GATED:
-        above = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor
-    _finish(
-        y, above if GATED else y, row, 0, row < rows, scale_ptr, residual_ptr, y_ptr, rows, GATED
-    )
+        y = _silu_times(y, (tl.sum(_numbers(up) * x[None, :], 1) * up_scale).to(y.dtype))
+    tl.store(y_ptr + row, (y.to(tl.float32) + residual).to(y.dtype), mask=exists)
 
 
 @triton.jit
 def _few_rows(
-    x_ptr, norm_ptr, w_ptr, scale_ptr, residual_ptr, y_ptr, rows, columns, eps, batch,
-    BATCH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    GATED: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, residual_ptr, y_ptr, rows, columns, batch, part,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    BATCH: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The same for a batch of x, (batch, columns), on matrix units: W is the left factor."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    """The same for a batch of x, (batch, columns), on matrix units: W is the left factor.
+
+    A sum over thousands of columns in one accumulator would take longer than to read W. So each row
+    of W, and of x, counts as SPLITS rows of `part` columns; of the products of every part of W with
+    every part of x, those of the same part are added in the end.
+    """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     member = tl.arange(0, BATCH)
-    y = tl.zeros((BLOCK_ROWS, BATCH), tl.float32)
+    exists, mask = row < rows, (row < rows)[:, None] & (member < batch)[None, :]
+    w_row = tl.program_id(0) * BLOCK_ROWS * SPLITS + tl.arange(0, BLOCK_ROWS * SPLITS)
+    x_row = tl.arange(0, BATCH * SPLITS)
+    w_rows = w_ptr + w_row[:, None].to(tl.int64) * part
+    up_rows = w_rows + tl.cast(rows, tl.int64) * columns
+    if EARLY:
+        gdc_wait()
+    scale, up_scale, residual = 1.0, 1.0, 0.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + row, mask=exists, other=0.0)[:, None]
+        if GATED:
+            up_scale = tl.load(scale_ptr + rows + row, mask=exists, other=0.0)[:, None]
+    y_here = member[None, :] * rows + row[:, None]
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + y_here, mask=mask, other=0.0).to(tl.float32)
+    y = tl.zeros((BLOCK_ROWS * SPLITS, BATCH * SPLITS), tl.float32)
     above = y
-    squares = tl.zeros((BATCH,), tl.float32)
-    for start in range(0, columns, BLOCK_COLUMNS):
+    for start in range(0, part, BLOCK_COLUMNS):
         column = start + tl.arange(0, BLOCK_COLUMNS)
-        inside = column < columns
-        here = row[:, None].to(tl.int64) * columns + column[None, :]
-        mask = (row < rows)[:, None] & inside[None, :]
-        x_mask = (member < batch)[:, None] & inside[None, :]
-        x = tl.load(x_ptr + member[:, None] * columns + column[None, :], mask=x_mask, other=0.0)
-        if norm_ptr is not None:
-            x32 = x.to(tl.float32)
-            squares += tl.sum(x32 * x32, 1)
-            norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            x = (x32 * norm[None, :]).to(x.dtype)
-        w = _as_number(tl.load(w_ptr + here, mask=mask, other=0), x.dtype)
+        inside = (column < part)[None, :]
+        x_mask = (x_row < batch * SPLITS)[:, None] & inside
+        w_mask = (w_row < rows * SPLITS)[:, None] & inside
+        x = tl.load(x_ptr + x_row[:, None] * part + column[None, :], mask=x_mask, other=0.0)
+        w = tl.load(w_rows + column[None, :], mask=w_mask, other=0)
+        if w.dtype == tl.int8:
+            w = _numbers(w).to(x.dtype)
         y = _dot(w, tl.trans(x), y, INTERPRETED)
         if GATED:
-            up_ptr = w_ptr + tl.cast(rows, tl.int64) * columns
-            up = _as_number(tl.load(up_ptr + here, mask=mask, other=0), x.dtype)
+            up = tl.load(up_rows + column[None, :], mask=w_mask, other=0)
+            if up.dtype == tl.int8:
+                up = _numbers(up).to(x.dtype)
             above = _dot(up, tl.trans(x), above, INTERPRETED)
-    if norm_ptr is not None:
-        factor = tl.rsqrt(squares / columns + eps)[None, :]
-        y *= factor
-        above *= factor
-    mask = (member < batch)[None, :] & (row < rows)[:, None]
-    offset = member[None, :] * rows
-    _finish(y, above, row[:, None], offset, mask, scale_ptr, residual_ptr, y_ptr, rows, GATED)
+    if EARLY:  # not before: the next kernel's programs would take multiprocessors from this one's
+        gdc_launch_dependents()
+    y = _same_parts(y, BLOCK_ROWS, BATCH, SPLITS)
+    above = _same_parts(above, BLOCK_ROWS, BATCH, SPLITS)
+    y = (y * scale).to(y_ptr.dtype.element_ty)
+    if GATED:
+        y = _silu_times(y, (above * up_scale).to(y.dtype))
+    tl.store(y_ptr + y_here, (y.to(tl.float32) + residual).to(y.dtype), mask=mask)
 
 
 @triton.jit
-def _finish(y, above, row, offset, mask, scale_ptr, residual_ptr, y_ptr, rows, GATED: tl.constexpr):
-    """Scales, and multiplies by SiLU or adds the residual, rounding where PyTorch would."""
-    dtype = y_ptr.dtype.element_ty
-    if scale_ptr is not None:
-        y *= tl.load(scale_ptr + row, mask=row < rows, other=0.0)
-    y = y.to(dtype)
-    if GATED:
-        if scale_ptr is not None:
-            above *= tl.load(scale_ptr + rows + row, mask=row < rows, other=0.0)
-        y = _silu_times(y, above.to(dtype))
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + offset + row, mask=mask, other=0.0)
-        y = (y.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-    tl.store(y_ptr + offset + row, y, mask=mask)
+def _same_parts(y, ROWS: tl.constexpr, BATCH: tl.constexpr, SPLITS: tl.constexpr):
+    """(ROWS, BATCH), from the products (ROWS x SPLITS, BATCH x SPLITS) of all parts with all."""
+    w_part, x_part = tl.arange(0, ROWS * SPLITS) % SPLITS, tl.arange(0, BATCH * SPLITS) % SPLITS
+    y = tl.where(w_part[:, None] == x_part[None, :], y, 0.0)
+    y = tl.sum(tl.reshape(y, (ROWS, SPLITS, BATCH * SPLITS)), 1)
+    return tl.sum(tl.reshape(y, (ROWS, BATCH, SPLITS)), 2)
 
 
 def _product(
     x: Tensor,
     weight: Weight,
+    residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
-    residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
     batch, columns = x.shape
     rows = weight.values.shape[0] // (1 + gated)
     y = x.new_empty(batch, rows)
-    given = (x, norm, weight.values, weight.scale, residual, y, rows, columns, eps)
-    early = starts_early(x.device)
+    early, itemsize = starts_early(x.device), weight.values.element_size()
     if batch == 1:
-        block, each, warps = one_row_tile(columns, gated)
+        each, block, warps = one_row_tile(columns, itemsize)
         _one_row[(triton.cdiv(rows, each),)](
-            *given, each, block, gated, early, num_warps=warps, **launch(early)
-        )
+            x, *weight, residual, y, rows, columns, norm, eps, each, block, gated, early,
+            num_warps=warps, **launch(early),
+        )  # fmt: skip
         return y
-    each, block, warps, stages = few_rows_tile(rows, x.element_size(), gated)
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    splits, each, block, warps, stages = few_rows_tile(batch, rows, columns, itemsize, gated)
+    members = max(triton.next_power_of_2(batch), 16 // splits)
     _few_rows[(triton.cdiv(rows, each),)](
-        *given, batch, max(16, triton.next_power_of_2(batch)), each, block, gated, early,
-        INTERPRETED, num_warps=warps, num_stages=stages, **launch(early),
+        x, *weight, residual, y, rows, columns, batch, columns // splits, each, block, splits,
+        members, gated, early, INTERPRETED, num_warps=warps, num_stages=stages,
+        **launch(early),
     )  # fmt: skip
     return y
 
 
-def one_row_tile(columns: int, gated: bool) -> tuple[int, int, int]:
-    """Columns and rows of a program's weights, and its warps: some 8,192 weights at once. Not
-    tuned yet."""
+def one_row_tile(columns: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and columns of a program's weights, and its warps: some 16 KB at once, of `itemsize`
+    bytes each. Found on an H200."""
     block = triton.next_power_of_2(columns)
-    each = max(1, 8192 // (block * (1 + gated)))
-    return block, each, 4 if block < 8192 else 8
+    return max(1, 16384 // (block * itemsize)), block, 4
 
 
-def few_rows_tile(rows: int, itemsize: int, gated: bool) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, warps and stages. Few rows give a narrow matrix a program for
-    nearly each multiprocessor; the stages keep loads on their way, within the shared memory of
-    smaller GPUs (99 KB) and of AMD's (64 KB). Not tuned yet."""
-    columns = 512 // itemsize // (1 + gated)
-    return (16 if rows <= 4096 else 32), columns, 4, 2 if torch.version.hip else 4
+def few_rows_tile(
+    batch: int, rows: int, columns: int, itemsize: int, gated: bool
+) -> tuple[int, int, int, int, int]:
+    """Splits, rows and columns of a tile, warps and stages, for weights of `itemsize` bytes.
+
+    64 rows, parts of rows counted, are what matrix units take at once; fewer whole rows give a
+    narrow matrix a program for nearly each multiprocessor. The stages keep loads on their way,
+    within the shared memory of smaller GPUs (99 KB) and of AMD's (64 KB). Found on an H200.
+    """
+    splits = math.gcd(columns, 1 if batch > 16 else 2 if batch > 8 or rows >= 8192 else 4)
+    stages = 2 if torch.version.hip or batch > 16 else 4 if itemsize > 1 else 3
+    return splits, 64 // splits, 256 // itemsize // (1 + gated), 4, stages
 
 
 def starts_early(device: torch.device) -> bool:
@@ -208,20 +236,18 @@ def launch(early: bool) -> dict[str, Any]:
 def project(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
     if len(x) > MOST_ROWS:
         return plain_ops.linear(rms_norm(x, norm, eps), weight)
-    return _product(x, weight, norm, eps)
+    return _product(x, weight, norm=norm, eps=eps)
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
     if len(x) > MOST_ROWS:
-        if weight.scale is None:
-            return torch.addmm(residual, x, weight.values.T)
-        return plain_ops.add_product(residual, x, weight)
-    return _product(x, weight, residual=residual)
+        return torch.addmm(residual, x, plain_ops.matrix(weight, x.dtype).T)
+    return _product(x, weight, residual)
 
 
 def swiglu(x: Tensor, norm: Tensor, weight: Weight, eps: float) -> Tensor:
     if len(x) <= MOST_ROWS:
-        return _product(x, weight, norm, eps, gated=True)
+        return _product(x, weight, norm=norm, eps=eps, gated=True)
     both = project(x, norm, weight, eps)
     y = both.new_empty(len(x), both.shape[1] // 2)
     block = 1024
@@ -242,17 +268,22 @@ def _swiglu(both_ptr, y_ptr, columns, BLOCK: tl.constexpr):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty_like(x)
-    _rms_norm[(len(x),)](x, weight, y, x.shape[1], eps, triton.next_power_of_2(x.shape[1]))
+    early = starts_early(x.device)
+    block = triton.next_power_of_2(x.shape[1])
+    _rms_norm[(len(x),)](x, weight, y, x.shape[1], eps, block, early, **launch(early))
     return y
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, y_ptr, columns, eps, BLOCK: tl.constexpr):
+def _rms_norm(x_ptr, weight_ptr, y_ptr, columns, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * columns
     column = tl.arange(0, BLOCK)
     mask = column < columns
-    x = tl.load(x_ptr + row + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0).to(tl.float32)
     y = (x * tl.rsqrt(tl.sum(x * x, 0) / columns + eps)).to(weight.dtype)
     y = (weight.to(tl.float32) * y.to(tl.float32)).to(weight.dtype)
     tl.store(y_ptr + row + column, y, mask=mask)
@@ -272,64 +303,97 @@ def _rotated(x_ptr, row, pair, mask, cos, sin, half):
 
 @triton.jit
 def _decode_attention(
-    qkv_ptr, cache_ptr, slot_ptr, pads_ptr, frequencies_ptr, out_ptr, kv_heads, slots, scale,
+    qkv_ptr, cache_ptr, slot_ptr, pads_ptr, frequencies_ptr, out_ptr, sums_ptr, kv_heads, slots,
+    scale,
     GROUP: tl.constexpr, HALF: tl.constexpr, QUERIES: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One key/value head of one row of the batch, and its GROUP queries; heads as two halves."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    head, member = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """One key/value head of one row of the batch, and its GROUP queries; heads as two halves. The
+    program sees CHUNK slots; the first one the token itself too. Of several, each writes its share
+    of the sums, and the softmax's (largest score, total), for `_combine`."""
+    head, member, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     slot, pad = tl.load(slot_ptr), tl.load(pads_ptr + member)
     query, pair = tl.arange(0, QUERIES), tl.arange(0, PAIRS)
     valid = pair < HALF
     turn = (slot - pad).to(tl.float32) * tl.load(frequencies_ptr + pair, mask=valid, other=0.0)
     cos, sin = tl.cos(turn), tl.sin(turn)
+    keys = cache_ptr + (member * 2 * kv_heads + head) * slots * 2 * HALF
+    values = cache_ptr + ((member * 2 + 1) * kv_heads + head) * slots * 2 * HALF
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    seen = (place >= pad) & (place < slot)
+    here = place[:, None] * 2 * HALF + pair[None, :]
+    mask = seen[:, None] & valid[None, :]
+    key1 = tl.load(keys + here, mask=mask, other=0.0)
+    key2 = tl.load(keys + HALF + here, mask=mask, other=0.0)
+    value1 = tl.load(values + here, mask=mask, other=0.0)
+    value2 = tl.load(values + HALF + here, mask=mask, other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     own_ptr = qkv_ptr + member * (GROUP + 2) * kv_heads * 2 * HALF
     q_mask = (query < GROUP)[:, None] & valid[None, :]
     q_row = (head * GROUP + query)[:, None] * 2 * HALF
     q1, q2 = _rotated(own_ptr, q_row, pair[None, :], q_mask, cos[None, :], sin[None, :], HALF)
-    k1, k2 = _rotated(own_ptr, (GROUP * kv_heads + head) * 2 * HALF, pair, valid, cos, sin, HALF)
-    v_row = own_ptr + ((GROUP + 1) * kv_heads + head) * 2 * HALF
-    v1 = tl.load(v_row + pair, mask=valid, other=0.0)
-    v2 = tl.load(v_row + HALF + pair, mask=valid, other=0.0)
-    keys = cache_ptr + (member * 2 * kv_heads + head) * slots * 2 * HALF
-    values = cache_ptr + ((member * 2 + 1) * kv_heads + head) * slots * 2 * HALF
-    tl.store(keys + slot * 2 * HALF + pair, k1, mask=valid)
-    tl.store(keys + slot * 2 * HALF + HALF + pair, k2, mask=valid)
-    tl.store(values + slot * 2 * HALF + pair, v1, mask=valid)
-    tl.store(values + slot * 2 * HALF + HALF + pair, v2, mask=valid)
+    scores = _dot(q1, tl.trans(key1), tl.zeros((QUERIES, CHUNK), tl.float32), INTERPRETED)
+    scores = _dot(q2, tl.trans(key2), scores, INTERPRETED) * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    most = tl.maximum(tl.max(scores, 1), -1e30)  # a chunk may have no slot that counts
+    weights = tl.exp(scores - most[:, None])
+    total = tl.sum(weights, 1)
+    weights = weights.to(value1.dtype)
+    out1 = _dot(weights, value1, tl.zeros((QUERIES, PAIRS), tl.float32), INTERPRETED)
+    out2 = _dot(weights, value2, tl.zeros((QUERIES, PAIRS), tl.float32), INTERPRETED)
+    if chunk == 0:
+        k_row = (GROUP * kv_heads + head) * 2 * HALF
+        k1, k2 = _rotated(own_ptr, k_row, pair, valid, cos, sin, HALF)
+        v_row = own_ptr + ((GROUP + 1) * kv_heads + head) * 2 * HALF
+        v1 = tl.load(v_row + pair, mask=valid, other=0.0)
+        v2 = tl.load(v_row + HALF + pair, mask=valid, other=0.0)
+        tl.store(keys + slot * 2 * HALF + pair, k1, mask=valid)
+        tl.store(keys + slot * 2 * HALF + HALF + pair, k2, mask=valid)
+        tl.store(values + slot * 2 * HALF + pair, v1, mask=valid)
+        tl.store(values + slot * 2 * HALF + HALF + pair, v2, mask=valid)
+        own = q1.to(tl.float32) * k1.to(tl.float32)[None, :]
+        own += q2.to(tl.float32) * k2.to(tl.float32)[None, :]
+        own = tl.sum(own, 1) * scale
+        new = tl.maximum(most, own)
+        kept, weight = tl.exp(most - new), tl.exp(own - new)
+        most, total = new, total * kept + weight
+        out1 = out1 * kept[:, None] + weight[:, None] * v1.to(tl.float32)[None, :]
+        out2 = out2 * kept[:, None] + weight[:, None] * v2.to(tl.float32)[None, :]
+    row = member * GROUP * kv_heads + head * GROUP + query
+    if sums_ptr is None:
+        out1 /= total[:, None]
+        out2 /= total[:, None]
+    else:
+        row = row * tl.num_programs(2) + chunk
+        tl.store(sums_ptr + 2 * row, most, mask=query < GROUP)
+        tl.store(sums_ptr + 2 * row + 1, total, mask=query < GROUP)
+    out = out_ptr + row[:, None] * 2 * HALF + pair[None, :]
+    tl.store(out, out1.to(out_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(out + HALF, out2.to(out_ptr.dtype.element_ty), mask=q_mask)
 
-    # The softmax starts with the token itself, which need not be read back from the cache.
-    own = q1.to(tl.float32) * k1.to(tl.float32)[None, :]
-    own += q2.to(tl.float32) * k2.to(tl.float32)[None, :]
-    most = tl.sum(own, 1) * scale
-    total = tl.full((QUERIES,), 1.0, tl.float32)
-    out1 = tl.zeros((QUERIES, PAIRS), tl.float32) + v1.to(tl.float32)[None, :]
-    out2 = tl.zeros((QUERIES, PAIRS), tl.float32) + v2.to(tl.float32)[None, :]
-    for start in range(pad // BLOCK * BLOCK, slot, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        seen = (place >= pad) & (place < slot)
-        here = place[:, None] * 2 * HALF + pair[None, :]
-        mask = seen[:, None] & valid[None, :]
-        key1 = tl.load(keys + here, mask=mask, other=0.0)
-        key2 = tl.load(keys + HALF + here, mask=mask, other=0.0)
-        scores = _dot(q1, tl.trans(key1), tl.zeros((QUERIES, BLOCK), tl.float32), INTERPRETED)
-        scores = _dot(q2, tl.trans(key2), scores, INTERPRETED) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new = tl.maximum(most, tl.max(scores, 1))
-        weights, kept = tl.exp(scores - new[:, None]), tl.exp(most - new)
-        most, total = new, total * kept + tl.sum(weights, 1)
-        value1 = tl.load(values + here, mask=mask, other=0.0)
-        value2 = tl.load(values + HALF + here, mask=mask, other=0.0)
-        weights = weights.to(value1.dtype)
-        out1 = _dot(weights, value1, out1 * kept[:, None], INTERPRETED)
-        out2 = _dot(weights, value2, out2 * kept[:, None], INTERPRETED)
-    out = out_ptr + member * GROUP * kv_heads * 2 * HALF + q_row + pair[None, :]
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out, (out1 / total[:, None]).to(dtype), mask=q_mask)
-    tl.store(out + HALF, (out2 / total[:, None]).to(dtype), mask=q_mask)
+
+@triton.jit
+def _combine(
+    parts_ptr, sums_ptr, out_ptr, chunks, columns,
+    CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One head's output, from all programs that saw some of its slots."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
+    column = tl.arange(0, COLUMNS)
+    there = chunk < chunks
+    most = tl.load(sums_ptr + 2 * (row * chunks + chunk), mask=there, other=-1e30)
+    total = tl.load(sums_ptr + 2 * (row * chunks + chunk) + 1, mask=there, other=0.0)
+    mask = there[:, None] & (column < columns)[None, :]
+    here = (row * chunks + chunk)[:, None] * columns + column[None, :]
+    part = tl.load(parts_ptr + here, mask=mask, other=0.0)
+    weight = tl.exp(most - tl.max(most, 0))
+    out = tl.sum(part * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out_ptr + row * columns + column, out, mask=column < columns)
 
 
 def decode_attention(
@@ -339,12 +403,23 @@ def decode_attention(
     group = qkv.shape[1] // (kv_heads * head_dim) - 2
     out = qkv.new_empty(batch, group * kv_heads * head_dim)
     early = starts_early(qkv.device)
-    _decode_attention[(kv_heads, batch)](
-        qkv, cache, slot, pads, frequencies, out, kv_heads, slots, head_dim**-0.5,
-        group, head_dim // 2, max(16, triton.next_power_of_2(group)),
-        max(16, triton.next_power_of_2(head_dim // 2)), 128, early, INTERPRETED,
-        num_warps=4, num_stages=2, **launch(early),
+    pairs = max(16, triton.next_power_of_2(head_dim // 2))
+    chunk = 8192 // pairs
+    chunks = triton.cdiv(slots, chunk)
+    parts, sums = out, None
+    if chunks > 1:
+        parts = out.new_empty(out.numel() * chunks, dtype=torch.float32)
+        sums = out.new_empty(out.numel() // head_dim * chunks * 2, dtype=torch.float32)
+    _decode_attention[(kv_heads, batch, chunks)](
+        qkv, cache, slot, pads, frequencies, parts, sums, kv_heads, slots, head_dim**-0.5,
+        group, head_dim // 2, max(16, triton.next_power_of_2(group)), pairs, chunk,
+        early, INTERPRETED, num_warps=8, **launch(early),
     )  # fmt: skip
+    if sums is not None:
+        _combine[(out.numel() // head_dim,)](
+            parts, sums, out, chunks, head_dim, triton.next_power_of_2(chunks),
+            triton.next_power_of_2(head_dim), early, num_warps=1, **launch(early),
+        )  # fmt: skip
     return out
 
 
