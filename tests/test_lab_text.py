@@ -474,16 +474,33 @@ def test_what_this_machine_has_not_is_said_in_a_line(
     refuses([], 77, "deepspeed is missing", main=lambda argv: lm_gen_ds.main(argv, "deepspeed"))
 
 
+def stand_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch, init_inference: Any) -> None:
+    deepspeed: Any = ModuleType("deepspeed")
+    deepspeed.init_inference, deepspeed.__version__ = init_inference, "0.19.8"
+    deepspeed.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+
+
+def test_deepspeed_rounds_no_positions(typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed 0.19.8 does: all of the model becomes bf16, the rotary frequencies too."""
+    made = []
+
+    def init_inference(model: Any, dtype: torch.dtype, **_: object) -> SimpleNamespace:
+        made.append(model.to(dtype))
+        return SimpleNamespace(module=model)
+
+    stand_in_for_deepspeed(monkeypatch, init_inference)
+    assert typed("--engine", "deepspeed", "--dtype", "bf16") == 0
+    assert [model.model.rotary_emb.inv_freq.dtype for model in made] == [torch.float32]
+
+
 def test_what_deepspeed_can_not_do_is_said_in_a_line(
     refuses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise AssertionError("AutoTP not supported for model.")
 
-    deepspeed: Any = ModuleType("deepspeed")
-    deepspeed.init_inference, deepspeed.__version__ = fails, "0.19.8"
-    deepspeed.__spec__ = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
+    stand_in_for_deepspeed(monkeypatch, fails)
     message = "DeepSpeed 0.19.8 can't do this here: AssertionError: AutoTP not supported for model"
     refuses(["--engine", "deepspeed"], 77, message)
 

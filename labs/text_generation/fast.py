@@ -5,8 +5,8 @@ weights' bytes over the memory's bandwidth, plus what the program wastes. Agains
 
 - the key/value cache has a fixed size, the position is a tensor on the device, and the next token
   is chosen there too: a step never waits for the host, and the same step serves every token;
-- on a GPU a layer is five kernels, and the step is captured in one CUDA graph: a token is one
-  replay;
+- on a GPU a layer is five kernels, or seven for a batch, and the step is captured in one CUDA
+  graph: a token is one replay;
 - q, k and v are one product, gate and up another;
 - int8 weights with a scale for each output row halve the bytes; they become numbers of the
   activations' type inside the product.

@@ -362,14 +362,20 @@ def _deepspeed(arguments: argparse.Namespace, loaded: Loaded, longest: int) -> t
     # is there: its launcher gives it, torchrun does not, and without it the first sum is a SIGSEGV.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     print(PREPARES, flush=True)
+    model = _again(arguments, loaded)
+    before = dict(model.named_buffers())
     with deepspeeds_errors(arguments):
         engine = deepspeed.init_inference(
-            _again(arguments, loaded),
+            model,
             dtype=loaded.dtype,
             tensor_parallel={"tp_size": request.processes()},
             replace_with_kernel_inject=arguments.kernel_inject,
             max_out_tokens=longest,
         )
+    # It rounds all of the model to bf16, the rotary frequencies too: then positions are wrong.
+    for name, buffer in engine.module.named_buffers():
+        if name in before and before[name].dtype != buffer.dtype:
+            buffer.data = before[name].to(buffer.device)
     words = ["deepspeed", *["kernel injection"] * arguments.kernel_inject]
     return HuggingFace(engine.module, loaded.device, loaded.ends, loaded.pad), ", ".join(words)
 

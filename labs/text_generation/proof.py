@@ -3,7 +3,7 @@
 The tokens that it chose greedily are given to Hugging Face's model again: each prompt alone,
 without padding, cache or compiler, in one pass. There each token must have the largest logit, or
 nearly so: rounding may decide between two that are nearly alike. How nearly is measured on Hugging
-Face's own loop, on the same batch at the same precision.
+Face's own loop, on the same batch at the same precision; that loop itself has a fixed limit.
 
 It sees what changes a token: a mask, a position, a head. A small error that changes none, as of
 weights in int8, it does not see.
@@ -26,6 +26,10 @@ MOST_TIMES = 3.0
 """What Hugging Face's loop misses by, of which an engine may have this many."""
 FLOOR = 16
 """Roundings; the loop may by luck take the very same tokens."""
+LOOP = 24
+"""Roundings, times the root of the layers, that Hugging Face's own loop may miss by. Of 50 random
+Llamas with 2 to 32 layers, in bf16 and fp16 on a CPU, the worst missed by 9.9; of the study's, with
+1.04 billion weights in bf16 on an H200, by 7.5."""
 MOST = 0.5
 """However much the loop misses by. Tokens of another prompt are at 1 and more."""
 
@@ -80,7 +84,9 @@ def of_tokens(
     reference = "Hugging Face's model, each prompt alone"
     if not plain_loop:
         reference += f"; its own loop is {plain:.1e} from it"
-    allowed = min(MOST, MOST_TIMES * plain + FLOOR * precision.unit_roundoff)
+    layers = loaded.model.config.num_hidden_layers
+    roundings = LOOP * math.sqrt(layers) if plain_loop else FLOOR
+    allowed = min(MOST, MOST_TIMES * plain + roundings * precision.unit_roundoff)
     red = not error <= allowed
     failure = (
         f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
