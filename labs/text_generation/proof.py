@@ -84,8 +84,8 @@ def of_tokens(
     reference = "Hugging Face's model, each prompt alone"
     if not plain_loop:
         reference += f"; its own loop is {plain:.1e} from it"
-    layers = loaded.model.config.num_hidden_layers
-    roundings = LOOP * math.sqrt(layers) if plain_loop else FLOOR
+    config: Any = loaded.model.config
+    roundings = LOOP * math.sqrt(config.num_hidden_layers) if plain_loop else FLOOR
     allowed = min(MOST, MOST_TIMES * plain + roundings * precision.unit_roundoff)
     red = not error <= allowed
     failure = (
