@@ -248,7 +248,7 @@ ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.
         ([], {**ONE, "MASTER_PORT": "1", "WORLD_SIZE": "two"}, 2, "WORLD_SIZE is 'two'"),
         ([], {**ONE, "MASTER_PORT": "1", "RANK": "2"}, 2, "RANK 2: it must be below WORLD_SIZE, 2"),
         (["--batch-size", "6", "--accumulate", "2"], {**ONE, "MASTER_PORT": "1"}, 2,
-         "--batch-size 6: 2 processes with --accumulate 2 can't share it; give a multiple of 4"),
+         "--batch-size 6: not a multiple of 4 (processes: 2, --accumulate: 2); use 4"),
         (["--cuda-graph"], {**ONE, "MASTER_PORT": "1"}, 2, "--cuda-graph needs a GPU"),
         (["--strategy", "fsdp", "--cuda-graph"], {}, 2, "--strategy fsdp is not captured"),
         (["--strategy", "fsdp", "--compile", "max-autotune"], {}, 2,
@@ -337,7 +337,7 @@ def test_torchrun_shows_one_line(processes: Processes) -> None:
     (said,) = ended.err
     assert ended.statuses == [1] and ended.out == [""]
     assert said.count("error: ") == 1
-    assert "error: --batch-size 3: 2 processes with --accumulate 1 can't share it" in said
+    assert "error: --batch-size 3: not a multiple of 2 (processes: 2, --accumulate: 1); use 2" in said
     assert re.search(r"exitcode\s*: 2 ", said)
 
 
@@ -347,7 +347,7 @@ def test_ctrl_c_ends_all(processes: Processes, tmp_path: Path) -> None:
     processes.wait_for("\nstep ", folder / "out0")
     os.kill(int((folder / "pid").read_text()), signal.SIGINT)
     (said,) = processes.end(folder).err
-    assert said.count("interrupted: --resume goes on") == 1
+    assert said.count("interrupted: --resume continues") == 1
     workers = map(int, (folder / "workers").read_text().split())
     assert not any(Path(f"/proc/{number}").exists() for number in workers)
     assert not (tmp_path / "ended").exists() or not list((tmp_path / "ended").rglob("*.json"))

@@ -136,6 +136,22 @@ def test_collectives_of_one_process_are_refused(
     assert "collectives take several processes: torchrun" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(2, "--sizes 2: give a multiple of 8"), (20, "--sizes 20: give a multiple of 8"), (2**20, "")],
+)
+def test_a_message_of_another_size_is_not_sent_in_its_place(
+    size: int,
+    message: str,
+    processes: Processes,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    words = ["--device", "cpu", "--sizes", size, "--iterations", "1", "--output-dir", tmp_path]
+    ended = processes.run(2, *words, wrong_collective="")
+    assert ended.statuses[0] == (errors.WRONG_USAGE if message else errors.DONE), ended.err
+    assert message in one_line(ended.err[0]) if message else ended.out[0].count("GB/s") == 3
+
+
 # --- the model of the step's time ----------------------------------------------------------------
 
 LINK = Link(0.01, 1e-8, 2)  # 10 µs a message, 100 GB/s
@@ -320,6 +336,16 @@ def test_what_is_missing_is_skipped() -> None:
 def test_a_training_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert measure.main(["--trainings", "v2:dp", "--device", "cpu"]) == errors.WRONG_USAGE
     assert "'v2:dp' is no VERSION:STRATEGY, such as v2:ddp or" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("flag", ["--batch-size=2", "--version=v2", "--config=small"])
+def test_a_flag_that_would_have_no_effect_is_refused(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "_runs", lambda *_: pytest.fail("it is measured"))
+    assert measure.main(["--device", "cpu", "--", flag]) == errors.WRONG_USAGE
+    name = flag.partition("=")[0]
+    assert f"{name} after --: measure.py sets it" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.slow

@@ -34,8 +34,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     return arguments
 
 
-def count(text: str) -> int:
-    """An argument's type: a whole number from 1 to MOST."""
-    if not text.isdecimal() or not 1 <= float(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {MOST:,}")
+def count(text: str, most: int = MOST) -> int:
+    """An argument's type: a whole number from 1 to `most`."""
+    if not text.isdecimal() or not 1 <= float(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most:,}")
     return int(text)

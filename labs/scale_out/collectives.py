@@ -9,6 +9,7 @@ clock.
 """
 
 import argparse
+import functools
 import re
 import sys
 import warnings
@@ -42,6 +43,8 @@ SIZES = {
     "cpu": [2**power for power in range(14, 25, 2)],
 }
 """Bytes of the messages, on a device of this type."""
+LARGEST = 2**34
+"""Bytes of a message that may be asked for."""
 WARM_UP = 5
 UNIT = "bus bytes"
 _PATTERN = 251
@@ -173,9 +176,14 @@ def _main(argv: list[str] | None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--sizes", nargs="+", type=count, metavar="BYTES", help="default: 64 KiB to 1 GiB, CPU "
-        "16 KiB to 16 MiB")  # fmt: skip
-    add("--iterations", type=count, default=20, metavar="N", help="of each (default 20)")
+    add(
+        "--sizes",
+        nargs="+",
+        type=functools.partial(count, most=LARGEST),
+        metavar="BYTES",
+        help="of the whole message (default: 64 KiB to 1 GiB, on a CPU 16 KiB to 16 MiB)",
+    )
+    add("--iterations", type=count, default=20, metavar="N", help="of each message (default 20)")
     add("--device", default="auto", help="auto, cpu or cuda (default auto: GPU if any)")
     add(
         "--output-dir",
@@ -200,6 +208,7 @@ def _measure_all(arguments: argparse.Namespace) -> int:
             "collectives take several processes: torchrun --standalone --nproc-per-node 2 "
             "collectives.py"
         )
+    _check_sizes(arguments.sizes or (), group.size)
     status = errors.DONE
     with groups.member(group, device):
         session = groups.of_first(arguments.session or results.new_session())
@@ -218,6 +227,17 @@ def _measure_all(arguments: argparse.Namespace) -> int:
                 said = f"{rate:9.2f} GB/s" if record.status == "complete" else record.failure
                 print(f"{record.variant:<24} {said}", flush=True)
     return status
+
+
+def _check_sizes(sizes: Iterable[int], processes: int) -> None:
+    """Raises WorkshopError for a message that would be sent as a smaller one, or not at all."""
+    unit = 4 * processes
+    for size in sizes:
+        if size % unit:
+            raise errors.WorkshopError(
+                f"--sizes {size}: give a multiple of {unit}, four bytes for each of {processes} "
+                "processes"
+            )
 
 
 # --- tables and pictures -------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
         if start.steps >= _all_steps(job) and not again:
             raise WorkshopError(
                 f"--resume: {start.folder} has {start.steps} steps, and --warmup-steps and "
-                f"--num-steps make {_all_steps(job)}: nothing is left to train; give more"
+                f"--num-steps make {_all_steps(job)}: nothing is left to train; raise --num-steps"
             )
     if job.group.is_first and arguments.save_every:
         checkpoints.begin(folder, job.group)
@@ -140,7 +140,7 @@ def _all_steps(job: Job) -> int:
 def _processes(job: Job) -> str:
     share = job.asked.batch_size // job.group.size
     parts = f", in {job.accumulate} parts" if job.accumulate > 1 else ""
-    return f"{job.group.size}, {job.strategy}, {share} sequences each{parts}"
+    return f"{job.group.size}, {job.strategy}, {share} sequence{'s' * (share > 1)} each{parts}"
 
 
 # --- the steps -----------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ TRAININGS = {
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
 }  # fmt: skip
 SCALINGS = ("weak", "strong")
+SET_HERE = ("version", "strategy", "config", "batch_size", "device", "trace")
+"""Flags of train.py that each run gets from this program."""
 
 
 class Training(NamedTuple):
@@ -163,12 +165,13 @@ def measure(arguments: argparse.Namespace) -> int:
     device = hardware.get_device(arguments.device)
     sizes = _sizes(arguments.processes, device)
     todo = cases(arguments, device, sizes)
-    asked = parse(request.build_parser(), arguments.flags)
+    asked = _parse_flags(arguments.flags)
     folder = results.prepare_folder(arguments.output_dir)
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         study = Study(device, results.new_session(), folder, Path(scratch), arguments.flags, asked)
         try:
+            print(f"{len(todo)} cases, {arguments.repeats} runs of each", flush=True)
             for run in _runs(arguments, study, todo):
                 print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
         except KeyboardInterrupt:
@@ -181,6 +184,25 @@ def measure(arguments: argparse.Namespace) -> int:
         print("interrupted: the tables hold what was completed", file=sys.stderr)
         return errors.INTERRUPTED
     return status
+
+
+def _parse_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """Reads train.py's flags.
+
+    Raises:
+        WorkshopError: one of them is in SET_HERE, and would have no effect.
+    """
+    parser = request.build_parser()
+    parser.set_defaults(**dict.fromkeys(SET_HERE))
+    asked = parse(parser, flags)
+    for name in SET_HERE:
+        if getattr(asked, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise WorkshopError(
+                f"{flag} after --: measure.py sets it for each run; measure.py --help has the "
+                "flags that choose the runs"
+            )
+    return asked
 
 
 def _sizes(asked: list[int] | None, device: torch.device) -> list[int]:

@@ -249,9 +249,9 @@ def check(arguments: argparse.Namespace) -> Job:
     parts = group.size * arguments.accumulate
     if asked.batch_size % parts:
         raise WorkshopError(
-            f"--batch-size {asked.batch_size}: {group.size} processes with --accumulate "
-            f"{arguments.accumulate} can't share it; give a multiple of {parts}, as "
-            f"{max(1, asked.batch_size // parts) * parts}"
+            f"--batch-size {asked.batch_size}: not a multiple of {parts} (processes: "
+            f"{group.size}, --accumulate: {arguments.accumulate}); use "
+            f"{max(1, asked.batch_size // parts) * parts}, for example"
         )
     folder = arguments.checkpoints or CHECKPOINTS
     low = arguments.reduce_dtype == "bf16"

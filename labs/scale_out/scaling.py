@@ -6,7 +6,6 @@ from labs.scale_out import collectives, prediction
 from labs.scale_out.request import LAB
 from workshop import labs
 from workshop.compare import lab_table
-from workshop.compare.rows import ONE_PROCESS
 from workshop.compare.tables import Line, Table, number
 from workshop.labs import LabRow, LabRun
 from workshop.run.timing import Ratio, median
@@ -118,7 +117,7 @@ def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
 
 def in_percent(ratio: Ratio) -> str:
     if ratio.interval is None:
-        return f"{ratio.value:.1%} ({ONE_PROCESS})"
+        return f"{ratio.value:.1%} (one run)"
     low, high = (f"{100 * bound:.1f}" for bound in ratio.interval)
     return f"{ratio.value:.1%} [{low}, {high}]"
 

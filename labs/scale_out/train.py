@@ -28,8 +28,8 @@ def _main(argv: list[str] | None) -> int:
     arguments = parse(request.build_parser(), argv)
     return errors.exit_status(
         lambda: loop.run(arguments),
-        interrupted="interrupted: --resume goes on from the newest checkpoint, if --save-every N "
-        "has made one",
+        interrupted="interrupted: --resume continues from the newest checkpoint, which needs "
+        "--save-every N",
     )
 
 
