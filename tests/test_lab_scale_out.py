@@ -337,7 +337,9 @@ def test_torchrun_shows_one_line(processes: Processes) -> None:
     (said,) = ended.err
     assert ended.statuses == [1] and ended.out == [""]
     assert said.count("error: ") == 1
-    assert "error: --batch-size 3: not a multiple of 2 (processes: 2, --accumulate: 1); use 2" in said
+    assert (
+        "error: --batch-size 3: not a multiple of 2 (processes: 2, --accumulate: 1); use 2" in said
+    )
     assert re.search(r"exitcode\s*: 2 ", said)
 
 

@@ -30,11 +30,11 @@ def test_the_empty_answers_of_the_first_fail_and_the_solution_passes() -> None:
         ({"alone_ms": 146}, "of your newest such run"),
         ({"pair_ms": 85.1}, "of your newest such run"),
         ({"percent": 117}, "that is the speed-up"),
-        ({"not_hidden_percent": 100}, "the same and the time of sending"),
+        ({"not_hidden_percent": 100}, "divided by that step plus the time of sending"),
         ({"parts_percent": 58.5}, "Of the two runs with --accumulate 8"),
         ({"eight": "1"}, "with two"),
         ({"eight": "8"}, "sends parts"),
-        ({"remedy": "buckets"}, "of as many bytes"),
+        ({"remedy": "buckets"}, "the same number of bytes"),
         ({"remedy": "processes"}, "each of them sends all"),
     ],
 )

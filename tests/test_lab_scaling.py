@@ -328,14 +328,14 @@ def test_what_is_missing_is_skipped() -> None:
     cpu = torch.device("cpu")
     assert not measure.missing(measure.training("v2:ddp"), cpu)
     if importlib.util.find_spec("accelerate"):
-        assert "GPUs alone" in measure.missing(measure.training("hf:accelerate-fsdp"), cpu)
+        assert "GPUs only" in measure.missing(measure.training("hf:accelerate-fsdp"), cpu)
     if not importlib.util.find_spec("deepspeed"):
         assert "deepspeed is missing" in measure.missing(measure.training("v2:zero1"), cpu)
 
 
 def test_a_training_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert measure.main(["--trainings", "v2:dp", "--device", "cpu"]) == errors.WRONG_USAGE
-    assert "'v2:dp' is no VERSION:STRATEGY, such as v2:ddp or" in one_line(capsys.readouterr().err)
+    assert "'v2:dp' is not VERSION:STRATEGY, such as v2:ddp or" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("flag", ["--batch-size=2", "--version=v2", "--config=small"])

@@ -1,9 +1,9 @@
-"""Checkpoints that any number of processes and any strategy go on from.
+"""Checkpoints from which any number of processes and any strategy can resume.
 
 PyTorch's distributed checkpoint holds weights and AdamW's moments under the version's own names:
 each process writes what it has, and reads the parts that it needs. A checkpoint is a folder
-`step_00000020`. It is written beside that as `step_00000020.partial` and gets its name when all
-processes have written: what has the name is complete.
+`step_00000020`. It is written as `step_00000020.partial` and renamed when all processes have
+finished: a folder without `.partial` is complete.
 """
 
 import shutil
@@ -29,20 +29,20 @@ KEPT = 2
 _RECORD = "training.json"
 _PARTIAL = ".partial"
 _START = "start"
-"""A file beside them that names the start of the launcher."""
+"""A file beside the checkpoints that identifies the launcher's start."""
 _SAME = ("version", "config")
-"""Of the settings, those without which a checkpoint does not fit."""
+"""Settings that must be those of the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one."""
+    """A complete checkpoint."""
 
     folder: Path
     steps: int
     """Trained before it was saved."""
     losses: list[float]
-    """Of these steps, each of the whole batch."""
+    """Losses of these steps, each of the whole batch."""
     settings: dict[str, Any]
 
 
@@ -53,27 +53,26 @@ def newest(folder: Path) -> Path | None:
 
 
 def is_again(folder: Path, group: Group) -> bool:
-    """Whether the training is one of this folder that its launcher has started again."""
+    """Whether this training wrote the folder's checkpoints, and was restarted by its launcher."""
     note = folder / _START
     return group.restarted and note.is_file() and note.read_text(encoding="utf-8") == group.start()
 
 
 def begin(folder: Path, group: Group) -> None:
-    """Notes whose training the folder's checkpoints are."""
+    """Notes to which training the folder's checkpoints belong."""
     results.write_text(folder / _START, group.start())
 
 
 def refuse(folder: Path) -> None:
-    """Forgets it, so that a training that was refused is refused again, when its launcher starts
-    it again."""
+    """Removes the note, so that a training that was refused is refused again after a restart."""
     (folder / _START).unlink(missing_ok=True)
 
 
 def read(path: Path) -> Checkpoint:
-    """What a checkpoint says of itself.
+    """Reads a checkpoint's record.
 
     Raises:
-        WorkshopError: it is none, or damaged.
+        WorkshopError: it is not a checkpoint, or damaged.
     """
     record = path / _RECORD
     content = results.read_json(record)
@@ -85,7 +84,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def check(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
-    """What is different from the training that was saved, in sentences.
+    """The differences from the training that was saved, as sentences.
 
     Raises:
         WorkshopError: it is of another model.
@@ -98,8 +97,8 @@ def check(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
                 f"{_difference(saved.get(name), settings[name])}"
             )
     return [
-        f"note: {name} is {value}, in the checkpoint {saved.get(name)}: the training goes on "
-        "otherwise than it would have"
+        f"note: {name} is {value}, in the checkpoint {saved.get(name)}: the losses will differ "
+        "from those of an uninterrupted training"
         for name, value in settings.items()
         if saved.get(name) != value
     ]
@@ -120,15 +119,15 @@ def save(
     losses: list[float],
     settings: dict[str, Any],
 ) -> None:
-    """All processes have to call it.
+    """Saves a checkpoint. All processes have to call it.
 
     Raises:
-        WorkshopError: it can't be written. Older ones stay.
+        WorkshopError: it can't be written. Older ones are kept.
     """
     complete = folder / f"step_{steps:08}"
     partial = complete.with_name(complete.name + _PARTIAL)
     if group.is_first:
-        for left in folder.glob(f"step_*{_PARTIAL}"):  # by processes that were ended
+        for left in folder.glob(f"step_*{_PARTIAL}"):  # by processes that were killed
             shutil.rmtree(left)
         partial.mkdir()
     torch.distributed.barrier()
@@ -144,7 +143,7 @@ def save(
 
 
 def load(checkpoint: Checkpoint, strategy: Strategy) -> None:
-    """Puts a checkpoint's weights and moments into a strategy that is prepared.
+    """Loads a checkpoint's weights and moments into a prepared strategy.
 
     Raises:
         WorkshopError: it is damaged.
@@ -159,8 +158,8 @@ def load(checkpoint: Checkpoint, strategy: Strategy) -> None:
 
 @contextmanager
 def _failure_as(what: str) -> Iterator[None]:
-    """Raises WorkshopError for what DCP raises: what a damaged file or a full disk lead to is not
-    listed anywhere."""
+    """Raises WorkshopError for anything that DCP raises: which exceptions a damaged file or a full
+    disk cause is not documented."""
     try:
         yield
     except (Exception, CheckpointException) as error:

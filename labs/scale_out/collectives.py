@@ -3,9 +3,8 @@
     torchrun --standalone --nproc-per-node 2 collectives.py
 
 Bus bandwidth is as nccl-tests defines it (doc/PERFORMANCE.md of github.com/NVIDIA/nccl-tests): what
-a link would have to carry at least, whatever the number of processes. A message's size is that of
-the whole one, which all-gather and reduce-scatter split. Its result is checked before and after the
-clock.
+a link has to carry at least, for any number of processes. The size is that of the whole message,
+which all-gather and reduce-scatter split. The result is checked before and after it is timed.
 """
 
 import argparse
@@ -42,29 +41,29 @@ SIZES = {
     "cuda": [2**power for power in range(16, 31, 2)],
     "cpu": [2**power for power in range(14, 25, 2)],
 }
-"""Bytes of the messages, on a device of this type."""
+"""Bytes of the messages, by type of device."""
 LARGEST = 2**34
-"""Bytes of a message that may be asked for."""
+"""Bytes of the largest message that --sizes takes."""
 WARM_UP = 5
 UNIT = "bus bytes"
 _PATTERN = 251
-"""Whole numbers below it: their sums over some processes are exact in fp32."""
-_NVLINK = "NVLink in one direction, half of NVIDIA's data sheet, which adds both"
+"""The message has whole numbers below it: their sums over the processes are exact in fp32."""
+_NVLINK = "NVLink in one direction, half of the figure in NVIDIA's data sheet"
 LINKS = (
     (r"B200\b", 900.0),
     (r"\bG?H[12]00\b(?! (?:NVL|PCIe))", 450.0),
     (r"\bA100-SXM", 300.0),
     (r"\bV100-SXM2", 150.0),
 )
-"""GB/s of a GPU's links to the others of its host, by its name."""
+"""GB/s of a GPU's links to the other GPUs of its host, by the GPU's name."""
 
 
 # --- what is measured ----------------------------------------------------------------------------
 
 
 class Collective:
-    """A collective over a message, whose parts are equal: `send` holds this process's, `receive`
-    what it gets. In-place for all-reduce."""
+    """A collective over a message of equal parts: `send` holds this process's data, `receive` the
+    result. In-place for all-reduce."""
 
     def __init__(self, name: str, numbers: int, group: Group, device: torch.device) -> None:
         self.name, self.group = name, group
@@ -93,7 +92,7 @@ class Collective:
                 expected = self.group.part(expected, dim=0)
         self.run()
         right = torch.equal(self.receive, expected)
-        self.send.zero_()  # which sums do not let grow
+        self.send.zero_()  # so that repeated sums don't grow
         return right
 
 
@@ -109,19 +108,19 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def bus_factor(name: str, processes: int) -> float:
-    """Bytes that a link carries for each byte of the message: each process sends and receives the
-    parts of all others once, for all-reduce twice."""
+    """Bytes that a link carries for each byte of the message: each process sends (n - 1) / n of the
+    message once, for all-reduce twice."""
     once = (processes - 1) / processes
     return 2 * once if name == "all-reduce" else once
 
 
 def link_limit(device_name: str) -> float | None:
-    """GB/s that the links of this GPU could carry; None where we know none."""
+    """GB/s that the links of this GPU can carry; None if unknown."""
     return next((gbs for pattern, gbs in LINKS if re.search(pattern, device_name)), None)
 
 
 def measure(record: LabRun, device: torch.device, group: Group, iterations: int) -> None:
-    """Fills a record with the times of the slowest process. All processes have to call it."""
+    """Records the times of the slowest process, in ms. All processes have to call it."""
     name, size = str(record.metrics["collective"]), int(record.metrics["message_bytes"] or 0)
     one = Collective(name, size // 4 // group.size * group.size, group, device)
     right = one.is_right()
@@ -133,7 +132,7 @@ def measure(record: LabRun, device: torch.device, group: Group, iterations: int)
         one.run()
         clock.mark()
     times = groups.of_all(clock.durations_ms())
-    still_right = one.is_right()  # in all processes, whatever was found before
+    still_right = one.is_right()  # a collective: all processes call it, even if already wrong
     verdicts = groups.of_all(right and still_right)
     wrong = [
         f"{name}: rank {rank} has a wrong result" for rank, ok in enumerate(verdicts) if not ok
@@ -144,7 +143,7 @@ def measure(record: LabRun, device: torch.device, group: Group, iterations: int)
 
 
 def new_record(device: torch.device, session: str, processes: int, name: str, size: int) -> LabRun:
-    """Of a message of `size` bytes that has not been sent yet."""
+    """The record of a message of `size` bytes before it is sent."""
     return lab_record.begin(
         device, "fp32", session, ("--output-dir", "--result-file", "--session"),
         lab=LAB,
@@ -247,7 +246,7 @@ Curve = list[tuple[int, float]]
 
 
 def curves(rows: Iterable[LabRow]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """By device and number of processes, then by collective; of rows with a right result alone."""
+    """By device and number of processes, then by collective; only rows with a right result."""
     found: dict[tuple[str, int], dict[str, Curve]] = {}
     for row in rows:
         if row.first.unit == UNIT and row.units_per_s:
@@ -280,14 +279,14 @@ def _table(device: str, processes: int, its: dict[str, Curve]) -> Table:
     header = ["message"]
     for name in its:
         header += [f"{name} GB/s", *(["of the link"] if limit else [])]
-    notes = ["bus bandwidth, as nccl-tests defines it; the message is the whole one"]
+    notes = ["bus bandwidth, as nccl-tests defines it; the size is that of the whole message"]
     notes += [f"the link: {limit:,.0f} GB/s, {_NVLINK}"] if limit else []
     return Table(f"{LAB}: collectives, {processes} processes, {device}", header, lines, notes)
 
 
 def draw(rows: Sequence[LabRow], target: Path) -> bool:
-    """Bus bandwidth by size, and the link's limit, a panel for each device and number of processes;
-    whether there was something to draw."""
+    """Draws bus bandwidth by size and the link's limit, a panel for each device and number of
+    processes; returns whether there was something to draw."""
     found = curves(rows)
     if not found:
         return False

@@ -16,11 +16,11 @@ PICTURES = {
     "collectives": "Bus bandwidth of the collectives by size of the message",
     "prediction": "Efficiency of weak scaling: measured, and predicted up to 1,024 GPUs",
 }
-"""What measure.py draws beside its result files."""
+"""Pictures that measure.py draws beside its result files."""
 
 
 def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]:
-    """What goes between the markers, of the runs of any labs and the pictures below `reference`."""
+    """The text between the markers, from runs of any labs and the pictures below `reference`."""
     pictures = [
         f"![{title}](../../{path.relative_to(ROOT).as_posix()})"
         for name, title in PICTURES.items()
@@ -31,7 +31,7 @@ def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]
 
 
 def _block(sessions: list[list[LabRow]]) -> str:
-    """Of one device."""
+    """The tables of one device."""
     rows = [row for session in sessions for row in session]
     sources = dict.fromkeys(map(lab_table.source, sessions))
     return "\n\n".join([*sources, tables.markdown(scaling.tables_of(rows), "####")])

@@ -1,4 +1,4 @@
-"""The processes of a training: who this one is, its part of the batch, how all end in one line."""
+"""The processes of a training: ranks, parts of the batch, messages, and errors as one line."""
 
 import contextlib
 import io
@@ -25,9 +25,9 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun and the deepspeed launcher set in each process."""
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 PATIENCE_S = 10.0
-"""How long a process leaves it to the first one to speak, or to the launcher to end it."""
+"""How long a process with an error waits for the launcher to end it, before it prints the error."""
 LAST_WORDS_S = 5.0
-"""After Ctrl-C, for a process that waits for others: NCCL would wait for minutes."""
+"""How long a process that waits for others may run after Ctrl-C. NCCL would wait for minutes."""
 _PEER_GONE = ("connection closed by peer", "connection reset by peer", "broken pipe",
               "remote process exited", "connection refused")  # fmt: skip
 
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 
 class PeerGone(WorkshopError):
-    """Another process of the training has ended, so that this one can't go on."""
+    """Another process of the training has ended, so that this one can't continue."""
 
     exit_code = errors.ANSWER_IS_NO
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process among all. `local_rank` and `local_size` count on its own machine."""
+    """This process's place among all. `local_rank` and `local_size` count those of its machine."""
 
     rank: int = 0
     local_rank: int = 0
@@ -57,27 +57,27 @@ class Group:
 
     @property
     def restarted(self) -> bool:
-        """Whether it was started again, by torchrun or the batch system, after a failure."""
+        """Whether torchrun or the batch system has restarted it after a failure."""
         return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
 
     @staticmethod
     def start() -> str:
-        """Names the start of the launcher, or the batch job, that all attempts belong to."""
+        """Identifies the launcher's start, or the batch job, that all attempts belong to."""
         run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         agent = f"{socket.gethostname()} {os.getppid()}"
         return os.environ.get("SLURM_JOB_ID") or (agent if run == "none" else run)
 
     def part(self, batch: Tensor, dim: int) -> Tensor:
-        """This process's sequences of a batch of all: as many as each other's."""
+        """This process's sequences of a whole batch: the same number for each process."""
         own = batch.shape[dim] // self.size
         return batch.narrow(dim, self.rank * own, own)
 
 
 def find(environment: Mapping[str, str] = os.environ) -> Group:
-    """The group that a launcher has made; one process without a launcher.
+    """The group that a launcher has started; without a launcher, one process.
 
     Raises:
-        WorkshopError: a variable of the launcher is missing, or makes no sense.
+        WorkshopError: a variable of the launcher is missing or not valid.
     """
     given = [name for name in VARIABLES[:3] if environment.get(name)]
     if not given:
@@ -102,7 +102,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Group:
 
 
 def device_name(group: Group, asked: str) -> str:
-    """The device that a process takes: of `auto` and `cuda` the GPU of its local rank.
+    """The device of a process: for `auto` and `cuda` the GPU of its local rank.
 
     Raises:
         WorkshopError: there are more processes than GPUs.
@@ -119,10 +119,10 @@ def device_name(group: Group, asked: str) -> str:
 
 
 def join(group: Group, device: torch.device) -> None:
-    """Meets the other processes. One without a launcher is a group of its own.
+    """Connects to the other processes. A process without a launcher is a group of its own.
 
     Raises:
-        WorkshopError: they don't meet at MASTER_ADDR and MASTER_PORT.
+        WorkshopError: there is no connection at MASTER_ADDR and MASTER_PORT.
     """
     on_gpu = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
@@ -139,8 +139,8 @@ def join(group: Group, device: torch.device) -> None:
 
 
 def _store() -> dist.Store:
-    """Where the processes leave each other their addresses. torchrun keeps it when it starts them
-    again, and gloo would find the addresses of those that were killed: each attempt has its own."""
+    """Where the processes exchange their addresses. torchrun keeps it over a restart, where gloo
+    would find addresses of killed processes: each attempt has a prefix of its own."""
     store, _, _ = next(dist.rendezvous("env://"))
     return dist.PrefixStore(f"attempt_{os.environ.get(RESTARTS[0], '0')}", store)
 
@@ -151,13 +151,13 @@ def leave() -> None:
 
 
 def take_turn(group: Group) -> None:
-    """Waits until this group may use the devices alone, which the first process asks for."""
+    """Waits until this group has the devices to itself; the first process asks for them."""
     if group.is_first:
         turns.wait_turn()
     of_first(None)
 
 
-# --- what they tell each other -------------------------------------------------------------------
+# --- messages between them -----------------------------------------------------------------------
 
 
 def of_first(value: T) -> T:
@@ -175,14 +175,14 @@ def of_all(value: T) -> list[T]:
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """Over all processes."""
+    """The mean over all processes."""
     total = tensor.detach().clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
 def joined(tensor: Tensor) -> Tensor:
-    """The tensors of all processes, equal in shape, one after the other along dimension 0."""
+    """The tensors of all processes, of one shape, concatenated along dimension 0."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts)
@@ -192,11 +192,11 @@ def joined(tensor: Tensor) -> Tensor:
 
 
 def speak_as_one(main: Callable[[], int]) -> int:
-    """Runs a program's main in one of several processes; its exit status.
+    """Runs a program's main in one of several processes; returns its exit status.
 
-    What all would print, the first prints. An error that all meet is the first one's to tell, and
-    the launcher then ends the others. One that only another process meets it tells itself, when
-    it has not been ended after PATIENCE_S.
+    Only the first process prints. An error that all processes meet is printed by the first, and
+    the launcher then ends the others. One that only another process meets is printed by that
+    process, if it has not been ended after PATIENCE_S.
     """
     if os.environ.get("RANK", "0") == "0":
         return main()
@@ -222,20 +222,20 @@ def _leave_it_to_the_launcher() -> None:
 
 @contextlib.contextmanager
 def member(group: Group, device: torch.device) -> Iterator[None]:
-    """Joins the group for the block, which `_peers_watched` ends where a signal or another process
-    wants it. One process without a launcher and a GPU stays in its group, for the next block."""
+    """Joins the group for the block. `_peers_watched` ends the block after a signal or when another
+    process has ended. A process without launcher and GPU stays in its group for the next block."""
     if not dist.is_initialized():
         join(group, device)
-    with _peers_watched(group):  # after an error others may be waiting: the process's end is theirs
+    with _peers_watched(group):  # after an error: don't wait for others, exit
         yield
-    if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait for gloo's threads for ever
+    if group.launched or device.type == "cuda":  # PyTorch 2.6 may wait forever for gloo's threads
         leave()
 
 
 @contextlib.contextmanager
 def _peers_watched(group: Group) -> Iterator[None]:
-    """In the block a process that another one's end leaves without an answer ends in one line, and
-    Ctrl-C or SIGTERM ends one that waits for others.
+    """In the block, the end of another process becomes an error of one line, and Ctrl-C or SIGTERM
+    also ends a process that waits for others.
 
     Raises:
         PeerGone: another process has ended, and no launcher has ended this one.
@@ -262,13 +262,13 @@ def _peers_watched(group: Group) -> Iterator[None]:
 
 
 def is_peers_end(error: BaseException) -> bool:
-    """Whether an operation of all processes failed because one of them has ended."""
+    """Whether a collective failed because another process has ended."""
     return any(words in str(error).lower() for words in _PEER_GONE)
 
 
 def _end_soon(ended: int) -> None:
-    """Python runs a signal's handler between two of its own steps, which a process that waits for
-    others does not come to."""
+    """Ends the process after a signal. Python runs a signal's handler only between two bytecodes,
+    which a process that waits in a collective does not reach."""
     if os.read(ended, 1) in (bytes([signal.SIGINT]), bytes([signal.SIGTERM])):
         time.sleep(LAST_WORDS_S)
         os._exit(errors.INTERRUPTED)

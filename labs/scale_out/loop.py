@@ -30,7 +30,7 @@ _PHASED = 5
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains; the exit status."""
+    """Trains; returns the exit status."""
     job = requests.check(arguments)
     asked, parts = job.asked, job.group.size * job.accumulate
     at_once = dataclasses.replace(asked, batch_size=asked.batch_size // parts)
@@ -52,7 +52,7 @@ def _prove_and_train(job: Job) -> int:
     request.print_lines([("processes", _processes(job))])
     if start and start.steps >= _all_steps(job):
         record.losses, record.status = results.finite(start.losses), "interrupted"
-        record.error = "trained by an attempt that ended before its result; its times are lost"
+        record.error = "trained by an attempt that ended before it wrote its result: no times"
         print(f"{start.folder.name} has all steps: nothing is left to train")
         return _finish(job, record)
     startup.watch_compilers(torch_compile=asked.compile_mode != "none")
@@ -81,7 +81,7 @@ def _prove_and_train(job: Job) -> int:
 
 
 def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:
-    """All on which the training depends, but for roundings."""
+    """What the training's losses depend on, except for roundings."""
     asked = job.asked
     return {
         "version": asked.version.key,
@@ -96,12 +96,11 @@ def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:
 
 
 def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint that the training goes on from, the same for all processes; None for the
-    first step.
+    """The checkpoint to continue from, the same for all processes; None to start at the first step.
 
     Raises:
-        WorkshopError: there is none, it does not fit, or leaves no step to train to one that was
-            not started again; or there are checkpoints which a new training would mix with its own.
+        WorkshopError: there is none, it does not fit, or it has all steps and this is no restart;
+            or the folder of a new training has checkpoints of another one.
     """
     arguments, folder = job.arguments, job.checkpoints
     if not (arguments.resume or arguments.save_every):
@@ -163,7 +162,7 @@ class Training(trainer.Runner):
         """`batches` are those of all processes and all steps, (n, 2, B, T) on the host."""
         self.job, self.strategy, self.settings = job, strategy, settings
         self.before = start.losses if start else []
-        """Of the steps that the checkpoint has."""
+        """Losses of the steps that the checkpoint has."""
         self.first, self.last = len(self.before), _all_steps(job)
         own = job.group.part(batches[self.first : self.last], dim=2).contiguous()
         super().__init__(
@@ -171,7 +170,7 @@ class Training(trainer.Runner):
         )
         self._clock = StepClock(self.device)
         self._ends: list[int] = []
-        """The mark at the end of each step; the one before it is the step's begin."""
+        """The mark at the end of each step; the mark before it is the step's start."""
         self._marks = self._shown = 0
         self.warmup = min(job.asked.schedule.warmup, self.last - self.first - 1)
         self.warmup_s = 0.0
@@ -207,11 +206,11 @@ class Training(trainer.Runner):
             self._show()
 
     def step_ms(self) -> list[float]:
-        """Of the timed steps."""
+        """Times of the timed steps, in ms."""
         return [self._clock.between_ms(end - 1, end) for end in self._ends[self.warmup :]]
 
     def all_losses(self) -> list[float]:
-        """Of all steps from the training's first one, each the mean over all processes."""
+        """Losses of all steps since the training's first, each the mean over all processes."""
         return self.before + groups.mean(self.losses()).tolist()
 
     def once_more(self, range_: markers.Range) -> None:
@@ -220,7 +219,7 @@ class Training(trainer.Runner):
         self.marked_step(lambda _: self._step(), range_)
 
     def phases_ms(self) -> dict[str, float]:
-        """The median times of forward, backward and optimizer, measured apart from the steps."""
+        """The median times of forward, backward and optimizer, measured after the timed steps."""
         self.done = max(0, len(self._batches) - _PHASED)
         parts = self.phases(len(self._batches) - self.done)
         names = ("forward_ms", "backward_ms", "optimizer_ms")
@@ -232,7 +231,7 @@ class Training(trainer.Runner):
         return self._marks - 1
 
     def _show(self) -> None:
-        """A line every few steps, of those that the device has meanwhile finished; never waits."""
+        """Prints a line every few steps, for steps that the device has finished; never waits."""
         total = len(self._batches) - self.warmup
         every = max(1, total // _PROGRESS_LINES)
         while self._shown < self.done and self._clock.reached(self._ends[self._shown]):
@@ -253,8 +252,8 @@ class Training(trainer.Runner):
 
 
 def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
-    """A record of a run that has not measured yet. Trainings of one model and length of sequences
-    may be compared, in tokens a second."""
+    """The record of a run before it is measured. Trainings of one model and sequence length are
+    compared, in tokens per second."""
     asked, arguments, size = job.asked, job.arguments, job.group.size
     share = asked.batch_size // size
     words = [variant_of(asked.version.key, job.strategy, size, share)]
@@ -300,13 +299,13 @@ def subject_of(preset: str, seq_len: int) -> str:
 
 
 def variant_of(version: str, strategy: str, size: int, share: int) -> str:
-    """How a variant begins: who shares the work, and how many sequences each process has."""
+    """How a variant's name begins: strategy, processes, and the sequences of each."""
     processes = f"{size} process{'es' * (size > 1)}"
     return f"{version}, {strategy}, {processes}, {share} sequence{'s' * (share > 1)} each"
 
 
 def _record_training(job: Job, record: LabRun, training: Training) -> None:
-    """Of all processes the slowest one's times and the largest one's memory."""
+    """Records the times of the slowest process and the memory of the one that needs most."""
     of_all = groups.of_all(training.step_ms())
     record.step_ms = max(of_all, key=median)
     record.losses = results.finite(training.all_losses())
@@ -323,9 +322,9 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
 
 
 def _look_inside(job: Job, record: LabRun, training: Training) -> None:
-    """One process's phases; of several what the trace of rank 0 says of their communication."""
+    """Records one process's phases; for several, the communication in rank 0's trace."""
     if job.group.size == 1:
-        # Parts would be several phases of one name.
+        # With parts a phase would run several times in a step.
         record.metrics |= training.phases_ms() if job.accumulate == 1 else {}
     else:
         record.metrics |= trace.record(training, job.group, job.arguments.trace)

@@ -3,10 +3,10 @@
     python measure.py
     python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 3
 
-Weak scaling: each process has the batch that one had alone. Strong: they share that batch. Each run
+Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
 is a group of processes of its own, through train.py and its proof; their order alternates. The
-bandwidth of the collectives is measured beside them, and a model of the step's time is drawn from
-one process and that bandwidth, up to 1,024.
+bandwidth of the collectives is measured as well. From it and from one process a model predicts the
+step's time, for up to 1,024 GPUs.
 """
 
 import argparse
@@ -51,11 +51,11 @@ class Training(NamedTuple):
     version: str
     strategy: str
     graph: bool = False
-    """Whether several processes capture their step; one does as the version has it."""
+    """Whether several processes capture their step; one process does what the version does."""
 
 
 class Case(NamedTuple):
-    """What a group of processes trains; `share` is the batch of each."""
+    """What a group of processes trains; `share` is the batch size of each process."""
 
     config: str
     training: Training
@@ -71,7 +71,7 @@ class Study:
     scratch: Path
     flags: list[str]
     asked: argparse.Namespace
-    """What `flags` say."""
+    """`flags`, parsed."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags of train.py, for all trainings, go after --. Exit status: 0 done, 1 a proof "
+        epilog="Flags after -- go to train.py, for all trainings. Exit status: 0 done, 1 a proof "
         "is red or a\ntraining failed, 2 wrong usage, 77 something is missing on this machine, 130 "
         "interrupted.",
     )
@@ -103,8 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         type=count,
         metavar="N",
-        help="the sizes of groups, with 1 (default: 1 2 4 ... up to the GPUs of this machine, CPU "
-        "1 2)",
+        help="numbers of processes; 1 is always measured (default: 1 2 4 ... up to the GPUs of "
+        "this machine, CPU 1 2)",
     )
     add("--scaling", nargs="+", choices=SCALINGS, default=SCALINGS, help="default: both")
     add(
@@ -113,14 +113,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="sequences of one process alone (default: the preset's)",
     )
-    add("--repeats", type=count, default=3, metavar="N", help="groups of each (default 3)")
+    add("--repeats", type=count, default=3, metavar="N", help="runs of each case (default 3)")
     add(
         "--jobs",
         type=count,
         default=1,
         metavar="N",
-        help="groups that prepare beside each other, for which the GPUs' memory has to do; each is "
-        "timed alone (default 1)",
+        help="groups that prepare at the same time, and must fit together into the GPUs' memory; "
+        "each is timed alone (default 1)",
     )
     add(
         "--collectives",
@@ -144,12 +144,12 @@ def training(word: str) -> Training:
     """Reads VERSION:STRATEGY, or VERSION:ddp:graph.
 
     Raises:
-        WorkshopError: it is none.
+        WorkshopError: the word has another form, or names something unknown.
     """
     found = re.fullmatch(r"(\w+):([\w-]+)(:graph)?", word)
     if not found or found[1] not in versions.ALL or found[2] not in strategies.NAMES:
         raise WorkshopError(
-            f"--trainings: {word!r} is no VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
+            f"--trainings: {word!r} is not VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
         )
     return Training(found[1], found[2], bool(found[3]))
 
@@ -213,10 +213,10 @@ def _sizes(asked: list[int] | None, device: torch.device) -> list[int]:
 
 
 def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> list[Case]:
-    """One process before the others that are compared with it.
+    """All cases; one process comes before those that are compared with it.
 
     Raises:
-        WorkshopError: a training is none, or the processes can't share the batch.
+        WorkshopError: a training is unknown, or the processes can't share the batch.
     """
     configs = arguments.config or (["tiny"] if device.type == "cpu" else ["medium", "large"])
     found = dict[Case, None]()
@@ -237,7 +237,7 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
-    """Each run as it ends; what did not complete is not tried again."""
+    """Yields each run when it ends; a case that did not complete is not repeated."""
     sizes = sorted({case.size for case in left} - {1})
     alone: dict[tuple[str, str, str], str] = {}
     for case in [*left]:
@@ -262,12 +262,12 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
 
 
 def _of(case: Case) -> tuple[str, str, str]:
-    """What it has in common with that of one process."""
+    """What a case has in common with the one process that it is compared with."""
     return case.config, case.training.version, case.training.strategy
 
 
 def missing(training: Training, device: torch.device) -> str:
-    """Why a training can't run here; "" if it can, as far as is known."""
+    """Why a training can't run here; "" if no reason is known."""
     try:
         errors.require(*strategies.packages(training.strategy))
     except NotOnThisMachine as error:
@@ -318,13 +318,13 @@ def _plan(study: Study, case: Case) -> turns.Plan:
 
 
 def launcher(size: int) -> list[str]:
-    """Starts so many processes; 0 is one without a launcher."""
+    """The command that starts `size` processes; 0 is one process without a launcher."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     return [sys.executable, *(torchrun if size else ())]
 
 
 def _plan_collectives(study: Study, size: int) -> turns.Plan:
-    """Its process leaves a file for each collective and size of message; the plan's is the last."""
+    """The program writes a file for each collective and message size; the plan's is the last."""
     largest = collectives.SIZES[study.device.type][-1]
     planned = collectives.new_record(study.device, study.session, size, "all-reduce", largest)
     path = labs.new_path(planned, study.folder)
@@ -340,8 +340,8 @@ def _outcome(run: LabRun) -> str:
 
 
 def show(runs: Sequence[LabRun], folder: Path) -> int:
-    """Prints and writes the tables of a session, and draws what the folder has of its device; the
-    exit status."""
+    """Prints and writes the tables of a session, and draws all runs in the folder of its device;
+    returns the exit status."""
     rows = [row for group in labs.newest(runs) for row in group]
     shown = scaling.tables_of(rows)
     tables.print_tables(shown)

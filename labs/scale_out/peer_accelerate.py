@@ -1,7 +1,7 @@
 """The peer: Hugging Face's accelerate around their Llama, as its users train it.
 
-Their engine makes everything: it wraps, compiles, casts, accumulates. The proof and the clock are
-ours. FSDP is its version 2, which shards each layer of the transformer.
+accelerate wraps, compiles, casts and accumulates. The proof and the clock are ours. FSDP is version
+2, which shards each layer of the transformer.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -28,9 +28,9 @@ class Accelerate(Strategy):
         from accelerate.state import AcceleratorState
 
         own = super().configure_optimizer(learning_rate)
-        AcceleratorState._reset_state(reset_partial_state=True)  # one a process, unless it forgets
+        AcceleratorState._reset_state(reset_partial_state=True)  # else the first one stays
         self.accelerator = self._accelerator()
-        self.asked.precision.set_matmul_mode()  # which it changes where it compiles
+        self.asked.precision.set_matmul_mode()  # accelerate changes it when it compiles
         plain: Any = self.plain
         (model,) = plain.whole
         self.engine, self.accelerated = self.accelerator.prepare(model, own)

@@ -1,10 +1,10 @@
-"""A model of the step's time: computation, and the communication that it can't hide.
+"""A model of the step's time: computation, plus the communication that it can't hide.
 
-All it knows is measured in one process (the step and its phases) and on the links (the bandwidth of
-the collectives). What it leaves out is the host, which launches kernels late; processes that wait
-for the slowest one; the part of the GPU that communication takes from computation.
+Its inputs are measured in one process (the step and its phases) and on the links (the bandwidth of
+the collectives). It leaves out a host that launches kernels late, processes that wait for the
+slowest one, and the part of the GPU that communication takes from computation.
 
-DDP sends a bucket of gradients as soon as the backward pass has made it: what lasts longer than
+DDP sends a bucket of gradients as soon as the backward pass has computed it: what lasts longer than
 that pass can't be hidden, nor can the last bucket, which has the gradient of the embedding.
 FSDP2 gathers the weights of a layer while the one before it computes, in both passes, and reduces
 gradients beside the backward pass: what lasts longer than both passes can't be hidden, nor can the
@@ -24,49 +24,49 @@ from workshop.labs import LabRow
 from workshop.run import flops, presets
 
 BUCKET_MB = 25
-"""Of DDP's buckets, in MiB of fp32, but for a first one of 1 MiB."""
+"""The size of DDP's buckets, in MiB of fp32; the first has 1 MiB."""
 GPUS_A_HOST = 8
 NETWORKS_GBS = (50.0, 12.5)
 """A GPU's share of its host's network: 400 and 100 Gbit/s."""
 SIZES = tuple(2**power for power in range(3, 11))
-"""GPUs for which there is no measurement."""
+"""Numbers of GPUs that the picture predicts."""
 STRATEGIES = ("ddp", "fsdp")
 
 
 class Link(NamedTuple):
-    """What `fit` makes of a collective's times: a message takes `latency_ms`, and `ms_a_byte` for
+    """A line fitted to a collective's times: a message takes `latency_ms`, plus `ms_a_byte` for
     each byte that the bus carries."""
 
     latency_ms: float
     ms_a_byte: float
     processes: int
-    """With which it was measured."""
+    """Their number in the measurement."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A training in one process, and what it would send. Times in ms, sizes in bytes."""
+    """A training in one process, and the bytes it would send. Times in ms, sizes in bytes."""
 
     strategy: str
     forward_ms: float
     backward_ms: float
     optimizer_ms: float
     gradients: float
-    """Of all weights, in fp32."""
+    """Gradients of all weights, in fp32."""
     gathered: float
     """All layers' weights, as FSDP2 gathers them."""
     embedding: float
-    """Its weight, and so its gradient; outside of the layers."""
+    """The embedding's weight, or its gradient; it is outside of the layers."""
     layers: int
     bucket: float = BUCKET_MB * 2.0**20
-    """Of DDP, in fp32."""
+    """A bucket of DDP, in fp32."""
     sent: float = 1.0
-    """The part of a gradient's bytes that is sent: in bf16 half of them."""
+    """The part of a gradient's bytes that is sent: half of them in bf16."""
 
 
 def fit(curve: collectives.Curve, name: str, processes: int) -> Link:
-    """The line through a collective's times whose relative errors are smallest: of small messages
-    that is the latency, of large ones the bandwidth."""
+    """Fits a line to a collective's times by least squares of the relative errors, so that small
+    messages determine the latency and large ones the bandwidth."""
     carried = [size * collectives.bus_factor(name, processes) for size, _ in curve]
     points = [(x, x / gbs / 1e6) for x, (_, gbs) in zip(carried, curve, strict=True)]
     weights = [1 / ms**2 for _, ms in points]
@@ -85,10 +85,10 @@ def message_ms(
     link: Link, name: str, size: float, processes: int, messages: int = 1,
     network_gbs: float = math.inf,
 ) -> float:  # fmt: skip
-    """The time of so many messages of `size` bytes together.
+    """The time in ms of `messages` messages that have `size` bytes together.
 
-    Latency grows with the logarithm of the number of processes, as a tree's. Beyond one host the
-    links of all its GPUs to the network carry what the bus does.
+    Latency grows with the logarithm of the number of processes, as in a tree. Beyond one host, the
+    bus is limited by the network links of all GPUs of a host.
     """
     if processes == 1:
         return 0.0
@@ -103,10 +103,10 @@ def step_ms(
     model: Model, links: dict[str, Link], processes: int, share: float = 1.0,
     network_gbs: float = math.inf,
 ) -> float:  # fmt: skip
-    """A step of so many processes.
+    """The time in ms of a step with `processes` processes.
 
     Args:
-        share: of the batch of one process, that each of them has: 1 for weak scaling.
+        share: each process's batch, relative to that of one process alone: 1 for weak scaling.
     """
 
     def ms(name: str, size: float, messages: int = 1) -> float:
@@ -131,14 +131,14 @@ def step_ms(
 
 
 def model_of(row: LabRow) -> Model | None:
-    """Of a row of one process; None where it says too little, or has another strategy."""
+    """The model of a row of one process; None without its phases, or for another strategy."""
     run, step = row.first, row.step_ms
     parts = [scaling.metric(row, f"{name}_ms") for name in ("forward", "backward", "optimizer")]
     strategy = str(run.options.get("strategy"))
     if strategy not in STRATEGIES or step is None or None in parts:
         return None
     known = [part for part in parts if part is not None]
-    scale = step / sum(known)  # the phases are measured apart, and their marks take time
+    scale = step / sum(known)  # the phases are measured separately, and their marks take time
     forward, backward, optimizer = (scale * part for part in known)
     preset = presets.get_preset(str(run.options["config"]))
     config = versions.load("v1").TinyLlamaConfig(**preset.model())
@@ -160,7 +160,7 @@ def model_of(row: LabRow) -> Model | None:
 
 
 def links_of(rows: Iterable[LabRow], device: str, processes: int) -> dict[str, Link]:
-    """Those measured with so many processes, else with the most; none if none were."""
+    """The links measured with this number of processes, else with the largest; {} if none."""
     found = {n: its for (name, n), its in collectives.curves(rows).items() if name == device}
     if not found:
         return {}
@@ -170,7 +170,7 @@ def links_of(rows: Iterable[LabRow], device: str, processes: int) -> dict[str, L
 
 @dataclass(frozen=True)
 class Check:
-    """A row that was measured, beside the model's answer."""
+    """A measured row, and the model's prediction for it."""
 
     row: LabRow
     kind: str
@@ -179,7 +179,7 @@ class Check:
 
 
 def checks(rows: Sequence[LabRow]) -> list[Check]:
-    """All rows of several processes that the model has an answer for."""
+    """All rows of several processes for which there is a prediction."""
     found = []
     for row in rows:
         peers = [one for one in rows if _together(one, row)]
@@ -212,7 +212,7 @@ def check_table(found: Sequence[Check]) -> Table:
 
 
 def draw(rows: Sequence[LabRow], target: Path) -> bool:
-    """Efficiency of weak scaling as the model has it, and what was measured; whether there was
+    """Draws the efficiency of weak scaling, predicted and measured; returns whether there was
     something to draw. The rows are of one device."""
     models = {
         (row.first.subject, scaling.training_of(row)): (row, model)
@@ -272,7 +272,7 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
 
 
 def assumptions(links: dict[str, Link]) -> str:
-    """In lines, for the picture."""
+    """The text above the picture."""
     link = links["all-reduce"]
     rate, latency = 1e-6 / link.ms_a_byte, 1e3 * link.latency_ms
     fast, slow = (8 * gbs for gbs in NETWORKS_GBS)

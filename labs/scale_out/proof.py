@@ -1,14 +1,14 @@
 """The proof: several processes train the model that V1 trains in one, on the same batches.
 
-It is the gate of the ladder (workshop/gate/parity.py), whose candidate is all processes together:
-each runs its part of every batch, the loss is the mean over all, logits and gradients are gathered
-under V1's names. V1 runs whole batches in the first process, where its own distance from the truth
-at the precision in use says what is allowed. Beyond that no tolerance is needed: processes with a
-copy of one tensor must have the same one, bit by bit.
+It is the workshop's gate (workshop/gate/parity.py), applied to all processes together: each runs
+its part of every batch, the loss is the mean over all, logits and gradients are gathered under V1's
+names. V1 runs whole batches in the first process, and its own distance from the truth at the
+precision in use sets the tolerance. Copies of one tensor in several processes must be equal, bit by
+bit.
 
-Over six seeds in fp32 and bf16, V1, V2 and V4 in two processes with DDP or FSDP2 come to 0.52 of
-what is allowed at most; the mildest planted fault, one rank's learning rate off by 1%, to 9 times.
-At bf16 alone they come to 0.38, whether gradients are sent in fp32 or in bf16.
+Over six seeds in fp32 and bf16, V1, V2 and V4 in two processes with DDP or FSDP2 reach at most 0.52
+of what is allowed; the mildest planted fault, one rank's learning rate off by 1%, reaches 9 times.
+At bf16 alone they reach 0.38, whether gradients are sent in fp32 or in bf16.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from workshop.run.precision import get_precision, kept_matmul_mode
 
 
 def check(job: Job) -> ParityReport:
-    """Runs the gate on a job's strategy; the same report on all processes.
+    """Runs the gate on a job's strategy; returns the same report on all processes.
 
     All of them have to call it.
     """
@@ -39,7 +39,7 @@ def check(job: Job) -> ParityReport:
     setting = _setting(asked, group, parts)
     report = parity.new_report(setting)
     if asked.precision.name != "fp32":
-        # What is small beside a lower precision's roundings shows in fp32.
+        # Faults smaller than a lower precision's roundings show in fp32.
         small = _compared(job, *_small(asked, setting, parts))
         report.measures |= {f"{what} in fp32": m for what, m in small.measures.items()}
         report.failures += [f"{failure} (in fp32, on a small model)" for failure in small.failures]
@@ -53,7 +53,7 @@ def check(job: Job) -> ParityReport:
 
 
 def _setting(asked: Request, group: Group, parts: int) -> Setting:
-    """The run's own, or fewer sequences where V1 in high precision has no memory for them."""
+    """The run's own, or fewer sequences where V1 in high precision would run out of memory."""
     setting = Setting(
         config=asked.config,
         precision=asked.precision,
@@ -91,8 +91,7 @@ def _compared(job: Job, asked: Request, setting: Setting) -> ParityReport:
 
 
 def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityReport) -> Outcome:
-    """The gate's programme, as parity has it, for all processes together; copies that differ are
-    added to the report."""
+    """Runs what the gate runs, in all processes together; adds copies that differ to the report."""
     batches = group.part(setting.batches(1 + CURVE_STEPS), dim=2)
     setting.precision.set_matmul_mode()
     strategy.prepare(setting.random_weights, setting.learning_rate)
@@ -121,7 +120,7 @@ def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityRepor
 
 
 def _compare_copies(what: str, tensors: Mapping[str, Tensor | None], report: ParityReport) -> None:
-    """Holds each process's copy against the first one's."""
+    """Compares each process's copies with the first one's; adds differences to the report."""
     own = [name for name, tensor in tensors.items() if tensor is not None]
     of_all = groups.of_all(own)
     differ = []
@@ -135,5 +134,6 @@ def _compare_copies(what: str, tensors: Mapping[str, Tensor | None], report: Par
         differ.append(name)
     for rank, names in enumerate(groups.of_all(differ)):
         report.failures += [
-            f"{what} of {name}: rank {rank} has another than rank 0, or none" for name in names
+            f"{what} of {name}: rank {rank}'s differs from rank 0's, or is missing"
+            for name in names
         ]

@@ -1,4 +1,4 @@
-"""The command line of a training over several processes, and the checked run that it asks for."""
+"""The command line of a training in several processes, and its checks."""
 
 import argparse
 from collections.abc import Callable
@@ -23,9 +23,9 @@ _SHARED = (
     *("config", "batch_size", "seq_len", "num_steps", "warmup_steps", "learning_rate", "seed"),
     *("precision", "data", "text_file", "compile"),
 )
-"""Flags that are the version's own."""
+"""Flags that are passed on to the version."""
 PEER = "hf"
-"""Whose model the peers' strategies train."""
+"""The version that the peers' strategies train."""
 _CAPTURING = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture graphs."""
 Add = Callable[..., Any]
@@ -41,10 +41,10 @@ that V1 trains in one.
 
 @dataclass(frozen=True)
 class Job:
-    """A training that has been checked, in one of its processes."""
+    """A training whose flags have been checked, as one of its processes sees it."""
 
     asked: request.Request
-    """The version's own request, with the batch of all processes."""
+    """The version's own request; the batch size is that of all processes together."""
     group: Group
     strategy: str
     accumulate: int
@@ -53,7 +53,7 @@ class Job:
     arguments: argparse.Namespace
 
     def make_strategy(self, asked: request.Request) -> strategies.Strategy:
-        """The job's, for its own run or another."""
+        """The job's strategy for a request, its own or another one."""
         return strategies.make(self.strategy, asked, self.accumulate, self.group.size, self.sending)
 
 
@@ -131,7 +131,7 @@ def _add_processes(add: Add) -> None:
         "--strategy",
         choices=strategies.NAMES,
         default="ddp",
-        help="what the processes share out, beside the batch (default ddp: nothing)",
+        help="what is split over the processes besides the batch (default ddp: nothing)",
     )
     add(
         "--accumulate",
@@ -144,19 +144,19 @@ def _add_processes(add: Add) -> None:
         "--reduce-dtype",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="in which ddp and fsdp send gradients; bf16 goes with --precision bf16 (default fp32)",
+        help="dtype in which ddp and fsdp send gradients; bf16 needs --precision bf16 (default "
+        "fp32)",
     )
     add(
         "--bucket-mb",
         type=count,
         metavar="N",
-        help="MiB of gradients that ddp sends together (default: PyTorch's 25, and 1 for the "
-        "first)",
+        help="size of ddp's gradient buckets in MiB (default: PyTorch's, 25, and 1 for the first)",
     )
     add(
         "--device",
         default="auto",
-        help="auto, cpu or cuda: of several GPUs each process takes one (default auto: GPU if any)",
+        help="auto, cpu or cuda: each process takes one GPU (default auto: GPU if any)",
     )
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
 
@@ -172,14 +172,14 @@ def _add_files(add: Add) -> None:
         "--checkpoints",
         type=Path,
         metavar="FOLDER",
-        help="for them; all machines have to see it (default: results/scale_out/checkpoints of "
-        "this checkout)",
+        help="of the checkpoints, on storage that all machines see (default: "
+        "results/scale_out/checkpoints of this checkout)",
     )
     add(
         "--resume",
         action="store_true",
-        help="go on from the newest complete checkpoint there, with any number of processes and "
-        "any strategy; a process that torchrun or Slurm has started again does so by itself",
+        help="continue from the newest complete checkpoint there, with any number of processes "
+        "and any strategy; after a restart by torchrun or Slurm this happens without the flag",
     )
     add(
         "--output-dir",
@@ -192,10 +192,11 @@ def _add_files(add: Add) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="after the clock: a torch.profiler trace of rank 0's (.json.gz); the result says how "
-        "much of a step is communication, and of one process how long its phases take",
+        help="when the clock has stopped, write a torch.profiler trace of rank 0 (.json.gz), and "
+        "the share of communication into the result; one process has no trace, and the times of "
+        "its phases in the result",
     )
-    # measure.py names the session, the file that it reads then, and who may use the devices.
+    # For measure.py: the session, the file that it reads, whether to wait for the devices.
     add("--session", default="", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
@@ -212,12 +213,13 @@ def check(arguments: argparse.Namespace) -> Job:
     errors.require(*strategies.packages(arguments.strategy))
     if (arguments.strategy in strategies.PEERS) != (arguments.version == PEER):
         raise WorkshopError(
-            f"--strategy {' and '.join(strategies.PEERS)} go with --version {PEER} alone"
+            f"--strategy {' and '.join(strategies.PEERS)} need --version {PEER}, which needs one "
+            "of them"
         )
     version = versions.get_version(arguments.version)
     module = versions.load(version.key)
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):
-        raise WorkshopError("--checkpoints goes with --save-every N or --resume")
+        raise WorkshopError("--checkpoints needs --save-every N or --resume")
     _check_strategy_flags(arguments, group)
     alone = arguments.strategy == "ddp" and group.size == 1
     words = [f"--device={groups.device_name(group, arguments.device)}"]
@@ -260,13 +262,13 @@ def check(arguments: argparse.Namespace) -> Job:
 
 
 def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
-    """Raises WorkshopError where a flag is given that the strategy has no code for."""
+    """Raises WorkshopError for a flag that the strategy does not support."""
     strategy = arguments.strategy
     if arguments.bucket_mb and strategy != "ddp":
         raise WorkshopError(f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp")
     if arguments.reduce_dtype != "fp32" and strategy not in ("ddp", "fsdp"):
         raise WorkshopError(
-            f"--reduce-dtype: --strategy {strategy} decides itself; use ddp or fsdp"
+            f"--reduce-dtype: --strategy {strategy} chooses it itself; use ddp or fsdp"
         )
     if arguments.cuda_graph and strategy != "ddp":
         raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp")

@@ -1,4 +1,4 @@
-"""The tables of scaling: what several processes gain over one, and at what cost."""
+"""The tables of scaling: the efficiency of several processes, and their communication."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,26 +14,27 @@ TRAIN = "train.py"
 HEADER = ("training", "processes", "scaling", "batch each", "ms a step", "efficiency [95%]",
           "GB a GPU", "communication", "hidden", "proof")  # fmt: skip
 NOTES = (
-    "efficiency: tokens a second, over as many times those of one process of the same training",
+    "efficiency: tokens per second of n processes, divided by n times those of one process of the "
+    "same training",
     "scaling: weak, each process has the batch that one has alone; strong, they share it; a batch "
     "is in sequences",
-    "communication: share of a profiled step in which it runs, waits for other processes included; "
-    "hidden: of that, while computation runs too",
+    "communication: share of a profiled step during which it runs, including waits for other "
+    "processes; hidden: the part of it during which computation runs too",
 )
 
 
 def measured(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
-    """The rows that measure.py and collectives.py made, by device, a list for each session: of each
-    subject the newest one's."""
+    """The rows of measure.py and collectives.py, by device, a list for each session; for each
+    subject only the newest session."""
     found: dict[str, list[list[LabRow]]] = {}
-    # train.py's own runs belong to no study.
+    # Runs that were started with train.py are not part of a study.
     for rows in labs.newest(run for run in runs if run.lab == LAB and run.study[:1] != [TRAIN]):
         found.setdefault(rows[0].device, []).append(rows)
     return found
 
 
 def tables_of(rows: Iterable[LabRow]) -> list[Table]:
-    """Of one device's rows: those that have something to show."""
+    """The tables of one device's rows that are not empty."""
     rows = list(rows)
     trained = [row for row in rows if row.first.unit == "tokens"]
     subjects = dict.fromkeys(row.first.subject for row in trained)
@@ -47,7 +48,7 @@ def tables_of(rows: Iterable[LabRow]) -> list[Table]:
 
 
 def scaling_table(rows: Sequence[LabRow]) -> Table:
-    """A line for each row; these are of one session, device and subject."""
+    """A line for each row. The rows are of one session, device and subject."""
     first = rows[0]
     ran = [row for row in in_order(rows) if row.first.status != "skipped"]
     lines = [Line(cells(row, rows), "red" if row.failed else None, training_of(row)) for row in ran]
@@ -57,7 +58,7 @@ def scaling_table(rows: Sequence[LabRow]) -> Table:
 
 
 def in_order(rows: Sequence[LabRow]) -> list[LabRow]:
-    """By training, in the order in which they first ran, then by processes, weak before strong."""
+    """Sorted by training, in the order of first runs, then by processes, weak before strong."""
     names = list(dict.fromkeys(map(training_of, rows)))
 
     def place(row: LabRow) -> tuple[int, int, int]:
@@ -73,18 +74,18 @@ def training_of(row: LabRow) -> str:
 
 
 def sequences(row: LabRow) -> int:
-    """Of each process."""
+    """The batch size of each process."""
     return int(row.first.metrics["sequences"] or 0)
 
 
 def alone(row: LabRow, rows: Iterable[LabRow]) -> LabRow | None:
-    """The row of one process that it is compared with."""
+    """The row of one process that a row is compared with."""
     its = (one for one in rows if one.first.variant == row.first.baseline)
     return next(its, None)
 
 
 def kind(row: LabRow, rows: Iterable[LabRow]) -> str:
-    """As measure.py's --scaling; "" for one process."""
+    """ "weak" or "strong"; "" for one process."""
     one = alone(row, rows)
     if row.first.processes == 1 or one is None:
         return ""
@@ -92,7 +93,7 @@ def kind(row: LabRow, rows: Iterable[LabRow]) -> str:
 
 
 def efficiency(row: LabRow) -> Ratio | None:
-    """Tokens a second over as many times those of one process; None where one has no times."""
+    """Tokens per second, divided by n times those of one process; None if either has no times."""
     if row.speedup is None:
         return None
     n, interval = row.first.processes, row.speedup.interval

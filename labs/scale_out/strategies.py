@@ -1,7 +1,7 @@
-"""One model in training over several processes: DDP, FSDP2 and DeepSpeed's ZeRO around the
-versions' own modules, and the step that all of them share.
+"""Training one model in several processes: DDP, FSDP2 and DeepSpeed's ZeRO around the versions' own
+modules, and the step that all of them share.
 
-What a strategy splits over the processes, beside the batch:
+What a strategy splits over the processes, besides the batch:
     ddp     nothing: each has all weights, and the gradients are averaged
     fsdp    weights, gradients and AdamW's moments (PyTorch's fully_shard)
     zero1   AdamW's moments            (DeepSpeed)
@@ -24,37 +24,37 @@ from workshop.request import Request
 from workshop.run import markers, trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a weight, beside the count of its steps."""
+"""AdamW's state of a weight, besides the number of steps."""
 PARTS = ("weight", *MOMENTS)
 PASSES_BEFORE_CAPTURE = 11
-"""Of DDP, as PyTorch's notes on CUDA semantics have it ("Usage with DistributedDataParallel"): it
+"""Passes of DDP, from PyTorch's notes on CUDA semantics ("Usage with DistributedDataParallel"): it
 orders its buckets in the second, and times the first ten with events."""
 Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Sending:
-    """How gradients go to the other processes."""
+    """How gradients are sent."""
 
     dtype: torch.dtype = torch.float32
     bucket_mb: int | None = None
-    """MiB of DDP's buckets; None for its own."""
+    """MiB of DDP's buckets; None for DDP's default."""
 
 
 class Strategy(nn.Module):
-    """A version's model, and how several processes train it; as it is, for one process.
+    """A version's model, and how several processes train it. This class itself is for one process.
 
-    `prepare` comes first. Called as the version's model is, with this process's sequences; the
-    step is `train_step` of this file, which the harness finds.
+    Call `prepare` first. The strategy is called like the version's model, with this process's
+    sequences; the step is `train_step` of this file, which the harness finds.
 
     Args:
-        asked: the run, with the batch of all processes.
+        asked: the run; its batch size is that of all processes together.
         accumulate: parts of a process's batch that run one after the other before an update.
-        sending: where the engine leaves it open.
+        sending: how gradients are sent, for engines that have a choice.
     """
 
     plain: nn.Module
-    """The version's own model, whose parameters the engine may have changed."""
+    """The version's own model; the engine may have changed its parameters."""
     engine: Any
     """The module that runs the passes."""
     optimizer: torch.optim.Optimizer
@@ -65,7 +65,7 @@ class Strategy(nn.Module):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the gradients that are sent. The proof has a part in fp32, and this with it."""
+        """The dtype in which gradients are sent: fp32 where the proof runs in fp32."""
         return self.sending.dtype if self.asked.precision.name == "bf16" else torch.float32
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Strategy(nn.Module):
         return out
 
     def prepare(self, weights: Weights, learning_rate: float) -> torch.optim.Optimizer:
-        """Begins a training with weights under V1's names, and forgets an earlier one; its
+        """Starts a training from weights under V1's names, and drops an earlier one; returns the
         optimizer."""
         self.engine = None
         self.plain = self.optimizer = None  # type: ignore[assignment]
@@ -83,14 +83,14 @@ class Strategy(nn.Module):
         self.optimizer = self.configure_optimizer(learning_rate)
         return self.optimizer
 
-    # What engines do in different ways.
+    # What differs between engines.
 
     def build(self) -> nn.Module:
         """The version's model on the device, compiled if asked."""
         return self.asked.build()
 
     def wrap(self, plain: nn.Module) -> Any:
-        """The engine's module around the version's."""
+        """The engine's module around the version's model."""
         return plain
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
@@ -100,7 +100,7 @@ class Strategy(nn.Module):
         return optimizer
 
     def synchronised(self, last: bool) -> AbstractContextManager[Any]:
-        """Around one part's passes: gradients go to the other processes with the last part."""
+        """The context of one part's passes: gradients are sent with the last part."""
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ class Strategy(nn.Module):
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor) -> None:
-        """Of one part's mean loss."""
+        """Backward pass of one part's mean loss."""
         (loss / self.accumulate).backward()
 
     def update(self) -> None:
@@ -124,17 +124,17 @@ class Strategy(nn.Module):
         return None if weight.grad is None else self.whole(weight.grad)
 
     def weight(self, weight: nn.Parameter) -> Tensor:
-        """As the next forward pass uses it."""
+        """The weight that the next forward pass uses."""
         return self.whole(weight.detach())
 
-    # What follows from that.
+    # What is the same for all engines.
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Of the last backward pass, whole, under V1's names. All processes have to call it."""
+        """Gradients of the last backward pass, whole, under V1's names. All processes call it."""
         return canonical.take_apart(self.plain, self.gradient)
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole, under V1's names. All processes have to call it."""
+        """Whole weights under V1's names. All processes have to call it."""
         found = canonical.take_apart(self.plain, self.weight)
         return {name: weight for name, weight in found.items() if weight is not None}
 
@@ -152,8 +152,8 @@ class Strategy(nn.Module):
         return torch.stack(losses).mean()
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments under the version's own names, as checkpoints hold them; in shards,
-        if the engine has shards that know their place."""
+        """Weights and moments under the version's own names, for checkpoints; as DTensors, if the
+        engine shards with them."""
         state = {}
         for name, weight in self.plain.named_parameters():
             state[f"weight.{name}"] = weight.detach()
@@ -162,16 +162,16 @@ class Strategy(nn.Module):
         return state
 
     def resume(self, steps: int, read: Callable[[dict[str, Tensor]], object]) -> None:
-        """Takes up a training after so many steps, which is to be prepared already.
+        """Continues a prepared training after `steps` steps.
 
         Args:
-            read: fills the tensors of a `state` with what was saved.
+            read: fills the tensors of a `state` with the saved values.
         """
         self._begin_state(self.plain.parameters(), steps)
         read(self.state())
 
     def _begin_state(self, weights: Iterable[Tensor], steps: int) -> None:
-        """AdamW's, with moments of 0."""
+        """Makes AdamW's state, with moments of 0."""
         fused = self.optimizer.defaults.get("fused") or self.optimizer.defaults.get("capturable")
         for weight in weights:
             self.optimizer.state[weight] = {
@@ -181,13 +181,13 @@ class Strategy(nn.Module):
 
 
 class Ddp(Strategy):
-    """Weights on all processes; gradients averaged in buckets while the backward pass goes on."""
+    """Weights on all processes; gradients averaged in buckets during the backward pass."""
 
     def prepare(self, weights: Weights, learning_rate: float) -> torch.optim.Optimizer:
         if not self.asked.cuda_graph:
             return super().prepare(weights, learning_rate)
-        # On the stream of the capture: what takes in the gradients stays with the one it was made
-        # on. These passes train nothing.
+        # On the stream of the capture: DDP's gradient accumulators stay on the stream on which they
+        # were made. These passes train nothing.
         device, size = self.asked.device, torch.distributed.get_world_size()
         shape = self.asked.batch_size // size, self.asked.seq_len
         stream = trainer.capture_stream(device)
@@ -204,7 +204,7 @@ class Ddp(Strategy):
     def wrap(self, plain: nn.Module) -> nn.Module:
         device = self.asked.device
         ids = [device.index] if device.type == "cuda" else None
-        # What PyTorch 2.13 has instead is not in older ones.
+        # The replacement in PyTorch 2.13 is not in older versions.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
         engine = nn.parallel.DistributedDataParallel(
             plain, device_ids=ids, gradient_as_bucket_view=True,
@@ -223,14 +223,14 @@ class Ddp(Strategy):
 def _average_in_bf16(
     group: Any, bucket: torch.distributed.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """PyTorch's hook, which DDP takes under that name for GPUs alone: gloo can send it, too."""
+    """PyTorch's hook under a name of ours: under its own, DDP accepts it only for GPUs."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
 class Fsdp(Strategy):
-    """Each layer's weights are gathered before it runs, and dropped after it. At bf16 the layers'
-    weights are gathered in 16 bits; the shards are in fp32, and the sums of the gradients, if not
-    asked otherwise."""
+    """Each layer's weights are gathered before it runs, and freed after it. At bf16 the layers'
+    weights are gathered in bf16; the shards are in fp32, and so are the sums of the gradients,
+    unless `sending` says otherwise."""
 
     def build(self) -> nn.Module:
         model = self.asked.build_on(self.asked.device)
@@ -252,7 +252,7 @@ class Fsdp(Strategy):
             cast_forward_inputs=False,  # the residual stream stays fp32, as autocast has it
         )
         for layer in layers_of(plain):
-            # Uncompiled, the norms stay fp32, which F.rms_norm has its kernel for.
+            # Without compiler the norms stay fp32, as F.rms_norm's fused kernel needs.
             eager = self.asked.compile_mode == "none"
             group: Any = [layer.self_attn, layer.mlp] if eager else layer
             fully_shard(group, mesh=mesh, mp_policy=low)
@@ -266,12 +266,12 @@ class Fsdp(Strategy):
     def whole(self, tensor: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        # Weights that have been gathered for the next pass are plain tensors.
+        # Weights that are gathered for the next pass are plain tensors.
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Zero(Strategy):
-    """DeepSpeed's ZeRO. Its engine casts, divides the loss by the number of parts, and clears the
+    """DeepSpeed's ZeRO. The engine casts, divides the loss by the number of parts, and clears the
     gradients after an update."""
 
     def __init__(self, asked: Request, accumulate: int, stage: int) -> None:
@@ -287,7 +287,7 @@ class Zero(Strategy):
         config = {
             "train_micro_batch_size_per_gpu": of_process // self.accumulate,
             "gradient_accumulation_steps": self.accumulate,
-            "gradient_clipping": 0.0,  # which no version does; DeepSpeed's default clips at 1
+            "gradient_clipping": 0.0,  # no version clips; DeepSpeed's default is 1
             "zero_optimization": {"stage": self.stage},
             "zero_allow_untested_optimizer": True,
             "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16"},
@@ -307,7 +307,7 @@ class Zero(Strategy):
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
         if not self.engine.is_gradient_accumulation_boundary():
-            self.engine.step()  # counts the part
+            self.engine.step()  # only counts the part
 
     def update(self) -> None:
         self.engine.step()
@@ -337,7 +337,7 @@ class Zero(Strategy):
         return state
 
     def _shards(self) -> list[Tensor]:
-        """This process's shards of the fp32 weights, in which the optimizer has its state."""
+        """This process's shards of the fp32 weights, for which the optimizer has its state."""
         name = "single_partition_of_fp32_groups"
         flat: list[Tensor] = getattr(
             self.zero, name if self.stage < 3 else "fp32_partitioned_groups_flat"
@@ -360,7 +360,7 @@ class Zero(Strategy):
             self._set_working_copy(weight, whole["weight"])
 
     def _set_working_copy(self, weight: nn.Parameter, value: Tensor) -> None:
-        """What the passes read, beside the shards that the optimizer updates."""
+        """Sets the weight that the passes read; the optimizer updates the shards."""
         import deepspeed
 
         if self.stage < 3:
@@ -377,30 +377,30 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def packages(name: str) -> list[str]:
-    """What a strategy imports, beside PyTorch."""
+    """Packages that a strategy needs besides PyTorch."""
     if name in PEERS:
         return ["accelerate"]
     return ["deepspeed"] if name.startswith("zero") else []
 
 
 def missing(name: str, device: torch.device) -> str | None:
-    """What is missing for a strategy on a device in this PyTorch, a sentence; None if nothing."""
+    """Why a strategy can't run on a device with this PyTorch, as a sentence; None if it can."""
     if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        return f"--strategy fsdp: PyTorch {torch.__version__} has it for GPUs alone"
+        return f"--strategy fsdp: PyTorch {torch.__version__} supports it on GPUs only"
     if name == "accelerate-fsdp" and device.type == "cpu":
-        return f"--strategy {name}: accelerate has it for GPUs alone"
+        return f"--strategy {name}: accelerate supports it on GPUs only"
     return None
 
 
 PEERS = ("accelerate-ddp", "accelerate-fsdp")
-"""Of Hugging Face, around their own model: peer_accelerate.py."""
+"""Hugging Face's, around their own model: peer_accelerate.py."""
 NAMES = ("ddp", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
 def make(
     name: str, asked: Request, accumulate: int, size: int, sending: Sending | None = None
 ) -> Strategy:
-    """One of NAMES, for `size` processes."""
+    """Makes one of NAMES, for `size` processes."""
     if name in PEERS:
         from labs.scale_out.peer_accelerate import Accelerate
 
@@ -423,8 +423,8 @@ def train_step(
     phase: markers.Range = nullcontext,
 ) -> Tensor:
     """A version's `train_step` with an engine around the model: one step over this process's
-    sequences, (B, T) each; their mean loss, from before the update. The strategy has the precision
-    and the optimizer; no loss is scaled."""
+    sequences, (B, T) each; returns their mean loss before the update. The strategy has the
+    precision and the optimizer; the loss is not scaled."""
     model.clear_gradients()
     loss = model.passes(tokens, targets, phase)
     with phase("optimizer"):

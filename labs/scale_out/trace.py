@@ -1,4 +1,4 @@
-"""How much of a step is communication, and how much of that computation hides: from a
+"""How much of a step is communication, and how much of that is hidden by computation: from a
 torch.profiler trace, read as the workshop's profilers do."""
 
 import os
@@ -16,7 +16,7 @@ from workshop.profilers.step_time import Communication
 from workshop.run import markers
 
 WARM_UP, STEPS = 2, 5
-"""Steps before those that are recorded, and these."""
+"""Steps before the recorded ones, and recorded steps."""
 
 
 class Trained(Protocol):
@@ -33,9 +33,9 @@ def record(training: Trained, group: Group, target: Path) -> dict[str, float]:
     """Profiles some more steps of all processes, and writes rank 0's trace.
 
     Returns:
-        `shares` of that trace. Profiling slows the host, so that times are not those of the clock.
+        `shares` of that trace. Profiling slows the host, which makes these times longer.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints each start on stderr
     activities = [ProfilerActivity.CPU]
     if training.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -57,7 +57,7 @@ def record(training: Trained, group: Group, target: Path) -> dict[str, float]:
 
 
 def shares(steps: list[Communication]) -> dict[str, float]:
-    """Of all steps together: `communication_share` of their time, and `hidden_share` of that."""
+    """Over all steps: `communication_share`, `hidden_share` of that, `profiled_ms` a step."""
     whole, ns = (sum(getattr(step, name) for step in steps) for name in ("step_ns", "ns"))
     hidden = sum(step.hidden_ns for step in steps)
     return {

@@ -1,7 +1,7 @@
 """Trains a version of Tiny-LLaMA in several processes: DDP, FSDP2 or DeepSpeed's ZeRO.
 
-request.py has its flags, group.py the processes, strategies.py the engines and the step, loop.py
-the training, checkpoints.py what is saved, proof.py what shows that all train one model.
+request.py has the flags, group.py the processes, strategies.py the engines and the step, loop.py
+the training, checkpoints.py the files, proof.py the check that the processes train V1's model.
 """
 
 import sys

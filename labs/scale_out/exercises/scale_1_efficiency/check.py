@@ -21,8 +21,8 @@ FOLDER = f"labs/{LAB}"
 
 @dataclass(frozen=True)
 class Measured:
-    """A process alone, several with as much work each, both again with PARTS parts a step, and what
-    the links between them do."""
+    """One process, several with as much work each, both again with PARTS parts per step, and the
+    bandwidth between them."""
 
     alone: LabRun
     pair: LabRun
@@ -135,44 +135,44 @@ def check(work: Work) -> Iterator[Item]:
 
 QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted("predict.percent", "predicted: efficiency", "%", lambda m: m.percent,
-              "One process's step over the same and the time of sending, if nothing hides it. "
-              "What else do two processes share: cores, memory, the GPU's power?", within=0.1),
+              "If nothing hides the sending: one process's step, divided by that step plus the "
+              "time of sending. What else do two processes share: cores, memory?", within=0.1),
     Predicted("predict.parts_percent", f"predicted: efficiency with {PARTS} parts", "%",
               lambda m: m.parts_percent,
-              f"There is {PARTS} times as much to compute, and as much to send.", within=0.1),
+              f"There is {PARTS} times as much to compute, and no more to send.", within=0.1),
     Found("found.gradients_mb", "gradients of a step", "MB", lambda m: m.gradients_mb,
-          "A number for each weight, in fp32: the line `model` has their number.",
+          "One number per weight, in fp32: the line `model` has the number of weights.",
           slips=lambda m: [(m.gradients_mb / 4, "a number has four bytes"),
                            (m.gradients_mb / 2, "they are sent in fp32, at bf16 too")]),
     Found("found.gbs", "what all-reduce reaches", "GB/s", lambda m: m.gbs,
           lambda m: f"collectives.py: all-reduce of {_message_mb(m.link):.3g} MB, the message "
           "nearest to the gradients."),
     Found("found.sending_ms", "the time of sending them", "ms", lambda m: m.sending_ms,
-          "Their bytes times 2 (n - 1) / n, which is 1 for two, over the bandwidth. 1 MB at 1 GB/s "
-          "takes 1 ms.", within=0.05),
+          "Their bytes times 2 (n - 1) / n, which is 1 for two, divided by the bandwidth. 1 MB at "
+          "1 GB/s takes 1 ms.", within=0.05),
     Found("found.alone_ms", "a step of one process", "ms", lambda m: m.alone_ms,
           "The line `step` of your newest such run."),
     Found("found.pair_ms", "a step of all", "ms", lambda m: m.pair_ms,
           "The line `step` of your newest such run."),
     Found("found.percent", "efficiency", "%", lambda m: m.percent,
-          "Each process has as much to do as the one: its step over theirs.",
+          "Each process has as much to do as the one: one process's step divided by theirs.",
           slips=lambda m: [(m.percent * m.pair.processes, "that is the speed-up in percent")]),
     Found("found.not_hidden_percent", "efficiency, if nothing hid the sending", "%",
           lambda m: m.not_hidden_percent,
-          "The step of one process over the same and the time of sending."),
+          "The step of one process, divided by that step plus the time of sending."),
     Found("found.parts_percent", f"efficiency with {PARTS} parts", "%", lambda m: m.parts_percent,
-          f"Of the two runs with --accumulate {PARTS}: one process's step over that of all."),
+          f"Of the two runs with --accumulate {PARTS}: one process's step divided by that of all."),
     Chosen("found.eight", "what a link carries with 8 processes, for each byte of gradients",
            {
-               "1": "that is what it carries with two",
-               "1.75": "2 (n - 1) / n: each part goes round twice, to be added and to be told",
-               "8": "each process sends parts, not all to all others",
+               "1": "that is with two processes",
+               "1.75": "2 (n - 1) / n: each process sends n - 1 parts to be added, then n - 1 sums",
+               "8": "each process sends parts, not the whole message to every other one",
            },
            lambda m: "1.75"),
     Chosen("found.remedy", "what sends fewer bytes for each token",
            {
-               "buckets": "larger ones are fewer messages, of as many bytes",
-               "parts": "as many bytes after more tokens",
+               "buckets": "larger ones are fewer messages with the same number of bytes",
+               "parts": "the same number of bytes for more tokens",
                "processes": "each of them sends all gradients of a step",
            },
            lambda m: "parts"),

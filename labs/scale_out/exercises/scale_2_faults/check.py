@@ -16,21 +16,21 @@ def check(work: Work) -> Iterator[Item]:
 
 
 QUESTIONS: tuple[Question[None], ...] = (
-    Predicted("predict.percent", "predicted: how much too much one of two counts", "%",
+    Predicted("predict.percent", "predicted: by how much one of two sequences counts too much", "%",
               lambda _: 25.0,
               "Of 5 sequences each should count a fifth. The second process has two, and its mean "
               "is half of the result."),
-    Chosen("found.first", "what the first process waits in",
+    Chosen("found.first", "where the first process waits",
            ("all_reduce", "barrier"), lambda _: "all_reduce",
            "run_group.py shows it, with the starter's code in mine.py"),
-    Chosen("found.second", "what the second process waits in",
+    Chosen("found.second", "where the second process waits",
            ("all_reduce", "barrier"), lambda _: "barrier",
            "run_group.py shows it, with the starter's code in mine.py"),
     Chosen("found.why", "why they are not in the same one",
            {
-               "slow": "a process that is late is waited for: it gets there",
-               "order": "all have the same lines in the same order",
-               "branch": "the two decide by losses of their own, which fall in other steps",
+               "slow": "the others wait for a slow process, and it gets there",
+               "order": "both run the same lines in the same order",
+               "branch": "each decides by its own loss, and these fall in different steps",
            },
            lambda _: "branch"),
     Chosen("found.evenly", "with 4 sequences, once it does not hang, the gradients are",
@@ -39,7 +39,7 @@ QUESTIONS: tuple[Question[None], ...] = (
                "wrong": "compare two means of two sequences with the mean of four",
            },
            lambda _: "right"),
-    Found("found.percent", "how much too much a sequence of the second process counts", "%",
+    Found("found.percent", "by how much a sequence of the second process counts too much", "%",
           lambda _: 25.0,
           "Of 5 sequences each should count a fifth. The second process has two: what does one of "
           "them count in its mean, and in the mean of both?",

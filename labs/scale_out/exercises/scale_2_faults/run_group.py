@@ -3,8 +3,8 @@
     python run_group.py
     python run_group.py --batch-size 5 --processes 3
 
-A group that has not ended after some seconds hangs: each of its processes then shows the line that
-it waits in, and all are ended.
+A group that has not ended after some seconds hangs: each of its processes then shows the line where
+it waits, and all are ended.
 """
 
 import argparse
@@ -47,13 +47,13 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a process."""
+    """Of one process."""
 
     trained: Trained | None
     rows: int
     """Sequences that its model got."""
     message: str = ""
-    """What it ended with, or the line that it waited in."""
+    """The error that it ended with, or the line where it waited."""
     hangs: bool = False
 
 
@@ -104,7 +104,7 @@ def together(path: Path, batch_size: int, size: int) -> list[Outcome]:
             for process, stack in zip(started, stacks, strict=True)
         ):
             time.sleep(0.05)
-        # Before one is ended: another would get an error then.
+        # Read before any is killed: the others would get an error then.
         outcomes = [_outcome(Path(folder), rank) for rank in range(size)]
         for process in started:
             process.kill()
@@ -136,7 +136,7 @@ def _process(
             text = f"{type(error).__name__}: {error!s:.200}"
             outcome = {"trained": None, "rows": rows, "message": text}
         torch.save(outcome, folder / f"outcome{rank}")
-        dist.barrier()  # one that has ended would end the others' collectives
+        dist.barrier()  # a process that ends would fail the others' collectives
 
 
 def _outcome(folder: Path, rank: int) -> Outcome:
@@ -158,15 +158,15 @@ def difference(one: Trained, other: Trained) -> str:
     """The first thing in which two trainings differ; "" if there is none."""
     losses = list(zip(one[0], other[0], strict=False))
     if len(one[0]) != len(other[0]):
-        return f"{len(one[0])} losses, and there are {len(other[0])} steps"
+        return f"in the number of losses: {len(one[0])} for {len(other[0])} steps"
     for step, (loss, right) in enumerate(losses, 1):
         if not math.isclose(loss, right, rel_tol=CLOSE):
-            return f"from step {step} on: loss {loss:.6f}, and one process has {right:.6f}"
+            return f"from step {step} on: loss {loss:.6f}, but one process has {right:.6f}"
     if one[1].keys() != other[1].keys() or not all(
         torch.allclose(one[1][name], weight, rtol=CLOSE, atol=CLOSE)
         for name, weight in other[1].items()
     ):
-        return "in the weights that were kept: those of another step, or none"
+        return "in the weights that were kept: they are of another step, or missing"
     return ""
 
 
@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--batch-size", type=count, default=4, metavar="N", help="of all together (default 4)")
+    add("--batch-size", type=count, default=4, metavar="N", help="of all processes (default 4)")
     add("--processes", type=count, default=2, metavar="N", help="default 2")
     return parser
 
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     batches = make_batches(arguments.batch_size)
     path = Path(__file__).with_name(MINE)
-    import_file(path)  # what is wrong with the file itself is said once
+    import_file(path)  # an error in the file itself is printed once
     right, wrong = alone(batches), False
     for rank, outcome in enumerate(together(path, arguments.batch_size, arguments.processes)):
         text = outcome.message

@@ -1,5 +1,5 @@
-"""Trains a model in several processes, each on its part of every batch, without DDP. They should do
-what one process does with whole batches, and do not.
+"""Trains a model in several processes, each on its part of every batch, without DDP. They should
+train what one process trains with whole batches, and do not.
 
 Shapes in the comments:
     B sequences of a batch   F features
