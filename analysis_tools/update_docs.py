@@ -7,7 +7,6 @@ figure there is typed by hand. `--check` changes nothing and exits 1 if they are
 
 import argparse
 import itertools
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +36,6 @@ from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
 from workshop.kernels import benchmark  # noqa: E402
-from workshop.kernels.cases import OURS  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
@@ -368,20 +366,11 @@ def _best_kernels(path: Path) -> str:
     """V3's operators at the largest size of each against the fastest right contender there."""
     rows, run = benchmark.load(path)
     header = ["operator", "size", "V3's kernel", "fastest other", "its time", "V3 is"]
-    lines = []
-    for group in benchmark.by_op([row for row in rows if row.samples]):
-        size = max(group, key=lambda row: sum(row.amounts.values())).size
-        times = {
-            row.contender: sum(row.median_ms(phase) or math.nan for phase in row.amounts)
-            for row in group
-            if row.size == size
-        }
-        ours = times.pop(OURS, None)
-        if ours is None or not times:
-            continue
-        best = min(times, key=lambda contender: times[contender])
-        cells = [f"`{group[0].op}`", size, f"{ours:.3f} ms", best, f"{times[best]:.3f} ms"]
-        lines.append([*cells, f"{times[best] / ours:.2f}x as fast"])
+    lines = [
+        [f"`{best.op}`", best.size, f"{best.ours_ms:.3f} ms", best.contender,
+         f"{best.its_ms:.3f} ms", f"{best.gain:.2f}x as fast"]
+        for best in benchmark.against_fastest(rows)
+    ]  # fmt: skip
     caption = (
         f"Forward and backward pass together, {run.precision}, {run.device['name']}, at the "
         "largest size of each operator, replayed from graphs, on data that the cache does not "

@@ -174,12 +174,12 @@ def _rungs(rows: Sequence[LabRow]) -> list[tuple[LabRow, str, Ratio | None]]:
     """Each row, what it changes of the one before, and the gain over that."""
     before = [None, *rows[:-1]]
     return [
-        (row, _change(row, last), labs.speedup(last, row) if last else None)
+        (row, change(row, last), labs.speedup(last, row) if last else None)
         for row, last in zip(rows, before, strict=True)
     ]
 
 
-def _change(row: LabRow, other: LabRow | None) -> str:
+def change(row: LabRow, other: LabRow | None) -> str:
     """The words of a variant that another does not have."""
     known = other.first.variant.split(", ") if other else []
     return ", ".join(word for word in row.first.variant.split(", ") if word not in known)
@@ -293,7 +293,7 @@ def _cells(groups: Groups) -> dict[str, str]:
     def of_variants(study: Study, wanted: Sequence[str] = ()) -> str:
         found = []
         for rows in groups.get(study[0], ()):
-            own = [(_change(row, rows[0]), _text(row.speedup)) for row in rows[1:]]
+            own = [(change(row, rows[0]), _text(row.speedup)) for row in rows[1:]]
             own = [(change, text) for change, text in own if not wanted or change in wanted]
             found.append(f"{_listed(own)}, {rows[0].device}")
         return "; ".join([*found, f"`{study[1]}`"])

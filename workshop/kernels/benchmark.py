@@ -32,7 +32,7 @@ import torch
 from workshop import errors, results, versions
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
-from workshop.kernels.cases import BOTH, GBS, OPS, TFLOPS, kernels, make_cases
+from workshop.kernels.cases import BOTH, GBS, OPS, OURS, TFLOPS, kernels, make_cases
 from workshop.kernels.measure import (
     ABSENT,
     FAILED,
@@ -239,6 +239,40 @@ def measure(
 
 def by_op(rows: list[Row]) -> list[list[Row]]:
     return [[row for row in rows if row.op == op] for op in dict.fromkeys(r.op for r in rows)]
+
+
+@dataclass(frozen=True)
+class Best:
+    """Our operator at its largest size beside the fastest right contender there: forward and
+    backward pass together."""
+
+    op: str
+    size: str
+    ours_ms: float
+    contender: str
+    its_ms: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast ours is."""
+        return self.its_ms / self.ours_ms
+
+
+def against_fastest(rows: list[Row]) -> list[Best]:
+    """Of each operator that has a time, ours and another's."""
+    found = []
+    for group in by_op([row for row in rows if row.samples]):
+        size = max(group, key=lambda row: sum(row.amounts.values())).size
+        times = {
+            row.contender: sum(row.median_ms(phase) or math.nan for phase in row.amounts)
+            for row in group
+            if row.size == size
+        }
+        ours = times.pop(OURS, None)
+        if ours is not None and times:
+            best = min(times, key=lambda contender: times[contender])
+            found.append(Best(group[0].op, size, ours, best, times[best]))
+    return found
 
 
 def header(rows: list[Row], run: Run) -> list[str]:
