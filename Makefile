@@ -18,7 +18,7 @@ NOTEBOOK = exercises/notebooks/workshop_tour.ipynb
 MY_NOTEBOOK = results/tour/$(notdir $(NOTEBOOK))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare profile dashboard report notebook test test-all lint docs clean environment \
+.PHONY: help setup compare profile dashboard report slides notebook test test-all lint docs clean environment \
 	test-environment notebook-environment
 # Two targets at once would prepare the same environment at once.
 .NOTPARALLEL:
@@ -43,6 +43,9 @@ dashboard: environment ## show all results in the browser, those of results/refe
 
 report: environment ## write a report of all results: one page that needs no network, and Markdown
 	@$(RUN) analysis_tools/report_generator.py $(ARGS)
+
+slides: environment ## build the four slide decks from results (ARGS="--results results": from yours)
+	@$(RUN) slides/build.py $(ARGS)
 
 # The copy is the reader's: with predictions and outputs in it, the checkout stays as it is. Jupyter
 # listens on this machine alone and asks for a token; it sends root away, who is the user of most

@@ -794,6 +794,7 @@ def test_make_alone_lists_the_targets() -> None:
     [
         ("compare", "", "analysis_tools/compare_versions.py --preset tiny"),
         ("dashboard", "", "analysis_tools/performance_dashboard.py --preset tiny"),
+        ("slides", "", "slides/build.py --preset tiny"),
         ("notebook", "--with-notebook", "--preset tiny results/tour/workshop_tour.ipynb"),
         ("test", "--with-tests", "--preset tiny"),
         ("lint", "--with-tests", "-m mypy"),

@@ -165,7 +165,8 @@ def printable(text: str) -> str:
     return " ".join("".join(kept).split()) or "\ufffd"
 
 
-_OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "sklearn": "scikit-learn"}
+_OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "pptx": "python-pptx",
+                "sklearn": "scikit-learn"}  # fmt: skip
 """What pip calls a package that is imported under another name."""
 
 
