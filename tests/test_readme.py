@@ -111,12 +111,40 @@ def run(command: str, folder: Path, output: Path) -> None:
     assert answer.returncode == 0, f"{command}\n{answer.stdout[-2000:]}\n{answer.stderr[-2000:]}"
 
 
+def pages() -> list[Path]:
+    """All Markdown files that are written by hand, or partly."""
+    found = [path.relative_to(ROOT) for path in ROOT.rglob("*.md")]
+    hidden = [path for path in found if any(part.startswith(".") for part in path.parts)]
+    return [ROOT / path for path in found if path not in hidden and path.parts[0] != "results"]
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls a page's headings, the second of the same words with -1, and its own."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found: list[str] = re.findall(r'<a id="([^"]+)">', text)
+    for heading in re.findall(r"^#+ +(.+)$", outside, re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", re.sub(r"\]\([^)]*\)", "", heading))
+        found.append(words.strip().lower().replace(" ", "-"))
+    again = {f"{name}-{i}" for name in set(found) for i in range(1, found.count(name))}
+    return again | set(found)
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in [*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("setup/*.md")]:
+    followed = 0
+    for path in pages():
         text = path.read_text(encoding="utf-8")
-        defined = re.findall(r"^\[\w+\]: ([^:\s]+)$", text, re.MULTILINE)
-        for target in [*re.findall(r"\]\(([^)#:]+)\)", text), *defined]:
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+        defined = re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)
+        for link in [*re.findall(r"\]\(([^)\s]+)\)", text), *defined]:
+            if ":" in link:
+                continue
+            target, _, anchor = link.partition("#")
+            there = path.parent / target if target else path
+            assert there.exists(), f"{path.relative_to(ROOT)} links to {target}"
+            if anchor:
+                followed += 1
+                page = there.read_text(encoding="utf-8")
+                assert anchor in anchors(page), f"{path.relative_to(ROOT)} links to {link}"
+    assert followed > 5
 
 
 def test_the_documents_say_what_the_result_files_say(type_command) -> None:
