@@ -417,7 +417,7 @@ def test_progress_is_kept_and_a_broken_file_is_named(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / FILE).parent.iterdir()] == [FILE.name]
     for broken in ("{", '{"schema_version": 1, "exercises": {"a": {"checks": "many"}}}'):
         (tmp_path / FILE).write_text(broken)
-        with pytest.raises(WorkshopError, match="delete the file to begin anew"):
+        with pytest.raises(WorkshopError, match="delete the file to start again"):
             Progress(tmp_path)
 
 

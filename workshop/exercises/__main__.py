@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     hint = commands.add_parser("hint", help="the next hint")
     commands.add_parser("progress", help="what is passed, and what comes next")
-    reset = commands.add_parser("reset", help="begin anew; what you wrote is kept as *.old")
+    reset = commands.add_parser("reset", help="start again; what you wrote is kept as *.old")
     for command in (check, hint, reset):
         command.add_argument("name", metavar="NAME", help="of an exercise, as `list` shows it")
     return parser

@@ -51,7 +51,7 @@ class Answers:
                 raise WorkshopError(
                     f"{self.path.name}: {key} is missing; "
                     f"`python -m workshop.exercises reset {self.path.parent.name}` makes the "
-                    "questions anew"
+                    "questions again"
                 )
             value = value[part]
         if _is_empty(value):

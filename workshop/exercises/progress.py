@@ -32,7 +32,7 @@ class _Stored:
 
 
 class Progress:
-    """The states of all exercises, kept in a file that is written anew at each change."""
+    """The states of all exercises, kept in a file that is rewritten at each change."""
 
     def __init__(self, results: Path) -> None:
         """Raises WorkshopError: the file is broken."""
@@ -56,7 +56,7 @@ class Progress:
         self._save()
 
     def forget(self, name: str) -> None:
-        """Begins an exercise anew."""
+        """Starts an exercise again."""
         self._states.pop(name, None)
         self._save()
 
@@ -70,4 +70,4 @@ def _read(path: Path) -> dict[str, State]:
     try:
         return results.decode(_Stored, results.read_json(path), path, "").exercises
     except WorkshopError as error:
-        raise WorkshopError(f"{error}; delete the file to begin anew") from None
+        raise WorkshopError(f"{error}; delete the file to start again") from None

@@ -702,7 +702,7 @@ def _unrecognised(figures: Figures) -> Iterator[Advice]:
 
 _WORKERS_FIRST = (
     "Workers first, as many as there are free cores, with persistent_workers=True, or each epoch "
-    "starts them anew."
+    "starts them again."
 )
 _MORE_WORKERS_FIRST = (
     "More workers first, while there are free cores; a larger prefetch_factor helps only where "
