@@ -297,7 +297,7 @@ def wrong(program: str, action: argparse.Action) -> Iterator[list[str]]:
         values = [NO_NAME]
     elif action.type is Path:
         values = ["file/below", "x" * 300]
-    elif action.type in (int, float, count) or program in OWN_NUMBERS:
+    elif getattr(action.type, "func", action.type) in (int, float, count) or program in OWN_NUMBERS:
         values = [number for number in NUMBERS if number not in GOOD.get(flag, ())]
     else:
         pytest.fail(f"{program} {flag}: what is wrong for its type?")
