@@ -328,10 +328,9 @@ def kernels(measured: Measured) -> Shown:
         measured.use([one.path], f"forward and backward, {run.precision}, {one.device}")
     if not gains:
         raise NotMeasured("V3's kernels against others", "python -m workshop.kernels.benchmark")
-    most, least = (pick(gains, key=gains.__getitem__) for pick in (max, min))
-    axis, look = "times as fast as the best other", [BLUE] * len(gains)
-    body = _bars(list(gains), list(gains.values()), axis, look, "0.00")
-    return body, {"most": most, "gain": gains[most], "least": least, "loss": gains[least]}
+    axis, values = "times as fast as the best other", list(gains.values())
+    body = _bars(list(gains), values, axis, [BLUE] * len(gains), "0.00")
+    return body, {"low": min(values), "high": max(values)}
 
 
 def trace(measured: Measured, file: str, start: str, end: str = "") -> Shown:

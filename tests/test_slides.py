@@ -157,7 +157,7 @@ def test_no_figure_is_typed(deck: str) -> None:
 
 
 def test_a_chart_has_the_numbers_of_its_result_files(decks: dict[str, Any]) -> None:
-    (page,) = (p for p in decks["workshop_overview"].slides if title(p).startswith("At small"))
+    (page,) = (p for p in decks["workshop_overview"].slides if title(p).startswith("Size small"))
     (chart,) = (shape.chart for shape in page.shapes if shape.has_chart)
     shown = dict(zip(chart.plots[0].categories, chart.plots[0].series[0].values, strict=True))
     for version in ("v1", "v2", "v3", "v4"):
@@ -175,7 +175,7 @@ def test_ones_own_results_and_what_they_have_not(tmp_path: Path) -> None:
     found = [Presentation(str(tmp_path / f"{deck}.pptx")) for deck in build.DECKS]
     shown = {title(page): page for deck in found for page in deck.slides}
     assert [text for page in shown.values() for text in overflowing(page)] == []
-    assert any(text.startswith("At small V3 takes") for text in shown)
+    assert any(text.startswith("Size small: V3 takes") for text in shown)
     page = shown["Not measured: the versions at medium, or another size"]
     assert any("make compare" in getattr(s, "text_frame", s.name).text for s in page.shapes)
 
