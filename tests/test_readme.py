@@ -114,8 +114,8 @@ def run(command: str, folder: Path, output: Path) -> None:
 def pages() -> list[Path]:
     """All Markdown files that are written by hand, or partly."""
     found = [path.relative_to(ROOT) for path in ROOT.rglob("*.md")]
-    hidden = [path for path in found if any(part.startswith(".") for part in path.parts)]
-    return [ROOT / path for path in found if path not in hidden and path.parts[0] != "results"]
+    apart = re.compile(r"results/(?!reference/)|(.*/)?\.")  # a participant's own, and hidden ones
+    return [ROOT / path for path in found if not apart.match(path.as_posix())]
 
 
 def anchors(text: str) -> set[str]:
