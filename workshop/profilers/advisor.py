@@ -19,6 +19,7 @@ from workshop.labs import LabRun
 from workshop.profilers import lab_answers
 from workshop.profilers.metrics import (
     LAUNCH_NS,
+    LEAST_NS,
     LONGEST_LAUNCH_GAP_NS,
     Figures,
     digits,
@@ -43,8 +44,6 @@ MIXED = "mixed"
 FEWEST_CALLS = 10
 """A training step of the smallest model launches hundreds of kernels: fewer than this are no step,
 and their shares mean nothing."""
-LEAST_NS = 1.0
-"""No profiler's clock resolves less: a shorter time shows nothing."""
 PROFILER_SLOWDOWN = 2
 """Recording an operator and its launch takes the host about as long as they take themselves, so
 without the profiler it may be twice as fast, and the GPU's idle time that much shorter."""
@@ -358,8 +357,6 @@ def _data(figures: Figures) -> Iterator[Advice]:
     if loading is None or figures.data_share < LEAST_LOADING:
         return
     rest_ns = loading.span_ns - loading.lost_ns
-    if rest_ns < LEAST_NS:  # a loop that does nothing but load
-        return
     wait, rest = (duration(ns / loading.batches) for ns in (loading.wait_ns, rest_ns))
     if loading.in_thread:
         how, first = "makes the batches there", _WORKERS_FIRST

@@ -18,6 +18,8 @@ LONGEST_LAUNCH_GAP_NS = 100e3
 longer than this on average, the host is doing something else."""
 LAUNCH_NS = 5e3
 """What the host needs at least to launch a kernel from eager PyTorch."""
+LEAST_NS = 1.0
+"""No profiler's clock resolves less: a shorter time shows nothing."""
 LEAST_LOADING_BOUND = 0.5
 """Of the steps' time, lost in waiting for data: nothing else then takes more."""
 LEAST_BOUND = 0.4
@@ -106,9 +108,12 @@ class Figures:
 
     @property
     def data_share(self) -> float:
-        """Of the steps' time, what is lost in waiting for data, from 0 to 1; 0 if not known."""
+        """Of the steps' time, what is lost in waiting for data, from 0 to 1; 0 if not known, or if
+        the loop does nothing but load."""
         loading = self.table.loading
-        return loading.lost_ns / loading.span_ns if loading else 0.0
+        if loading is None or loading.span_ns - loading.lost_ns < LEAST_NS:
+            return 0.0
+        return loading.lost_ns / loading.span_ns
 
     @property
     def gap_ns(self) -> float:
