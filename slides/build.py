@@ -73,9 +73,8 @@ def read(path: Path, measured: "Measured") -> "list[Slide]":
 
     A slide begins with `## Title (3 min)`. Then, a line each: `!` directives of figures.py, ` | `
     between their arguments; `- ` texts of a list; `| ` cards, ` | ` between heading and texts; and
-    `> ` the caption. All else is what the presenter says,
-    in paragraphs, as are `Ask:` and `Show it:`. Braces in title and caption are values of
-    the directives, in Python's format.
+    `> ` the caption. All else is what the presenter says, in paragraphs; `Ask:` and `Show it:`
+    begin one. Braces in title and caption are values of the directives, in Python's format.
 
     Raises:
         WorkshopError: what a slide shows is no longer there.
