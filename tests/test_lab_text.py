@@ -218,9 +218,11 @@ def one_token_less(engine: HuggingFace, ids: Tensor, mask: Tensor, **_: Any) -> 
 
 @pytest.mark.parametrize("fault", [None, without_mask, one_token_less])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("engine", ["static", "hf"])  # the second is what the first is held to
 def test_a_fault_turns_the_proof_red(
     fault: Callable[..., Tensor] | None,
     dtype: str,
+    engine: str,
     typed,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -228,12 +230,12 @@ def test_a_fault_turns_the_proof_red(
     generate = HuggingFace.generate
 
     def faulty(self: HuggingFace, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
-        static = "cache_implementation" in self._settings
-        mask = fault(self, ids, mask) if fault and static else mask
+        own = engine == "hf" or "cache_implementation" in self._settings
+        mask = fault(self, ids, mask) if fault and own else mask
         return generate(self, ids, mask, *more)
 
     monkeypatch.setattr(HuggingFace, "generate", faulty)
-    status = typed("--engine", "static", "--batch_size", 4, "--dtype", dtype)
+    status = typed("--engine", engine, "--batch_size", 4, "--dtype", dtype)
     printed, run = capsys.readouterr().out, record()
     if fault is None:
         assert status == 0 and run.proof.status == "pass", run.proof.failures

@@ -21,6 +21,7 @@ class Weight(NamedTuple):
 
 
 def matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix (out, in); that of int8 values in `dtype`."""
     if weight.scale is None:
         return weight.values
     return (weight.values * weight.scale[:, None]).to(dtype)
