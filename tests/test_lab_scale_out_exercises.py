@@ -1,14 +1,26 @@
 """The scale-out lab's exercises: an efficiency that bytes and bandwidth predict, planted faults."""
 
+import itertools
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from exercise_cases import FOLDERS, changed, checked, loaded, only_fault, red, solution, unanswered
+from exercise_cases import (
+    FOLDERS,
+    changed,
+    checked,
+    loaded,
+    only_fault,
+    red,
+    shown,
+    solution,
+    unanswered,
+)
 
 from labs.scale_out import request
+from workshop import labs
 
 EFFICIENCY, FAULTS = "scale_1_efficiency", "scale_2_faults"
 
@@ -49,7 +61,7 @@ def test_a_wrong_finding_is_the_one_that_is_red(
     ("taken", "says"),
     [
         ("2_processes_1_sequence", "two processes are not measured yet"),
-        ("1_process_1_sequence", "1 process, 1 parts: not measured yet"),
+        ("1_process_1_sequence", "1 process: not measured yet"),
         ("1_process_8", "train.py --config tiny --batch-size 8 --seq-len 64"),
         ("2_processes_8", "--batch-size 16 --seq-len 64"),
         ("all_reduce", "labs/scale_out/collectives.py"),
@@ -63,6 +75,29 @@ def test_what_is_not_measured_is_asked_for(taken: str, says: str, tmp_path: Path
         EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=tmp_path / "mine"
     )
     assert says in f"{item.what} {item.why}"
+
+
+@pytest.mark.parametrize(
+    ("slowed", "factors", "ok", "says"),
+    [
+        ("1_process_1_sequence", (2.0,), False, "an efficiency is above 100%"),
+        ("2_processes_8", (2.0,), False, "8 parts are less efficient than one"),
+        ("1_process_1_sequence", (1.0, 1.5), True, "if other programs ran, repeat it"),
+        ("1_process_8", (1.0,), True, "the runs were not disturbed"),
+    ],
+)
+def test_runs_that_were_disturbed_are_to_be_repeated(
+    slowed: str, factors: tuple[float, ...], ok: bool, says: str, tmp_path: Path
+) -> None:
+    shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine")
+    (path,) = (tmp_path / "mine").rglob(f"*{slowed}*")
+    run = labs.load(path)
+    run.step_ms = [
+        ms * factor for ms, factor in zip(run.step_ms, itertools.cycle(factors), strict=False)
+    ]
+    labs.save(run, path)
+    found = checked(EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=tmp_path / "mine")
+    assert found[0].ok == ok and says in shown(found[:1])
 
 
 def test_train_and_the_sheet_know_the_commands_of_the_check() -> None:

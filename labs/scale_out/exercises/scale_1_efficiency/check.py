@@ -9,11 +9,16 @@ from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
 from workshop.run import flops, presets
-from workshop.run.timing import median
+from workshop.run.timing import median, spread
 from workshop.versions import load
 
 LAB = "scale_out"
 PARTS = 8
+MARGIN = 1.03
+"""An efficiency may exceed what is possible by so much, since no two runs take the same time."""
+UNEVEN = 0.25
+"""Half of a run's step times lie within this part of their median, unless other programs ran; in
+the solution's runs it is 0.12 at most."""
 CPU = "--config tiny --batch-size {} --seq-len 64 --compile none --num-steps 40 --device cpu"
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 FOLDER = f"labs/{LAB}"
@@ -83,8 +88,12 @@ def measured(work: Work) -> Measured:
         (alone, 1, 1), (parts_alone, 1, PARTS), (parts, 2, PARTS),
     ):  # fmt: skip
         if run is None:
-            what = f"{processes} process{'es' * (processes > 1)}, {accumulate} parts: not measured"
-            raise Missing(f"{what} yet on {pair.device['name']}", _command(processes, accumulate))
+            what = f"{processes} process{'es' * (processes > 1)}"
+            what += f", {accumulate} parts" * (accumulate > 1)
+            raise Missing(
+                f"{what}: not measured yet on {pair.device['name']}",
+                _command(processes, accumulate),
+            )
     found = [
         run for run in runs
         if run.unit == UNIT and run.metrics["collective"] == "all-reduce"
@@ -130,7 +139,25 @@ def _command(processes: int, accumulate: int) -> str:
 
 
 def check(work: Work) -> Iterator[Item]:
-    return ask(work, measured, QUESTIONS)
+    return ask(work, measured, (_quiet, *QUESTIONS))
+
+
+def _quiet(work: Work) -> Iterator[Item]:
+    """Whether the runs show that other programs disturbed them. What is impossible is red; uneven
+    steps are not, since some machines are never quiet."""
+    m, what = measured(work), "the runs were not disturbed"
+    again = "other programs disturbed a run: repeat both on a quiet machine"
+    runs = (m.alone, m.pair, m.parts_alone, m.parts)
+    uneven = [run.variant for run in runs if spread(run.step_ms) > UNEVEN]
+    if max(m.percent, m.parts_percent) > 100 * MARGIN:
+        yield Item(False, what, f"an efficiency is above 100%: {again}")
+    elif m.parts_percent * MARGIN < m.percent:
+        yield Item(False, what, f"{PARTS} parts are less efficient than one: {again}")
+    elif uneven:
+        yield Item(True, "the runs", f"the steps of {uneven[0]} differ much in time: if other "
+                   "programs ran, repeat it on a quiet machine")  # fmt: skip
+    else:
+        yield Item(True, what)
 
 
 QUESTIONS: tuple[Question[Measured], ...] = (
