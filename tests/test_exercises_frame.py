@@ -174,7 +174,7 @@ NEEDS_A_GPU = 'def code(work):\n    raise NotOnThisMachine("no GPU")\n    yield\
     ("changes", "words", "status", "message"),
     [
         ({}, ("check", "dmeo"), 2, "no exercise is called 'dmeo': did you mean demo?"),
-        ({}, ("check", "demo", "--limit", "soon"), 2, "'soon' is not a whole number"),
+        ({}, ("check", "demo", "--limit", "soon"), 2, "'soon': give a whole number from 1 to"),
         ({}, ("solve", "demo"), 2, "solve"),
         ({"check.py": ("def time(", NEEDS_A_GPU)}, ("check", "demo"), 77, "machine: no GPU"),
         ({"README.md": ("15 minutes", "15 min")}, ("list",), 0, "it should begin with `# Title`"),

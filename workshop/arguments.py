@@ -37,5 +37,5 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
 def count(text: str, most: int = MOST) -> int:
     """An argument's type: a whole number from 1 to `most`."""
     if not text.isdecimal() or not 1 <= float(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,}")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 to {most:,}")
     return int(text)

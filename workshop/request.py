@@ -448,7 +448,11 @@ def print_configuration(request: Request, data_record: dict[str, str | int]) -> 
                 f"{c.num_layers} layers, {c.num_heads} heads, {c.num_kv_heads} kv heads, "
                 f"vocab {c.vocab_size} ({flops.parameter_count(c) / 1e6:,.1f} M parameters)",
             ),
-            ("batch", f"{request.batch_size} sequences of {request.seq_len} tokens"),
+            (
+                "batch",
+                f"{request.batch_size} sequence{'s' * (request.batch_size > 1)} of "
+                f"{request.seq_len} tokens",
+            ),
             ("device", hardware.device_name(request.device)),
             ("precision", request.precision.name),
             ("compile", request.compile_mode),

@@ -142,8 +142,8 @@ def _configuration(run: RunResult | LabRun) -> str:
     graph = "captured in a graph" if run.options.get("cuda_graph") else "no graph"
     return (
         f"{run.config_name} (hidden {run.config['hidden_dim']}, {run.config['num_layers']} "
-        f"layers), {run.batch_size} sequences of {run.seq_len} tokens, {run.precision}, "
-        f"compile {run.options.get('compile')}, {graph}"
+        f"layers), {run.batch_size} sequence{'s' * (run.batch_size > 1)} of {run.seq_len} tokens, "
+        f"{run.precision}, compile {run.options.get('compile')}, {graph}"
     )
 
 
