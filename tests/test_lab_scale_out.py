@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 import torch
 from scale_out_processes import FAULTS, TRUE, ZERO, ZERO_FAULTS
 
-from labs.scale_out import group, train
+from labs.scale_out import group, loop, proof, request, train
 from workshop import cli, errors, labs, results, versions
 from workshop.errors import WorkshopError
+from workshop.gate import gate_size
 from workshop.labs import LabRun
 
 TESTS = Path(__file__).resolve().parent
@@ -124,12 +126,40 @@ def test_four_processes(processes: Processes) -> None:
     assert all(found[name] for name in wrong)
 
 
-def test_zero(processes: Processes) -> None:
+def test_zero(processes: Processes, tmp_path: Path) -> None:
     if not importlib.util.find_spec("deepspeed"):
         pytest.skip("no DeepSpeed: DS_BUILD_OPS=0 pip install deepspeed")
     found = failures(processes, 2, [*ZERO, *ZERO_FAULTS])
     assert not any(found[name] for name in ZERO), found
     assert all(found[name] for name in ZERO_FAULTS), found
+    without_launcher = [sys.executable, train.__file__, *RUN, *of_steps(3), "--strategy", "zero3"]
+    assert not subprocess.run([*without_launcher, "--output-dir", tmp_path]).returncode
+
+
+def test_the_proof_s_batch_can_be_shared_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "of_first", lambda value: value)
+    monkeypatch.setattr(gate_size, "of_setting", lambda setting: (3, 1024))
+    words = "--device cpu --config tiny --batch-size 8 --seq-len 1024".split()
+    job = request.check(request.build_parser().parse_args(words))
+    for parts, shape in ((2, (2, 1024)), (3, (3, 1024)), (8, (8, 384))):
+        setting = proof._setting(job.asked, job.group, parts)
+        assert (setting.batch_size, setting.seq_len) == shape
+
+
+def test_proofs_of_groups_that_prepare_beside_each_other_wait(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--wait-turn", "--trace", str(tmp_path / "trace.json.gz")]
+    job, began = request.check(request.build_parser().parse_args(words)), threading.Event()
+
+    def other() -> None:
+        with loop.one_proof(job):
+            began.set()
+
+    with loop.one_proof(job):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert not began.wait(0.2)
+    assert began.wait(10)
+    thread.join()
 
 
 # --- the training --------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_pictures_are_drawn_where_there_is_something(tmp_path: Path) -> None:
 # --- the study -----------------------------------------------------------------------------------
 
 
-def test_what_is_measured() -> None:
+def test_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--config tiny --trainings v2:ddp hf:accelerate-ddp --processes 1 2 4".split()
     arguments = measure.build_parser().parse_args(words)
     found = measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
@@ -312,6 +312,15 @@ def test_what_is_measured() -> None:
         measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
     arguments.scaling = ["weak"]
     assert len(measure.cases(arguments, torch.device("cpu"), [1, 2, 4])) == 3
+    assert not capsys.readouterr().out
+    arguments.batch_size, arguments.config, arguments.scaling = None, ["very_large"], ["strong"]
+    with pytest.raises(WorkshopError, match="8 processes can't share 4 sequences"):
+        measure.cases(arguments, torch.device("cpu"), [1, 8])
+    arguments.scaling = measure.SCALINGS
+    assert [case[2:] for case in measure.cases(arguments, torch.device("cpu"), [1, 4, 8])] == [
+        (1, 4), (4, 4), (4, 1), (8, 4)
+    ]  # fmt: skip
+    assert "very_large: 8 processes can't share 4 sequences; strong" in capsys.readouterr().out
     for kind in ("cuda", "cpu"):
         assert all(map(measure.training, measure.TRAININGS[kind]))
 
@@ -327,15 +336,26 @@ def test_groups_are_started_by_torchrun() -> None:
 def test_what_is_missing_is_skipped() -> None:
     cpu = torch.device("cpu")
     assert not measure.missing(measure.training("v2:ddp"), cpu)
+    assert measure.missing(measure.training("v2:ddp:graph"), cpu) == "a graph needs a GPU"
     if importlib.util.find_spec("accelerate"):
         assert "GPUs only" in measure.missing(measure.training("hf:accelerate-fsdp"), cpu)
     if not importlib.util.find_spec("deepspeed"):
         assert "deepspeed is missing" in measure.missing(measure.training("v2:zero1"), cpu)
 
 
-def test_a_training_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure.main(["--trainings", "v2:dp", "--device", "cpu"]) == errors.WRONG_USAGE
-    assert "'v2:dp' is not VERSION:STRATEGY, such as v2:ddp or" in one_line(capsys.readouterr().err)
+@pytest.mark.parametrize("word", ["v2:dp", "v2:fsdp:graph"])
+def test_a_training_that_is_none_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--trainings", word, "--device", "cpu"]) == errors.WRONG_USAGE
+    said = one_line(capsys.readouterr().err)
+    assert f"{word!r} is not VERSION:STRATEGY, such as v2:ddp or" in said
+
+
+def test_a_study_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--output-dir", str(tmp_path), "--session", ".."]
+    assert measure.main(words) == errors.WRONG_USAGE
+    assert "--session ..: there is no such folder in" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("flag", ["--batch-size=2", "--version=v2", "--config=small"])
@@ -367,3 +387,7 @@ def test_the_study_measures_groups_beside_each_other(
     assert len(lines(text, "v2, ddp")) == 2 and len(lines(text, "16 MiB")) == 1
     assert {path.name for path in tmp_path.glob("*.png")} == {"collectives.png", "prediction.png"}
     assert tables.markdown(scaling.tables_of(labs.newest(runs)[0])) == text
+    more = ["--session", own[0].session, "--no-collectives"]
+    assert measure.main([*words, *more, "--", *train]) == 0
+    _, two = lines((tmp_path / "scaling.md").read_text(), "v2, ddp")
+    assert "(one run)" not in two[5] and len(list(tmp_path.glob("runs/*"))) == 1

@@ -2,8 +2,12 @@
 
 import argparse
 import dataclasses
+import fcntl
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,7 +63,8 @@ def _prove_and_train(job: Job) -> int:
     if not arguments.no_gate:
         print("proof: comparing with V1 in one process ...", flush=True)
         begin = time.perf_counter()
-        report = proof.check(job)
+        with one_proof(job):
+            report = proof.check(job)
         record.setup_s["proof"] = time.perf_counter() - begin
         record.proof = report.record()
         print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
@@ -78,6 +83,22 @@ def _prove_and_train(job: Job) -> int:
     if arguments.trace:
         _look_inside(job, record, training)
     return _finish(job, record)
+
+
+@contextmanager
+def one_proof(job: Job) -> Iterator[None]:
+    """With --wait-turn: one proof at a time of a study, whose groups share the folder of --trace.
+    Each fills most of the memory that it finds free: two that begin at once would count it twice.
+    """
+    if not (job.arguments.wait_turn and job.group.is_first):
+        yield
+        return
+    folder = os.open(job.arguments.trace.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Measures trainings in one and in several processes of this machine: weak and strong scaling.
 
     python measure.py
-    python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 3
+    python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 2
 
 Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
 is a group of processes of its own, through train.py and its proof; their order alternates. The
@@ -136,17 +136,23 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help=f"default: results/{request.LAB} of this checkout",
     )
+    add(
+        "--session",
+        metavar="NAME",
+        help="add to this study, a folder below runs/ of --output-dir, for example where a machine "
+        "is there for minutes (default: a new one)",
+    )
     add("flags", nargs="*", metavar="FLAG", help="of train.py")
     return parser
 
 
 def training(word: str) -> Training:
-    """Reads VERSION:STRATEGY, or VERSION:ddp:graph.
+    """Reads VERSION:STRATEGY, or VERSION:ddp:graph; no other strategy is captured.
 
     Raises:
         WorkshopError: the word has another form, or names something unknown.
     """
-    found = re.fullmatch(r"(\w+):([\w-]+)(:graph)?", word)
+    found = re.fullmatch(r"(\w+):([\w-]+)((?<=:ddp):graph)?", word)
     if not found or found[1] not in versions.ALL or found[2] not in strategies.NAMES:
         raise WorkshopError(
             f"--trainings: {word!r} is not VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
@@ -167,16 +173,19 @@ def measure(arguments: argparse.Namespace) -> int:
     todo = cases(arguments, device, sizes)
     asked = _parse_flags(arguments.flags)
     folder = results.prepare_folder(arguments.output_dir)
+    session = arguments.session or results.new_session()
+    if arguments.session and session not in [path.name for path in (folder / "runs").glob("*")]:
+        raise WorkshopError(f"--session {session}: there is no such folder in {folder / 'runs'}")
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
-        study = Study(device, results.new_session(), folder, Path(scratch), arguments.flags, asked)
+        study = Study(device, session, folder, Path(scratch), arguments.flags, asked)
         try:
-            print(f"{len(todo)} cases, {arguments.repeats} runs of each", flush=True)
+            print(f"cases: {len(todo)}, runs of each: {arguments.repeats}", flush=True)
             for run in _runs(arguments, study, todo):
                 print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
         except KeyboardInterrupt:
             interrupted = True
-    runs = [labs.load(path) for path in sorted((folder / "runs" / study.session).glob("*.json"))]
+    runs = [labs.load(path) for path in sorted((folder / "runs" / session).glob("*.json"))]
     if interrupted and not runs:
         raise KeyboardInterrupt
     status = show(runs, folder)
@@ -208,31 +217,37 @@ def _parse_flags(flags: Sequence[str]) -> argparse.Namespace:
 def _sizes(asked: list[int] | None, device: torch.device) -> list[int]:
     there = torch.cuda.device_count() if device.type == "cuda" else 2
     if asked and device.type == "cuda" and max(asked) > there:
-        raise NotOnThisMachine(f"--processes {max(asked)}: this machine has {there} GPUs")
+        raise NotOnThisMachine(f"--processes {max(asked)}: GPUs of this machine: {there}")
     return sorted({1, *(asked or (2**i for i in range(there.bit_length())))})
 
 
 def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[int]) -> list[Case]:
-    """All cases; one process comes before those that are compared with it.
+    """All cases; one process comes before those that are compared with it. Strong scaling is left
+    out, with a note, where the processes can't share a preset's batch.
 
     Raises:
-        WorkshopError: a training is unknown, or the processes can't share the batch.
+        WorkshopError: a training is unknown, or the processes can't share --batch-size.
     """
     configs = arguments.config or (["tiny"] if device.type == "cpu" else ["medium", "large"])
-    found = dict[Case, None]()
+    found, notes = dict[Case, None](), dict[str, None]()
     for config in configs:
         alone = arguments.batch_size or presets.get_preset(config).batch_size
         for one in map(training, arguments.trainings or TRAININGS[device.type]):
             for size in sizes:
                 shares = {"weak": alone, "strong": alone // size}
-                if "strong" in arguments.scaling and alone % size:
-                    raise WorkshopError(
-                        f"--batch-size: {size} processes can't share {alone} sequences; give "
-                        "another, or --scaling weak"
-                    )
-                names = arguments.scaling if size > 1 else ("weak",)
+                names = [*arguments.scaling] if size > 1 else ["weak"]
+                if "strong" in names and alone % size:
+                    problem = f"{size} processes can't share {alone} sequences"
+                    if arguments.batch_size or names == ["strong"]:
+                        raise WorkshopError(
+                            f"--batch-size: {problem}; give another, or --scaling weak"
+                        )
+                    notes[f"note: {config}: {problem}; strong scaling is left out"] = None
+                    names.remove("strong")
                 own = one if size > 1 else one._replace(graph=False)
                 found |= {Case(config, own, size, shares[name]): None for name in names}
+    if notes:
+        print("\n".join(notes))
     return list(found)
 
 
@@ -268,6 +283,8 @@ def _of(case: Case) -> tuple[str, str, str]:
 
 def missing(training: Training, device: torch.device) -> str:
     """Why a training can't run here; "" if no reason is known."""
+    if training.graph and device.type != "cuda":
+        return "a graph needs a GPU"
     try:
         errors.require(*strategies.packages(training.strategy))
     except NotOnThisMachine as error:

@@ -64,6 +64,8 @@ def _setting(asked: Request, group: Group, parts: int) -> Setting:
     )
     batch_size, seq_len = groups.of_first(gate_size.of_setting(setting))
     whole = max(1, batch_size // parts) * parts  # that the processes can share
+    if whole > batch_size:  # no more tokens than fit
+        seq_len = min(seq_len, max(gate_size.LEAST[1], batch_size * seq_len // whole))
     return dataclasses.replace(setting, batch_size=whole, seq_len=seq_len)
 
 

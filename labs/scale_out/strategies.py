@@ -9,6 +9,7 @@ What a strategy splits over the processes, besides the batch:
     zero3   moments, gradients and weights
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -298,6 +299,7 @@ class Zero(Strategy):
             "torch_autocast": {"enabled": dtype is not None, "dtype": "bfloat16"},
         }
         own = super().configure_optimizer(learning_rate)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it, also without a launcher
         self.engine, self.zero, _, _ = deepspeed.initialize(
             model=self.plain, optimizer=own, config=config, dist_init_required=False
         )
