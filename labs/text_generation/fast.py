@@ -185,7 +185,7 @@ class FastLlama:
 
         def fused(columns: int, prefix: str, **parts: int) -> Weight:
             rows = sum(parts.values())
-            values = self.zeros((rows, columns), torch.int8 if int8 else dtype)
+            values = self.zeros((rows, columns), torch.uint8 if int8 else dtype)
             scale = self.zeros((rows, 1), torch.float32) if int8 else None
             first = 0
             for name, count in parts.items():
@@ -363,10 +363,11 @@ class FastLlama:
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values and the fp32 scale (rows, 1) that gives a row's largest weight 127."""
+    """int8 values with 128 added, and the fp32 scale (rows, 1) that gives a row's largest weight
+    127."""
     weight = weight.float()
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-    return (weight / scale).round().to(torch.int8), scale
+    return (weight / scale).round().add(128).to(torch.uint8), scale
 
 
 def rope_frequencies(config: Config) -> Tensor:

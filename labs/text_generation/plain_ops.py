@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class Weight(NamedTuple):
-    """A matrix (out, in), or its int8 values and the fp32 scale of each row (out,)."""
+    """A matrix (out, in), or its int8 values and the fp32 scale of each row (out,). The values are
+    stored with 128 added, as uint8, which the kernels read without a conversion."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -24,7 +25,8 @@ def matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The matrix (out, in); that of int8 values in `dtype`."""
     if weight.scale is None:
         return weight.values
-    return (weight.values * weight.scale[:, None]).to(dtype)
+    values = (weight.values ^ 128).view(torch.int8)  # 128 less
+    return (values * weight.scale[:, None]).to(dtype)
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:

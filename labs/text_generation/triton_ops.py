@@ -48,11 +48,20 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _numbers(weight):
-    """int8 as fp32, by adding to the bits of 1.5 x 2^23: a GPU converts a quarter as many integers
-    as it adds, which would take longer than to read them."""
-    if weight.dtype == tl.int8:
-        return (weight.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+    """uint8, 128 added, as fp32, by adding to the bits of 1.5 x 2^23: a GPU converts a quarter as
+    many integers as it adds, which would take longer than to read them."""
+    if weight.dtype == tl.uint8:
+        return (weight.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12583040.0
     return weight.to(tl.float32)
+
+
+@triton.jit
+def _row_sums(weight, x):
+    """weight x, in fp32. The bits of a uint8 n, read as fp32, are n x 2^-149, a denormal number:
+    no conversion at all."""
+    if weight.dtype == tl.uint8:
+        weight = weight.to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.sum(weight.to(tl.float32) * x[None, :], 1)
 
 
 @triton.jit
@@ -98,9 +107,14 @@ def _one_row(
         factor = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
         scale, up_scale = scale * factor, up_scale * factor
         x *= norm
-    y = (tl.sum(_numbers(w) * x[None, :], 1) * scale).to(y_ptr.dtype.element_ty)
+    raised = 0.0
+    if w.dtype == tl.uint8:  # 128 is added; products of x raised by 2^90 are far from denormal
+        x *= 2.0**90
+        raised = tl.sum(x, 0) * (128 * 2.0**-149)
+        scale, up_scale = scale * 2.0**59, up_scale * 2.0**59
+    y = ((_row_sums(w, x) - raised) * scale).to(y_ptr.dtype.element_ty)
     if GATED:
-        y = _silu_times(y, (tl.sum(_numbers(up) * x[None, :], 1) * up_scale).to(y.dtype))
+        y = _silu_times(y, ((_row_sums(up, x) - raised) * up_scale).to(y.dtype))
     tl.store(y_ptr + row, (y.to(tl.float32) + residual).to(y.dtype), mask=exists)
 
 
@@ -143,12 +157,12 @@ def _few_rows(
         w_mask = (w_row < rows * SPLITS)[:, None] & inside
         x = tl.load(x_ptr + x_row[:, None] * part + column[None, :], mask=x_mask, other=0.0)
         w = tl.load(w_rows + column[None, :], mask=w_mask, other=0)
-        if w.dtype == tl.int8:
+        if w.dtype == tl.uint8:
             w = _numbers(w).to(x.dtype)
         y = _dot(w, tl.trans(x), y, INTERPRETED)
         if GATED:
             up = tl.load(up_rows + column[None, :], mask=w_mask, other=0)
-            if up.dtype == tl.int8:
+            if up.dtype == tl.uint8:
                 up = _numbers(up).to(x.dtype)
             above = _dot(up, tl.trans(x), above, INTERPRETED)
     if EARLY:  # not before: the next kernel's programs would take multiprocessors from this one's
