@@ -104,9 +104,11 @@ def load(folder: Path, *flags: str) -> tuple[Loaded, models.Engine]:
 CASES = [(family, engine) for family in language_models.FAMILIES for engine in ("hf", "static")]
 
 
-@pytest.mark.parametrize(("family", "engine"), [*CASES, ("llama", "fast")])
+@pytest.mark.parametrize(
+    ("family", "engine"), [*CASES, ("llama", "fast"), ("llama", "fast --load_in_8bit")]
+)
 def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, saved) -> None:
-    loaded, generates = load(saved(family), "--engine", engine, "--dtype", "fp32")
+    loaded, generates = load(saved(family), *f"--engine {engine} --dtype fp32".split())
     rows = prompts.encode(PROMPTS, loaded, NEW)
     (together,) = prompts.batches(rows, len(rows), loaded.pad)
     for temperature in (0.0, 0.9):
@@ -290,11 +292,12 @@ def test_the_parts_of_two_matrices_make_the_whole(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_a_model_say_what_one_says(typed, saved) -> None:
-    assert typed("--batch_size", 3, "--output_file", "one") == 0
+def test_two_processes_that_share_a_model_say_what_one_says(typed, tmp_path: Path) -> None:
+    folder = language_models.save("llama", tmp_path / "llama", tie_word_embeddings=True)
+    assert typed("--model_path", folder, "--batch_size", 3, "--output_file", "one") == 0
     shutil.rmtree("results")
     program = Path(lm_gen.__file__)
-    flags = ["--model_path", saved("llama"), "--input_file", "prompts.txt", "--device", "cpu",
+    flags = ["--model_path", folder, "--input_file", "prompts.txt", "--device", "cpu",
              "--num_tokens", NEW, "--output-dir", "results", "--batch_size", 3,
              "--output_file", "two", "--tensor_parallel", "--engine", "static"]  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -460,6 +463,9 @@ def test_several_processes_are_refused_what_they_can_not_share(
         refuses(flags, 2, message)
     refuses(["--tensor_parallel", "--model_path", str(saved("gpt2"))], 2, "no plan of columns")
     monkeypatch.setenv("WORLD_SIZE", "3")
+    # As Hugging Face's plan is for a model whose embedding makes the logits too.
+    plan = {"layers.*.mlp.down_proj": "rowwise", "embed_tokens": "embedding_rowwise"}
+    monkeypatch.setattr("transformers.LlamaConfig.base_model_tp_plan", plan)
     refuses(["--tensor_parallel"], 2, "llama has 2 heads of keys, which 3 processes")
 
 

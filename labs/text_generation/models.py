@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from labs.text_generation import fast, request
 from labs.text_generation.engines import Engine, HuggingFace
 from labs.text_generation.peer_vllm import VLLM
+from labs.text_generation.plain_ops import Weight, matrix
 from workshop.errors import NotOnThisMachine, WorkshopError, require
 from workshop.run import memory
 from workshop.run.precision import Precision
@@ -281,7 +282,7 @@ def _fast(arguments: argparse.Namespace, loaded: Loaded) -> Engine:
         for module in loaded.model.modules():
             if isinstance(module, nn.Linear):
                 values, scale = fast.quantised(module.weight.detach())
-                rounded = (values * scale).to(loaded.dtype)
+                rounded = matrix(Weight(values, scale[:, 0]), loaded.dtype)
                 module.weight = nn.Parameter(rounded, requires_grad=False)
     return fast.FastLlama.from_pretrained(
         arguments.model_path, loaded.dtype, loaded.device, int8=arguments.load_in_8bit
@@ -299,9 +300,11 @@ def _again(arguments: argparse.Namespace, loaded: Loaded) -> Any:
 
 def _tensor_parallel(arguments: argparse.Namespace, loaded: Loaded) -> nn.Module:
     """The model, of whose layers' matrices this process keeps its part, by Hugging Face's plan: the
-    first ones are split by outputs, as heads are, and the last ones by inputs."""
+    first ones are split by outputs, as heads are, and the last ones by inputs. The embedding stays
+    whole."""
     config: Any = loaded.model.config
-    plan, count = getattr(config, "base_model_tp_plan", None) or {}, request.processes()
+    plan, count = dict(getattr(config, "base_model_tp_plan", None) or {}), request.processes()
+    plan.pop("embed_tokens", None)  # where it makes the logits too, their plan splits the embedding
     if not plan or not set(plan.values()) <= {"colwise", "rowwise"}:
         raise WorkshopError(
             f"--tensor_parallel: Hugging Face has no plan of columns and rows for "
