@@ -366,7 +366,8 @@ def compile_s(row: LabRow) -> float | None:
 
 
 def draw(rows: Sequence[LabRow], target: Path) -> None:
-    """The time of a token, a bar for each row that has one, and its floor as a line across it."""
+    """The time of a token, a bar for each row that has one, which begins at its floor, a line. On
+    a logarithmic axis the bar's length is how many times the floor the token takes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -374,16 +375,19 @@ def draw(rows: Sequence[LabRow], target: Path) -> None:
 
     shown = [(row, row.step_ms) for row in rows if row.step_ms]
     figure, axes = plt.subplots(figsize=(11, 1.8 + 0.5 * len(shown)), layout="constrained")
-    most = max((ms for _, ms in shown), default=1.0)
-    for place, (row, ms) in enumerate(shown):
-        axes.barh(place, ms, color="#0072B2")
-        axes.text(ms + 0.01 * most, place, f"{ms:.3g} ms", va="center", fontsize=12)
-        if floor := metric(row, "floor_ms"):
-            axes.plot([floor, floor], [place - 0.45, place + 0.45], color="#D55E00", linewidth=3)
+    floors = [metric(row, "floor_ms") or ms for row, ms in shown]
+    for place, ((_, ms), floor) in enumerate(zip(shown, floors, strict=True)):
+        axes.barh(place, ms - floor, left=floor, color="#0072B2")
+        axes.plot([floor, floor], [place - 0.45, place + 0.45], color="#D55E00", linewidth=3)
+        words = f"  {ms:.3g} ms, {ms / floor:.3g}x the line"
+        axes.text(max(ms, floor), place, words, va="center", fontsize=12)
     labels = [f"batch {row.first.units_per_step}: {row.first.variant}" for row, _ in shown]
     axes.set_yticks(range(len(shown)), labels, fontsize=12)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.15 * most)
+    if shown:
+        axes.set_xscale("log")
+        axes.set_xlim(min(floors) / 1.5, max(ms for _, ms in shown) * 9)
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(
         "ms a token, median; the line: its bytes at the memory's bandwidth", fontsize=12
     )
