@@ -62,7 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output-dir", type=Path, help=what)
-    what = "rebuild everything from the result files in DIR, training nothing"
+    what = (
+        "rebuild everything from the result files in DIR, training nothing; --versions, --config "
+        "and --precision choose the rows of its tables"
+    )
     add("--from-results", type=Path, metavar="DIR", help=what)
     add("--format", choices=tables.FORMATS, default="table", help="of the output (default table)")
     return parser
@@ -168,7 +171,8 @@ def _ladder(arguments: argparse.Namespace) -> Study:
         if left_out := len(runs) - len(shown):
             words = f"{left_out} runs left out: --waterfall or --sweep shows them"
             print(words, file=sys.stderr)
-        return rows.build_rows(shown)
+        what = "runs of the --versions, --config and --precision given"
+        return _some(rows.build_rows(_asked_for(arguments, shown)), arguments, what)
 
     return Study("comparison", run, rows.build_rows, find, tables.of_rows, figures.plot_rows, list)
 
@@ -227,6 +231,17 @@ def _prepare(arguments: argparse.Namespace, left_out: list[str]) -> None:
     results.prepare_folder(arguments.output_dir)
     for line in left_out:
         print(line, file=sys.stderr)
+
+
+def _asked_for(arguments: argparse.Namespace, runs: list[RunResult]) -> list[RunResult]:
+    """The runs of the given versions and V1, presets and precisions: all where none is given."""
+    keys = versions.baseline_first([versions.BASELINE, *(arguments.versions or [])])
+    return [
+        run for run in runs
+        if (not arguments.versions or run.version in keys)
+        and (not arguments.config or run.config_name in arguments.config)
+        and (arguments.precision == ["auto"] or run.precision in arguments.precision)
+    ]  # fmt: skip
 
 
 def _some(found: list[Any], arguments: argparse.Namespace, what: str) -> list[Any]:

@@ -342,6 +342,31 @@ def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(
     assert "custom: 8 x 64" in captured.out and captured.err == ""  # there is nothing else
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--config small", "small-bf16-v1 small-bf16-v2 small-bf16-v3"),
+        ("--precision fp32", "tiny-fp32-v1"),
+        ("--versions v2", "tiny-fp32-v1 small-bf16-v1 small-bf16-v2"),
+        ("--versions hf --config small", "small-bf16-v1"),
+    ],
+)
+def test_rows_of_results_can_be_chosen(
+    words: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version, config, precision in (
+        ("v1", "tiny", "fp32"), ("v1", "small", "bf16"), ("v2", "small", "bf16"),
+        ("v3", "small", "bf16"),
+    ):  # fmt: skip
+        run = make_result(version=version, config_name=config, precision=precision)
+        results.save(run, tmp_path)
+    words = f"--from-results {tmp_path} --format json {words}"
+    assert compare_versions.main(words.split()) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = {f"{row['config']}-{row['precision']}-{row['version']}" for row in rows}
+    assert found == set(shown.split())
+
+
 HOSTILE = "\ud800 $\\frac$ \x1b[31m | <b>"
 """A name that can't be encoded, is no formula, steers a terminal, and is markup."""
 
@@ -637,6 +662,7 @@ WRONG = {
     "file as folder": (["--output-dir", "FILE"], "FILE can't be written"),
     "no results": (["--from-results", "absent"], "results absent: no such folder"),
     "empty results": (["--from-results", "EMPTY"], "no result files"),
+    "no such results": (["--from-results", "ONE", "--config", "large"], "no runs of the --vers"),
     "truncated result": (["--from-results", "CUT"], "cut.json: no valid JSON at line 1"),
     "another format": (["--format", "xml"], "invalid choice: 'xml'"),
     "both": (["--waterfall", "--sweep", "seq-len", "1"], "not allowed with argument"),

@@ -184,6 +184,7 @@ def probed_rows(compile_too: bool) -> List[Row]:
     triton = Row("triton", "V3's kernels; torch.compile on a GPU", remedy)
     vision = Row("torchvision", "the inference lab", SETUP)
     transformers = Row("transformers", "the text generation lab", "pip install transformers")
+    notebook = Row("jupyterlab", "make notebook", "make notebook installs it")
     compiler = Row("torch.compile", "V4, and --compile everywhere")
     if compile_too:
         compiler = compiler._replace(remedy="see the compilers and headers above")
@@ -197,6 +198,7 @@ def probed_rows(compile_too: bool) -> List[Row]:
         probed_row(triton, "triton", probe_triton),
         probed_row(vision, "torchvision", probe_version, "torchvision"),
         probed_row(transformers, "transformers", probe_version, "transformers"),
+        probed_row(notebook, "jupyterlab", probe_version, "jupyterlab"),
         compiler,
         probed_row(workshop, "workshop", probe_workshop),
     ]
