@@ -347,7 +347,8 @@ def _performance(collection: Collection) -> dict[Path, str]:
         *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
         f"**{report.proof}**",
         "## How to read the tables",
-        "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ),
+        # The columns after the third are in the full report alone.
+        "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ[:3]),
     ]
     if report.glance:
         table = pages.References(ROOT).table(report.glance)
