@@ -292,7 +292,7 @@ def test_the_fusion_solution_passes(measured: Path) -> None:
     [
         ({"scores_mb": 2.1}, "H are the query heads"),
         ({"norm_mb": 1.05 * 5 * 8}, "in all norms: two a layer and one at the end"),
-        ({"qkv_mb": 12.6}, "once in the place of three times"),
+        ({"qkv_mb": 12.6}, "once instead of three times"),
         ({"dearest_switch": "--no-fuse-norm"}, "clearly longer became: --no-fuse-qkv"),
         ({"dearest_switch": "none"}, "--no-fuse-attention +20%"),
         ({"dearest_switch": "--no-fuse-optimizer"}, "not --no-fuse-optimizer"),

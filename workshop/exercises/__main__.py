@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="all exercises, in their order")
-    check = commands.add_parser("check", help="is mine right? The first time: begin it")
+    check = commands.add_parser("check", help="check your answer; at first, begin the exercise")
     check.add_argument(
         "--limit",
         type=count,

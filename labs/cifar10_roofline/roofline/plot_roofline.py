@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ai", type=float, metavar="X", help="FLOP per byte of memory traffic")
     add("--gflops", type=float, metavar="X", help="10^9 FLOP/s")
-    add("--report", type=Path, metavar="PATH", help="in the place of --ai and --gflops")
+    add("--report", type=Path, metavar="PATH", help="instead of --ai and --gflops")
     add("--peak-compute", type=float, metavar="X", help="TFLOP/s at --precision")
     for level in ("bw", "l2", "l1"):
         what = "memory" if level == "bw" else f"{level.upper()} cache"

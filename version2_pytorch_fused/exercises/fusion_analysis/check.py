@@ -25,7 +25,7 @@ normed; read that, write it times the weight. One kernel reads x and writes y.""
 
 WHY = {
     "fuse_qkv": "It saves two reads of x, two launches and one rotation a layer. The products' "
-    "operations stay: where these take most of the time, little is won.",
+    "operations stay: where these take most of the time, the gain is small.",
     "fuse_gate_up": "It saves one read of x and one launch a layer. The operations stay, and the "
     "halves of a stacked result no longer lie together in memory.",
     "fuse_norm": "One kernel has 2 passes over (B, T, C), V1's line 7. Whether F.rms_norm is one "
@@ -206,7 +206,7 @@ QUESTIONS: tuple[Question[Work], ...] = (
     Found(
         "bytes.qkv_mb", "what one product for q, k, v does not read", "MB",
         lambda work: 2 * _layers(work) * _stream_mb(work),
-        "each layer reads x, B x T x C numbers, once in the place of three times", within=WITHIN,
+        "each layer reads x, B x T x C numbers, once instead of three times", within=WITHIN,
     ),
     Found(
         "findings.products", "products a step", "", lambda work: _calls(work, None, "aten::mm"),

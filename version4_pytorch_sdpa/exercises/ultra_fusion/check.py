@@ -165,7 +165,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "predict.products_gone", "matrix products that it removes", "",
         lambda m: _products(m.eager) - _products(m.compiled),
         "Inductor hands large products to the library, as eager code does: there is nothing to "
-        "win. It fuses what lies around them.",
+        "gain. It fuses the operations between them.",
     ),
     Predicted(
         "predict.fused_calls", "calls of fused kernels", "", lambda m: _fused(m.compiled),

@@ -106,8 +106,8 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Predicted(
         "predict.speedup", "predicted: the speed-up of compiling", "x",
         lambda m: m.full.difference.value,
-        "Convolutions stay with the vendor's library. What the compiler joins lies between them, "
-        "and cannot win more than it takes.",
+        "Convolutions stay with the vendor's library. The compiler joins the operations between "
+        "them, and cannot save more time than these take.",
     ),
     Predicted(
         "predict.compile_s", "predicted: seconds to compile", "s", lambda m: m.compile_s,

@@ -57,7 +57,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
         "predict.five_percent", "predicted: the share of the first five", "%",
         lambda m: 100 * m.plain.five_share(),
         "A few kernels take most of the time of nearly every network: to make the others faster "
-        "wins little.", within=0.1,
+        "gains little.", within=0.1,
     ),
     Predicted(
         "predict.launches", "predicted: kernels of an iteration", "calls",

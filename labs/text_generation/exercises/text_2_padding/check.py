@@ -100,7 +100,5 @@ def _work(work: Work) -> Iterator[Item]:
     if len(read) <= NEW and sum(read) <= most:
         yield Item(True, what, f"{len(read)} calls of the model")
         return
-    why = (
-        f"{len(read)} calls of the model read {sum(read):,} tokens: {NEW} calls and {most} suffice"
-    )
+    why = f"{len(read)} calls of the model read {sum(read):,} tokens: {NEW} and {most} are enough"
     yield Item(False, what, why)
