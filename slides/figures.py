@@ -76,12 +76,12 @@ def _bars(
 
 
 def rows(measured: Measured, size: str, field: str, who: str = "versions") -> Shown:
-    """One of FIELDS of the versions, or of the peers too; the lowest and highest, and the verdict
-    of the lowest against V1.
+    """One of FIELDS of the versions, of "all" (the peers too) or of some, as "v1 v2"; the lowest
+    and highest, and the verdict of the lowest against V1.
     """
     its = measured.ladder(size).rows
-    shown = [row for key, row in its.items() if (who == "all" or key in VERSIONS)]
-    shown = [row for row in shown if getattr(row, field)]
+    keys = {"versions": list(VERSIONS), "all": list(its)}.get(who, who.split())
+    shown = [row for key, row in its.items() if key in keys and getattr(row, field)]
     if not shown:
         raise NotMeasured(f"{field} of the versions", "make compare, on a GPU")
     axis, scale = FIELDS[field]
@@ -258,15 +258,15 @@ def intervals(measured: Measured, size: str) -> Shown:
 
 
 def claims(measured: Measured, what: str) -> Shown:
-    """Published rows: the backward pass over the forward, or the reasons why they can't be true."""
+    """Published rows: the time of a step, or the number of reasons why they can't be true."""
     its = plausibility.read_claims(PUBLISHED)
     reasons = [len(plausibility.check(row)) for row in its]
-    ratios = [(row.backward_ms or 0.0) / (row.forward_ms or 1.0) for row in its]
     measured.use([PUBLISHED], "published times of others: tests/fixtures/published_tables.json")
     look, labels = [ORANGE if count else GREY for count in reasons], [row.name for row in its]
-    words = {"wrong": sum(map(bool, reasons)), "count": len(its), "least": 100 * min(ratios)}
-    if what == "backward":
-        return _bars(labels, ratios, "backward over forward", look, "0.00"), words
+    words = {"wrong": sum(map(bool, reasons)), "count": len(its)}
+    if what == "times":
+        times = [row.step_ms for row in its]
+        return _bars(labels, times, "ms a step, as published", [GREY] * len(its), "0.0"), words
     return _bars(labels, reasons, "reasons why it can't be true", look, "0"), words
 
 
@@ -391,7 +391,8 @@ def lab_gains(measured: Measured) -> Shown:
     for key, subject in LABS.items():
         try:
             its = measured.lab(key, subject)
-            gains[key] = max(row.speedup.value for row in its if row.speedup)
+            label = f"{key}, {its[0].first.subject.split(',')[0]}"
+            gains[label] = max(row.speedup.value for row in its if row.speedup)
         except NotMeasured:
             missing.append(key)
     if not gains:

@@ -157,7 +157,7 @@ def test_no_figure_is_typed(deck: str) -> None:
 
 
 def test_a_chart_has_the_numbers_of_its_result_files(decks: dict[str, Any]) -> None:
-    (page,) = (p for p in decks["workshop_overview"].slides if title(p).startswith("Size small"))
+    (page,) = (p for p in decks["results_analysis"].slides if title(p).startswith("Size small"))
     (chart,) = (shape.chart for shape in page.shapes if shape.has_chart)
     shown = dict(zip(chart.plots[0].categories, chart.plots[0].series[0].values, strict=True))
     for version in ("v1", "v2", "v3", "v4"):
