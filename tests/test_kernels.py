@@ -1,6 +1,8 @@
 """V3's kernels against plain fp64 versions; in Triton's interpreter where there is no GPU."""
 
+import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +19,19 @@ from kernel_cases import (
     DEVICE,
     MODULES,
     as_tuple,
+    call,
     normal,
     poisoned_memory,
     small_tiles,
     worst_excess,
 )
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from workshop import versions
@@ -86,7 +95,7 @@ def test_a_target_outside_the_vocabulary_makes_the_loss_nan() -> None:
 def test_cross_entropy_never_holds_all_logits() -> None:
     N, V = 64, 1001
     targets = torch.zeros(N, dtype=torch.long, device=DEVICE)
-    body = ops.linear_cross_entropy.__globals__["linear_cross_entropy_forward"]._init_fn
+    body = ops.linear_cross_entropy.__globals__["linear_cross_entropy_forward"].__wrapped__
     with Record() as seen:
         body(normal(N, 8), normal(V, 8), targets, torch.float32, True)
     found = [x for _, _, results in seen.calls for x in results if isinstance(x, Tensor)]
@@ -142,27 +151,34 @@ SMALL = {
     "flash_attention-B1 H2 K1 T2 D32 causal",
     "linear_cross_entropy-1x8x5",
 }
+NOT_IN_THE_MODEL = {"apply_rope", "flash_attention", "swiglu", "swiglu_fused"}
 
 
 @pytest.mark.parametrize("label", sorted(SMALL))
 def test_operators_are_registered_as_pytorch_wants_them(label: str) -> None:
-    """Schema, fake (shape-only) version, autograd and ahead-of-time tracing, on the operator's own
-    arguments as the public function passes them."""
+    """Schema, fake (shape-only) version and ahead-of-time tracing, on the operator's own arguments
+    as the public function passes them. Gradients are the public function's."""
     case = CASES[label]
     with Record() as seen:
         outputs = getattr(ops, case.op)(*(x.requires_grad_() for x in case.make()), **case.fixed)
         sum(output.sum() for output in as_tuple(outputs)).backward()
-    assert len(seen.ours()) == (1 if case.op == "linear_cross_entropy" else 2)
+    assert len(seen.ours()) == (1 if case.op in ("embedding", "linear_cross_entropy") else 2)
     for func, args, _ in seen.ours():
-        # The public function of qkv_attention has the gradient, which takes PyTorch's products too.
-        differentiable = "backward" not in func.name() and case.op != "qkv_attention"
-        copies = tuple(
-            x.detach().clone().requires_grad_(x.requires_grad and differentiable)
-            if isinstance(x, Tensor)
-            else x
-            for x in args
-        )
+        copies = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
         torch.library.opcheck(func, copies)
+
+
+def test_an_operator_is_dispatched_where_something_looks_and_nowhere_else() -> None:
+    x, weight = torch.nn.Parameter(normal(3, 8)), normal(8)
+    with torch.profiler.profile() as profile:
+        ops.rms_norm(x, weight, 1e-5).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert "_RmsNormBackward" in names
+    assert not any(name.startswith("tiny_llama::") for name in names)
+    with FakeTensorMode() as mode:
+        shape_only = mode.from_tensor(normal(3, 8))
+        ops.rms_norm(shape_only, shape_only[0], 1e-5)
+    assert ops.rms_norm(shape_only, shape_only[0], 1e-5).shape == (3, 8)
 
 
 @pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
@@ -185,6 +201,16 @@ def test_forward_mode_differentiation_is_refused(label: str) -> None:
     first_output(x)
 
 
+@pytest.mark.parametrize("label", sorted(SMALL | {"linear-1x1x8x5"}))
+def test_second_derivatives_are_refused(label: str) -> None:
+    """Also where the incoming gradient is a constant: they would be missing, without a word."""
+    case = CASES[label]
+    arguments = [x.requires_grad_() for x in case.make()]
+    outputs = as_tuple(getattr(ops, case.op)(*arguments, **case.fixed))
+    with pytest.raises(NotImplementedError, match="Backward: no second derivatives"):
+        torch.autograd.grad([x.sum() for x in outputs], arguments[0], create_graph=True)
+
+
 @pytest.fixture
 def model():
     module = versions.load("v3")
@@ -202,11 +228,44 @@ def loss_and_gradients(model, step=None) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-def test_compiles_without_a_graph_break(model) -> None:
+def test_compiled_without_a_graph_break_or_checkpointed_it_computes_the_same(model) -> None:
     eager = loss_and_gradients(model)
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    for ours, plain in zip(loss_and_gradients(model, compiled), eager, strict=True):
+    for step in (
+        torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager"),
+        partial(checkpoint, model, use_reentrant=False),
+    ):
+        for ours, plain in zip(loss_and_gradients(model, step), eager, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", sorted(NOT_IN_THE_MODEL))
+def test_what_the_model_does_without_compiles_too(op: str) -> None:
+    case = next(CASES[label] for label in SMALL if CASES[label].op == op)
+    arguments = case.make()
+    function = partial(getattr(ops, case.op), **case.fixed)
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+    upstream = [torch.ones_like(output) for output in as_tuple(function(*arguments))]
+    found, expected = (
+        call(f, dataclasses.replace(case, fixed={}), arguments, upstream)
+        for f in (compiled, function)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_selective_checkpointing_sees_the_operators(model) -> None:
+    chosen, seen = torch.ops.tiny_llama.add_rms_norm.default, set()
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        seen.add(op)
+        must = op == chosen
+        return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    step = partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
+    eager = loss_and_gradients(model)
+    for ours, plain in zip(loss_and_gradients(model, step), eager, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+    assert chosen in seen
 
 
 def test_the_flop_counter_sees_every_product(model) -> None:
@@ -219,9 +278,12 @@ def test_the_flop_counter_sees_every_product(model) -> None:
 
 
 def test_autocast_reaches_every_operator(model) -> None:
-    tokens = torch.zeros(1, 8, dtype=torch.long, device=DEVICE)
-    with Record() as seen, torch.autocast(DEVICE, torch.bfloat16):
-        model(tokens, tokens).backward()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        called = loss_and_gradients(model)
+        with Record() as seen:
+            dispatched = loss_and_gradients(model)
+    for ours, plain in zip(called, dispatched, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
     dtypes = {func.name().split("::")[1]: outs[0].dtype for func, _, outs in seen.ours()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {
         "rms_norm", "add_rms_norm", "qkv_attention", "qkv_attention_backward", "swiglu_fused",

@@ -16,12 +16,15 @@ from typing import Any
 
 from triton_launch import (
     autocast_dtype,
+    cdiv,
     check,
     check_dtypes,
     check_shape,
     describe_tiles,
     dot_precision,
+    first_order,
     new_heads,
+    operator,
     tuned,
 )
 
@@ -446,7 +449,7 @@ def _grid(T: int, block: int, heads: int, tokens_at_once: int) -> tuple[int, int
     """
     limit = min(heads, max(8, tokens_at_once // T))
     side_by_side = next(n for n in range(limit, 0, -1) if heads % n == 0)
-    return side_by_side, triton.cdiv(T, block), heads // side_by_side
+    return side_by_side, cdiv(T, block), heads // side_by_side
 
 
 # --- launches -----------------------------------------------------------------------------------
@@ -514,15 +517,16 @@ def attend_backward(
 # --- operators ----------------------------------------------------------------------------------
 
 
-flash_attention_forward = torch.library.custom_op(
-    "tiny_llama::flash_attention", attend, mutates_args=()
-)
-flash_attention_forward.register_fake(
-    lambda q, *_: (new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32))
-)
+flash_attention_forward = operator(
+    "tiny_llama::flash_attention",
+    fake=lambda q, *_: (new_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+)(attend)
 
 
-@torch.library.custom_op("tiny_llama::flash_attention_backward", mutates_args=())
+@operator(
+    "tiny_llama::flash_attention_backward",
+    fake=lambda dout, q, k, *_: (new_heads(q), new_heads(k), new_heads(k)),
+)
 def flash_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, scale: float,
@@ -533,25 +537,21 @@ def flash_attention_backward(
     return dq, dk, dv
 
 
-flash_attention_backward.register_fake(
-    lambda dout, q, k, *_: (new_heads(q), new_heads(k), new_heads(k))
-)
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        out, lse = flash_attention_forward(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out
 
-
-def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # or a tensor of zeros would be made for the log-sum-exp
-
-
-def _backward(ctx, dout, _):
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    gradients = flash_attention_backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale)
-    return *gradients, None, None
-
-
-flash_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    @first_order
+    def backward(ctx, dout):
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        gradients = flash_attention_backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale)
+        return *gradients, None, None
 
 
 def attention_flops(q_shape: tuple[int, ...], causal: bool) -> int:
@@ -623,7 +623,7 @@ def flash_attention(
     scale = D**-0.5 if scale is None else float(scale)
     if not scale > 0:
         raise ValueError(f"flash_attention: scale {scale} must be positive")
-    return flash_attention_forward(q.to(dtype), k.to(dtype), v.to(dtype), causal, scale)[0]
+    return _FlashAttention.apply(q.to(dtype), k.to(dtype), v.to(dtype), causal, scale)
 
 
 def flash_attention_reference(

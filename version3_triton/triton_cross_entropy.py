@@ -4,7 +4,17 @@ Shapes in the comments:
     N tokens   C width of the hidden states   V vocabulary   R tokens of a chunk
 """
 
-from triton_launch import autocast_dtype, check, check_indices, check_shape, tuned
+from triton_launch import (
+    autocast_dtype,
+    cdiv,
+    check,
+    check_indices,
+    check_shape,
+    first_order,
+    next_power_of_2,
+    operator,
+    tuned,
+)
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +78,7 @@ BLOCKS = {"sm": (1, 4096, 8), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)
 
 def chunk_rows(N: int) -> int:
     """Tokens of a chunk: at most half of them, so that the logits are never there as a whole."""
-    return max(1, min(MAX_CHUNK_ROWS, triton.cdiv(N, 2)))
+    return max(1, min(MAX_CHUNK_ROWS, cdiv(N, 2)))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -84,7 +94,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.add_(a @ b)
 
 
-@torch.library.custom_op("tiny_llama::linear_cross_entropy", mutates_args=())
+def _fake_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dhidden = hidden.new_empty(hidden.shape if gradients else 0, dtype=dtype)
+    dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
+    return hidden.new_empty((), dtype=torch.float32), dhidden, dweight
+
+
+@operator("tiny_llama::linear_cross_entropy", fake=_fake_linear_cross_entropy)
 def linear_cross_entropy_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +114,7 @@ def linear_cross_entropy_forward(
     N, C = hidden.shape
     V = weight.shape[0]
     rows_at_once, block, warps = tuned(BLOCKS)
-    block = min(block, triton.next_power_of_2(V))
+    block = min(block, next_power_of_2(V))
     losses = hidden.new_empty(N, dtype=torch.float32)
     dhidden = hidden.new_empty((N, C) if gradients else 0, dtype=dtype)
     dweight = weight.new_empty((V, C) if gradients else 0, dtype=torch.float32)
@@ -106,7 +124,7 @@ def linear_cross_entropy_forward(
             rows = slice(start, start + chunk_rows(N))
             chunk = hidden[rows].to(dtype)
             logits = chunk @ weight.t()  # (R, V)
-            _cross_entropy_kernel[(triton.cdiv(len(chunk), rows_at_once),)](
+            _cross_entropy_kernel[(cdiv(len(chunk), rows_at_once),)](
                 logits, targets[rows], losses[rows], logits.stride(0), len(chunk), V,
                 GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, num_warps=warps,
             )  # fmt: skip
@@ -117,36 +135,32 @@ def linear_cross_entropy_forward(
     return losses.mean(), dhidden, dweight
 
 
-@linear_cross_entropy_forward.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dhidden = hidden.new_empty(hidden.shape if gradients else 0, dtype=dtype)
-    dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
-    return hidden.new_empty((), dtype=torch.float32), dhidden, dweight
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, gradients: bool
+    ) -> Tensor:
+        loss, dhidden, dweight = linear_cross_entropy_forward(
+            hidden, weight, targets, dtype, gradients
+        )
+        ctx.save_for_backward(dhidden, dweight)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return loss
 
-
-def _setup_context(ctx, inputs, output) -> None:
-    hidden, weight, _, _, _ = inputs
-    ctx.save_for_backward(*output[1:])
-    ctx.dtypes = hidden.dtype, weight.dtype
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dloss, _, __):
-    dhidden, dweight = ctx.saved_tensors
-    hidden_dtype, weight_dtype = ctx.dtypes
-    scale = (dloss / len(dhidden)).reshape(1)  # a scalar would be rounded to dhidden's precision
-    return (
-        torch.mul(dhidden, scale, out=torch.empty_like(dhidden, dtype=hidden_dtype)),
-        torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=weight_dtype)),
-        None,
-        None,
-        None,
-    )
-
-
-linear_cross_entropy_forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    @first_order
+    def backward(ctx, dloss):
+        dhidden, dweight = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        # As (1,): a scalar would be rounded to dhidden's precision.
+        scale = (dloss / len(dhidden)).reshape(1)
+        return (
+            torch.mul(dhidden, scale, out=torch.empty_like(dhidden, dtype=hidden_dtype)),
+            torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=weight_dtype)),
+            None,
+            None,
+            None,
+        )
 
 
 @register_flop_formula(torch.ops.tiny_llama.linear_cross_entropy)
@@ -186,11 +200,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     check_indices("linear_cross_entropy", "targets", targets, hidden.device)
     check_shape("linear_cross_entropy", "targets", targets, *hidden.shape[:-1])
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    loss, _, _ = linear_cross_entropy_forward(
+    return _LinearCrossEntropy.apply(
         hidden.reshape(-1, C), weight, targets.reshape(-1).contiguous(), autocast_dtype(hidden),
         gradients,
     )  # fmt: skip
-    return loss
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -4,7 +4,15 @@ Shapes in the comments:
     N tokens   V vocabulary   C width
 """
 
-from triton_launch import as_rows, check, check_indices
+from triton_launch import (
+    as_rows,
+    cdiv,
+    check,
+    check_indices,
+    first_order,
+    next_power_of_2,
+    operator,
+)
 
 import torch
 import triton
@@ -26,45 +34,33 @@ def _embedding_backward_kernel(
     tl.atomic_add(row + c, dy, mask=c < C, sem="relaxed")
 
 
-@torch.library.custom_op("tiny_llama::embedding", mutates_args=())
-def embedding_forward(tokens: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(tokens, weight)
-
-
-embedding_forward.register_fake(
-    lambda tokens, weight: weight.new_empty(*tokens.shape, weight.shape[1])
+@operator(
+    "tiny_llama::embedding_backward",
+    fake=lambda dy, tokens, rows: dy.new_empty(rows, dy.shape[-1], dtype=torch.float32),
 )
-
-
-@torch.library.custom_op("tiny_llama::embedding_backward", mutates_args=())
 def embedding_backward(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
     """The gradient of the weight, (rows, C), fp32."""
     C = dy.shape[-1]
     dy, tokens = as_rows(dy), tokens.reshape(-1).contiguous()
     dweight = dy.new_zeros(rows, C, dtype=torch.float32)
-    block = min(BLOCK_C, triton.next_power_of_2(C))
-    _embedding_backward_kernel[(len(tokens), triton.cdiv(C, block))](
+    block = min(BLOCK_C, next_power_of_2(C))
+    _embedding_backward_kernel[(len(tokens), cdiv(C, block))](
         dy, tokens, dweight, dy.stride(0), C, BLOCK_C=block, num_warps=4
     )
     return dweight
 
 
-embedding_backward.register_fake(
-    lambda dy, tokens, rows: dy.new_empty(rows, dy.shape[-1], dtype=torch.float32)
-)
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+        return torch.nn.functional.embedding(tokens, weight)
 
-
-def _setup_context(ctx, inputs, output) -> None:
-    tokens, weight = inputs
-    ctx.save_for_backward(tokens)
-    ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
-
-
-def _backward(ctx, dy):
-    return None, embedding_backward(dy, *ctx.saved_tensors, ctx.rows).to(ctx.dtype)
-
-
-embedding_forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return embedding_backward(dy, *ctx.saved_tensors, ctx.rows).to(ctx.dtype), None
 
 
 def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ def embedding(weight: Tensor, tokens: Tensor) -> Tensor:
     """
     check("embedding", weight=weight)
     check_indices("embedding", "tokens", tokens, weight.device)
-    return embedding_forward(tokens, weight)
+    return _Embedding.apply(weight, tokens)
 
 
 def embedding_reference(weight: Tensor, tokens: Tensor) -> Tensor:

@@ -5,14 +5,16 @@ CPU, in numpy. That is slow, but it is the same kernel, so that it can be read, 
 on a laptop.
 """
 
+import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     if "triton.language" in sys.modules:  # it has read the variable, and compiles from now on
@@ -35,14 +37,90 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Entry = TypeVar("Entry")
+Launch = Callable[..., Any]
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+def operator(name: str, *, fake: Launch, mutates_args: Sequence[str] = ()) -> Callable[..., Launch]:
+    """Registers a function that launches kernels as PyTorch's operator `name`.
+
+    torch.compile, the flop counter and selective checkpointing need the operator. In plain eager
+    code the function is called directly, which saves the host's way through PyTorch's dispatcher.
+
+    Args:
+        fake: makes the results' empty tensors, from arguments without data.
+        mutates_args: names of the arguments that it writes to.
+
+    Returns:
+        A decorator. What it makes has the operator as `registered`, the function as `__wrapped__`.
+    """
+
+    def register(launch: Launch) -> Launch:
+        registered = torch.library.custom_op(name, launch, mutates_args=mutates_args)
+        registered.register_fake(fake)
+
+        @functools.wraps(launch)
+        def call(*arguments: Any) -> Any:
+            return (registered if _looked_at(arguments) else launch)(*arguments)
+
+        call.registered = registered  # type: ignore[attr-defined]
+        return call
+
+    return register
+
+
+def _looked_at(arguments: tuple[Any, ...]) -> bool:
+    """Whether something traces or counts operators, or a tensor is of a subclass (FakeTensor)."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(isinstance(x, Tensor) and type(x) not in (Tensor, Parameter) for x in arguments)
+    )
+
+
+def first_order(backward: Launch) -> Launch:
+    """Makes a backward pass refuse create_graph=True, as nothing records the kernels' derivatives.
+
+    `once_differentiable` would refuse it later, and not at all where the incoming gradient is a
+    constant.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{type(ctx).__name__}: no second derivatives (create_graph=True): use the "
+                "operator's NAME_reference"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+# --- where the kernels run ----------------------------------------------------------------------
 
 
 def architecture() -> str:
     """The current device's: `sm_90`, `gfx942`, ..., or `interpreter`."""
     if INTERPRETED:
         return "interpreter"
+    return _architecture(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def _architecture(device: int) -> str:
     target = triton.runtime.driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs can run side by side, at least: compute units on AMD."""
+    if INTERPRETED or device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def tuned(table: Mapping[str, Entry]) -> Entry:
@@ -100,6 +178,19 @@ def _aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
 
 
+# --- sizes and layouts --------------------------------------------------------------------------
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (triton.cdiv is for kernels too, and takes the host longer.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def new_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An empty (B, heads, T, D) that lies in memory as (B, T, heads, D): a product that makes or
     takes the heads of a token as one row writes or reads them without a copy."""
@@ -113,18 +204,14 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def multiprocessors(device: torch.device) -> int:
-    """How many programs can run side by side, at least: compute units on AMD."""
-    if INTERPRETED or device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """What a matrix product of x would be computed in: x's own dtype unless autocast is on."""
     if x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def check(op: str, **tensors: Tensor) -> None:

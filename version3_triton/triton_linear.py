@@ -8,11 +8,10 @@ Shapes in the comments:
     N tokens   I width of the input   O width of the output
 """
 
-from triton_launch import autocast_dtype, check, check_shape
+from triton_launch import autocast_dtype, check, check_shape, first_order
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _kept = WeakTensorKeyDictionary()
@@ -89,7 +88,7 @@ class _Linear(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes

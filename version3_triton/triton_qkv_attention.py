@@ -9,11 +9,10 @@ Shapes in the comments:
     B batch   T tokens   C width   H query heads   K key/value heads   D head size
 """
 
-from triton_launch import autocast_dtype, check, check_shape
+from triton_launch import autocast_dtype, check, check_shape, first_order, operator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from triton_attention import (
     HEAD_SIZES,
@@ -40,7 +39,15 @@ def _heads(qkv: Tensor, H: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
 # --- operators ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tiny_llama::qkv_attention", mutates_args=("qkv",))
+def _fake_qkv_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
+) -> tuple[Tensor, Tensor]:
+    B, T, width = qkv.shape
+    out = qkv.new_empty(B, T, width // (H + 2 * K) * H)
+    return out, qkv.new_empty(B, H, T, dtype=torch.float32)
+
+
+@operator("tiny_llama::qkv_attention", fake=_fake_qkv_attention, mutates_args=("qkv",))
 def qkv_attention_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
 ) -> tuple[Tensor, Tensor]:
@@ -52,14 +59,7 @@ def qkv_attention_forward(
     return out.transpose(1, 2).flatten(2), lse
 
 
-@qkv_attention_forward.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, K: int) -> tuple[Tensor, Tensor]:
-    B, T, width = qkv.shape
-    out = qkv.new_empty(B, T, width // (H + 2 * K) * H)
-    return out, qkv.new_empty(B, H, T, dtype=torch.float32)
-
-
-@torch.library.custom_op("tiny_llama::qkv_attention_backward", mutates_args=())
+@operator("tiny_llama::qkv_attention_backward", fake=lambda dout, qkv, *_: qkv.new_empty(qkv.shape))
 def qkv_attention_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
 ) -> Tensor:
@@ -72,9 +72,6 @@ def qkv_attention_backward(
     tables = rows(cos), rows(sin)
     attend_backward(dout, q, k, v, out, lse, True, scale, dq, dk, dv, tables)
     return dqkv
-
-
-qkv_attention_backward.register_fake(lambda dout, qkv, *_: qkv.new_empty(qkv.shape))
 
 
 def _q_shape(qkv_shape: tuple[int, ...], H: int, K: int) -> tuple[int, ...]:
@@ -103,7 +100,7 @@ class _QkvAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
         x, weight, cos, sin, out, qkv, lse = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes

@@ -6,7 +6,18 @@ Shapes in the comments:
 
 from dataclasses import dataclass
 
-from triton_launch import as_rows, autocast_dtype, check, check_shape, multiprocessors, tuned
+from triton_launch import (
+    as_rows,
+    autocast_dtype,
+    cdiv,
+    check,
+    check_shape,
+    first_order,
+    multiprocessors,
+    next_power_of_2,
+    operator,
+    tuned,
+)
 
 import torch
 import triton
@@ -136,15 +147,13 @@ SUM_BLOCKS = {"sm": (256, 8, 8), "gfx": (256, 16, 4), "interpreter": (1024, 1024
 def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """Programs, and the kernel's block sizes and warps."""
     block = next(block for width, block in tuned(table) if width >= C)
-    block_c = triton.next_power_of_2(C)
-    block_rows = triton.next_power_of_2(
-        max(1, min(block.elements // block_c, triton.next_power_of_2(rows)))
-    )
-    programs = triton.cdiv(rows, block_rows)
+    block_c = next_power_of_2(C)
+    block_rows = next_power_of_2(max(1, min(block.elements // block_c, next_power_of_2(rows))))
+    programs = cdiv(rows, block_rows)
     if block.programs is not None:
         programs = min(programs, block.programs * multiprocessors(device))
     warps = block_rows * block_c // (32 * block.elements_per_thread)
-    warps = triton.next_power_of_2(max(1, min(warps, 16)))
+    warps = next_power_of_2(max(1, min(warps, 16)))
     return programs, {"ROWS": block_rows, "BLOCK_C": block_c, "num_warps": warps}
 
 
@@ -155,7 +164,10 @@ def _new_rstd(x: Tensor) -> Tensor:
     return x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("tiny_llama::rms_norm", mutates_args=())
+@operator(
+    "tiny_llama::rms_norm",
+    fake=lambda x, weight, eps, dtype: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x)),
+)
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -171,12 +183,14 @@ def rms_norm_forward(
     return y, rstd
 
 
-rms_norm_forward.register_fake(
-    lambda x, weight, eps, dtype: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x))
+@operator(
+    "tiny_llama::add_rms_norm",
+    fake=lambda branch, stream, weight, eps, dtype: (
+        stream.new_empty(stream.shape, dtype=dtype),
+        stream.new_empty(stream.shape),
+        _new_rstd(stream),
+    ),
 )
-
-
-@torch.library.custom_op("tiny_llama::add_rms_norm", mutates_args=())
 def add_rms_norm_forward(
     branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,27 +208,26 @@ def add_rms_norm_forward(
     return y, total, rstd
 
 
-@add_rms_norm_forward.register_fake
-def _(
-    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = stream.new_empty(stream.shape, dtype=dtype)
-    return y, stream.new_empty(stream.shape), _new_rstd(stream)
-
-
 def _sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """(C,) of a contiguous fp32 (P, C)."""
     P, C = partial.shape
     sums = partial.new_empty(C, dtype=dtype)
     rows, columns, warps = tuned(SUM_BLOCKS)
-    rows = min(rows, triton.next_power_of_2(P))
-    _rms_norm_sum_kernel[(triton.cdiv(C, columns),)](
+    rows = min(rows, next_power_of_2(P))
+    _rms_norm_sum_kernel[(cdiv(C, columns),)](
         partial, sums, P, C, ROWS=rows, COLUMNS=columns, num_warps=warps
     )
     return sums
 
 
-@torch.library.custom_op("tiny_llama::rms_norm_backward", mutates_args=())
+@operator(
+    "tiny_llama::rms_norm_backward",
+    fake=lambda dy, dstream, x, weight, rstd, branch: (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape if branch else 0, dtype=dy.dtype),
+        torch.empty_like(weight),
+    ),
+)
 def rms_norm_backward(
     dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, branch: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,45 +250,42 @@ def rms_norm_backward(
     return dx, dbranch, _sum_rows(partial_dw, weight.dtype)
 
 
-@rms_norm_backward.register_fake
-def _(
-    dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, branch: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbranch = x.new_empty(x.shape if branch else 0, dtype=dy.dtype)
-    return x.new_empty(x.shape), dbranch, torch.empty_like(weight)
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        y, rstd = rms_norm_forward(x, weight, eps, dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False)
+        return dx, dw, None, None
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, weight, _, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.set_materialize_grads(False)
+class _AddRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        y, total, rstd = add_rms_norm_forward(branch, stream, weight, eps, dtype)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.branch_dtype = branch.dtype
+        if not torch.compiler.is_compiling():  # it can't trace the call
+            ctx.set_materialize_grads(False)  # a model does not use its last sum
+        return y, total
 
-
-def _backward(ctx, dy, _):
-    x, weight, rstd = ctx.saved_tensors
-    dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False)
-    return dx, dw, None, None
-
-
-def _setup_add_context(ctx, inputs, output) -> None:
-    branch, _, weight, _, _ = inputs
-    _, total, rstd = output
-    ctx.save_for_backward(total, weight, rstd)
-    ctx.branch_dtype = branch.dtype
-    ctx.set_materialize_grads(False)
-
-
-def _add_backward(ctx, dy, dstream, _):
-    total, weight, rstd = ctx.saved_tensors
-    if dy is None:  # the normed rows went nowhere
-        return dstream.to(ctx.branch_dtype), dstream, None, None, None
-    cast = ctx.branch_dtype != total.dtype
-    dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast)
-    return (dbranch if cast else dx).to(ctx.branch_dtype), dx, dw, None, None
-
-
-rms_norm_forward.register_autograd(_backward, setup_context=_setup_context)
-add_rms_norm_forward.register_autograd(_add_backward, setup_context=_setup_add_context)
+    @staticmethod
+    @first_order
+    def backward(ctx, dy, dstream):
+        total, weight, rstd = ctx.saved_tensors
+        if dy is None:  # the normed rows went nowhere
+            return dstream.to(ctx.branch_dtype), dstream, None, None, None
+        cast = ctx.branch_dtype != total.dtype
+        dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast)
+        return (dbranch if cast else dx).to(ctx.branch_dtype), dx, dw, None, None
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
@@ -303,7 +313,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     check("rms_norm", x=x, weight=weight)
     _check_norm("rms_norm", x, weight)
-    return rms_norm_forward(x, weight, float(eps), autocast_dtype(x))[0]
+    return _RmsNorm.apply(x, weight, float(eps), autocast_dtype(x))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -334,9 +344,7 @@ def add_rms_norm(
     check("add_rms_norm", branch=branch, stream=stream, weight=weight)
     check_shape("add_rms_norm", "branch", branch, *stream.shape)
     _check_norm("add_rms_norm", stream, weight)
-    dtype = autocast_dtype(stream)
-    normed, total, _ = add_rms_norm_forward(branch, stream, weight, float(eps), dtype)
-    return normed, total
+    return _AddRmsNorm.apply(branch, stream, weight, float(eps), autocast_dtype(stream))
 
 
 def add_rms_norm_reference(

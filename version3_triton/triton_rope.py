@@ -4,7 +4,17 @@ Shapes in the comments:
     B batch   H query heads   K key/value heads   T tokens   D head size
 """
 
-from triton_launch import check, check_dtypes, check_shape, new_heads, tuned
+from triton_launch import (
+    cdiv,
+    check,
+    check_dtypes,
+    check_shape,
+    first_order,
+    new_heads,
+    next_power_of_2,
+    operator,
+    tuned,
+)
 
 import torch
 import triton
@@ -103,12 +113,12 @@ def rotate(
     B, H, T, D = inputs[0].shape
     heads = H + inputs[1].shape[1]
     block_t, block_h, warps = tuned(BLOCKS)
-    block_t = min(block_t, triton.next_power_of_2(T))
-    _rope_kernel[(triton.cdiv(T, block_t), triton.cdiv(heads, block_h), B)](
+    block_t = min(block_t, next_power_of_2(T))
+    _rope_kernel[(cdiv(T, block_t), cdiv(heads, block_h), B)](
         *inputs, *outputs, cos, sin,
         *(stride for x in (*inputs, *outputs) for stride in x.stride()[:3]),
         cos.stride(0), sin.stride(0), T, H, heads,
-        BACKWARD=backward, HALF=D // 2, BLOCK_D=triton.next_power_of_2(D // 2),
+        BACKWARD=backward, HALF=D // 2, BLOCK_D=next_power_of_2(D // 2),
         BLOCK_T=block_t, BLOCK_H=block_h, num_warps=warps,
     )  # fmt: skip
 
@@ -121,7 +131,7 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("tiny_llama::apply_rope", mutates_args=())
+@operator("tiny_llama::apply_rope", fake=lambda q, k, *_: (new_heads(q), new_heads(k)))
 def apply_rope_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool
 ) -> tuple[Tensor, Tensor]:
@@ -132,20 +142,16 @@ def apply_rope_forward(
     return q_out, k_out
 
 
-apply_rope_forward.register_fake(lambda q, k, *_: (new_heads(q), new_heads(k)))
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+        ctx.save_for_backward(cos, sin)
+        return apply_rope_forward(q, k, cos, sin, False)
 
-
-def _setup_context(ctx, inputs, output) -> None:
-    _, _, cos, sin, ctx.backward = inputs
-    ctx.save_for_backward(cos, sin)
-
-
-def _backward(ctx, dq, dk):
-    dq, dk = apply_rope_forward(dq, dk, *ctx.saved_tensors, not ctx.backward)
-    return dq, dk, None, None, None
-
-
-apply_rope_forward.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    @first_order
+    def backward(ctx, dq, dk):
+        return *apply_rope_forward(dq, dk, *ctx.saved_tensors, True), None, None
 
 
 def check_tables(op: str, cos: Tensor, sin: Tensor, T: int, D: int) -> None:
@@ -180,7 +186,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     check_shape("apply_rope", "k", k, B, "K", T, D)
     check_dtypes("apply_rope", q=q, k=k)
     check_tables("apply_rope", cos, sin, T, D)
-    return apply_rope_forward(q, k, cos, sin, False)
+    return _Rope.apply(q, k, cos, sin)
 
 
 def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

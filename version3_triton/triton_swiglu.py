@@ -5,13 +5,23 @@ Shapes in the comments:
     R rows (tokens)   F width of a row   C width of the product's output
 """
 
-from triton_launch import as_rows, autocast_dtype, check, check_dtypes, check_shape, tuned
+from triton_launch import (
+    as_rows,
+    autocast_dtype,
+    cdiv,
+    check,
+    check_dtypes,
+    check_shape,
+    first_order,
+    next_power_of_2,
+    operator,
+    tuned,
+)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton_linear import rounded, weight_gradient
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -73,29 +83,38 @@ def _all_as_rows(*tensors: Tensor) -> list[Tensor]:
     return [as_rows(x) for x in tensors]
 
 
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gate and up as (R, F) of (..., 2F)."""
+    gate, up = as_rows(gate_up).chunk(2, dim=1)
+    return gate, up
+
+
 def _launch(blocks: tuple[int, int, int], R: int, F: int) -> tuple[int, dict[str, int]]:
     """Programs, and the kernel's block sizes and warps."""
     rows, block, warps = blocks
-    block = min(block, triton.next_power_of_2(F))
-    programs = triton.cdiv(R, rows) * triton.cdiv(F, block)
+    block = min(block, next_power_of_2(F))
+    programs = cdiv(R, rows) * cdiv(F, block)
     return programs, {"ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
 def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
-    gate, up, y = _all_as_rows(gate, up, y)
-    programs, constants = _launch(tuned(FORWARD_BLOCKS), *y.shape)
+    """gate and up are (R, F) with contiguous rows; y is contiguous."""
+    R, F = gate.shape
+    programs, constants = _launch(tuned(FORWARD_BLOCKS), R, F)
     _swiglu_forward_kernel[(programs,)](
-        gate, up, y, gate.stride(0), up.stride(0), *y.shape, **constants
+        gate, up, y, gate.stride(0), up.stride(0), R, F, **constants
     )
 
 
 def _backward(
     dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
 ) -> None:
-    tensors = _all_as_rows(dy, gate, up, dgate, dup)
-    programs, constants = _launch(tuned(BACKWARD_BLOCKS), *tensors[0].shape)
+    """All are (R, F) with contiguous rows; y, if it is to be computed again, is contiguous."""
+    R, F = dy.shape
+    programs, constants = _launch(tuned(BACKWARD_BLOCKS), R, F)
     _swiglu_backward_kernel[(programs,)](
-        *tensors, dy if y is None else y, *(x.stride(0) for x in tensors), *tensors[0].shape,
+        dy, gate, up, dgate, dup, dy if y is None else y,
+        dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0), R, F,
         AGAIN=y is not None, **constants,
     )  # fmt: skip
 
@@ -103,75 +122,76 @@ def _backward(
 # --- operators ----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("tiny_llama::swiglu", mutates_args=())
+@operator("tiny_llama::swiglu", fake=lambda gate, up: gate.new_empty(gate.shape))
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     y = gate.new_empty(gate.shape)
+    gate, up = _all_as_rows(gate, up)
     _forward(gate, up, y)
     return y
 
 
-swiglu_forward.register_fake(lambda gate, up: gate.new_empty(gate.shape))
-
-
-@torch.library.custom_op("tiny_llama::swiglu_backward", mutates_args=())
+@operator(
+    "tiny_llama::swiglu_backward",
+    fake=lambda dy, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+)
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    _backward(dy, gate, up, dgate, dup)
+    _backward(*_all_as_rows(dy, gate, up, dgate, dup))
     return dgate, dup
 
 
-swiglu_backward.register_fake(
-    lambda dy, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
+@operator(
+    "tiny_llama::swiglu_fused",
+    fake=lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
 )
-
-
-@torch.library.custom_op("tiny_llama::swiglu_fused", mutates_args=())
 def swiglu_fused_forward(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    y = gate_up.new_empty(gate.shape)
-    _forward(gate, up, y)
+    y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    _forward(*_halves(gate_up), y)
     return y
 
 
-swiglu_fused_forward.register_fake(
-    lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+@operator(
+    "tiny_llama::swiglu_fused_backward", fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape)
 )
-
-
-@torch.library.custom_op("tiny_llama::swiglu_fused_backward", mutates_args=())
 def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     dgate_up = gate_up.new_empty(gate_up.shape)
-    _backward(dy, *gate_up.chunk(2, dim=-1), *dgate_up.chunk(2, dim=-1))
+    _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up))
     return dgate_up
 
 
-swiglu_fused_backward.register_fake(lambda dy, gate_up: gate_up.new_empty(gate_up.shape))
-
-
-@torch.library.custom_op("tiny_llama::swiglu_fused_backward_again", mutates_args=())
+@operator(
+    "tiny_llama::swiglu_fused_backward_again",
+    fake=lambda dy, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)),
+)
 def swiglu_fused_backward_again(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient, and what the forward pass returned."""
     dgate_up, y = gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)
-    (gate, up), (dgate, dup) = (x.chunk(2, dim=-1) for x in (gate_up, dgate_up))
-    _backward(dy, gate, up, dgate, dup, y)
+    _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up), y)
     return dgate_up, y
 
 
-swiglu_fused_backward_again.register_fake(
-    lambda dy, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape))
-)
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu_forward(gate, up)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return swiglu_backward(dy, *ctx.saved_tensors)
 
 
-def _save_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+class _SwigluFused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu_fused_forward(gate_up)
 
-
-swiglu_forward.register_autograd(
-    lambda ctx, dy: swiglu_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs
-)
-swiglu_fused_forward.register_autograd(
-    lambda ctx, dy: swiglu_fused_backward(dy, *ctx.saved_tensors), setup_context=_save_inputs
-)
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return swiglu_fused_backward(dy, *ctx.saved_tensors)
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -183,7 +203,7 @@ class _SwigluLinear(torch.autograd.Function):
         return swiglu_fused_forward(gate_up) @ weight.t()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout):
         gate_up, weight = ctx.saved_tensors
         gate_up_dtype, weight_dtype = ctx.dtypes
@@ -215,7 +235,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     check("swiglu", gate=gate, up=up)
     check_shape("swiglu", "up", up, *gate.shape)
     check_dtypes("swiglu", gate=gate, up=up)
-    return swiglu_forward(gate, up)
+    return _Swiglu.apply(gate, up)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -238,7 +258,7 @@ def swiglu_fused(gate_up: Tensor) -> Tensor:
     """
     check("swiglu_fused", gate_up=gate_up)
     _check_halves("swiglu_fused", gate_up)
-    return swiglu_fused_forward(gate_up)
+    return _SwigluFused.apply(gate_up)
 
 
 def swiglu_fused_reference(gate_up: Tensor) -> Tensor:

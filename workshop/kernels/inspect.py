@@ -225,6 +225,7 @@ def compiling(chip: Chip, wanted: str) -> Iterator[list[Launch]]:
 
     triton.runtime.driver.set_active(offline_driver(chip))
     with (
+        mock.patch.object(sys.modules["triton_launch"], "architecture", lambda: chip.name),
         mock.patch.object(KernelInterface, "__getitem__", get_item),
         mock.patch.object(FakeTensor, "data_ptr", _address, create=True),
         FakeTensorMode(),
@@ -248,10 +249,10 @@ def prepare_operators() -> None:
         if hasattr(module, "check"):  # refuses tensors on the CPU, where these claim to be
             module.check = lambda *_, **__: None  # type: ignore[attr-defined]
         for value in list(vars(module).values()):
-            if isinstance(value, torch.library.CustomOpDef):
+            if hasattr(value, "registered"):
                 # On tensors without memory PyTorch needs only the shapes of an operator's results.
                 # Its body gives them too, and launches the kernels on the way.
-                value.register_fake(value._init_fn)
+                value.registered.register_fake(value.__wrapped__)
 
 
 # --- what the compiler answered ------------------------------------------------------------------
