@@ -397,6 +397,7 @@ def test_all_phases_of_all_right_contenders_are_timed(op: str, v3, pretended_gpu
     for row in right:
         assert set(row.samples) == set(case.phases)
         assert all(len(samples) == setting.rounds for samples in row.samples.values())
+        assert len(row.host_us) == setting.rounds and min(row.host_us) > 0
     replays = len(right) * len(case.phases) * (setting.rounds + 1)
     assert pretended_gpu.CUDAGraph().replay.call_count == replays
     assert mode(pretended_gpu) == "default"
@@ -441,6 +442,7 @@ def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pre
     notes = {row.contender: row.note for row in rows}
     assert notes["a"] == "forward timed launch by launch: it waits for the device"
     assert notes["b"] == "forward not timed: RuntimeError: CUDA error: of its own"
+    assert all(row.host_us for row in rows if row.status == "ok")
     samples = {row.contender: set(row.samples) for row in rows}
     assert samples["a"] == samples[OURS] == {FORWARD, BACKWARD}
     assert samples["b"] == {BACKWARD}
@@ -500,7 +502,9 @@ def canned() -> list[Row]:
     head = ("linear_cross_entropy", (8192, 1024, 32000))
     waits = "forward + backward timed launch by launch: it waits for the device"
     return [
-        canned_row("rms_norm", (8192, 1024), OURS, (2900.0, 1500.0)),
+        canned_row(
+            *("rms_norm", (8192, 1024), OURS, (2900.0, 1500.0)), host_us=[400.0, 380.0, 379.0]
+        ),
         canned_row("rms_norm", (8192, 1024), "Liger", (495.0, 312.0)),
         canned_row("rms_norm", norm, "F.rms_norm", (5191.0, 1804.0)),
         canned_row("rms_norm", norm, "Liger", (), status="absent", note="not installed"),
@@ -529,16 +533,17 @@ def test_a_rate_is_the_work_over_the_median(canned) -> None:
 def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
     assert tool.header(canned[:4], RUN) == [
         *("size", "contender", "forward, GB/s", "backward, GB/s", "of ceiling"),
-        *("error (allowed)", "status"),
+        *("device / host, µs", "error (allowed)", "status"),
     ]
     assert tool.cells(canned[0], RUN) == [
-        *("8192 x 1024", OURS, "2,900 ±1.0%", "1,500 ±1.0%", "68% / 35%"),
+        *("8192 x 1024", OURS, "2,900 ±1.0%", "1,500 ±1.0%", "68% / 35%", "45 / 380"),
         *("2.1e-03 (1.2e-02)", "ok"),
     ]
-    assert tool.cells(canned[3], RUN)[2:] == ["-", "-", "-", "-", "absent"]
-    assert tool.cells(canned[4], RUN)[2:] == ["-", "-", "-", "-", "WRONG"]
-    assert tool.header(canned[6:], RUN)[2:6] == ["TFLOP/s", "ms", "peak MB", "of ceiling"]
-    assert tool.cells(canned[6], RUN)[2:6] == ["450 ±1.0%", "3.58", "550", "56%"]
+    assert tool.cells(canned[1], RUN)[5] == "229 / -"  # of a result without the host's times
+    assert tool.cells(canned[3], RUN)[2:] == ["-", "-", "-", "-", "-", "absent"]
+    assert tool.cells(canned[4], RUN)[2:] == ["-", "-", "-", "-", "-", "WRONG"]
+    assert tool.header(canned[6:], RUN)[2:5] == ["TFLOP/s", "peak MB", "of ceiling"]
+    assert tool.cells(canned[6], RUN)[2:6] == ["450 ±1.0%", "550", "56%", "3,579 / -"]
     checked = dataclasses.replace(RUN, interpreted=True, ceilings={})
     assert tool.header(canned, checked) == ["size", "contender", "error (allowed)", "status"]
     assert tool.cells(canned[0], checked)[2:] == ["2.1e-03 (1.2e-02)", "ok"]
@@ -580,7 +585,7 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     for row in rows:
         if row["status"] == "ok":
             assert set(row["samples"]) == set(row["amounts"]), row["note"]
-            assert row["peak_mb"] > 0
+            assert row["peak_mb"] > 0 and row["host_us"]
     statuses = {(row["op"], row["contender"]): row["status"] for row in rows}
     assert {statuses[op, name] for op in cases.OPS for name in (OURS, "plain")} == {"ok"}
     notes = [row["note"] for row in rows if row["contender"] in (OURS, "plain", "torch.compile")]

@@ -12,8 +12,8 @@
     triton_launch         where they run, how tiles are looked up, what is refused
 
 A kernel file reads top to bottom: the kernels, their tiles by device, the operators that launch
-them (registered with PyTorch, so that torch.compile, CUDA graphs and the flop counter see them),
-then the functions to call, whose docstrings say what they compute and which bytes they move.
+them (registered with PyTorch, for torch.compile and the flop counter), their gradients, then the
+functions to call, whose docstrings say what they compute and which bytes they move.
 """
 # ruff: noqa: F401
 

@@ -3,7 +3,9 @@
 Rivals are each kernel's plain version, PyTorch's own operation, torch.compile of the
 plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
 with the plain version in fp64; one that is wrong gets a red row and no times. Rates are shown with
-what a large copy or product reaches on the same device in the same run.
+what a large copy or product reaches on the same device in the same run. Beside the device's time
+for a forward and backward pass stands the host's, launched from Python: the longer one is what a
+caller without a graph waits for.
 
 Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
 
@@ -280,10 +282,10 @@ def header(rows: list[Row], run: Run) -> list[str]:
     names = ["size", "contender"]
     if not run.interpreted:
         if BOTH in rows[0].amounts:
-            names += [rows[0].unit, "ms", "peak MB"]
+            names += [rows[0].unit, "peak MB"]
         else:
             names += [f"{phase}, {rows[0].unit}" for phase in rows[0].amounts]
-        names.append("of ceiling")
+        names += ["of ceiling", "device / host, µs"]
     return [*names, "error (allowed)", "status"]
 
 
@@ -292,9 +294,13 @@ def cells(row: Row, run: Run) -> list[str]:
     if not run.interpreted:
         texts += [_rate(row, phase) for phase in row.amounts]
         if BOTH in row.amounts:
-            texts += [_number(row.median_ms(BOTH), ",.2f"), _number(row.peak_mb, ",.0f")]
+            texts.append(_number(row.peak_mb, ",.0f"))
         shares = [_number(run.share(row, phase), ".0%") for phase in row.amounts]
         texts.append(" / ".join(shares) if set(shares) != {"-"} else "-")
+        times = [
+            _number(microseconds, ",.0f") for microseconds in (row.device_us, row.median_host_us)
+        ]
+        texts.append(" / ".join(times) if set(times) != {"-"} else "-")
     worst = row.worst
     texts.append(f"{row.errors[worst]:.1e} ({row.allowed[worst]:.1e})" if worst else "-")
     return [*texts, row.status]

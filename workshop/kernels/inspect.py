@@ -225,7 +225,6 @@ def compiling(chip: Chip, wanted: str) -> Iterator[list[Launch]]:
 
     triton.runtime.driver.set_active(offline_driver(chip))
     with (
-        mock.patch.object(sys.modules["triton_launch"], "architecture", lambda: chip.name),
         mock.patch.object(KernelInterface, "__getitem__", get_item),
         mock.patch.object(FakeTensor, "data_ptr", _address, create=True),
         FakeTensorMode(),

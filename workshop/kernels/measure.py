@@ -6,9 +6,13 @@ allowance calibrates itself on what the plain version loses at the same precisio
 The clock: events around replays of a CUDA graph that holds many calls, so that launches
 from Python are not timed. The calls of a graph go round over copies of the arguments, four times as
 large as the last-level cache together. All contenders take turns, so that drift hits all alike.
+
+The host's clock: from Python's call to its return, forward and backward, without waiting for the
+device, which has done all earlier work by then.
 """
 
 import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workshop import results
 from workshop.gate import plausibility
 from workshop.kernels.cases import (
     BACKWARD,
+    BOTH,
     COMPILED,
     FORWARD,
     OURS,
@@ -51,6 +57,7 @@ SAMPLE_MS = 2.0  # what a graph's calls should last, so that its launch does not
 MAX_CALLS = 64
 BUDGET_MS = 300.0  # for one contender's samples of one phase, of which slow ones take fewer
 MIN_SAMPLES = 5
+HOST_CALLS = 5  # of a sample: few, since the host waits once the device's queue is full
 
 GRADIENT = "gradient of "  # and the argument's name
 
@@ -91,6 +98,8 @@ class Row:
     samples: dict[str, list[float]] = field(default_factory=dict)
     peak_mb: float | None = None
     """What a forward and backward pass needed at most, beyond its arguments."""
+    host_us: list[float] = field(default_factory=list, metadata=results.NEWER)
+    """Samples of the host's time for a forward and backward pass, launched from Python."""
 
     @property
     def failed(self) -> bool:
@@ -109,6 +118,16 @@ class Row:
     def median_ms(self, phase: str) -> float | None:
         samples = self.samples.get(phase)
         return timing.median(samples) if samples else None
+
+    @property
+    def device_us(self) -> float | None:
+        """Of all phases together."""
+        medians = [self.median_ms(phase) for phase in self.amounts]
+        return None if None in medians else 1e3 * sum(filter(None, medians))
+
+    @property
+    def median_host_us(self) -> float | None:
+        return timing.median(self.host_us) if self.host_us else None
 
     def rate(self, phase: str) -> float | None:
         """GB/s or TFLOP/s, as `unit` says."""
@@ -383,9 +402,10 @@ class Timed:
 def time_contenders(
     case: Case, right: list[tuple[Row, Function]], data: Data, setting: Setting
 ) -> None:
-    """Times each phase of all contenders side by side and fills their rows."""
+    """Times each phase of all contenders side by side, then the host, and fills their rows."""
     for phase in case.phases:
         _time_phase(phase, right, data, setting)  # whose graphs and copies are then freed
+    _time_host(right, data, setting)
 
 
 def _time_phase(
@@ -471,6 +491,24 @@ def _caller(function: Function, phase: str, sets: list[Data]) -> Call:
     return lambda index: gradients(
         as_tuple(function(*sets[index].arguments)), sets[index], retain_graph=False
     )
+
+
+def _time_host(right: list[tuple[Row, Function]], data: Data, setting: Setting) -> None:
+    timed = []
+    for row, function in right:
+        call = _caller(function, BOTH, [data.fresh()])
+        try:
+            _several(call, WARM_UP_CALLS, 1)
+            timed.append((row, call))
+        except Exception as error:  # as in the check, but for several calls at a time
+            row.add_note(f"host not timed: {_reason(error, [])}")
+    for number in range(setting.rounds):
+        for row, call in timed if number % 2 == 0 else timed[::-1]:
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize(setting.device)
+            start = time.perf_counter()
+            _several(call, HOST_CALLS, 1)
+            row.host_us.append(1e6 * (time.perf_counter() - start) / HOST_CALLS)
 
 
 def _several(call: Call, calls: int, copies: int) -> None:

@@ -28,7 +28,9 @@ KERNELS = (
     "Written by workshop.kernels.benchmark, commit {commit}. A rate at the median, "
     "± half of the interquartile range; replayed from graphs, so that launches are not timed; on "
     "data that the cache does not hold. “of ceiling” compares with what a large copy or product "
-    "reached in the same run, forward / backward. The error is the worst of results and gradients "
+    "reached in the same run, forward / backward. “device / host”: a forward and backward pass on "
+    "the device, as replayed, and the host's time to launch it from Python; a caller without a "
+    "graph waits for the longer one. The error is the worst of results and gradients "
     "against fp64, with what the precision explains in brackets."
 )
 HARNESS_INTRO = (
