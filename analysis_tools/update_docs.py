@@ -7,6 +7,7 @@ figure there is typed by hand. `--check` changes nothing and exits 1 if they are
 
 import argparse
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
-from workshop.compare.rows import Row, build_rows, ordinary  # noqa: E402
+from workshop.compare.rows import Row, build_row, build_rows, ordinary, variant  # noqa: E402
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
@@ -192,7 +193,32 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
     source = f"commit {', '.join(sorted(commits))}"
     caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
-    return "\n\n".join([caption, markdown_table(header, lines, (0, 1)), *_spreads(runs, configs)])
+    table = markdown_table(header, lines, (0, 1))
+    beside = [_beside_peers([row for (_, c), row in chosen.items() if c == config], runs)
+              for config in configs]  # fmt: skip
+    texts = [" ".join(filter(None, beside)), *_spreads(runs, configs)]
+    return "\n\n".join([caption, table, *filter(None, texts)])
+
+
+def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
+    """V3 and V4 against the fastest peer of their session, at one size. Empty where no peer has a
+    graph: one without it may wait for the host, and a ratio would say little about the code."""
+    peers = [row for row in rows if row.version in PEERS and row.step_ms]
+    if not any(PEERS[row.version].cuda_graph for row in peers):
+        return ""
+    best = min(peers, key=lambda row: row.step_ms or math.inf)
+
+    def of(row: Row) -> list[RunResult]:
+        key = (row.version, best.session, row.config, row.precision)
+        same = [r for r in runs if (r.version, r.session, r.config_name, r.precision) == key]
+        return [run for run in ordinary(same) if not variant(run)]
+
+    ratios = [
+        f"{row.version.upper()} {build_row(of(row), of(best)).verdict()}"
+        for row in rows
+        if row.version in ("v3", "v4") and row.session == best.session
+    ]
+    return f"Beside the fastest peer at {best.config}, {best.version}: {', '.join(ratios)}."
 
 
 def _ladder_cells(row: Row | None) -> list[str]:

@@ -407,7 +407,7 @@ def test_the_newest_day_s_fullest_comparison_is_seen_first(tmp_path: Path) -> No
     reference = stored_runs.reference()
     first = snapshot_of(tmp_path).settle(Choice())
     assert (first.device, first.preset, first.precision) == ("NVIDIA H200", "medium", "bf16")
-    assert first.versions == tuple(versions.ALL)
+    assert set(first.versions) >= {*versions.VERSIONS, "hf"}  # all that have results
     own = reference["device"] | {"name": "my laptop"}
     stored_runs.write(tmp_path, reference, device=own, session="20991231-000000-abcdef")
     assert snapshot_of(tmp_path).settle(Choice()).device == "my laptop"

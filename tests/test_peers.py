@@ -8,11 +8,31 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from stored_runs import PARTS, REFERENCE
 
+from analysis_tools import update_docs
 from workshop import errors, results, versions
+from workshop.compare.rows import build_rows
 from workshop.gate import parity
 
 pytest.importorskip("transformers")
+
+
+def test_the_documents_compare_with_the_fastest_peer_once_one_has_a_graph() -> None:
+    """Here its graph saves nothing: it has the times of the one without."""
+    runs = results.load_folder(REFERENCE / "nvidia_h200" / PARTS[0])
+    assert "Beside" not in update_docs._ladder(build_rows(runs), runs)
+    runs += [
+        dataclasses.replace(run, version="hf-graph", options=run.options | {"cuda_graph": True})
+        for run in runs
+        if run.version == "hf"
+    ]
+    text = update_docs._ladder(build_rows(runs), runs)
+    rows = {row.version: row for row in build_rows(runs)}
+    for key in ("v3", "v4"):
+        ratio = rows["hf-graph"].step_ms / rows[key].step_ms
+        assert f"{key.upper()} {ratio:.2f}x [" in text.partition("Beside the fastest peer")[2]
+    assert "| [hf-graph](peers/) | Hugging Face, compiled, graph |" in text
 
 
 def test_hugging_faces_llama_passes_the_gate(odd_config) -> None:

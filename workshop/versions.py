@@ -52,7 +52,15 @@ class Version:
         return self.path.is_file()
 
 
-MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "x": "X"}
+MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle-up": "^",
+    "cross": "P",
+    "x": "X",
+    "star": "*",
+}
 """Plotly's names of the markers, with Matplotlib's."""
 
 _STACKED = (("v2", "fuse_qkv", "fused QKV"), ("v2", "fuse_gate_up", "fused gate-up"))
@@ -150,6 +158,18 @@ PEERS = {
             file="hugging_face_llama.py",
             colour="#C06C9B",
             marker="cross",
+        ),
+        Version(
+            "hf-graph",
+            "Hugging Face, compiled, graph",
+            "peers",
+            parent=None,
+            compile="default",
+            cuda_graph=True,
+            packages=("transformers",),
+            file="hugging_face_graph.py",
+            colour="#7F6FD0",
+            marker="star",
         ),
         Version(
             "hf-liger",

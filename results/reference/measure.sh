@@ -19,7 +19,7 @@ STUDIES=(large ladder profiles cifar10 pipeline text_generation inference_networ
   sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings
   scale_out)
 VERSIONS=(v1 v2 v3 v4)
-PEERS=(hf hf-liger)
+PEERS=(hf hf-graph hf-liger)
 PYTHON=${PYTHON:-python}
 STATUS=0
 
