@@ -181,7 +181,8 @@ class AdamW(torch.optim.Optimizer):
         device = parameters[0].device
         copies = _of_one_dtype([rounded_copy(p) for p in parameters])
         rows = [[*self._tensors(p), copy] for p, copy in zip(parameters, copies, strict=True)]
-        addresses = tables.addresses(rows)
+        table = [[0 if x is None else x.data_ptr() for x in row] for row in rows]
+        addresses = tables.addresses(table, device)
         factors = torch.empty(len(parameters), _FACTORS.value, device=device)
         lr, (beta1, beta2) = group["lr"], group["betas"]
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -197,8 +198,8 @@ class AdamW(torch.optim.Optimizer):
         _adamw_kernel[(len(owners),)](
             addresses, sizes, owners, starts, factors,
             beta1, 1 - beta1, beta2, 1 - beta2, group["eps"],
-            LOW=tl.float16 if is_half else tl.bfloat16, ALIGNMENT=_alignment(rows), CHUNK=CHUNK,
-            num_warps=4,
+            LOW=tl.float16 if is_half else tl.bfloat16, ALIGNMENT=_alignment(table, parameters),
+            CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
         for p, copy in zip(parameters, copies, strict=True):
             torch.autograd.graph.increment_version(p)
@@ -241,17 +242,16 @@ class _Tables:
             self._programs[key] = tuple(table.to(parameters[0].device) for table in tables)
         return self._programs[key]
 
-    def addresses(self, rows: list[list[Tensor | None]]) -> Tensor:
-        """(S, 6) of the rows' tensors; 0 for one that is not there."""
-        table = [[0 if x is None else x.data_ptr() for x in row] for row in rows]
-        device = rows[0][0].device  # type: ignore[union-attr]
+    def addresses(self, table: list[list[int]], device: torch.device) -> Tensor:
+        """The table, (S, 6), on the device."""
         if device.type != "cuda":
             return torch.tensor(table)
         if torch.cuda.is_current_stream_capturing():
             return self._capture(table, device)
-        self._spare = [spare for spare in self._spare if len(spare) >= len(rows)]
+        self._spare = [spare for spare in self._spare if len(spare) >= len(table)]
         while len(self._spare) < _CAPTURES:
-            self._spare.append(torch.empty(len(rows), len(rows[0]), dtype=torch.int64).pin_memory())
+            size = len(table), len(table[0])
+            self._spare.append(torch.empty(size, dtype=torch.int64).pin_memory())
         key = tuple(address for row in table for address in row)
         if key not in self._known:  # gradients are allocated anew, mostly where they were
             self._known = {key: torch.tensor(table, device=device)}
@@ -278,11 +278,12 @@ def _of_one_dtype(copies: list[Tensor | None]) -> list[Tensor | None]:
     return [copy if copy is not None and copy.dtype == dtype else None for copy in copies]
 
 
-def _alignment(rows: list[list[Tensor | None]]) -> int:
+def _alignment(table: list[list[int]], parameters: list[Tensor]) -> int:
     """16 where every tensor begins at such an address and has a multiple of so many numbers, which
     lets the kernel move 16 bytes at once; else 1. Steps, which are single numbers, don't count."""
-    tensors = [x for row in rows for i, x in enumerate(row) if x is not None and i != 4]
-    return 16 if all(x.data_ptr() % 16 == 0 and x.numel() % 16 == 0 for x in tensors) else 1
+    addresses = (address for row in table for i, address in enumerate(row) if i != 4)
+    sizes = (p.numel() for p in parameters)
+    return 16 if all(n % 16 == 0 for n in (*addresses, *sizes)) else 1
 
 
 def _check_settings(group: dict[str, Any]) -> None:

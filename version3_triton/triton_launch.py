@@ -252,8 +252,9 @@ def check(op: str, **tensors: Tensor) -> None:
 def check_shape(op: str, name: str, tensor: Tensor, *expected: int | str) -> None:
     """Raises ValueError unless the tensor has the expected shape, where a word allows any size."""
     found = tuple(tensor.shape)
-    known = [i for i, size in enumerate(expected) if not isinstance(size, str)]
-    if len(found) != len(expected) or any(found[i] != expected[i] for i in known):
+    if len(found) != len(expected) or any(
+        size != found[i] for i, size in enumerate(expected) if not isinstance(size, str)
+    ):
         words = str(expected).replace("'", "")
         raise ValueError(f"{op}: {name} is {found}, expected {words}")
 

@@ -8,14 +8,25 @@ Shapes in the comments:
     N tokens   I width of the input   O width of the output
 """
 
+from dataclasses import dataclass
+
 from triton_launch import autocast_dtype, check, check_shape, first_order
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+
+@dataclass
+class _Kept:
+    """A weight's rounded copy, once there is one, and of what."""
+
+    copy: Tensor | None = None
+    state: tuple[object, ...] = ()
+
+
 _kept = WeakTensorKeyDictionary()
-"""Weights whose optimizer renews their copies: the copy, once there is one, and of what."""
+"""Of weights whose optimizer renews their copies."""
 
 
 def has_wide_products() -> bool:
@@ -40,19 +51,17 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     seen: what is written through `weight.data`, and, by a captured step, what changes a weight
     between its replays. Then capture again.
     """
-    if weight.dtype == dtype or not _may_keep(weight):
+    if weight.dtype == dtype:
+        return weight
+    kept = None
+    # What is made in inference mode can't be trained with later.
+    if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+        kept = _kept.get(weight)
+    if kept is None:
         return weight.to(dtype)
-    copy = rounded_copy(weight)
-    if copy is None or copy.dtype != dtype:
-        copy = weight.detach().to(dtype)
-        _kept[weight] = copy, _state(weight)
-    return copy
-
-
-def _may_keep(weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return False  # what is made there can't be trained with later
-    return weight in _kept
+    if kept.copy is None or kept.copy.dtype != dtype or kept.state != _state(weight):
+        kept.copy, kept.state = weight.detach().to(dtype), _state(weight)
+    return kept.copy
 
 
 def _state(weight: Tensor) -> tuple[object, ...]:
@@ -62,21 +71,21 @@ def _state(weight: Tensor) -> tuple[object, ...]:
 
 def keep_rounded(weight: Tensor) -> None:
     """From now on `rounded` keeps this weight's copy: the caller renews it."""
-    _kept.setdefault(weight, (None, None))
+    _kept.setdefault(weight, _Kept())
 
 
 def rounded_copy(weight: Tensor) -> Tensor | None:
     """The copy that `rounded` made, if the weight has one and has not changed since."""
-    copy, state = _kept.get(weight, (None, None))
-    return copy if copy is not None and state == _state(weight) else None
+    kept = _kept.get(weight)
+    return kept.copy if kept is not None and kept.state == _state(weight) else None
 
 
 def renew_rounded(weight: Tensor) -> None:
     """Notes that the copy has just been written with what the weight is now. A product that was
     computed with the old one, and whose backward pass is yet to come, will say so."""
-    copy, _ = _kept[weight]
-    torch.autograd.graph.increment_version(copy)
-    _kept[weight] = copy, _state(weight)
+    kept = _kept[weight]
+    torch.autograd.graph.increment_version(kept.copy)
+    kept.state = _state(weight)
 
 
 class _Linear(torch.autograd.Function):
