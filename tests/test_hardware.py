@@ -65,6 +65,8 @@ def test_a_data_sheet_makes_sense(chip: str) -> None:
     assert peaks is not None and peaks.chip == chip, "its own name must find it"
     rates = list(peaks.tflops.values())  # fp32 first
     assert rates == sorted(rates), "less precision is never slower"
+    *rates, fp8, by_row = rates if "fp8" in peaks.tflops else [*rates, None, None]
+    assert fp8 == by_row and (fp8 is None or 1.99 < fp8 / peaks.tflops["bf16"] < 2.03)
     assert rates[-1] / rates[0] <= 33
     assert 5 < peaks.tflops["fp32"] < 500 and 100 < peaks.bandwidth_gbs <= 8000
     # From 50 FLOP a byte on, every one of these chips is bound by arithmetic in some precision.
@@ -77,21 +79,21 @@ def test_a_data_sheet_makes_sense(chip: str) -> None:
 @pytest.mark.parametrize(
     ("chip", "figures"),
     [
-        ("H200 SXM", [66.9, 494.7, 989.4, 4800.0]),
-        ("A100 80GB", [19.5, 156.0, 312.0, 2039.0]),
-        ("L4", [30.3, 60.0, 121.0, 300.0]),
-        ("MI300X", [163.4, 653.7, 1307.4, 5300.0]),
-        ("MI325X", [163.4, 653.7, 1307.4, 6000.0]),
-        ("MI355X", [157.3, None, 2516.6, 8000.0]),
-        ("B200", [75.0, 1125.0, 2250.0, 8000.0]),
-        ("RTX 4090", [82.6, 82.6, 165.2, 1008.0]),
+        ("H200 SXM", [66.9, 494.7, 989.4, 1979.0, 4800.0]),
+        ("A100 80GB", [19.5, 156.0, 312.0, None, 2039.0]),
+        ("L4", [30.3, 60.0, 121.0, 242.5, 300.0]),
+        ("MI300X", [163.4, 653.7, 1307.4, 2614.9, 5300.0]),
+        ("MI325X", [163.4, 653.7, 1307.4, 2614.9, 6000.0]),
+        ("MI355X", [157.3, None, 2516.6, 5033.2, 8000.0]),
+        ("B200", [75.0, 1125.0, 2250.0, 4500.0, 8000.0]),
+        ("RTX 4090", [82.6, 82.6, 165.2, 330.3, 1008.0]),
     ],
 )
 def test_the_figures_are_the_data_sheets(chip: str, figures: list[float | None]) -> None:
     """Dense ones: a sparse figure in their place would double every ceiling."""
     peaks = chips.find_peaks(chip)
     assert peaks is not None
-    rates = [peaks.tflops.get(name) for name in ("fp32", "tf32", "bf16")]
+    rates = [peaks.tflops.get(name) for name in ("fp32", "tf32", "bf16", "fp8")]
     assert [*rates, peaks.bandwidth_gbs] == figures
 
 

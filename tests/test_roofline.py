@@ -414,6 +414,8 @@ def test_the_newest_measurement_counts(tmp_path: Path) -> None:
         path.rename(path.with_name(f"{rate}.json" if rate < 3 else "0.json"))
     assert {c.rate for c in ceilings.find("NVIDIA X9", None, tmp_path, [])} == {3e11, 3e12}
     limits = {c.name: c.rate for c in ceilings.from_data_sheet("NVIDIA H200")}
+    with_fp8 = {c.name: c.rate for c in ceilings.from_data_sheet("NVIDIA H200", {"fp8"})}
+    assert with_fp8 == limits | {"fp8": 1979e12} != limits
     of_benchmark = ceilings.find("NVIDIA H200", None, None, [])
     found = {ceiling.name: ceiling.rate for ceiling in of_benchmark}
     assert {"memory", "bf16"} <= found.keys()

@@ -8,7 +8,7 @@ and one of a listed chip shows what can be reached of them in practice.
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,18 @@ def _ceilings(
     ]
 
 
-def from_data_sheet(device_name: str) -> list[Ceiling]:
-    """The listed limits of a chip; none for one that is not listed."""
+def from_data_sheet(device_name: str, used: Collection[str] = ()) -> list[Ceiling]:
+    """The listed limits of a chip; none for one that is not listed.
+
+    Args:
+        used: precisions of what is drawn. fp8's limits are far above what the others reach, and
+            shown where they hold.
+    """
     peaks = chips.find_peaks(device_name)
     if peaks is None:
         return []
-    return _ceilings(peaks.bandwidth_gbs, peaks.tflops, DATA_SHEET, peaks.source)
+    rates = {n: rate for n, rate in peaks.tflops.items() if n in PRECISIONS or n in used}
+    return _ceilings(peaks.bandwidth_gbs, rates, DATA_SHEET, peaks.source)
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -189,7 +195,8 @@ def attach(
     Raises:
         WorkshopError: `chip` is not listed.
     """
-    listed = from_data_sheet(chip or roofline.device or "")
+    used = {point.precision for point in roofline.points}
+    listed = from_data_sheet(chip or roofline.device or "", used)
     if chip and not listed:
         raise WorkshopError(f"--chip {chip}: not listed; known are {', '.join(chips.names())}")
     measured: list[Ceiling] = []

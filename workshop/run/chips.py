@@ -22,10 +22,12 @@ def _peaks(
     fp16: float,
     gbs: float,
     source: str,
+    fp8: float | None = None,
 ) -> Peaks:
     """TFLOP/s and GB/s; None for arithmetic that the chip has no units for. `source` may name the
     chip as {}."""
-    tflops = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
+    tflops = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16, "fp8": fp8}
+    tflops["fp8-rowwise"] = fp8
     known = {name: peak for name, peak in tflops.items() if peak}
     return Peaks(chip, known, gbs, source.format(chip))
 
@@ -48,37 +50,40 @@ _MI200 = _AMD.format("MI250X") + _HALVED + "; the smaller models share the name"
 # the rate without tf32; on AMD's Instinct that of the matrix units, which fp32 products use.
 # fmt: off
 _CHIPS: tuple[tuple[str, Peaks], ...] = (
-    (r"GB200", _peaks("GB200", 80.0, 1250.0, 2500.0, 2500.0, 8000.0, _GB200)),
-    (r"B200", _peaks("B200", 75.0, 1125.0, 2250.0, 2250.0, 8000.0, _B200)),
-    (r"GH200 (144G|HBM3e)", _peaks("GH200 HBM3e", 66.9, 494.7, 989.4, 989.4, 4900.0, _GH200)),
-    (r"GH200", _peaks("GH200 HBM3", 66.9, 494.7, 989.4, 989.4, 4000.0, _GH200)),
-    (r"H200 NVL", _peaks("H200 NVL", 60.0, 417.5, 835.5, 835.5, 4800.0, _H200)),
-    (r"H200", _peaks("H200 SXM", 66.9, 494.7, 989.4, 989.4, 4800.0, _H200)),
-    (r"H100 NVL", _peaks("H100 NVL", 60.0, 417.5, 835.5, 835.5, 3938.0, _H100)),
-    (r"H100 PCIe", _peaks("H100 PCIe", 51.2, 378.0, 756.0, 756.0, 2039.0, _H100)),
-    (r"H100", _peaks("H100 SXM", 66.9, 494.7, 989.4, 989.4, 3352.0, _H100)),
+    (r"GB200", _peaks("GB200", 80.0, 1250.0, 2500.0, 2500.0, 8000.0, _GB200, fp8=5000.0)),
+    (r"B200", _peaks("B200", 75.0, 1125.0, 2250.0, 2250.0, 8000.0, _B200, fp8=4500.0)),
+    (
+        r"GH200 (144G|HBM3e)",
+        _peaks("GH200 HBM3e", 66.9, 494.7, 989.4, 989.4, 4900.0, _GH200, fp8=1979.0),
+    ),
+    (r"GH200", _peaks("GH200 HBM3", 66.9, 494.7, 989.4, 989.4, 4000.0, _GH200, fp8=1979.0)),
+    (r"H200 NVL", _peaks("H200 NVL", 60.0, 417.5, 835.5, 835.5, 4800.0, _H200, fp8=1670.5)),
+    (r"H200", _peaks("H200 SXM", 66.9, 494.7, 989.4, 989.4, 4800.0, _H200, fp8=1979.0)),
+    (r"H100 NVL", _peaks("H100 NVL", 60.0, 417.5, 835.5, 835.5, 3938.0, _H100, fp8=1670.5)),
+    (r"H100 PCIe", _peaks("H100 PCIe", 51.2, 378.0, 756.0, 756.0, 2039.0, _H100, fp8=1513.0)),
+    (r"H100", _peaks("H100 SXM", 66.9, 494.7, 989.4, 989.4, 3352.0, _H100, fp8=1979.0)),
     (r"A100.*80GB PCIe", _peaks("A100 80GB PCIe", 19.5, 156.0, 312.0, 312.0, 1935.0, _A100)),
     (r"A100.*80GB", _peaks("A100 80GB", 19.5, 156.0, 312.0, 312.0, 2039.0, _A100)),
     (r"A100", _peaks("A100 40GB", 19.5, 156.0, 312.0, 312.0, 1555.0, _A100)),
     (r"V100[- ]SXM2", _peaks("V100 SXM2", 15.7, None, None, 125.0, 900.0, _NVIDIA_DENSE)),
     (r"V100[- ]PCI[Ee]", _peaks("V100 PCIe", 14.0, None, None, 112.0, 900.0, _NVIDIA_DENSE)),
-    (r"\bL40S\b", _peaks("L40S", 91.6, 183.0, 362.0, 362.0, 864.0, _NVIDIA)),
-    (r"\bL4\b", _peaks("L4", 30.3, 60.0, 121.0, 121.0, 300.0, _NVIDIA)),
+    (r"\bL40S\b", _peaks("L40S", 91.6, 183.0, 362.0, 362.0, 864.0, _NVIDIA, fp8=733.0)),
+    (r"\bL4\b", _peaks("L4", 30.3, 60.0, 121.0, 121.0, 300.0, _NVIDIA, fp8=242.5)),
     (r"\bA10$", _peaks("A10", 31.2, 62.5, 125.0, 125.0, 600.0, _NVIDIA)),
     (r"\bT4\b", _peaks("T4", 8.1, None, None, 65.0, 320.0, "NVIDIA T4 product brief")),
-    (r"RTX 6000 Ada", _peaks("RTX 6000 Ada", 91.1, 182.1, 364.2, 364.2, 960.0, _NVIDIA)),
+    (r"RTX 6000 Ada", _peaks("RTX 6000 Ada", 91.1, 182.1, 364.2, 364.2, 960.0, _NVIDIA, fp8=728.5)),
     (r"RTX A6000", _peaks("RTX A6000", 38.7, 77.4, 154.8, 154.8, 768.0, _NVIDIA)),
     # To the name's end: a "Laptop GPU", "SUPER" or "Ti" is another chip.
-    (r"RTX 5090$", _peaks("RTX 5090", 104.8, 104.8, 209.5, 209.5, 1792.0, _BLACKWELL)),
+    (r"RTX 5090$", _peaks("RTX 5090", 104.8, 104.8, 209.5, 209.5, 1792.0, _BLACKWELL, fp8=419.0)),
     (r"RTX 5080$", _peaks("RTX 5080", 56.3, 56.3, 112.6, 112.6, 960.0, _BLACKWELL)),
-    (r"RTX 4090$", _peaks("RTX 4090", 82.6, 82.6, 165.2, 165.2, 1008.0, _ADA)),
+    (r"RTX 4090$", _peaks("RTX 4090", 82.6, 82.6, 165.2, 165.2, 1008.0, _ADA, fp8=330.3)),
     (r"RTX 4080$", _peaks("RTX 4080", 48.7, 48.7, 97.5, 97.5, 716.8, _ADA)),
     (r"RTX 3090$", _peaks("RTX 3090", 35.6, 35.6, 71.0, 71.0, 936.0, _AMPERE)),
-    (r"MI355X", _peaks("MI355X", 157.3, None, 2516.6, 2516.6, 8000.0, _AMD)),
-    (r"MI350X", _peaks("MI350X", 144.2, None, 2306.9, 2306.9, 8000.0, _AMD)),
-    (r"MI325X", _peaks("MI325X", 163.4, 653.7, 1307.4, 1307.4, 6000.0, _AMD)),
-    (r"MI300X", _peaks("MI300X", 163.4, 653.7, 1307.4, 1307.4, 5300.0, _AMD)),
-    (r"MI300A", _peaks("MI300A", 122.6, 490.3, 980.6, 980.6, 5300.0, _AMD)),
+    (r"MI355X", _peaks("MI355X", 157.3, None, 2516.6, 2516.6, 8000.0, _AMD, fp8=5033.2)),
+    (r"MI350X", _peaks("MI350X", 144.2, None, 2306.9, 2306.9, 8000.0, _AMD, fp8=4613.7)),
+    (r"MI325X", _peaks("MI325X", 163.4, 653.7, 1307.4, 1307.4, 6000.0, _AMD, fp8=2614.9)),
+    (r"MI300X", _peaks("MI300X", 163.4, 653.7, 1307.4, 1307.4, 5300.0, _AMD, fp8=2614.9)),
+    (r"MI300A", _peaks("MI300A", 122.6, 490.3, 980.6, 980.6, 5300.0, _AMD, fp8=1961.2)),
     # What the driver calls an MI250, and rocprof-compute the whole series.
     (
         r"MI250X / MI250|\bMI200\b",
