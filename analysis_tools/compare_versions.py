@@ -35,6 +35,7 @@ from workshop.errors import WorkshopError  # noqa: E402
 from workshop.request import USUAL  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import interpreter, presets  # noqa: E402
+from workshop.run.precision import no_code_for  # noqa: E402
 
 STEPS, WARMUP_STEPS, REPEATS = USUAL.timed, USUAL.warmup, 3
 
@@ -76,7 +77,8 @@ def add_run_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     every, peers = ", ".join(versions.available()), ", ".join(versions.PEERS)
     configs = f"of {', '.join(presets.PRESETS)} (default: tiny without a GPU, else small)"
     precisions = (
-        "fp32, tf32, bf16, fp16 or auto: bf16 on a GPU that has it, else fp32 (default auto)"
+        "fp32, tf32, bf16, fp16, fp8, fp8-rowwise or auto: bf16 on a GPU that has it, else fp32 "
+        "(default auto)"
     )
     add = parser.add_argument
     add("--versions", nargs="+", metavar="V", help=f"of {every} (default: all), and peers {peers}")
@@ -264,7 +266,10 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     slow = {key for key in keys if interpreter.serves(versions.get_version(key), device)}
     plans = []
     for config, name in itertools.product(configs, precisions):
-        own = [Plan(key, config, name, interpreted=key in slow) for key in keys]
+        own = []
+        for key in keys:
+            left_out = no_code_for(versions.get_version(key), name)
+            own.append(Plan(key, config, name, interpreted=key in slow, left_out=left_out))
         plans += sessions.alternate(own, arguments.repeats)
     return plans
 

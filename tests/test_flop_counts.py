@@ -129,8 +129,10 @@ def test_a_cut_backward_pass_is_called_one(
 # --- DeepSpeed ------------------------------------------------------------------------------------
 
 
-def explain_deepspeed(work: Work, flops: float, macs: float, *operators: str) -> list[Remark]:
-    seen = TorchCount(dict.fromkeys(operators, 1), {}, {})
+def explain_deepspeed(
+    work: Work, flops: float, macs: float, *operators: str, in_fp8: int = 0
+) -> list[Remark]:
+    seen = TorchCount(dict.fromkeys(operators, 1) | {"aten._scaled_mm": in_fp8}, {}, {})
     counted = DeepSpeedCount(int(flops), int(macs))
     remarks = list(flop_counts.explain_deepspeed(work, counted, seen))
     accounted_for(work, (counted.flops, 0), remarks)
@@ -148,6 +150,11 @@ def test_what_deepspeed_counts_and_misses(odd_config) -> None:
     attention = "tiny_llama.qkv_attention"
     remarks = explain_deepspeed(work, work.weights, work.weights / 2, "aten.mm", attention)
     assert the_one(remarks, f"missed: {attention}").forward == -work.attention
+    assert all(remark.explained for remark in remarks)
+
+    in_fp8, rest = work.weights // 2, products - work.weights // 2
+    remarks = explain_deepspeed(work, rest, rest / 2, in_fp8=in_fp8)
+    assert the_one(remarks, "in fp8").forward == -in_fp8
     assert all(remark.explained for remark in remarks)
 
     for counted in (work.weights, products - 2):  # attention gone for no reason; one MAC less

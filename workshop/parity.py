@@ -15,7 +15,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, versions
 from workshop.arguments import parse
-from workshop.errors import OutOfMemory
+from workshop.errors import OutOfMemory, WorkshopError
 from workshop.gate import gate_size
 from workshop.gate.canonical import canonical_gradients, load_canonical
 from workshop.gate.parity import (
@@ -27,7 +27,7 @@ from workshop.gate.parity import (
     truth_dtype,
 )
 from workshop.run import flops, hardware, interpreter, presets, trainer
-from workshop.run.precision import get_precision
+from workshop.run.precision import LADDER, get_precision, no_code_for
 
 __all__ = ["ParityReport", "canonical_gradients", "check", "load_canonical", "main"]
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", required=True, help=", ".join(versions.available()))
     parser.add_argument("--config", default="tiny", help=", ".join(presets.PRESETS))
-    parser.add_argument("--precision", default="auto", help="fp32, tf32, bf16, fp16 or auto")
+    parser.add_argument("--precision", default="auto", help=f"{', '.join(LADDER)} or auto")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     parser.add_argument("--batch-size", type=int, default=3, help="sequences")
@@ -70,7 +70,9 @@ def _check_version(arguments: argparse.Namespace) -> ParityReport:
     config = module.TinyLlamaConfig(**presets.get_preset(arguments.config).model())
     device = hardware.get_device(arguments.device)
     interpreter.check_device(versions.get_version(arguments.version), device)
-    precision = get_precision(arguments.precision, device)
+    precision = get_precision(arguments.precision, device, LADDER)
+    if reason := no_code_for(versions.get_version(arguments.version), precision.name):
+        raise WorkshopError(f"--precision {reason}")
     seed, batch_size, seq_len = arguments.seed, arguments.batch_size, arguments.seq_len
     setting = Setting(config, precision, device, seed, batch_size, seq_len)
     check_shape(setting)

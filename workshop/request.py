@@ -17,7 +17,7 @@ from workshop import results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.results import RunResult
 from workshop.run import data, flops, hardware, interpreter, trainer
-from workshop.run.precision import Precision, get_precision
+from workshop.run.precision import LADDER, Precision, get_precision, no_code_for
 from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
 from workshop.versions import Version
 
@@ -130,7 +130,8 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     add(
         "--precision",
         default="auto",
-        help="fp32, tf32, bf16, fp16; auto is bf16 on a GPU that has it, else fp32 (default auto)",
+        help="fp32, tf32, bf16, fp16, fp8, fp8-rowwise (docs/fp8.md); auto is bf16 on a GPU that "
+        "has it, else fp32 (default auto)",
     )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N (default auto: GPU if any)")
     add("--data", choices=("text", "synthetic"), default="text", help="default %(default)s")
@@ -212,7 +213,9 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     device = hardware.get_device(arguments.device)
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
-    precision = get_precision(arguments.precision, device)
+    precision = get_precision(arguments.precision, device, LADDER)
+    if reason := no_code_for(version, precision.name):
+        raise WorkshopError(f"--precision {reason}")
     config_name = arguments.config or default_preset(device.type)
     preset = get_preset(config_name)
     batch_size = arguments.batch_size or preset.batch_size
@@ -432,7 +435,8 @@ def peak(request: Request) -> tuple[float | None, str | None]:
     request.precision.set_matmul_mode()
     dtype = request.precision.autocast_dtype
     measured = hardware.measure_matmul_tflops(request.device, dtype)
-    return measured, "measured: a large matrix product"
+    which = " in bf16" if request.precision.float8_recipe else ""
+    return measured, f"measured: a large matrix product{which}"
 
 
 def print_configuration(request: Request, data_record: dict[str, str | int]) -> None:

@@ -238,6 +238,10 @@ def check(arguments: argparse.Namespace) -> Job:
         raise WorkshopError(
             "--precision fp16: its loss scale is not shared by processes here; use bf16"
         )
+    if asked.precision.float8_recipe:
+        raise WorkshopError(
+            f"--precision {asked.precision.name}: the strategies here share bf16's layers; use bf16"
+        )
     if arguments.reduce_dtype == "bf16" and asked.precision.name != "bf16":
         raise WorkshopError(
             f"--reduce-dtype bf16: at {asked.precision.name} the proof would be red; use "

@@ -26,7 +26,7 @@ from workshop import errors, results, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 from workshop.run import hardware, interpreter, presets, processes, timing, waiting
-from workshop.run.precision import get_precision
+from workshop.run.precision import LADDER, get_precision
 
 SECONDS_TO_STOP = 120
 UNDER_WAY = " ..."
@@ -126,7 +126,7 @@ def check(arguments: argparse.Namespace) -> tuple[torch.device, list[str], list[
     configs = list(dict.fromkeys(arguments.config or [presets.default_preset(device.type)]))
     for config in configs:
         presets.get_preset(config)
-    precisions = [get_precision(name, device).name for name in arguments.precision]
+    precisions = [get_precision(name, device, LADDER).name for name in arguments.precision]
     return device, configs, list(dict.fromkeys(precisions))
 
 

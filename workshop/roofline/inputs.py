@@ -27,7 +27,7 @@ from workshop.results import RunResult, model_sizes
 from workshop.roofline import ceilings, model
 from workshop.roofline.model import MAIN_MEMORY, MEASURED, Ceiling, Point, Roofline
 from workshop.run import flops
-from workshop.run.precision import PRECISIONS
+from workshop.run.precision import LADDER
 
 STEP, FORWARD, BACKWARD, ADAMW = "step", "forward", "backward", "AdamW"
 """Categories of a training step's parts."""
@@ -387,7 +387,7 @@ def _add_products(roofline: Roofline, known: metrics.Figures, run: RunResult) ->
         return  # how often, or whether, the work was done is not known
     sizes, tokens = model_sizes(run.config), run.batch_size * run.seq_len
     times = known.groups_ns
-    width = 4 if PRECISIONS[run.precision].autocast_dtype is None else 2
+    width = 4 if LADDER[run.precision].autocast_dtype is None else 2
     attention = 3 * flops.attention_flops(sizes, run.batch_size, run.seq_len)
     products = 3 * flops.matmul_flops(sizes, tokens)
     fused = times["attention"] > 0

@@ -1,12 +1,15 @@
 """What `--precision` means: the arithmetic of a training step. Weights and AdamW stay fp32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from workshop.errors import WorkshopError
+from workshop.run import float8
+from workshop.versions import VERSIONS, Version
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,13 @@ class Precision:
     """Largest relative error of rounding one number to it: 2^-(bits of its significand)."""
     loss_scaling: bool = False
     """fp16 gradients underflow below 6e-8, so the loss is scaled up before the backward pass."""
+    float8_recipe: str = ""
+    """Of the blocks' linear layers (workshop/run/float8.py), if these are in fp8."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Makes a model's layers what this precision needs, in place."""
+        if self.float8_recipe:
+            float8.convert(model, self.float8_recipe)
 
     def autocast(self, device_type: str) -> AbstractContextManager[None]:
         """The context of a forward pass."""
@@ -50,6 +60,15 @@ PRECISIONS = {
         Precision("fp16", torch.float16, 2.0**-11, loss_scaling=True),
     )
 }
+"""Of any program: a switch and a type for autocast, and nothing else."""
+
+# What lies between the layers is bf16's, so its roundings are too: what fp8's cost, V1 shows.
+FLOAT8 = {
+    name: Precision(name, torch.bfloat16, 2.0**-8, float8_recipe=recipe)
+    for name, recipe in (("fp8", float8.TENSORWISE), ("fp8-rowwise", float8.ROWWISE))
+}
+LADDER = PRECISIONS | FLOAT8
+"""Of a version or peer, whose linear layers `Precision.prepare` changes for fp8."""
 
 
 def set_arithmetic(name: str) -> None:
@@ -75,7 +94,7 @@ def untuned(precision: str) -> Iterator[None]:
 
 def of_losses(name: str) -> str:
     """What has to be known of losses at a precision before they are compared step by step."""
-    precision = PRECISIONS.get(name)
+    precision = LADDER.get(name)
     if precision is None or not precision.loss_scaling:
         return ""
     return (
@@ -85,27 +104,45 @@ def of_losses(name: str) -> str:
     )
 
 
-def get_precision(name: str, device: torch.device) -> Precision:
+def get_precision(
+    name: str, device: torch.device, among: Mapping[str, Precision] = PRECISIONS
+) -> Precision:
     """The named precision; `auto` is bf16 on a GPU that has it, else fp32.
+
+    Args:
+        among: PRECISIONS, or LADDER for a program that calls `Precision.prepare`.
 
     Raises:
         WorkshopError: unknown name, or the device has no such arithmetic.
     """
+    of_device = supported(device, among)
     if name == "auto":
-        name = "bf16" if "bf16" in supported(device) and device.type == "cuda" else "fp32"
-    if name not in PRECISIONS:
+        name = "bf16" if "bf16" in of_device and device.type == "cuda" else "fp32"
+    if name not in among:
+        raise WorkshopError(f"unknown precision {name!r}: choose from auto, {', '.join(among)}")
+    if name not in of_device:
         raise WorkshopError(
-            f"unknown precision {name!r}: choose from auto, {', '.join(PRECISIONS)}"
+            f"precision {name}: {_describe(device)} does not have it{_NEEDS.get(name, '')}; "
+            f"choose from {', '.join(of_device)}"
         )
-    if name not in supported(device):
-        raise WorkshopError(
-            f"precision {name}: {_describe(device)} does not have it; "
-            f"choose from {', '.join(supported(device))}"
-        )
-    return PRECISIONS[name]
+    return among[name]
 
 
-def supported(device: torch.device) -> list[str]:
+_NEEDS = {
+    "fp8": ", which NVIDIA's Ada, Hopper and newer and AMD's MI300 and newer do",
+    "fp8-rowwise": ", which NVIDIA's Hopper and B200 and AMD's MI300 and newer do",
+}
+
+
+def no_code_for(version: Version, name: str) -> str:
+    """Why a version can't run at a precision, on any device; empty if it can."""
+    if name in FLOAT8 and version.triton:
+        others = ", ".join(key for key, other in VERSIONS.items() if not other.triton)
+        return f"{name}: {version.key}'s kernels have no code for it; use bf16, or {others}"
+    return ""
+
+
+def supported(device: torch.device, among: Mapping[str, Precision] = PRECISIONS) -> list[str]:
     """Names of the precisions that the device has units for."""
     if device.type == "cpu":
         return ["fp32", "bf16"]
@@ -120,7 +157,9 @@ def supported(device: torch.device) -> list[str]:
         names.append("tf32")
     if torch.cuda.is_bf16_supported(including_emulation=False):
         names.append("bf16")
-    return [name for name in PRECISIONS if name in names]
+    recipes = float8.recipes(device)
+    names += [name for name, of in FLOAT8.items() if of.float8_recipe in recipes]
+    return [name for name in among if name in names]
 
 
 def _describe(device: torch.device) -> str:

@@ -194,6 +194,7 @@ class Runner:
         if cuda_graph:
             _check_capturable(optimizer, precision)
             part_of_version(model, "make_capturable")(optimizer)
+        precision.prepare(model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision.loss_scaling)
         self.precision = precision
         self._train_step = part_of_version(model, "train_step")

@@ -1,0 +1,219 @@
+"""Linear layers in fp8: what `--precision fp8` adds to bf16's autocast.
+
+A layer multiplies three times: y = x w', dx = dy w, dw = dy' x. Each factor is divided by a scale
+that brings its largest element to the format's largest, and rounded; the product is multiplied by
+both scales. The scales are computed from the matrices as they are, on the device:
+
+    tensorwise  One scale for a matrix. x and w are rounded to e4m3 (3 stored bits of significand,
+                up to 448), dy to e5m2 (2 bits, up to 57,344), whose range is wider.
+    rowwise     One scale for each row of either factor, so that one large element costs its own row
+                alone. Everything is e4m3. Each factor is rounded twice, since two products sum over
+                different dimensions of it.
+
+torchao has both. Weights, their gradients and the optimizer stay fp32; norms,
+attention, the head and the loss are as in bf16.
+
+Shapes in the comments:
+    N tokens   I width of the input   O width of the output
+"""
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workshop.run.flops import ModelSizes, matmul_flops
+
+TENSORWISE, ROWWISE = "tensorwise", "rowwise"
+TILE = 16
+"""Of a product's sizes: cuBLAS wants multiples of it."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An fp8 matrix (rows, K) and what it has to be multiplied with: a scalar, or (rows, 1)."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def recipes(device: torch.device) -> tuple[str, ...]:
+    """Those that the device has products for: tensorwise from Ada (8.9) on; both on Hopper (9.0)
+    and the data centre's Blackwell (10.0), and on AMD's MI300 and MI350. On RTX Blackwell (12.0)
+    PyTorch 2.10 has no rowwise ones."""
+    if device.type != "cuda":
+        return ()
+    if torch.version.hip:
+        return (TENSORWISE, ROWWISE) if _gfx(device).startswith(("gfx94", "gfx95")) else ()
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] in (9, 10):
+        return TENSORWISE, ROWWISE
+    return (TENSORWISE,) if capability >= (8, 9) else ()
+
+
+def _gfx(device: torch.device) -> str:
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    return name
+
+
+Formats = tuple[torch.dtype, torch.dtype]
+"""For values and for gradients."""
+
+
+def formats(device: torch.device, recipe: str) -> Formats:
+    """The device's for a recipe. MI300 has formats of its own, without a negative zero."""
+    if torch.version.hip and device.type == "cuda" and _gfx(device).startswith("gfx94"):
+        values, wide = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    else:
+        values, wide = torch.float8_e4m3fn, torch.float8_e5m2
+    return values, wide if recipe == TENSORWISE else values
+
+
+def quantise(x: Tensor, dtype: torch.dtype, recipe: str) -> Scaled:
+    """A matrix (rows, K) in fp8. What is not finite stays so, as NaN."""
+    rows = 1 if recipe == ROWWISE else None
+    most = torch.linalg.vector_norm(x, math.inf, rows, keepdim=rows is not None)
+    # The smallest keeps a matrix of zeros from 0 / 0.
+    scale = most.float().clamp(min=1e-30) / torch.finfo(dtype).max
+    # Nothing is clipped: a quotient that was rounded up is far nearer to the format's largest
+    # number than to the next one, which would be NaN.
+    return Scaled((x.float() / scale).to(dtype), scale)
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """a b', (rows of a, rows of b), in `dtype`.
+
+    Args:
+        fast: Hopper's matrix units sum in fewer bits than fp32 has; their sums are added up in fp32
+            at the end of the product instead of every few steps. Good enough for outputs, not for
+            gradients. Rowwise products are fast always: PyTorch's others are slow.
+    """
+    by_row = a.scale.dim() > 0
+    out: Tensor = torch._scaled_mm(
+        a.values.contiguous(),
+        b.values.contiguous().t(),  # both factors lie with K inside, all that Hopper reads
+        scale_a=a.scale,
+        scale_b=b.scale.t() if by_row else b.scale,
+        out_dtype=torch.bfloat16 if by_row else dtype,  # all that rowwise products write
+        use_fast_accum=fast or by_row,
+    )
+    # Not `to` alone: it may return `out` itself, and PyTorch 2.11's compiler gives zero gradients
+    # where the last operation of a forward pass returns its own input (pytorch/pytorch#180642).
+    return out if out.dtype == dtype else out.to(dtype)
+
+
+class _Float8Product(torch.autograd.Function):
+    """x w', of x (N, I) in bf16 and w (O, I) in fp32; sizes are multiples of TILE."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, types: Formats) -> Tensor:
+        ctx.recipe, ctx.types, ctx.dtypes = recipe, types, (x.dtype, weight.dtype)
+        values, _ = types
+        qx, qw = quantise(x, values, recipe), quantise(weight, values, recipe)
+        if recipe == ROWWISE:
+            ctx.save_for_backward(x, weight)
+        else:
+            ctx.save_for_backward(qx.values, qx.scale, qw.values, qw.scale)
+        return product(qx, qw, x.dtype, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        recipe, (dtype, weight_dtype) = ctx.recipe, ctx.dtypes
+        values, gradients = ctx.types
+        qdy = quantise(dy, gradients, recipe)
+        if recipe == ROWWISE:
+            x, weight = ctx.saved_tensors
+            x_t, w_t = quantise(x.t(), values, recipe), quantise(weight.t(), values, recipe)
+            dy_t = quantise(dy.t(), gradients, recipe)
+        else:
+            x, x_scale, weight, w_scale = ctx.saved_tensors
+            x_t, w_t = Scaled(x.t(), x_scale), Scaled(weight.t(), w_scale)
+            dy_t = Scaled(qdy.values.t(), qdy.scale)
+        dx = product(qdy, w_t, dtype, fast=False)
+        dweight = product(dy_t, x_t, weight_dtype, fast=False)
+        return dx, dweight, None, None
+
+
+def float8_linear(x: Tensor, weight: Tensor, recipe: str, types: Formats) -> Tensor:
+    """x weight' by products of fp8 matrices, forward and backward.
+
+    Args:
+        x: (..., I). weight: (O, I); its gradient has its dtype.
+        recipe: TENSORWISE or ROWWISE. types: as `formats` gives them.
+
+    Returns:
+        (..., O), in autocast's dtype, or x's.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    rows, outputs = x.reshape(-1, x.shape[-1]).to(dtype), weight.shape[0]
+    y: Tensor = _Float8Product.apply(_padded(rows), _padded(weight), recipe, types)
+    return y[: len(rows), :outputs].reshape(*x.shape[:-1], outputs)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """A matrix with zeros up to multiples of TILE."""
+    rows, columns = (-size % TILE for size in x.shape)
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer without bias, as `float8_linear`."""
+
+    recipe: str
+    types: Formats
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float8_linear(x, self.weight, self.recipe, self.types)
+
+
+def convert(model: nn.Module, recipe: str) -> None:
+    """Turns the linear layers of a model's blocks into fp8 ones, in place; again it does nothing.
+    The head, whose weight is the embedding's, stays: it belongs to the loss."""
+    tied = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    for part in model.modules():
+        if isinstance(part, nn.Linear) and id(part.weight) not in tied:
+            part.__class__ = Float8Linear
+            assert isinstance(part, Float8Linear)
+            part.recipe = recipe
+            # Here, since the compiler does not see into what asks for the device.
+            part.types = formats(part.weight.device, recipe)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts those of fp8 products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            self.total += 2 * args[0].shape[0] * args[1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def share_in_float8(
+    model: nn.Module, config: ModelSizes, autocast: AbstractContextManager[None]
+) -> float:
+    """Which part of the products of the blocks' linear layers, forward and backward, runs in fp8:
+    1 if all do, more where sizes are padded. It trains nothing, but runs a few tokens through the
+    model, operation by operation."""
+    tokens = torch.zeros(TILE, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    with _Operations() as counted, torch.compiler.set_stance("force_eager"):
+        with autocast:
+            loss = model(tokens, tokens)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+    head = 2.0 * tokens.numel() * config.vocab_size * config.hidden_dim
+    return counted.total / (3 * (matmul_flops(config, tokens.numel()) - head))
