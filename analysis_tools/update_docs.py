@@ -41,13 +41,18 @@ from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
 from workshop.report import content, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
+from workshop.run import chips, float8_cost, presets  # noqa: E402
+from workshop.run import precision as precisions  # noqa: E402
 from workshop.versions import ALL, BASELINE, PEERS, VERSIONS  # noqa: E402
 
 REFERENCE = ROOT / "results" / "reference"
 WORTH = ROOT / "docs" / "what_each_idea_is_worth.md"
+FP8 = ROOT / "docs" / "fp8.md"
+FP8_CHIPS = ("H200 SXM", "B200", "MI300X")
 LADDER_CONFIGS = ("small", "medium")
 LADDER_PRECISION = "bf16"
 LADDER, PROFILES, EXERCISES, IDEAS, TEXT = "ladder", "profiles", "exercises", "ideas", "text"
+PREDICTIONS, FLOAT8 = "predictions", "float8"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
@@ -113,6 +118,7 @@ def render() -> dict[Path, str]:
             TEXT: text_documents.sample(REFERENCE),
         },
         WORTH: _worth(runs, ladders),
+        FP8: {PREDICTIONS: _fp8_predictions(), FLOAT8: _fp8_times(ladders)},
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection) | {"courses": courses.tables(sheets)},
     }
@@ -330,6 +336,46 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
         if step.before == last.rung.title
     }
     return "; ".join(f"{config} {gain}" for config, gain in found.items()) or "-"
+
+
+# --- fp8 -----------------------------------------------------------------------------------------
+
+
+def _fp8_predictions() -> str:
+    """A line for each preset and recipe: of its up projection."""
+    header = ["preset", "tokens", "precision"]
+    header += [f"{chip}, {how}" for chip in FP8_CHIPS for how in ("eager", "compiled")]
+    lines = []
+    for name, sizes in presets.PRESETS.items():
+        tokens, width = sizes.batch_size * sizes.seq_len, sizes.hidden_dim
+        for precision, known in precisions.FLOAT8.items():
+            ratios = [
+                float8_cost.speed_up(how[known.float8_recipe], chip, tokens, width, 4 * width)
+                for chip in filter(None, map(chips.find_peaks, FP8_CHIPS))
+                for how in (float8_cost.EAGER, float8_cost.COMPILED)
+            ]
+            lines.append([name, f"{tokens:,}", precision, *(f"{ratio:.2f}x" for ratio in ratios)])
+    return markdown_table(header, lines, (0, 2))
+
+
+def _fp8_times(ladders: Sequence[Sequence[Row]]) -> str:
+    """A line for each version and size that was timed in fp8 and in bf16."""
+    lines = []
+    for rows in ladders:
+        times = {
+            (row.version, row.config, row.precision): row.step_ms
+            for row in rows
+            if row.step_ms and not row.variant
+        }
+        for (version, config, precision), fp8 in times.items():
+            bf16 = times.get((version, config, "bf16"))
+            if precision in precisions.FLOAT8 and bf16:
+                cells = [rows[0].device, config, version, precision, f"{bf16:.2f} ms"]
+                lines.append([*cells, f"{fp8:.2f} ms", f"{bf16 / fp8:.2f}x"])
+    if not lines:
+        return "Not measured yet."
+    header = ["device", "config", "version", "precision", "step in bf16", "in fp8", "as fast"]
+    return markdown_table(header, lines, (0, 1, 2, 3))
 
 
 # --- the profiles --------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ OF_SEVERAL = "scale_out"
 STUDIES = (
     "large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder "
     "inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once "
-    "inference_training sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles "
-    f"harness ceilings {OF_SEVERAL}"
+    "inference_training sweep_hidden_dim sweep_batch_size float8 kernels inference_ops "
+    f"inference_profiles harness ceilings {OF_SEVERAL}"
 ).split()
 STAND_IN = """#!/usr/bin/env bash
 [[ $1 != -c ]] || { echo "$COUNT" && exit; }
@@ -95,7 +95,7 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
                 assert folder.name in ("inference_benchmark", "new folder")
             assert (tmp_path / "new folder") in (folder, folder.parent)
     assert {name: parsed.count(name) for name in PARSERS} == dict(
-        zip(PARSERS, (11, 1, 1, 9, 2, 1, 1, 1), strict=True)
+        zip(PARSERS, (12, 1, 1, 9, 2, 1, 1, 1), strict=True)
     )
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES) - 1

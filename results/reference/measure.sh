@@ -16,7 +16,7 @@ unset CDPATH
 # Those that take long are first, so that several GPUs end together.
 STUDIES=(large ladder profiles cifar10 pipeline text_generation inference_networks inference_ladder
   inference_compare inference_peers waterfall_v4 waterfall_v3 sweep_seq_len once inference_training
-  sweep_hidden_dim sweep_batch_size kernels inference_ops inference_profiles harness ceilings
+  sweep_hidden_dim sweep_batch_size float8 kernels inference_ops inference_profiles harness ceilings
   scale_out)
 VERSIONS=(v1 v2 v3 v4)
 PEERS=(hf hf-graph hf-liger)
@@ -121,6 +121,10 @@ measure() {
     ladder)
       compare "$FOLDER" --config small medium --precision bf16 --repeats 5 \
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
+      ;;
+    float8)
+      compare "$FOLDER/float8" --config small medium large --repeats 3 \
+        --precision bf16 fp8 fp8-rowwise --versions v1 v2 v4
       ;;
     once)
       once --config small medium --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
