@@ -35,7 +35,6 @@ from workshop.errors import WorkshopError  # noqa: E402
 from workshop.request import USUAL  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import interpreter, presets  # noqa: E402
-from workshop.run.precision import no_code_for  # noqa: E402
 
 STEPS, WARMUP_STEPS, REPEATS = USUAL.timed, USUAL.warmup, 3
 
@@ -266,10 +265,7 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     slow = {key for key in keys if interpreter.serves(versions.get_version(key), device)}
     plans = []
     for config, name in itertools.product(configs, precisions):
-        own = []
-        for key in keys:
-            left_out = no_code_for(versions.get_version(key), name)
-            own.append(Plan(key, config, name, interpreted=key in slow, left_out=left_out))
+        own = [Plan(key, config, name, interpreted=key in slow) for key in keys]
         plans += sessions.alternate(own, arguments.repeats)
     return plans
 

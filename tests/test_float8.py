@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from analysis_tools import compare_versions
 from workshop import cli, versions
 from workshop import parity as gate_command
 from workshop.errors import WorkshopError
@@ -195,24 +194,26 @@ def gate(
     seed: int = 0,
     edit: Callable[[nn.Module], None] = lambda _: None,
     configure_optimizer: parity.ConfigureOptimizer | None = None,
+    shape: tuple[int, int] = (3, 65),
 ) -> parity.ParityReport:
     """The gate at fp8, without the one in fp32 that goes before it, of a model that `edit` may
     break."""
     module = versions.load(key)
     model = module.TinyLlama(config)
     edit(model)
-    setting = parity.Setting(config, get_precision(precision, CPU, LADDER), CPU, seed, 3, 65)
+    setting = parity.Setting(config, get_precision(precision, CPU, LADDER), CPU, seed, *shape)
     optimizer = configure_optimizer or module.configure_optimizer
     return parity.check_model(model, setting, optimizer)
 
 
 @precisions
-@pytest.mark.parametrize("key", ["v2", "v4"])
+@pytest.mark.parametrize("key", [key for key in ("v2", "v3", "v4") if key in versions.available()])
 def test_the_gate_passes_with_room(
     key: str, precision: str, odd_config: object, emulated: None
 ) -> None:
-    for seed in range(6):
-        report = gate(key, odd_config, precision, seed)
+    seeds, shape = (1, (1, 17)) if key == "v3" else (6, (3, 65))  # V3's kernels are interpreted
+    for seed in range(seeds):
+        report = gate(key, odd_config, precision, seed, shape=shape)
         assert report.passed, (seed, report.failures)
         assert parity.badness(report.worst[1]) < 0.75, (seed, report.worst)
 
@@ -432,21 +433,6 @@ def test_a_cpu_refuses_in_one_line(precision: str, capsys: pytest.CaptureFixture
     assert gate_command.main([*words, "--version", "v1"]) == 2
     for line in capsys.readouterr().err.splitlines():
         assert re.match(f"error: precision {precision}: the CPU does not have it, .*MI300", line)
-
-
-@pytest.mark.skipif("v3" not in versions.available(), reason="Triton is not installed")
-def test_v3_refuses_and_a_comparison_leaves_it_out(
-    emulated: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--device", "cpu", "--precision", "fp8"]
-    assert cli.main(versions.load("v3"), words) == 2
-    assert gate_command.main([*words, "--version", "v3"]) == 2
-    reason = "fp8: v3's kernels have no code for it; use bf16, or v1, v2, v4"
-    assert capsys.readouterr().err == f"error: --precision {reason}\n" * 2
-    words += ["bf16", "--versions", "v1", "v3", "--repeats", "1"]
-    plans = compare_versions.make_plans(compare_versions.build_parser().parse_args(words))
-    left_out = {(plan.version, plan.precision): plan.left_out for plan in plans}
-    assert left_out.pop(("v3", "fp8")) == reason and not any(left_out.values())
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

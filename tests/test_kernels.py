@@ -115,6 +115,23 @@ def test_extreme_logits_do_not_overflow() -> None:
     torch.testing.assert_close(out, ops.flash_attention_reference(q, q, q), rtol=1e-4, atol=1e-2)
 
 
+def test_heads_of_a_product_computed_elsewhere_are_attended_alike() -> None:
+    H, K, T, D = 4, 2, 37, 32
+    x, weight = torch.randn(2, T, 40), torch.randn((H + 2 * K) * D, 40).requires_grad_()
+    tables, dout = (torch.randn(T, D), torch.randn(T, D)), torch.randn(2, T, H * D)
+    expected = ops.qkv_attention(x, weight, *tables, H, K)
+    (gradient,) = torch.autograd.grad(expected, weight, dout)
+    qkv = x @ weight.t()
+    found = ops.heads_attention(qkv, *tables, H, K)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, weight, dout)[0], gradient)
+    qkv = x @ weight.t()
+    kept = qkv.square()  # needs qkv as it was
+    ops.heads_attention(qkv, *tables, H, K)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
 def test_attention_saves_the_log_sum_exp_alone() -> None:
     q, k, v = normal(1, 2, 33, 32), normal(1, 1, 33, 32), normal(1, 1, 33, 32)
     saved: list[Tensor] = []
@@ -339,7 +356,7 @@ WITH_WRONG_VALUE = {
     r"cos is \(2, 4\), expected \(3, 4\)": lambda: ops.apply_rope(
         q(1, 2, 3, 4), q(1, 2, 3, 4), q(2, 4), q(3, 4)
     ),
-    r"weight has 9 rows, expected 4 D, D one of \(32, 64, 128\)": lambda: ops.qkv_attention(
+    "weight has 9 numbers for 4 heads; a head has one of": lambda: ops.qkv_attention(
         q(1, 3, 10), q(9, 10), q(3, 2), q(3, 2), 2, 1
     ),
     r"head size 48 is not one of \(32, 64, 128\)": lambda: attend(

@@ -75,6 +75,10 @@ class Fusions:
     fuse_optimizer: bool = True  # AdamW
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""y (..., O) of x (..., I) and a weight (O, I)."""
+
+
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
 
@@ -124,6 +128,10 @@ class Attention(nn.Module):
         y = self.attend(x, self.qkv_proj.weight, cos, sin, *heads)  # (B, T, H D)
         return self.linear(y, self.o_proj.weight)
 
+    def multiply_by(self, linear: Product) -> None:
+        self.linear = linear
+        self.attend = lambda x, weight, *rest: tk.heads_attention(linear(x, weight), *rest)
+
 
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -139,6 +147,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate_up = self.linear(x, self.gate_up_proj.weight)  # (B, T, 2F)
         return self.swiglu_linear(gate_up, self.down_proj.weight)
+
+    def multiply_by(self, linear: Product) -> None:
+        self.linear = linear
+        self.swiglu_linear = lambda gate_up, weight: linear(tk.swiglu_fused(gate_up), weight)
 
 
 class Block(nn.Module):
@@ -215,6 +227,13 @@ class TinyLlama(nn.Module):
         if targets is None:
             return self.lm_head(x)  # (B, T, V)
         return self.loss(x, self.lm_head.weight, targets)
+
+    def multiply_by(self, linear: Product) -> None:
+        """Makes `linear` of the blocks' products, as fp8 needs. What is between them stays with the
+        kernels."""
+        for part in self.modules():
+            if isinstance(part, (Attention, FeedForward)):
+                part.multiply_by(linear)
 
 
 def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:

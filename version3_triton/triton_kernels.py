@@ -24,7 +24,7 @@ from triton_attention import HEAD_SIZES, flash_attention, flash_attention_refere
 from triton_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from triton_embedding import embedding, embedding_reference
 from triton_linear import linear, linear_reference
-from triton_qkv_attention import qkv_attention, qkv_attention_reference
+from triton_qkv_attention import heads_attention, qkv_attention, qkv_attention_reference
 from triton_rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from triton_rope import apply_rope, apply_rope_reference
 from triton_swiglu import (

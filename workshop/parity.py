@@ -15,7 +15,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
 from workshop import errors, versions
 from workshop.arguments import parse
-from workshop.errors import OutOfMemory, WorkshopError
+from workshop.errors import OutOfMemory
 from workshop.gate import gate_size
 from workshop.gate.canonical import canonical_gradients, load_canonical
 from workshop.gate.parity import (
@@ -27,7 +27,7 @@ from workshop.gate.parity import (
     truth_dtype,
 )
 from workshop.run import flops, hardware, interpreter, presets, trainer
-from workshop.run.precision import LADDER, get_precision, no_code_for
+from workshop.run.precision import LADDER, get_precision
 
 __all__ = ["ParityReport", "canonical_gradients", "check", "load_canonical", "main"]
 
@@ -71,8 +71,6 @@ def _check_version(arguments: argparse.Namespace) -> ParityReport:
     device = hardware.get_device(arguments.device)
     interpreter.check_device(versions.get_version(arguments.version), device)
     precision = get_precision(arguments.precision, device, LADDER)
-    if reason := no_code_for(versions.get_version(arguments.version), precision.name):
-        raise WorkshopError(f"--precision {reason}")
     seed, batch_size, seq_len = arguments.seed, arguments.batch_size, arguments.seq_len
     setting = Setting(config, precision, device, seed, batch_size, seq_len)
     check_shape(setting)

@@ -17,7 +17,7 @@ from workshop import results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.results import RunResult
 from workshop.run import data, flops, hardware, interpreter, trainer
-from workshop.run.precision import LADDER, Precision, get_precision, no_code_for
+from workshop.run.precision import LADDER, Precision, get_precision
 from workshop.run.presets import PRESETS, check_sizes, default_preset, get_preset
 from workshop.versions import Version
 
@@ -214,8 +214,6 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
     interpreter.check_device(version, device)
     interpreted = interpreter.serves(version, device)
     precision = get_precision(arguments.precision, device, LADDER)
-    if reason := no_code_for(version, precision.name):
-        raise WorkshopError(f"--precision {reason}")
     config_name = arguments.config or default_preset(device.type)
     preset = get_preset(config_name)
     batch_size = arguments.batch_size or preset.batch_size

@@ -124,7 +124,7 @@ measure() {
       ;;
     float8)
       compare "$FOLDER/float8" --config small medium large --repeats 3 \
-        --precision bf16 fp8 fp8-rowwise --versions v1 v2 v4
+        --precision bf16 fp8 fp8-rowwise --versions v1 v2 v3 v4
       ;;
     once)
       once --config small medium --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"

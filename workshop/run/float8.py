@@ -20,6 +20,7 @@ Shapes in the comments:
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,15 +180,20 @@ class Float8Linear(nn.Linear):
 
 def convert(model: nn.Module, recipe: str) -> None:
     """Turns the linear layers of a model's blocks into fp8 ones, in place; again it does nothing.
-    The head, whose weight is the embedding's, stays: it belongs to the loss."""
+    The head, whose weight is the embedding's, stays: it belongs to the loss. V3, whose operators
+    multiply, has `multiply_by` for that."""
+    # Here, since the compiler does not see into what asks for the device.
+    types = formats(next(model.parameters()).device, recipe)
+    multiply_by: Any = getattr(model, "multiply_by", None)
+    if multiply_by:
+        multiply_by(partial(float8_linear, recipe=recipe, types=types))
+        return
     tied = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     for part in model.modules():
         if isinstance(part, nn.Linear) and id(part.weight) not in tied:
             part.__class__ = Float8Linear
             assert isinstance(part, Float8Linear)
-            part.recipe = recipe
-            # Here, since the compiler does not see into what asks for the device.
-            part.types = formats(part.weight.device, recipe)
+            part.recipe, part.types = recipe, types
 
 
 class _Operations(TorchDispatchMode):

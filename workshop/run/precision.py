@@ -9,7 +9,6 @@ from torch import nn
 
 from workshop.errors import WorkshopError
 from workshop.run import float8
-from workshop.versions import VERSIONS, Version
 
 
 @dataclass(frozen=True)
@@ -132,14 +131,6 @@ _NEEDS = {
     "fp8": ", which NVIDIA's Ada, Hopper and newer and AMD's MI300 and newer do",
     "fp8-rowwise": ", which NVIDIA's Hopper and B200 and AMD's MI300 and newer do",
 }
-
-
-def no_code_for(version: Version, name: str) -> str:
-    """Why a version can't run at a precision, on any device; empty if it can."""
-    if name in FLOAT8 and version.triton:
-        others = ", ".join(key for key, other in VERSIONS.items() if not other.triton)
-        return f"{name}: {version.key}'s kernels have no code for it; use bf16, or {others}"
-    return ""
 
 
 def supported(device: torch.device, among: Mapping[str, Precision] = PRECISIONS) -> list[str]:
