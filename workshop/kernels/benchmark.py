@@ -3,9 +3,9 @@
 Rivals are each kernel's plain version, PyTorch's own operation, torch.compile of the
 plain version, and Liger-Kernel where it is installed. First all results and gradients are compared
 with the plain version in fp64; one that is wrong gets a red row and no times. Rates are shown with
-what a large copy or product reaches on the same device in the same run. Beside the device's time
-for a forward and backward pass stands the host's, launched from Python: the longer one is what a
-caller without a graph waits for.
+what a large copy or product reaches on the same device in the same run. A column has the device's
+time for a forward and backward pass, and the host's to launch it from Python: a caller without a
+graph waits for the longer one.
 
 Without a GPU the kernels run in Triton's interpreter, on small sizes, and nothing is timed.
 
