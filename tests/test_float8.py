@@ -207,15 +207,21 @@ def gate(
 
 
 @precisions
-@pytest.mark.parametrize("key", [key for key in ("v2", "v3", "v4") if key in versions.available()])
+@pytest.mark.parametrize("key", ["v2", "v4"])
 def test_the_gate_passes_with_room(
     key: str, precision: str, odd_config: object, emulated: None
 ) -> None:
-    seeds, shape = (1, (1, 17)) if key == "v3" else (6, (3, 65))  # V3's kernels are interpreted
-    for seed in range(seeds):
-        report = gate(key, odd_config, precision, seed, shape=shape)
+    for seed in range(4):
+        report = gate(key, odd_config, precision, seed)
         assert report.passed, (seed, report.failures)
         assert parity.badness(report.worst[1]) < 0.75, (seed, report.worst)
+
+
+@pytest.mark.skipif("v3" not in versions.available(), reason="Triton is not installed")
+def test_the_gate_passes_v3(odd_config: object, emulated: None) -> None:
+    small = dataclasses.replace(odd_config, num_layers=1)  # type: ignore[type-var]
+    report = gate("v3", small, "fp8", shape=(1, 9))  # its kernels are interpreted
+    assert report.passed, report.failures
 
 
 def replace(model: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:

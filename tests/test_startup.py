@@ -21,6 +21,7 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_torch_compile_takes_is_counted_for_forward_and_backward() -> None:
     from torch._dynamo.callback import callback_handler
 
+    torch._dynamo.reset()  # other tests may have compiled
     startup.watch_compilers(torch_compile=True)
     try:
         layer = torch.nn.Linear(3, 3)
