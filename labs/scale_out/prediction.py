@@ -2,7 +2,9 @@
 
 Its inputs are measured in one process (the step and its phases) and on the links (the bandwidth of
 the collectives). It leaves out a host that launches kernels late, processes that wait for the
-slowest one, and the part of the GPU that communication takes from computation.
+slowest one, the engine's copies of gradients, and the part of the GPU that communication takes from
+computation. For more GPUs than were measured, the picture adds what these cost in the largest
+measured step.
 
 DDP sends a bucket of gradients as soon as the backward pass has computed it: what lasts longer than
 that pass can't be hidden, nor can the last bucket, which has the gradient of the embedding.
@@ -15,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labs.scale_out import collectives, scaling
 from workshop import results, versions
@@ -238,20 +240,25 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
         own = [row for row in rows if row.first.subject == subject]
         trainings = [(name, *found) for (of, name), found in models.items() if of == subject]
         for place, (name, one, model) in enumerate(trainings):
-            colour = f"C{place}"
-            series = {name: [(1, 100.0)]}
-            for row in own:
-                its = row.first.baseline == one.first.variant and scaling.kind(row, own) == "weak"
-                if its and (found := scaling.efficiency(row)):
-                    points = series.setdefault(scaling.training_of(row), [(1, 100.0)])
-                    points.append((row.first.processes, 100 * found.value))
-            for (label, points), look in zip(series.items(), ("o-", "s-"), strict=False):
-                axis.plot(*zip(*sorted(points), strict=True), look, color=colour, label=label)
-            for style, network in zip(("--", ":"), NETWORKS_GBS, strict=True):
-                alone_ms = step_ms(model, links, 1)
-                rates = [100 * alone_ms / step_ms(model, links, n, network_gbs=network)
-                         for n in sizes]  # fmt: skip
-                axis.plot(sizes, rates, style, color=colour)
+            weak = [
+                row
+                for row in own
+                if row.first.baseline == one.first.variant
+                and scaling.kind(row, own) == "weak"
+                and scaling.efficiency(row)
+            ]
+            series = list(dict.fromkeys(map(scaling.training_of, weak))) or [name]
+            for label, marker in zip(series, "os", strict=False):
+                measured = [row for row in weak if scaling.training_of(row) == label]
+                _draw_training(
+                    axis,
+                    one,
+                    measured,
+                    (model, links, sizes),
+                    label=label,
+                    marker=marker,
+                    color=f"C{place}",
+                )
         axis.axvspan(measured_to, SIZES[-1], color="0.95", zorder=0)
         axis.set_xscale("log", base=2)
         ticks = (1, 2, *SIZES[::2], SIZES[-1])
@@ -271,17 +278,38 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
     return True
 
 
+def _draw_training(
+    axis: Any, one: LabRow, weak: Sequence[LabRow],
+    inputs: tuple[Model, dict[str, Link], list[int]], **look: str,
+) -> None:  # fmt: skip
+    """Draws a training's measured efficiencies, and the prediction that begins at the last of them:
+    what that step took beyond the model's time is added to the model's time of each larger size."""
+    model, links, sizes = inputs
+    rows = sorted(weak, key=lambda row: row.first.processes)
+    points = [(row.first.processes, 100 * found.value) for row in rows
+              if (found := scaling.efficiency(row))]  # fmt: skip
+    axis.plot(*zip((1, 100.0), *points, strict=True), "-", **look)
+    last = rows[-1] if rows else one
+    beyond = (last.step_ms or 0.0) - step_ms(model, links, last.first.processes)
+    alone_ms = step_ms(model, links, 1)
+    for style, network in zip(("--", ":"), NETWORKS_GBS, strict=True):
+        rates = [100 * alone_ms / (step_ms(model, links, n, network_gbs=network) + beyond)
+                 for n in sizes]  # fmt: skip
+        axis.plot(sizes, rates, style, color=look["color"])
+
+
 def assumptions(links: dict[str, Link]) -> str:
     """The text above the picture."""
     link = links["all-reduce"]
     rate, latency = 1e-6 / link.ms_a_byte, 1e3 * link.latency_ms
     fast, slow = (8 * gbs for gbs in NETWORKS_GBS)
     return "\n".join([
-        "Points: measured. Lines beyond: the step of one GPU, and the communication that it can't "
-        "hide, assuming",
-        f"{GPUS_A_HOST} GPUs a host; between hosts a network of {fast:g} Gbit/s a GPU (dashed) or "
+        "Points: measured. Lines beyond: the step of one GPU, the communication that it can't hide,"
+        " and what the last measured",
+        "step took beyond both (copies of gradients, kernels slowed by communication beside them), "
+        "assuming no slow process,",
+        f"{GPUS_A_HOST} GPUs a host, between hosts a network of {fast:g} Gbit/s a GPU (dashed) or "
         f"{slow:g} (dotted), all of which a collective uses;",
         f"all-reduce at {rate:,.3g} GB/s on the bus and {latency:,.0f} µs a message, as measured "
-        f"with {link.processes} processes, latency growing with log2;",
-        "no host that launches late, no slow process, no kernel slowed by communication beside it.",
+        f"with {link.processes} processes, latency growing with log2",
     ])  # fmt: skip
