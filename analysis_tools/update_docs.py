@@ -344,7 +344,7 @@ def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
 def _fp8_predictions() -> str:
     """A line for each preset and recipe: of its up projection."""
     header = ["preset", "tokens", "precision"]
-    header += [f"{chip}, {how}" for chip in FP8_CHIPS for how in ("eager", "compiled")]
+    header += [f"{chip}, {how}" for chip in FP8_CHIPS for how in ("V1, V2", "V3", "V4")]
     lines = []
     for name, sizes in presets.PRESETS.items():
         tokens, width = sizes.batch_size * sizes.seq_len, sizes.hidden_dim
@@ -352,7 +352,7 @@ def _fp8_predictions() -> str:
             ratios = [
                 float8_cost.speed_up(how[known.float8_recipe], chip, tokens, width, 4 * width)
                 for chip in filter(None, map(chips.find_peaks, FP8_CHIPS))
-                for how in (float8_cost.EAGER, float8_cost.COMPILED)
+                for how in (float8_cost.EAGER, float8_cost.KERNELS, float8_cost.COMPILED)
             ]
             lines.append([name, f"{tokens:,}", precision, *(f"{ratio:.2f}x" for ratio in ratios)])
     return markdown_table(header, lines, (0, 2))

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +229,12 @@ class TinyLlama(nn.Module):
             return self.lm_head(x)  # (B, T, V)
         return self.loss(x, self.lm_head.weight, targets)
 
-    def multiply_by(self, linear: Product) -> None:
+    def multiply_by(self, linear: Callable[..., Tensor]) -> None:
         """Makes `linear` of the blocks' products, as fp8 needs. What is between them stays with the
-        kernels."""
+        kernels, and so does rounding to fp8."""
         for part in self.modules():
             if isinstance(part, (Attention, FeedForward)):
-                part.multiply_by(linear)
+                part.multiply_by(partial(linear, both_ways=tk.round_both_ways))
 
 
 def configure_optimizer(model: TinyLlama, learning_rate: float) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@
     triton_cross_entropy  linear_cross_entropy
     triton_embedding      embedding
     triton_adamw          AdamW
+    triton_float8         round_both_ways: a matrix in fp8, as it is and transposed
     triton_linear         linear: no kernel, but PyTorch's product without a cast
     triton_launch         where they run, how tiles are looked up, what is refused
 
@@ -23,6 +24,7 @@ from triton_adamw import AdamW
 from triton_attention import HEAD_SIZES, flash_attention, flash_attention_reference
 from triton_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from triton_embedding import embedding, embedding_reference
+from triton_float8 import round_both_ways
 from triton_linear import linear, linear_reference
 from triton_qkv_attention import heads_attention, qkv_attention, qkv_attention_reference
 from triton_rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference

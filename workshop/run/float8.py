@@ -18,6 +18,7 @@ Shapes in the comments:
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -80,11 +81,25 @@ def quantise(x: Tensor, dtype: torch.dtype, recipe: str) -> Scaled:
     """A matrix (rows, K) in fp8. What is not finite stays so, as NaN."""
     rows = 1 if recipe == ROWWISE else None
     most = torch.linalg.vector_norm(x, math.inf, rows, keepdim=rows is not None)
-    # The smallest keeps a matrix of zeros from 0 / 0.
-    scale = most.float().clamp(min=1e-30) / torch.finfo(dtype).max
-    # Nothing is clipped: a quotient that was rounded up is far nearer to the format's largest
+    # The smallest keeps a matrix of zeros from infinity.
+    most, largest = most.float().clamp(min=1e-30), torch.finfo(dtype).max
+    # Nothing is clipped: a product that was rounded up is far nearer to the format's largest
     # number than to the next one, which would be NaN.
-    return Scaled((x.float() / scale).to(dtype), scale)
+    return Scaled((x.float() * (largest / most)).to(dtype), most / largest)
+
+
+def round_both_ways(
+    x: Tensor, dtype: torch.dtype, by_row: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A matrix and its transpose in fp8: the values and the scale of one, then of the other."""
+    recipe = ROWWISE if by_row else TENSORWISE
+    q = quantise(x, dtype, recipe)
+    turned = quantise(x.t(), dtype, recipe) if by_row else Scaled(q.values.t(), q.scale)
+    return q.values, q.scale, turned.values, turned.scale
+
+
+BothWays = Callable[[Tensor, torch.dtype, bool], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""`round_both_ways`, or V3's kernels for it."""
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -113,41 +128,43 @@ class _Float8Product(torch.autograd.Function):
     """x w', of x (N, I) in bf16 and w (O, I) in fp32; sizes are multiples of TILE."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, types: Formats) -> Tensor:
-        ctx.recipe, ctx.types, ctx.dtypes = recipe, types, (x.dtype, weight.dtype)
-        values, _ = types
-        qx, qw = quantise(x, values, recipe), quantise(weight, values, recipe)
-        if recipe == ROWWISE:
-            ctx.save_for_backward(x, weight)
-        else:
-            ctx.save_for_backward(qx.values, qx.scale, qw.values, qw.scale)
-        return product(qx, qw, x.dtype, fast=True)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: str, types: Formats, both_ways: BothWays
+    ) -> Tensor:
+        ctx.dtypes, by_row = (x.dtype, weight.dtype), recipe == ROWWISE
+        values, gradients = types
+        ctx.both_ways, ctx.rounding = both_ways, (gradients, by_row)
+        *qx, x_t, x_t_scale = both_ways(x, values, by_row)
+        *qw, w_t, w_t_scale = both_ways(weight, values, by_row)
+        ctx.save_for_backward(x_t, x_t_scale, w_t, w_t_scale)
+        return product(Scaled(*qx), Scaled(*qw), x.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        recipe, (dtype, weight_dtype) = ctx.recipe, ctx.dtypes
-        values, gradients = ctx.types
-        qdy = quantise(dy, gradients, recipe)
-        if recipe == ROWWISE:
-            x, weight = ctx.saved_tensors
-            x_t, w_t = quantise(x.t(), values, recipe), quantise(weight.t(), values, recipe)
-            dy_t = quantise(dy.t(), gradients, recipe)
-        else:
-            x, x_scale, weight, w_scale = ctx.saved_tensors
-            x_t, w_t = Scaled(x.t(), x_scale), Scaled(weight.t(), w_scale)
-            dy_t = Scaled(qdy.values.t(), qdy.scale)
-        dx = product(qdy, w_t, dtype, fast=False)
-        dweight = product(dy_t, x_t, weight_dtype, fast=False)
-        return dx, dweight, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
+        dtype, weight_dtype = ctx.dtypes
+        qdy, scale, dy_t, dy_t_scale = ctx.both_ways(dy, *ctx.rounding)
+        dx = product(Scaled(qdy, scale), Scaled(w_t, w_t_scale), dtype, fast=False)
+        dweight = product(
+            Scaled(dy_t, dy_t_scale), Scaled(x_t, x_t_scale), weight_dtype, fast=False
+        )
+        return dx, dweight, None, None, None
 
 
-def float8_linear(x: Tensor, weight: Tensor, recipe: str, types: Formats) -> Tensor:
+def float8_linear(
+    x: Tensor,
+    weight: Tensor,
+    recipe: str,
+    types: Formats,
+    both_ways: BothWays = round_both_ways,
+) -> Tensor:
     """x weight' by products of fp8 matrices, forward and backward.
 
     Args:
         x: (..., I). weight: (O, I); its gradient has its dtype.
         recipe: TENSORWISE or ROWWISE. types: as `formats` gives them.
+        both_ways: rounds the factors.
 
     Returns:
         (..., O), in autocast's dtype, or x's.
@@ -155,7 +172,7 @@ def float8_linear(x: Tensor, weight: Tensor, recipe: str, types: Formats) -> Ten
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     rows, outputs = x.reshape(-1, x.shape[-1]).to(dtype), weight.shape[0]
-    y: Tensor = _Float8Product.apply(_padded(rows), _padded(weight), recipe, types)
+    y: Tensor = _Float8Product.apply(_padded(rows), _padded(weight), recipe, types, both_ways)
     return y[: len(rows), :outputs].reshape(*x.shape[:-1], outputs)
 
 

@@ -1,0 +1,113 @@
+"""Rounding a matrix to fp8, as it is and transposed, in two passes: PyTorch takes more than ten.
+
+Products of fp8 matrices read both factors with the inner dimension inside, so the backward pass
+needs each factor of the forward pass transposed. A scale for the whole matrix, or for each of its
+rows, brings the largest element to the format's largest; it has to be known before the first number
+is rounded. One kernel finds the largest elements, the other reads the matrix once more and writes
+both.
+
+Shapes in the comments:
+    R rows   C columns
+"""
+
+from triton_launch import as_rows, cdiv, operator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+"""Rows and columns of a tile."""
+
+
+@triton.jit
+def _tile(x_ptr, stride_x, R, C, BLOCK: tl.constexpr):
+    """A tile of x in fp32, zeros beyond its end, and its rows and columns."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    x = tl.load(x_ptr + r[:, None].to(tl.int64) * stride_x + c[None, :], mask=inside, other=0.0)
+    return x.to(tl.float32), r, c, inside
+
+
+@triton.jit
+def _largest_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """The largest size of an element: in each row and column, or in the matrix."""
+    x, r, c, _ = _tile(x_ptr, stride_x, R, C, BLOCK)
+    size = tl.where(x == x, tl.abs(x), float("inf"))  # a maximum would pass over a NaN
+    if BY_ROW:
+        tl.atomic_max(row_ptr + r, tl.max(size, axis=1), mask=r < R, sem="relaxed")
+        tl.atomic_max(column_ptr + c, tl.max(size, axis=0), mask=c < C, sem="relaxed")
+    else:
+        tl.atomic_max(row_ptr, tl.max(size), sem="relaxed")
+
+
+@triton.jit
+def _round_kernel(
+    x_ptr, row_ptr, column_ptr, values_ptr, row_scale_ptr, transposed_ptr, column_scale_ptr,
+    stride_x, R, C, LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x over its scale, in fp8, as (R, C) and as (C, R), and the scales."""
+    x, r, c, inside = _tile(x_ptr, stride_x, R, C, BLOCK)
+    type_: tl.constexpr = values_ptr.dtype.element_ty
+    if BY_ROW:
+        # The smallest keeps zeros from infinity.
+        row = tl.maximum(tl.load(row_ptr + r, mask=r < R, other=1.0), 1e-30)
+        column = tl.maximum(tl.load(column_ptr + c, mask=c < C, other=1.0), 1e-30)
+        tl.store(row_scale_ptr + r, row / LARGEST, mask=(r < R) & (tl.program_id(1) == 0))
+        tl.store(column_scale_ptr + c, column / LARGEST, mask=(c < C) & (tl.program_id(0) == 0))
+        values = (x * (1.0 / row * LARGEST)[:, None]).to(type_)
+        turned = (x * (1.0 / column * LARGEST)[None, :]).to(type_)
+    else:
+        most = tl.maximum(tl.load(row_ptr), 1e-30)
+        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        tl.store(row_scale_ptr, most / LARGEST, mask=first)
+        tl.store(column_scale_ptr, most / LARGEST, mask=first)
+        values = (x * (1.0 / most * LARGEST)).to(type_)
+        turned = values
+    tl.store(values_ptr + r[:, None].to(tl.int64) * C + c[None, :], values, mask=inside)
+    rows_of_it = transposed_ptr + c[:, None].to(tl.int64) * R
+    tl.store(rows_of_it + r[None, :], tl.trans(turned), mask=tl.trans(inside))
+
+
+def _empty(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    R, C = x.shape
+    row, column = ((R, 1), (C, 1)) if by_row else ((), ())
+    scales = (x.new_empty(shape, dtype=torch.float32) for shape in (row, column))
+    values = (x.new_empty(shape, dtype=dtype) for shape in ((R, C), (C, R)))
+    return tuple(t for pair in zip(values, scales, strict=True) for t in pair)  # type: ignore[return-value]
+
+
+@operator("tiny_llama::round_both_ways", fake=_empty)
+def round_both_ways(
+    x: Tensor, dtype: torch.dtype, by_row: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A matrix in fp8, as it is and transposed, each with the scale that it was divided by.
+
+    Args:
+        x: (R, C). dtype: one of PyTorch's fp8 formats.
+        by_row: a scale for each row of either, not one for the matrix.
+
+    Returns:
+        values (R, C), its scale, values of x' (C, R), its scale. The scales are fp32: (R, 1) and
+        (C, 1), or () twice. Where x is not finite, what is divided by its scale is 0 or NaN, and
+        the scale infinite: times the scale it is NaN.
+
+    Bytes: two reads of x, one write of each result.
+    """
+    x = as_rows(x)
+    R, C = x.shape
+    values, row_scale, transposed, column_scale = out = _empty(x, dtype, by_row)
+    largest = x.new_zeros(R + C if by_row else 1, dtype=torch.float32)
+    row, column = largest, largest[R:] if by_row else largest
+    grid = cdiv(R, BLOCK), cdiv(C, BLOCK)
+    sizes = {"BY_ROW": by_row, "BLOCK": BLOCK, "num_warps": 8}
+    _largest_kernel[grid](x, row, column, x.stride(0), R, C, **sizes)
+    _round_kernel[grid](
+        *(x, row, column, values, row_scale, transposed, column_scale, x.stride(0), R, C),
+        LARGEST=torch.finfo(dtype).max,
+        **sizes,
+    )
+    return out
