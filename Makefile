@@ -58,7 +58,7 @@ notebook: notebook-environment ## open the tour of the workshop in JupyterLab, o
 
 PYTEST = $(RUN) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-test: test-environment ## run the tests that take minutes (those for a GPU where there is one)
+test: test-environment ## run most tests (those for a GPU where there is one)
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: test-environment ## run all tests

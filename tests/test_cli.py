@@ -285,7 +285,7 @@ def test_what_the_gate_alone_compiles_is_no_cost_of_the_version(
     assert found == expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_red_gate_ends_the_run_before_any_time_is_taken(
     precision: str, run: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +353,7 @@ def summary(finished: Finished) -> dict[str, str]:
     return dict(rows)
 
 
-@pytest.mark.parametrize("key", ["v1", "v2", "v4"])
+@pytest.mark.parametrize("key", ["v1", "v2", pytest.param("v4", marks=pytest.mark.slow)])
 def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: Path) -> None:
     finished = (start if key == "v4" else run)(key)
     assert finished.returncode == 0, finished.stderr

@@ -239,7 +239,7 @@ def gate(
     return parity.check_model(model, setting, optimizer)
 
 
-@precisions
+@pytest.mark.parametrize("precision", ["fp8", pytest.param("fp8-rowwise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("key", ["v2", "v4"])
 def test_the_gate_passes_with_room(
     key: str, precision: str, odd_config: object, emulated: None
@@ -250,6 +250,7 @@ def test_the_gate_passes_with_room(
         assert parity.badness(report.worst[1]) < 0.75, (seed, report.worst)
 
 
+@pytest.mark.slow
 @needs_v3
 def test_the_gate_passes_v3(odd_config: object, emulated: None) -> None:
     sizes = {"num_layers": 1, "hidden_dim": 64, "num_heads": 2, "num_kv_heads": 1}

@@ -1,7 +1,5 @@
 """Mistakes that are easily made in a kernel, planted one by one: the comparison must see each."""
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -112,18 +110,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-def parameters() -> list[object]:
-    """The faults; fast are the first two of each case."""
-    seen: Counter[str] = Counter()
-    found = []
-    for name, (label, _, _) in FAULTS.items():
-        seen[label] += 1
-        found.append(pytest.param(name, marks=[pytest.mark.slow] if seen[label] > 2 else []))
-    return found
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, whose numbers overflow
-@pytest.mark.parametrize("fault", parameters())
+@pytest.mark.parametrize("fault", list(FAULTS))
 def test_a_planted_fault_is_seen(fault: str, tmp_path) -> None:
     label, old, new = FAULTS[fault]
     case = CASES[label]

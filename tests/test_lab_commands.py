@@ -120,6 +120,7 @@ def test_a_variant_that_fails_is_a_row_without_a_time(
     assert output.count("FAILED") == 2
 
 
+@pytest.mark.slow
 def test_what_a_batch_needs_counts_activations_in_every_precision() -> None:
     """Converting the weights takes more memory than a few images, and hides what those take."""
     device = torch.device("cpu")

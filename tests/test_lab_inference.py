@@ -182,7 +182,13 @@ def test_norms_that_are_folded_wrongly_are_red(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"), [("resnet18", 17), ("googlenet", 57), ("vgg11", 8), ("densenet121", 59)]
+    ("name", "fused"),
+    [
+        ("resnet18", 17),
+        ("googlenet", 57),
+        pytest.param("vgg11", 8, marks=pytest.mark.slow),
+        ("densenet121", 59),
+    ],
 )
 def test_fused_operators_compute_the_same(name: str, fused: int) -> None:
     network = dataclasses.replace(networks.get_network(name), edge=64)
@@ -224,7 +230,10 @@ def test_an_error_as_of_other_images_is_red_whatever_the_precision_loses() -> No
         assert found.status == status
 
 
-@pytest.mark.parametrize("name", ["densenet121", "resnet18", "vit_b_32", "googlenet"])
+@pytest.mark.parametrize(
+    "name",
+    ["densenet121", "resnet18", pytest.param("vit_b_32", marks=pytest.mark.slow), "googlenet"],
+)
 def test_recomputing_changes_no_gradient(name: str) -> None:
     network = networks.get_network(name)
     if name != "vit_b_32":
@@ -354,6 +363,7 @@ def test_a_batch_norm_that_can_t_train_on_an_image_is_one_line(
         single.run(arguments(*words))
 
 
+@pytest.mark.slow
 def test_each_batch_that_is_tried_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 

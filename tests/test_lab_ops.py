@@ -390,6 +390,7 @@ def test_the_readmes_commands_are_understood() -> None:
         assert bench.make_cases(bench.build_parser().parse_args(shlex.split(command)))
 
 
+@pytest.mark.slow
 def test_it_runs_from_its_own_folder(type_command, tmp_path: Path) -> None:
     words = ["--op", "add", "--input1-dim", "64-64", *SMALL, "--output-dir", tmp_path]
     ended = type_command("python", "torch_tensor_ops_bench.py", *words, folder=FOLDER)

@@ -33,6 +33,7 @@ def bench(variant: Variant) -> measure.Bench:
     return measure.make_bench(Setting(network, CPU, 2, seed=1), variant, record, False)
 
 
+@pytest.mark.slow
 @needs_timm
 @pytest.mark.parametrize(
     "variant", (Variant(peer="timm"), Variant("bf16", channels_last=True, peer="timm"))

@@ -199,6 +199,7 @@ def test_another_training_is_found(fault: Callable[[Loop], None], words: str, ma
     assert any(failure.startswith(words) for failure in failures), failures
 
 
+@pytest.mark.slow
 def test_steps_that_the_loss_scale_skips_are_none_of_the_first_updates(made: Path) -> None:
     ready = Loop(Settings(workers=0, amp=True), Folder(made), CPU, BATCH)
     ready.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)

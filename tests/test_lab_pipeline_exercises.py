@@ -96,6 +96,7 @@ def test_what_is_not_measured_yet_is_asked_for(workers: tuple[int, ...], tmp_pat
     assert item.why.startswith("python labs/data_pipeline/") and wanted in item.why
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_that_wait_for_storage_share_a_core(tmp_path: Path) -> None:
     make_dataset.main(["--images", "128", "--output-dir", str(tmp_path)])

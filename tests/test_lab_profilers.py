@@ -151,6 +151,7 @@ def test_a_tool_that_runs_the_program(
     assert first in found[0].sentence
 
 
+@pytest.mark.slow
 def test_torch_profiler_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "run_pytorch_profiler.py", "--steps", "2", "--output-dir", tmp_path]
     done = subprocess.run(
@@ -180,6 +181,7 @@ def test_what_explains_a_tiny_llama_is_skipped() -> None:
     assert "--flops-prof-step" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_all_says_what_is_skipped(machine: LabMachine) -> None:
     scripts = ["run_deepspeed_flops.py"]
     done = subprocess.run(

@@ -97,6 +97,7 @@ def until(reached: Callable[[], bool], job: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_preempted_job_is_requeued_and_goes_on(tmp_path: Path) -> None:
     """To the losses of one process that nothing stops. Slurm would start it as it was; here it has
     one node, then two, and no time to end before its preemption."""

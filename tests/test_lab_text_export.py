@@ -141,6 +141,7 @@ def test_an_export_that_ends_early_leaves_what_was_there(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_what_is_trained(tmp_path) -> None:
     command = [sys.executable, PROGRAM, *SMALL, "--steps", "1000000"]
     process = subprocess.Popen(

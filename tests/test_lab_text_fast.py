@@ -186,7 +186,11 @@ def test_bf16_logits_are_as_near_the_truth_as_hugging_faces(case, name: str, dev
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [*((name, False) for name in MODELS), ("one-kv-head", True)]
+    ("name", "kernels"),
+    [
+        *((name, False) for name in MODELS),
+        pytest.param("one-kv-head", True, marks=pytest.mark.slow),
+    ],
 )
 def test_int8_logits_are_those_of_its_weights(case, name: str, kernels: bool) -> None:
     it, steps = case(name), 12

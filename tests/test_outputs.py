@@ -90,6 +90,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 def test_any_terminal_shows_it_and_a_full_disk_leaves_the_files_from_before(
     tool: str, here: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_wheel_holds_each_module_and_template(site: Path) -> None:
     assert not [str(name) for name in wanted if not (site / name).is_file()]
 
 
+@pytest.mark.slow
 def test_the_commands_work_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
     python = Path(sys.executable).parent
     path = os.pathsep.join(map(str, (site / "bin", python, os.environ["PATH"])))

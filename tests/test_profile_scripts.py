@@ -175,6 +175,7 @@ def test_every_version_links_to_every_runner() -> None:
         subprocess.run(["bash", "-n", path], check=True)
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_link_chooses_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     """However it is called."""
     folder, other = FOLDERS[1], FOLDERS[2]

@@ -70,10 +70,12 @@ def every_command() -> list[pytest.ParameterSet]:
         folder = document.parent if document.parent in FOLDERS else ROOT
         for command in commands(document):
             found.setdefault(command.splitlines()[-1], (command, folder))
-    return [pytest.param(*values, id=last_line) for last_line, values in found.items()]
+    return [
+        pytest.param(*values, id=line, marks=() if line == "make compare" else pytest.mark.slow)
+        for line, values in found.items()
+    ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("command", "folder"), every_command())
 def test_the_documents_commands_run_on_a_cpu(
     command: str, folder: Path, clean_results: None, tmp_path: Path

@@ -390,6 +390,7 @@ def test_without_plotly_the_rest_is_written_and_the_reason_printed(
 # --- ceilings ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measured_ceilings_are_typed_kept_and_used_on_the_same_device_alone(
     type_command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
