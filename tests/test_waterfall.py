@@ -78,13 +78,15 @@ def test_one_change_a_rung(to: str, titles: list[str]) -> None:
     half = [rung.title for rung in rungs(to, "bf16")]
     assert half == [titles[0], "bf16", "RoPE tables in bf16", *titles[1:]]
     assert [rung.title for rung in rungs(to, "tf32")] == [titles[0], "tf32", *titles[1:]]
+    assert [rung.title for rung in rungs(to, "fp8")] == [*half, "linear layers in fp8"]
 
 
 @pytest.mark.parametrize("to", waterfall.TARGETS)
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_last_rung_is_the_version_as_it_is(to: str, on_gpu: bool) -> None:
-    last = [rung for rung in rungs(to, on_gpu=on_gpu) if not rung.needs][-1]
-    assert (last.version, last.options(on_gpu)) == (to, {})
+    for precision in ("fp32", "fp8"):
+        last = [rung for rung in rungs(to, precision, on_gpu=on_gpu) if not rung.needs][-1]
+        assert (last.version, last.precision, last.options(on_gpu)) == (to, precision, {})
 
 
 @pytest.mark.parametrize("key", ["v2", "v3", "v4"])

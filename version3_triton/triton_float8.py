@@ -32,7 +32,7 @@ def _tile(x_ptr, stride_x, R, C, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _largest_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.constexpr,
+def _float8_largest_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
     """The largest size of an element: in each row and column, or in the matrix."""
     x, r, c, _ = _tile(x_ptr, stride_x, R, C, BLOCK)
@@ -45,7 +45,7 @@ def _largest_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.const
 
 
 @triton.jit
-def _round_kernel(
+def _float8_round_kernel(
     x_ptr, row_ptr, column_ptr, values_ptr, row_scale_ptr, transposed_ptr, column_scale_ptr,
     stride_x, R, C, LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -104,8 +104,8 @@ def round_both_ways(
     row, column = largest, largest[R:] if by_row else largest
     grid = cdiv(R, BLOCK), cdiv(C, BLOCK)
     sizes = {"BY_ROW": by_row, "BLOCK": BLOCK, "num_warps": 8}
-    _largest_kernel[grid](x, row, column, x.stride(0), R, C, **sizes)
-    _round_kernel[grid](
+    _float8_largest_kernel[grid](x, row, column, x.stride(0), R, C, **sizes)
+    _float8_round_kernel[grid](
         *(x, row, column, values, row_scale, transposed, column_scale, x.stride(0), R, C),
         LARGEST=torch.finfo(dtype).max,
         **sizes,

@@ -190,7 +190,7 @@ class Ddp(Strategy):
         # were made. These passes train nothing.
         device, size = self.asked.device, torch.distributed.get_world_size()
         shape = self.asked.batch_size // size, self.asked.seq_len
-        # So it is in passes outside of a capture, which the proof runs and nobody times.
+        # The proof's passes run on another stream than the capture. They are not timed.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         stream = trainer.capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())

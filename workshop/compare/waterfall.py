@@ -16,6 +16,7 @@ from workshop.compare.sessions import Options, Plan
 from workshop.errors import WorkshopError, printable
 from workshop.results import RunResult
 from workshop.run import interpreter, timing, trainer
+from workshop.run.precision import FLOAT8
 from workshop.versions import BASELINE, VERSIONS
 
 KIND = "waterfall rung"
@@ -25,7 +26,7 @@ Requested = Sequence[tuple[str, str]]
 FULL = "fp32"
 """The precision of the first rung."""
 HALF = ("bf16", "fp16")
-PRECISIONS = (FULL, "tf32", *HALF)
+PRECISIONS = (FULL, "tf32", *HALF, *FLOAT8)
 NEEDS_GPU = "a graph needs a GPU"
 CANT_COMPILE = "torch.compile can't run here"
 NOT_RUN = "not run"
@@ -83,12 +84,19 @@ class Rung:
 
 
 def rungs(to: str, precision: str, *, on_gpu: bool, compiles: bool) -> list[Rung]:
-    """The rungs from V1 at fp32 to a version as it is, in order.
+    """The rungs from V1 at fp32 to a version as it is, in order; fp8 comes last, after bf16.
 
     Args:
         to: one of TARGETS.
         compiles: whether torch.compile can run; a version runs without it where it can't.
     """
+    if precision in FLOAT8:
+        found = rungs(to, "bf16", on_gpu=on_gpu, compiles=compiles)
+        fp8 = dataclasses.replace(
+            found[-1], title=f"linear layers in {precision}", precision=precision,
+            cuda_graph=found[-1].cuda_graph and on_gpu, needs="",
+        )  # fmt: skip
+        return [*found, fp8]
     found = [Rung("V1, plain", BASELINE, FULL)]
     if precision != FULL:
         found.append(Rung(precision, BASELINE, precision))
@@ -263,6 +271,8 @@ def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     of its own were run."""
     ends: dict[tuple[str, str], bool] = {}
     for precision in PRECISIONS:
+        if precision in FLOAT8 and precision not in {run.precision for run in runs}:
+            continue  # all its other rungs are bf16's
         ran = {
             to: frozenset(rung for rung, own in _gather(to, precision, runs) if own)
             for to in TARGETS

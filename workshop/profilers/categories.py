@@ -91,7 +91,7 @@ _RULES = (
     # Before elementwise: PyTorch runs copies by the same kernels, with another functor.
     (
         "copy",
-        r"copy_?kernel|catarray|nchwtonhwc|nhwctonchw|batched_transpose"
+        r"copy_?kernel|float8_round|catarray|nchwtonhwc|nhwctonchw|batched_transpose"
         r"|^aten::_?(?:copy|to|to_copy|type_as|clone|contiguous|cat|stack|repeat|repeat_interleave)_?$",
     ),
     (
@@ -102,7 +102,7 @@ _RULES = (
     (
         "elementwise",
         r"^aten::|elementwise|(?:max|avg|average)_?pool|pooling|reduce_?kernel|softmax|dropout|distribution|silu|gelu|swiglu|geglu"
-        r"|_rope|rope_|rotary|cross_?entropy|nll_?loss|triu|tril",
+        r"|_rope|rope_|rotary|float8_largest|cross_?entropy|nll_?loss|triu|tril",
     ),
 )
 _PATTERNS = tuple((category, re.compile(pattern)) for category, pattern in _RULES)
