@@ -25,7 +25,9 @@ HOW_TO_READ = (
     ("proof", "is the evidence that it trained V1's model. The gate runs before the clock: logits, "
      "loss, each gradient and a short training run may be no further from the truth than about "
      "twice what the precision costs V1. The audit checks the timed steps: the loss of each, and "
-     "the distance and direction in which they moved each weight. Without both, no speed-up."),
+     "the distance and direction in which they moved each weight. A row that fails either has no "
+     "speed-up. `gate only`: not audited, as no run of V1 was in its comparison, or as it was "
+     "measured before the audit existed."),
     ("gradients", "counts the tensors, under V1's names, that the timed run's backward pass "
      "reached."),
     ("error, of allowed", "is the largest of the gate's errors, as a share of its tolerance."),
