@@ -33,12 +33,12 @@ from labs.scale_out import collectives, loop, proof, request, strategies, train
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.peer_accelerate import Accelerate
-from labs.scale_out.strategies import Ddp, Fsdp, Strategy, Zero
+from labs.scale_out.strategies import Ddp, Fsdp, Late, Strategy, Zero
 from workshop import versions
 from workshop.gate import canonical, parity
 
 PER_PROCESS = 2  # sequences
-_zero_backward = Zero.backward
+_zero_backward, _late_passes = Zero.backward, Late.passes
 _plain = {name: getattr(Strategy, name) for name in ("backward", "passes", "prepare")}
 
 
@@ -71,6 +71,15 @@ def parameter_not_synchronised(self: Ddp, plain: nn.Module) -> nn.Module:
 
 def never_synchronised(self: Ddp, last: bool) -> object:
     return self.engine.no_sync()
+
+
+def part_not_sent(self: Late, *batch: Tensor) -> Tensor:
+    parts, self._parts = self._parts, self._parts[:-1]
+    loss = _late_passes(self, *batch)
+    nothing: torch.futures.Future[None] = torch.futures.Future()
+    nothing.set_result(None)
+    self._parts, self._sent = parts, [*self._sent, nothing]
+    return loss
 
 
 def update_skipped(self: Fsdp) -> None:
@@ -141,8 +150,8 @@ class Case:
 
 
 def fault(strategy: str, owner: type, name: str, wrong: Callable[..., object],
-          accumulate: int = 1) -> Case:  # fmt: skip
-    return Case(strategy, accumulate, owner=owner, name=name, fault=wrong)
+          accumulate: int = 1, flags: str = "") -> Case:  # fmt: skip
+    return Case(strategy, accumulate, owner=owner, name=name, fault=wrong, flags=flags)
 
 
 FAULTS = {
@@ -150,6 +159,8 @@ FAULTS = {
     "gradients are summed": fault("ddp", Ddp, "wrap", summed_gradients),
     "a parameter is not synchronised": fault("ddp", Ddp, "wrap", parameter_not_synchronised),
     "nothing is synchronised": fault("ddp", Ddp, "synchronised", never_synchronised),
+    "gradients are summed late": fault("late", Late, "backward", _plain["backward"]),
+    "a part is not sent": fault("late", Late, "passes", part_not_sent, flags="--bucket-mb 1"),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
     "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
     "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
@@ -166,6 +177,8 @@ TRUE = {
         accumulate=2, precision="bf16", flags="--reduce-dtype bf16 --bucket-mb 1"
     ),
     "v4 ddp": Case(version="v4"),
+    "v2 late bf16 parts": Case("late", 2, precision="bf16", flags="--bucket-mb 1"),
+    "v4 late": Case("late", version="v4"),
     "v1 fsdp": Case("fsdp", version="v1"),
     "v2 fsdp parts": Case("fsdp", 2),
     "v4 fsdp bf16 parts": Case("fsdp", 2, "v4", "bf16"),
@@ -216,7 +229,9 @@ def _check(case: Case) -> list[str]:
         seq_len=33,
     )
     job = dataclasses.replace(job, asked=asked)
-    return proof.check(job).failures + (_sent_in_fp32(job) if case.flags else [])
+    return proof.check(job).failures + (
+        _sent_in_fp32(job) if "--reduce-dtype" in case.flags else []
+    )
 
 
 def _sent_in_fp32(job: request.Job) -> list[str]:

@@ -147,12 +147,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def training(word: str) -> Training:
-    """Reads VERSION:STRATEGY, or VERSION:ddp:graph; no other strategy is captured.
+    """Reads VERSION:STRATEGY, and :graph after ddp and late; no other strategy is captured.
 
     Raises:
         WorkshopError: the word has another form, or names something unknown.
     """
-    found = re.fullmatch(r"(\w+):([\w-]+)((?<=:ddp):graph)?", word)
+    found = re.fullmatch(r"(\w+):([\w-]+)((?<=:ddp|late):graph)?", word)
     if not found or found[1] not in versions.ALL or found[2] not in strategies.NAMES:
         raise WorkshopError(
             f"--trainings: {word!r} is not VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"

@@ -120,8 +120,8 @@ def _add_training(add: Add) -> None:
     add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
-        help="capture the whole step, with ddp also in several processes (default: the version's "
-        "in one process with ddp, else no)",
+        help="capture the whole step, with ddp and late also in several processes (default: the "
+        "version's in one process with these, else no)",
     )
     add("--no-gate", action="store_true", help="skip the proof: the result says so")
 
@@ -151,7 +151,8 @@ def _add_processes(add: Add) -> None:
         "--bucket-mb",
         type=count,
         metavar="N",
-        help="size of ddp's gradient buckets in MiB (default: PyTorch's, 25, and 1 for the first)",
+        help="size of ddp's gradient buckets in MiB (default: PyTorch's, 25, and 1 for the first), "
+        "or of late's parts (default 64)",
     )
     add(
         "--device",
@@ -221,14 +222,14 @@ def check(arguments: argparse.Namespace) -> Job:
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):
         raise WorkshopError("--checkpoints needs --save-every N or --resume")
     _check_strategy_flags(arguments, group)
-    alone = arguments.strategy == "ddp" and group.size == 1
+    alone = arguments.strategy in strategies.CAPTURED and group.size == 1
     words = [f"--device={groups.device_name(group, arguments.device)}"]
     for name in _SHARED:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
     if arguments.cuda_graph is not None or not alone:
         words.append("--cuda-graph" if arguments.cuda_graph else "--no-cuda-graph")
-    if version.key == "v3" and arguments.strategy != "ddp":
+    if version.key == "v3" and arguments.strategy not in strategies.CAPTURED:
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
     parser = request.build_parser(version, module)
     asked = request.check_arguments(version, module, parser.parse_args(words))
@@ -268,15 +269,17 @@ def check(arguments: argparse.Namespace) -> Job:
 def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     """Raises WorkshopError for a flag that the strategy does not support."""
     strategy = arguments.strategy
-    if arguments.bucket_mb and strategy != "ddp":
-        raise WorkshopError(f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp")
+    if arguments.bucket_mb and strategy not in strategies.CAPTURED:
+        raise WorkshopError(
+            f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp or late"
+        )
     if arguments.reduce_dtype != "fp32" and strategy not in ("ddp", "fsdp"):
         raise WorkshopError(
             f"--reduce-dtype: --strategy {strategy} chooses it itself; use ddp or fsdp"
         )
-    if arguments.cuda_graph and strategy != "ddp":
-        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp")
-    if arguments.compile in _CAPTURING and (strategy != "ddp" or group.size > 1):
+    if arguments.cuda_graph and strategy not in strategies.CAPTURED:
+        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp or late")
+    if arguments.compile in _CAPTURING and (strategy not in strategies.CAPTURED or group.size > 1):
         where = f"--strategy {strategy} in {group.size} process{'es' * (group.size > 1)}"
         raise WorkshopError(
             f"--compile {arguments.compile} captures graphs of its own, and {where} can't; use "
