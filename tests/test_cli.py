@@ -392,7 +392,7 @@ def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: 
         f"{memory['gradients']:,.0f}, optimizer state {memory['optimizer_state']:,.0f}, rest "
         f"{memory['rest']:,.0f})"
     )
-    rate = re.fullmatch(r"(\S+) TFLOP/s, (\S+)% of (\S+) \((.+?)\)(, .+)?", shown["rate"])
+    rate = re.fullmatch(r"(\S+) TFLOP/s, (\S+)% of (\S+) \((.+?)\)(; .+)?", shown["rate"])
     assert rate and saved.peak_tflops and rate[4] == saved.peak_source
     assert number(rate[1]) / saved.peak_tflops == pytest.approx(number(rate[2]) / 100, rel=0.05)
     assert saved.gradients == results.Gradients(11, 11, 56_256, 56_256)

@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,6 +294,23 @@ def test_pictures_are_drawn_where_there_is_something(tmp_path: Path) -> None:
         assert draw(rows, target) and target.stat().st_size > 10_000
     said = prediction.assumptions(prediction.links_of(rows, rows[0].device, 2))
     assert "8 GPUs a host" in said and "400 Gbit/s" in said and "300 GB/s" in said
+
+
+def test_predictions_begin_at_the_last_measured_point() -> None:
+    (rows,) = labs.newest(session())
+    one, weak = (
+        next(row for row in rows if row.first.unit == "tokens" and scaling.kind(row, rows) == kind)
+        for kind in ("", "weak")
+    )
+    model = prediction.model_of(one)
+    assert model
+    drawn = []
+    axis = SimpleNamespace(plot=lambda *line, **look: drawn.append(line))
+    links = prediction.links_of(rows, one.device, 2)
+    prediction._draw_training(axis, one, [weak], (model, links, [2, 8]), color="C0")
+    (_, measured, _), *predicted = drawn
+    assert [line[1][0] for line in predicted] == pytest.approx(2 * [measured[-1]])
+    assert all(line[1][1] < measured[-1] for line in predicted)
 
 
 # --- the study -----------------------------------------------------------------------------------

@@ -266,6 +266,15 @@ def test_two_processes_of_each_rung_give_an_interval_and_one_gives_none() -> Non
         assert step.gain_ci is not None and 1.1 < step.gain_ci[0] < 1 / 0.9 < step.gain_ci[1]
 
 
+def test_a_waterfall_ends_with_fp8_where_its_last_rung_ran() -> None:
+    runs = whole("v4", "fp8") + [run for run in whole("v3") if run.version == "v3"]
+    found = {(one.to, one.precision): one.steps for one in waterfall.build(runs)}
+    assert [*found] == [("v4", "bf16"), ("v4", "fp8"), ("v3", "bf16")]
+    *others, last = found["v4", "fp8"]
+    assert [step.rung for step in others] == [step.rung for step in found["v4", "bf16"]]
+    assert last.before == others[-1].rung.title and last.gain == pytest.approx(1 / 0.9)
+
+
 def test_both_waterfalls_of_a_session_share_their_first_rungs() -> None:
     runs = whole("v4") + [run for run in whole("v3") if run.version == "v3"]
     v4, v3 = waterfall.build(runs)

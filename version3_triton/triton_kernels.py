@@ -8,7 +8,8 @@
     triton_cross_entropy  linear_cross_entropy
     triton_embedding      embedding
     triton_adamw          AdamW
-    triton_float8         round_both_ways: a matrix in fp8, as it is and transposed
+    triton_float8         round_both_ways: a matrix in fp8, as it is and transposed; without
+                          autograd, its plain form is in workshop/run/float8.py
     triton_linear         linear: no kernel, but PyTorch's product without a cast
     triton_launch         where they run, how tiles are looked up, what is refused
 

@@ -372,7 +372,7 @@ def _rate_line(request: Request, result: RunResult) -> str:
         share, peak = rate / result.peak_tflops, result.peak_tflops
         line += f", {share:.1%} of {peak:,.3g} ({result.peak_source})"
         if share > 1 and not result.plausibility:
-            line += ", measured while other programs ran"
+            line += "; the peak was measured while other programs ran"
     return line
 
 

@@ -271,10 +271,13 @@ def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
     of its own were run."""
     ends: dict[tuple[str, str], bool] = {}
     for precision in PRECISIONS:
-        if precision in FLOAT8 and precision not in {run.precision for run in runs}:
-            continue  # all its other rungs are bf16's
+        # Of fp8's rungs all but the last are bf16's, and say nothing of it.
         ran = {
-            to: frozenset(rung for rung, own in _gather(to, precision, runs) if own)
+            to: frozenset(
+                rung
+                for rung, own in _gather(to, precision, runs)
+                if own and rung.precision == precision
+            )
             for to in TARGETS
         }
         shared = frozenset.intersection(*ran.values())
