@@ -244,11 +244,16 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
                         )
                     notes[f"note: {config}: {problem}; strong scaling is left out"] = None
                     names.remove("strong")
-                own = one if size > 1 else one._replace(graph=False)
+                own = one if size > 1 else _alone(one)
                 found |= {Case(config, own, size, shares[name]): None for name in names}
     if notes:
         print("\n".join(notes))
     return list(found)
+
+
+def _alone(training: Training) -> Training:
+    """What one process runs: with `late` it does what it does with `ddp`, and is measured once."""
+    return Training(training.version, training.strategy.replace("late", "ddp"))
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
@@ -278,7 +283,7 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
 
 def _of(case: Case) -> tuple[str, str, str]:
     """What a case has in common with the one process that it is compared with."""
-    return case.config, case.training.version, case.training.strategy
+    return case.config, *_alone(case.training)[:2]
 
 
 def missing(training: Training, device: torch.device) -> str:
