@@ -200,7 +200,7 @@ def test_a_training_goes_on_with_other_processes_and_strategies(
 ) -> None:
     files = ["--output-dir", tmp_path, "--checkpoints", tmp_path / "saved", "--save-every", 2]
     for size, strategy, steps, more in (
-        (2, "late", 3, []), (1, "fsdp", 5, ["--resume"]), (2, "late", 6, ["--resume"]),
+        (2, "p2p", 3, []), (1, "fsdp", 5, ["--resume"]), (2, "p2p", 6, ["--resume"]),
         (1, "ddp", STEPS, ["--resume", "--accumulate", 2]),
     ):  # fmt: skip
         words = [*RUN, *of_steps(steps), "--strategy", strategy, *files, *more]

@@ -321,9 +321,9 @@ def test_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = measure.build_parser().parse_args(words)
     found = measure.cases(arguments, torch.device("cpu"), [1, 2, 4])
     assert [case[2:] for case in found] == [(1, 8), (2, 8), (2, 4), (4, 8), (4, 2)] * 2
-    assert measure.training("v3:late:graph") == ("v3", "late", True)
+    assert measure.training("v3:p2p:graph") == ("v3", "p2p", True)
     # These share what one process does.
-    arguments.trainings = ["v4:ddp", "v4:ddp:graph", "v4:late:graph"]
+    arguments.trainings = ["v4:ddp", "v4:ddp:graph", "v4:p2p:graph"]
     found = measure.cases(arguments, torch.device("cpu"), [1, 2])
     assert [case.size for case in found if case.training.graph] == [2] * 4 and len(found) == 7
     arguments.trainings = ["v2:ddp"]

@@ -23,7 +23,7 @@ from workshop import errors, labs, request, results
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.labs import LabRun
-from workshop.run import flops, lab_record, markers, presets, startup, trainer, turns
+from workshop.run import flops, lab_record, markers, memory, presets, startup, trainer, turns
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10
@@ -234,6 +234,11 @@ class Training(trainer.Runner):
         """Losses of all steps since the training's first, each the mean over all processes."""
         return self.before + groups.mean(self.losses()).tolist()
 
+    def memory_mb(self) -> dict[str, float | str]:
+        found = super().memory_mb()
+        found["peak"] = float(found["peak"]) + self.strategy.unseen_bytes / memory.MB
+        return found
+
     def once_more(self, range_: markers.Range) -> None:
         """Trains the last batch again, as a timed step does, in a marker range."""
         self.done = len(self._batches) - 1
@@ -337,8 +342,8 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
         "warm_up": training.warmup_s,
     }
     if training.device.type == "cuda":
-        memory = groups.of_all(training.memory_mb())
-        record.memory_mb = max(memory, key=lambda parts: float(parts["peak"]))
+        of_processes = groups.of_all(training.memory_mb())
+        record.memory_mb = max(of_processes, key=lambda parts: float(parts["peak"]))
     record.plausibility = labs.implausible(record, job.group.size)
 
 

@@ -147,12 +147,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def training(word: str) -> Training:
-    """Reads VERSION:STRATEGY, and :graph after ddp and late; no other strategy is captured.
+    """Reads VERSION:STRATEGY, and :graph after ddp and p2p; no other strategy is captured.
 
     Raises:
         WorkshopError: the word has another form, or names something unknown.
     """
-    found = re.fullmatch(r"(\w+):([\w-]+)((?<=:ddp|late):graph)?", word)
+    found = re.fullmatch(r"(\w+):([\w-]+)((?<=:ddp|:p2p):graph)?", word)
     if not found or found[1] not in versions.ALL or found[2] not in strategies.NAMES:
         raise WorkshopError(
             f"--trainings: {word!r} is not VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
@@ -252,8 +252,8 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
 
 
 def _alone(training: Training) -> Training:
-    """What one process runs: with `late` it does what it does with `ddp`, and is measured once."""
-    return Training(training.version, training.strategy.replace("late", "ddp"))
+    """What one process runs: with `p2p` it does what it does with `ddp`, and is measured once."""
+    return Training(training.version, training.strategy.replace("p2p", "ddp"))
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:

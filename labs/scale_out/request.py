@@ -120,7 +120,7 @@ def _add_training(add: Add) -> None:
     add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
-        help="capture the whole step, with ddp and late also in several processes (default: the "
+        help="capture the whole step, with ddp and p2p also in several processes (default: the "
         "version's in one process with these, else no)",
     )
     add("--no-gate", action="store_true", help="skip the proof: the result says so")
@@ -152,7 +152,7 @@ def _add_processes(add: Add) -> None:
         type=count,
         metavar="N",
         help="size of ddp's gradient buckets in MiB (default: PyTorch's, 25, and 1 for the first), "
-        "or of late's parts (default 64)",
+        "or of what p2p updates at once (default 32)",
     )
     add(
         "--device",
@@ -271,14 +271,16 @@ def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     strategy = arguments.strategy
     if arguments.bucket_mb and strategy not in strategies.CAPTURED:
         raise WorkshopError(
-            f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp or late"
+            f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp or p2p"
         )
     if arguments.reduce_dtype != "fp32" and strategy not in ("ddp", "fsdp"):
         raise WorkshopError(
             f"--reduce-dtype: --strategy {strategy} chooses it itself; use ddp or fsdp"
         )
+    if strategy == "p2p" and group.size > group.local_size:
+        raise WorkshopError("--strategy p2p: its GPUs must be in one machine; use ddp")
     if arguments.cuda_graph and strategy not in strategies.CAPTURED:
-        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp or late")
+        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp or p2p")
     if arguments.compile in _CAPTURING and (strategy not in strategies.CAPTURED or group.size > 1):
         where = f"--strategy {strategy} in {group.size} process{'es' * (group.size > 1)}"
         raise WorkshopError(

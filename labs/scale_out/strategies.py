@@ -3,7 +3,7 @@ modules, and the step that all of them share.
 
 What a strategy splits over the processes, besides the batch:
     ddp     nothing: each has all weights, and the gradients are averaged
-    late    nothing either; but the gradients are averaged after the backward pass, beside AdamW
+    p2p     AdamW's moments: GPUs write into each other's memory (peer_to_peer.py)
     fsdp    weights, gradients and AdamW's moments (PyTorch's fully_shard)
     zero1   AdamW's moments            (DeepSpeed)
     zero2   moments and gradients
@@ -12,10 +12,9 @@ What a strategy splits over the processes, besides the batch:
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Sending:
 
     dtype: torch.dtype = torch.float32
     bucket_mb: int | None = None
-    """MiB of DDP's buckets, or of `late`'s parts; None for the default."""
+    """MiB of DDP's buckets, or of `p2p`'s parts; None for the default."""
 
 
 class Strategy(nn.Module):
@@ -60,6 +59,9 @@ class Strategy(nn.Module):
     engine: Any
     """The module that runs the passes."""
     optimizer: torch.optim.Optimizer
+
+    unseen_bytes = 0
+    """Of a GPU's memory, what PyTorch's allocator does not count."""
 
     def __init__(self, asked: Request, accumulate: int, sending: Sending | None = None) -> None:
         super().__init__()
@@ -237,77 +239,6 @@ def _average_in_bf16(
     return done
 
 
-class Late(Strategy):
-    """Weights on all processes. After the backward pass gradients are averaged where they are, a
-    part of the weights at a time; AdamW updates a part while the next one is sent.
-
-    Beside a matrix product NCCL takes multiprocessors that the product needs. AdamW waits for
-    memory, and does not miss them. And nothing is copied into buckets.
-    """
-
-    _sent: Sequence[Any] = ()
-    """A handle for each part of the gradients."""
-
-    def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        self._parts = _in_parts(self.plain.parameters(), (self.sending.bucket_mb or 64) * 2**20)
-        options = getattr(self.plain, "fusions", None)  # what the versions ask a model for
-        self._each = [
-            self.asked.module.configure_optimizer(
-                SimpleNamespace(parameters=lambda part=part: iter(part), fusions=options),
-                learning_rate,
-            )
-            for part in self._parts
-        ]
-        return _AsOne(self._each)
-
-    def backward(self, loss: Tensor) -> None:
-        super().backward(loss / torch.distributed.get_world_size())
-
-    def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
-        loss = super().passes(tokens, targets, phase)
-        warnings.filterwarnings("ignore", "`torch.distributed.all_reduce_coalesced` will be")
-        gradients = (
-            [weight.grad for weight in part if weight.grad is not None] for part in self._parts
-        )
-        # One launch for each part. Sums, as each process has divided its loss.
-        self._sent = [
-            torch.distributed.all_reduce_coalesced(part, async_op=True) for part in gradients
-        ]
-        return loss
-
-    def gradient(self, weight: nn.Parameter) -> Tensor | None:
-        for sent in self._sent:
-            sent.wait()
-        return weight.grad
-
-    def update(self) -> None:
-        for sent, optimizer in zip(self._sent, self._each, strict=True):
-            sent.wait()  # on a GPU its stream waits, and the host goes on
-            optimizer.step()
-
-
-def _in_parts(weights: Iterable[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """The weights in their order, in parts of at most `most` bytes, or of one weight."""
-    parts: list[list[nn.Parameter]] = []
-    size = most
-    for weight in weights:
-        if size + weight.nbytes > most:
-            parts.append([])
-            size = 0
-        parts[-1].append(weight)
-        size += weight.nbytes
-    return parts
-
-
-class _AsOne(torch.optim.Optimizer):
-    """Several optimizers to those who read or set what an optimizer has: groups and state."""
-
-    def __init__(self, each: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([group for one in each for group in one.param_groups], each[0].defaults)
-        for one in each:
-            one.state = self.state
-
-
 class Fsdp(Strategy):
     """Each layer's weights are gathered before it runs, and freed after it. At bf16 the layers'
     weights are gathered in bf16; the shards are in fp32, and so are the sums of the gradients,
@@ -474,11 +405,11 @@ def missing(name: str, device: torch.device) -> str | None:
     return None
 
 
-CAPTURED = ("ddp", "late")
+CAPTURED = ("ddp", "p2p")
 """Those that a graph can hold; each process has all weights."""
 PEERS = ("accelerate-ddp", "accelerate-fsdp")
 """Hugging Face's, around their own model: peer_accelerate.py."""
-NAMES = ("ddp", "late", "fsdp", "zero1", "zero2", "zero3", *PEERS)
+NAMES = ("ddp", "p2p", "fsdp", "zero1", "zero2", "zero3", *PEERS)
 
 
 def make(
@@ -493,8 +424,13 @@ def make(
         return Zero(asked, accumulate, int(name[-1]))
     if name == "fsdp":
         return Fsdp(asked, accumulate, sending)
-    kind = (Late if name == "late" else Ddp) if size > 1 else Strategy
-    return kind(asked, accumulate, sending)
+    if size == 1:
+        return Strategy(asked, accumulate, sending)
+    if name == "p2p":
+        from labs.scale_out.peer_to_peer import PeerToPeer
+
+        return PeerToPeer(asked, accumulate, sending)
+    return Ddp(asked, accumulate, sending)
 
 
 def train_step(

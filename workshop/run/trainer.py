@@ -67,11 +67,11 @@ Step = Callable[[markers.Range], Tensor]
 
 
 def part_of_version(model: nn.Module, name: str) -> Callable[..., Any]:
-    """A function of the file that defines the model's class, such as `train_step`; V4's where it
-    has none of its own, so that every version and peer can be compiled and captured."""
-    file = sys.modules.get(type(model).__module__)
-    found: Callable[..., Any] = getattr(file, name, None) or getattr(versions.load("v4"), name)
-    return found
+    """A function of the file that defines the model's class or a base class, such as `train_step`;
+    V4's where they have none, so that every version and peer can be compiled and captured."""
+    files = (sys.modules.get(base.__module__) for base in type(model).__mro__)
+    own: Iterator[Callable[..., Any]] = (getattr(one, name) for one in files if hasattr(one, name))
+    return next(own, None) or getattr(versions.load("v4"), name)
 
 
 @functools.cache
