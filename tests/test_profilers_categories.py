@@ -124,6 +124,8 @@ NAMES = {
     ),
     "communication": (
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "Memcpy PtoP (Device -> Device)",
+        "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)",
         "_Z47ncclDevKernel_AllGather_RING_LL24ncclDevKernelArgsStorageILm4096EE",
         "rcclGenericKernel<1, false>",
         "gloo:all_reduce",

@@ -59,7 +59,10 @@ _RULES = (
         r"|result_type|item|local_scalar_dense|resize|set)_?$",
     ),
     # Before the reductions and gathers of a single GPU.
-    ("communication", r"nccl|rccl|^c10d::|^gloo:|all_?reduce|all_?gather|reduce_?scatter"),
+    (
+        "communication",
+        r"nccl|rccl|^c10d::|^gloo:|^memcpy ptop|all_?reduce|all_?gather|reduce_?scatter",
+    ),
     (
         "copy",
         r"^mem(?:cpy|set)|cuda mem(?:cpy|set)|__amd_rocclr_|^memory_copy|^(?:copy|fill)buffer"
