@@ -9,7 +9,6 @@ GPU the processes share files.
 
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from labs.scale_out.strategies import MOMENTS, Strategy
 from workshop.errors import NotOnThisMachine
 from workshop.run import markers
 
-STREAMS = 2
-"""Copies take turns on so many streams of a GPU: the next one begins before the last has ended."""
 ALIGNMENT = 64
 """Tensors in the shared memory begin at multiples of so many numbers."""
 
@@ -84,7 +81,7 @@ class Memory:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shared:
     """A weight of which each process updates some rows."""
 
@@ -154,12 +151,11 @@ class PeerToPeer(Strategy):
 
     def wrap(self, plain: nn.Module) -> nn.Module:
         weights = list(plain.parameters())
-        device, on_gpu = self.asked.device, self.asked.device.type == "cuda"
+        device = self.asked.device
         self._memory, shared = share(weights, device)
         self.unseen_bytes = self._memory.unseen_bytes
         self._shared = dict(zip(weights, shared, strict=True))
-        streams = [torch.cuda.Stream(device) for _ in range(STREAMS)] if on_gpu else [None]
-        self._streams = deque(streams)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for weight in weights:
             weight.register_post_accumulate_grad_hook(partial(self._send, self._shared[weight]))
         return plain
@@ -219,8 +215,8 @@ class PeerToPeer(Strategy):
         for part, optimizer in zip(self._parts, self._each, strict=True):
             self._sum(part)
             optimizer.step()
-            for shared in part:
-                with self._beside():
+            with self._beside():
+                for shared in part:
                     for copy in shared.elsewhere:
                         copy.copy_(shared.own.detach(), non_blocking=True)
         self._wait_for_all()
@@ -228,20 +224,17 @@ class PeerToPeer(Strategy):
     @contextmanager
     def _beside(self) -> Iterator[None]:
         """On a GPU the block runs after what it has been given so far, and beside what comes."""
-        self._streams.rotate()
-        stream = self._streams[0]
-        if stream is None:
+        if self._stream is None:
             yield
             return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             yield
 
     def _wait_for_all(self) -> None:
         """Waits until what all processes have sent has arrived."""
-        for stream in self._streams:
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         assert self._memory is not None
         self._memory.barrier()
 
