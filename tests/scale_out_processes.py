@@ -4,6 +4,7 @@ lines of JSON.
 """
 
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -234,9 +235,11 @@ def _check(case: Case) -> list[str]:
         seq_len=33,
     )
     job = dataclasses.replace(job, asked=asked)
-    return proof.check(job).failures + (
-        _sent_in_fp32(job) if "--reduce-dtype" in case.flags else []
-    )
+    failures = proof.check(job).failures
+    failures += _sent_in_fp32(job) if "--reduce-dtype" in case.flags else []
+    gc.collect()
+    kept = sum(isinstance(one, PeerToPeer) for one in gc.get_objects())
+    return failures + [f"{kept} strategies keep their memory"] * bool(kept)
 
 
 def _sent_in_fp32(job: request.Job) -> list[str]:

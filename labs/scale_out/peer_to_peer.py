@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -156,8 +157,9 @@ class PeerToPeer(Strategy):
         self.unseen_bytes = self._memory.unseen_bytes
         self._shared = dict(zip(weights, shared, strict=True))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        send = WeakMethod(self._send)  # PyTorch holds hooks where Python's collector can't see them
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(partial(self._send, self._shared[weight]))
+            weight.register_post_accumulate_grad_hook(partial(_send, send, self._shared[weight]))
         return plain
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
@@ -276,6 +278,13 @@ class PeerToPeer(Strategy):
             for moment in MOMENTS:
                 of_rows = self.optimizer.state[self._shared[weight].own][moment]
                 of_rows.copy_(self._rows(state[f"{moment}.{name}"]))
+
+
+def _send(
+    send: Callable[[], Callable[[Shared, Tensor], None] | None], shared: Shared, weight: Tensor
+) -> None:
+    if method := send():
+        method(shared, weight)
 
 
 def _in_parts(weights: Iterable[Shared], most: int) -> list[list[Shared]]:
