@@ -120,7 +120,7 @@ def test_a_fault_between_processes_is_red(name: str, found: dict[str, list[str]]
 
 @pytest.mark.slow
 def test_four_processes(processes: Processes) -> None:
-    wrong, true = [*FAULTS][1:13:4], ["v2 ddp bf16 parts", "v2 fsdp parts"]
+    wrong, true = [*FAULTS][1:13:4], ["v2 ddp bf16 parts", "v2 fsdp parts", "v4 p2p"]
     found = failures(processes, 4, [*wrong, *true])
     assert not any(found[name] for name in true)
     assert all(found[name] for name in wrong)

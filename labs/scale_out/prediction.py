@@ -190,6 +190,8 @@ def checks(rows: Sequence[LabRow]) -> list[Check]:
         links = links_of(rows, row.device, n)
         if one is None or model is None or n == 1 or row.step_ms is None or len(links) < 3:
             continue
+        if row.first.options["strategy"] != model.strategy:  # p2p, compared with ddp's one process
+            continue
         share = scaling.sequences(row) / scaling.sequences(one)
         kind = scaling.kind(row, peers)
         found.append(Check(row, kind, row.step_ms, step_ms(model, links, n, share)))
@@ -244,6 +246,7 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
                 row
                 for row in own
                 if row.first.baseline == one.first.variant
+                and row.first.options["strategy"] == model.strategy
                 and scaling.kind(row, own) == "weak"
                 and scaling.efficiency(row)
             ]
