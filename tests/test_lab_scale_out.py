@@ -18,11 +18,15 @@ import pytest
 import torch
 from scale_out_processes import FAULTS, TRUE, ZERO, ZERO_FAULTS
 
-from labs.scale_out import group, loop, proof, request, train
+from labs.scale_out import group, loop, proof, request, strategies, train
+from labs.scale_out.peer_accelerate import Accelerate
+from labs.scale_out.peer_to_peer import PeerToPeer
+from labs.scale_out.strategies import Strategy
 from workshop import cli, errors, labs, results, versions
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size
 from workshop.labs import LabRun
+from workshop.run import trainer
 
 TESTS = Path(__file__).resolve().parent
 
@@ -116,6 +120,12 @@ def test_two_processes_train_the_model_of_one(name: str, found: dict[str, list[s
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_between_processes_is_red(name: str, found: dict[str, list[str]]) -> None:
     assert found[name]
+
+
+def test_the_harness_takes_the_lab_s_own_step() -> None:
+    for kind in (Strategy, Accelerate, PeerToPeer):
+        step = trainer.part_of_version(kind.__new__(kind), "train_step")
+        assert step is strategies.train_step
 
 
 @pytest.mark.slow

@@ -244,6 +244,8 @@ def session() -> list[LabRun]:
     )]  # fmt: skip
     runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, proof=red,
                                                    status="proof failed")]  # fmt: skip
+    # Compared with ddp's process; the model of a step has no p2p.
+    runs.append(trained("p2p", 2, 16, 35.0, baseline=runs[0].variant))
     runs.append(trained("zero1", 2, 16, 1.0, status="skipped", error="deepspeed is missing",
                         step_ms=[], proof=Parity()))  # fmt: skip
     runs += itertools.starmap(sent, itertools.product(
@@ -272,6 +274,7 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     assert weak[1:5] == ["2", "weak", "16", "40.20"] and weak[6:] == ["1.0", "25%", "75%", "green"]
     assert weak[5].startswith("85.0% ")
     assert strong[2] == "strong" and strong[5].startswith("68.0% ")
+    assert lines(text, "v2, p2p")[0][5].startswith("97.6% ")
     _, red = lines(text, "v2, fsdp")
     assert red[4:] == ["-", "-", "-", "-", "-", "RED"]
     assert not lines(text, "v2, zero1") and "- v2, zero1: deepspeed is missing" in text
