@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakMethod
@@ -65,9 +64,9 @@ class Memory:
         return [handle.get_buffer(i, (numbers,), own.dtype) for i in range(dist.get_world_size())]
 
     def _files(self, numbers: int) -> list[Tensor]:
-        where = "/dev/shm" if Path("/dev/shm").is_dir() else None  # which is in memory
         first = dist.get_rank() == 0
-        folder = groups.of_first(tempfile.mkdtemp(dir=where) if first else "")
+        # Not in /dev/shm: a container's has 64 MB, and a process that writes beyond is killed.
+        folder = groups.of_first(tempfile.mkdtemp() if first else "")
         paths = [f"{folder}/{rank}" for rank in range(dist.get_world_size())]
 
         def opened(path: str) -> Tensor:
@@ -159,7 +158,9 @@ class PeerToPeer(Strategy):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         send = WeakMethod(self._send)  # PyTorch holds hooks where Python's collector can't see them
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(partial(_send, send, self._shared[weight]))
+            weight.register_post_accumulate_grad_hook(
+                partial(_if_alive, send, self._shared[weight])
+            )
         return plain
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
@@ -280,7 +281,7 @@ class PeerToPeer(Strategy):
                 of_rows.copy_(self._rows(state[f"{moment}.{name}"]))
 
 
-def _send(
+def _if_alive(
     send: Callable[[], Callable[[Shared, Tensor], None] | None], shared: Shared, weight: Tensor
 ) -> None:
     if method := send():
