@@ -81,6 +81,7 @@ def gradient_not_sent(self: PeerToPeer, shared: Shared, weight: Tensor) -> None:
 
 
 def rows_not_renewed(self: PeerToPeer) -> None:
+    self._rounded = self._rounded or self._share_rounded()
     for optimizer in self._each:
         optimizer.step()
     self._wait_for_all()
@@ -166,6 +167,9 @@ FAULTS = {
     "p2p sums gradients": fault("p2p", PeerToPeer, "backward", _plain["backward"]),
     "p2p does not send a gradient": fault("p2p", PeerToPeer, "_send", gradient_not_sent),
     "p2p does not send what it updates": fault("p2p", PeerToPeer, "update", rows_not_renewed),
+    "p2p does not send what it rounds": Case(
+        "p2p", 1, "v3", "bf16", PeerToPeer, "update", rows_not_renewed
+    ),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
     "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
     "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
@@ -183,6 +187,7 @@ TRUE = {
     ),
     "v4 ddp": Case(version="v4"),
     "v2 p2p bf16 parts": Case("p2p", 2, precision="bf16", flags="--bucket-mb 1"),
+    "v3 p2p bf16": Case("p2p", version="v3", precision="bf16"),
     "v4 p2p": Case("p2p", version="v4"),
     "v1 fsdp": Case("fsdp", version="v1"),
     "v2 fsdp parts": Case("fsdp", 2),

@@ -69,9 +69,15 @@ def _state(weight: Tensor) -> tuple[object, ...]:
     return weight._version, weight.data_ptr(), weight.device
 
 
-def keep_rounded(weight: Tensor) -> None:
-    """From now on `rounded` keeps this weight's copy: the caller renews it."""
-    _kept.setdefault(weight, _Kept())
+def keep_rounded(weight: Tensor, copy: Tensor | None = None) -> None:
+    """From now on `rounded` keeps this weight's copy: the caller renews it.
+
+    Args:
+        copy: what the weight is, rounded, if the caller has a place for it.
+    """
+    kept = _kept.setdefault(weight, _Kept())
+    if copy is not None:
+        kept.copy, kept.state = copy, _state(weight)
 
 
 def rounded_copy(weight: Tensor) -> Tensor | None:

@@ -31,7 +31,7 @@ ALIGNMENT = 64
 
 
 class Memory:
-    """A buffer of fp32 numbers in each process, which all processes can write.
+    """A buffer of numbers in each process, which all processes can write.
 
     Attributes:
         of: the buffer of each process, by rank.
@@ -42,12 +42,15 @@ class Memory:
         NotOnThisMachine: a GPU can't write into the memory of another.
     """
 
-    def __init__(self, numbers: int, device: torch.device) -> None:
+    def __init__(
+        self, numbers: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.barrier: Callable[[], object] = dist.barrier
         self.unseen_bytes = 0
-        self.of = self._on_gpus(numbers, device) if device.type == "cuda" else self._files(numbers)
+        on_gpu = device.type == "cuda"
+        self.of = self._on_gpus(numbers, device, dtype) if on_gpu else self._files(numbers, dtype)
 
-    def _on_gpus(self, numbers: int, device: torch.device) -> list[Tensor]:
+    def _on_gpus(self, numbers: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric
 
         assert device.index is not None
@@ -57,20 +60,20 @@ class Memory:
                     f"--strategy p2p: {device} can't write into the memory of cuda:{other}; use ddp"
                 )
         before = torch.cuda.memory_allocated(device)
-        own = symmetric.empty(numbers, dtype=torch.float32, device=device)
+        own = symmetric.empty(numbers, dtype=dtype, device=device)
         self.unseen_bytes = own.nbytes - (torch.cuda.memory_allocated(device) - before)
         handle = symmetric.rendezvous(own, dist.group.WORLD)  # type: ignore[arg-type]
         self.barrier = handle.barrier
         return [handle.get_buffer(i, (numbers,), own.dtype) for i in range(dist.get_world_size())]
 
-    def _files(self, numbers: int) -> list[Tensor]:
+    def _files(self, numbers: int, dtype: torch.dtype) -> list[Tensor]:
         first = dist.get_rank() == 0
         # Not in /dev/shm: a container's has 64 MB, and a process that writes beyond is killed.
         folder = groups.of_first(tempfile.mkdtemp() if first else "")
         paths = [f"{folder}/{rank}" for rank in range(dist.get_world_size())]
 
         def opened(path: str) -> Tensor:
-            return torch.from_file(path, shared=True, size=numbers, dtype=torch.float32)
+            return torch.from_file(path, shared=True, size=numbers, dtype=dtype)
 
         opened(paths[dist.get_rank()])
         dist.barrier()
@@ -81,14 +84,16 @@ class Memory:
         return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Shared:
     """A weight of which each process updates some rows."""
 
     own: nn.Parameter
     """This process's rows, a view of the weight."""
+    sent: Tensor
+    """These rows as the others get them: as they are, or rounded."""
     elsewhere: list[Tensor]
-    """The same rows in the memory of each other process."""
+    """Where they go, in the memory of each other process."""
     arrived: list[Tensor]
     """Gradients of these rows, as each other process has sent them."""
     outboxes: list[tuple[int, Tensor]]
@@ -122,7 +127,8 @@ def share(weights: Sequence[nn.Parameter], device: torch.device) -> tuple[Memory
         weight.data = copies[rank].copy_(weight.detach())
         shared.append(
             Shared(
-                nn.Parameter(rows[rank]),
+                nn.Parameter(rows[rank].data),  # with a version counter of its own
+                sent=rows[rank],
                 elsewhere=[copies[other].tensor_split(size)[rank] for other in others],
                 arrived=[inbox_of(rank, other) for other in others],
                 outboxes=[(other, inbox_of(other, rank)) for other in others],
@@ -139,21 +145,24 @@ class PeerToPeer(Strategy):
     """All weights on all processes; each updates its rows of them, as with ZeRO 1. A gradient goes
     to the processes that have its rows as soon as it is computed. For GPUs of one host."""
 
-    _memory: Memory | None = None
+    _memories: list[Memory]
+    _rounded: dict[nn.Parameter, Tensor] | None = None
+    """After the first update: of weights whose copies all processes share, this process's copy."""
     _shared: dict[nn.Parameter, Shared]
     _parts: list[list[Shared]]
     _each: list[torch.optim.Optimizer]
     """The optimizer of each part."""
 
     def build(self) -> nn.Module:
-        self._memory, self._shared, self._parts, self._each = None, {}, [], []  # of an earlier one
+        self._memories, self._shared, self._parts, self._each = [], {}, [], []  # of an earlier one
+        self._rounded = None
         return super().build()
 
     def wrap(self, plain: nn.Module) -> nn.Module:
         weights = list(plain.parameters())
         device = self.asked.device
-        self._memory, shared = share(weights, device)
-        self.unseen_bytes = self._memory.unseen_bytes
+        memory, shared = share(weights, device)
+        self._memories = [memory]
         self._shared = dict(zip(weights, shared, strict=True))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         send = WeakMethod(self._send)  # PyTorch holds hooks where Python's collector can't see them
@@ -165,7 +174,9 @@ class PeerToPeer(Strategy):
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         most = (self.sending.bucket_mb or 32) * 2**20
-        self._parts = _in_parts(self._shared.values(), most)
+        # Nothing runs beside the last part's rows on their way: they should be few.
+        by_size = sorted(self._shared.values(), key=lambda shared: -shared.own.numel())
+        self._parts = _in_parts(by_size, most)
         options = getattr(self.plain, "fusions", None)  # what the versions ask a model for
         self._each = [
             self.asked.module.configure_optimizer(
@@ -176,7 +187,49 @@ class PeerToPeer(Strategy):
             )
             for part in self._parts
         ]
+        if keeps := self._keeps_rounded():
+            for weight in self._shared:
+                keeps.keep_rounded(weight)
         return _AsOne(self._each)
+
+    def _keeps_rounded(self) -> Any:
+        """V3's module that keeps the weights rounded for the products, if its AdamW renews them."""
+        fusions: Any = getattr(self.plain, "fusions", None)
+        if self.asked.version.key != "v3" or not fusions.fuse_optimizer:
+            return None
+        import triton_linear
+
+        return triton_linear
+
+    def _share_rounded(self) -> dict[nn.Parameter, Tensor]:
+        """Moves the rounded copies that the passes have made into a memory of all processes: only
+        they are sent from now on, and the weights themselves are up to date in their owner alone.
+        """
+        keeps, rank, size = self._keeps_rounded(), dist.get_rank(), dist.get_world_size()
+        copies = {weight: keeps.rounded_copy(weight) for weight in self._shared} if keeps else {}
+        copies = {weight: copy for weight, copy in copies.items() if copy is not None}
+        if not copies:
+            return {}
+        numbers = sum(_aligned(weight.numel()) for weight in copies)
+        memory = Memory(numbers, self.asked.device, next(iter(copies.values())).dtype)
+        self._memories.append(memory)
+        begin = 0
+        for weight, copy in copies.items():
+            places = [one[begin:][: weight.numel()].view_as(weight) for one in memory.of]
+            begin += _aligned(weight.numel())
+            copies[weight] = places[rank].copy_(copy)
+            rows = [place.tensor_split(size)[rank] for place in places]
+            shared = self._shared[weight]
+            shared.sent = rows.pop(rank)
+            shared.elsewhere = rows
+            keeps.keep_rounded(weight, copies[weight])
+            keeps.keep_rounded(shared.own, shared.sent)
+        self._wait_for_all()
+        return copies
+
+    @property
+    def unseen_bytes(self) -> int:
+        return sum(memory.unseen_bytes for memory in self._memories)
 
     # --- the step
 
@@ -215,13 +268,15 @@ class PeerToPeer(Strategy):
             torch._foreach_add_(own, arrived)  # type: ignore[arg-type]
 
     def update(self) -> None:
+        if self._rounded is None:
+            self._rounded = self._share_rounded()
         for part, optimizer in zip(self._parts, self._each, strict=True):
             self._sum(part)
             optimizer.step()
             with self._beside():
                 for shared in part:
-                    for copy in shared.elsewhere:
-                        copy.copy_(shared.own.detach(), non_blocking=True)
+                    for place in shared.elsewhere:
+                        place.copy_(shared.sent, non_blocking=True)
         self._wait_for_all()
 
     @contextmanager
@@ -238,8 +293,7 @@ class PeerToPeer(Strategy):
         """Waits until what all processes have sent has arrived."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        assert self._memory is not None
-        self._memory.barrier()
+        self._memories[0].barrier()
 
     # --- whole tensors, for the proof and for checkpoints
 
@@ -247,35 +301,44 @@ class PeerToPeer(Strategy):
         """This process's rows."""
         return whole.tensor_split(dist.get_world_size())[dist.get_rank()]
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        """A copy with each process's own rows in it."""
-        whole = tensor.detach().clone()
-        for rank, rows in enumerate(whole.tensor_split(dist.get_world_size())):
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """Puts each process's own rows into the tensor of all; returns it."""
+        for rank, rows in enumerate(tensor.tensor_split(dist.get_world_size())):
             if rows.numel():
                 dist.broadcast(rows, rank)
-        return whole
+        return tensor
+
+    def weight(self, weight: nn.Parameter) -> Tensor:
+        copy = (self._rounded or {}).get(weight)
+        if copy is None:
+            return weight.detach()
+        # `data`: the copy would be made anew for a weight that PyTorch has seen change.
+        whole = self._gather(weight.data)
+        return torch.where(whole.to(copy.dtype) == copy, whole, copy.to(whole.dtype))
 
     def gradient(self, weight: nn.Parameter) -> Tensor | None:
         for part in [*self._unsummed]:
             self._sum(part)
-        return None if weight.grad is None else self._gathered(weight.grad)
+        return None if weight.grad is None else self._gather(weight.grad.clone())
 
     def state(self) -> dict[str, Tensor]:
         state = {}
         for name, weight in self.plain.named_parameters():
-            state[f"weight.{name}"] = weight.detach()
+            state[f"weight.{name}"] = self._gather(weight.data)
             of_rows = self.optimizer.state[self._shared[weight].own]
             for moment in MOMENTS:
                 whole = torch.zeros_like(weight)
                 self._rows(whole).copy_(of_rows[moment])
-                state[f"{moment}.{name}"] = self._gathered(whole)
+                state[f"{moment}.{name}"] = self._gather(whole)
         return state
 
     def resume(self, steps: int, read: Callable[[dict[str, Tensor]], object]) -> None:
         self._begin_state((shared.own for shared in self._shared.values()), steps)
         state = self.state()
         read(state)
+        self._rounded = None
         for name, weight in self.plain.named_parameters():
+            torch.autograd.graph.increment_version(weight)
             for moment in MOMENTS:
                 of_rows = self.optimizer.state[self._shared[weight].own][moment]
                 of_rows.copy_(self._rows(state[f"{moment}.{name}"]))

@@ -60,9 +60,6 @@ class Strategy(nn.Module):
     """The module that runs the passes."""
     optimizer: torch.optim.Optimizer
 
-    unseen_bytes = 0
-    """Of a GPU's memory, what PyTorch's allocator does not count."""
-
     def __init__(self, asked: Request, accumulate: int, sending: Sending | None = None) -> None:
         super().__init__()
         self.asked, self.accumulate, self.sending = asked, accumulate, sending or Sending()
@@ -71,6 +68,11 @@ class Strategy(nn.Module):
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are sent: fp32 where the proof runs in fp32."""
         return self.sending.dtype if self.asked.precision.name == "bf16" else torch.float32
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Of a GPU's memory, what PyTorch's allocator does not count."""
+        return 0
 
     def forward(self, *batch: Tensor) -> Tensor:
         out: Tensor = self.engine(*batch)
