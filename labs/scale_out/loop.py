@@ -236,7 +236,8 @@ class Training(trainer.Runner):
 
     def memory_mb(self) -> dict[str, float | str]:
         found = super().memory_mb()
-        found["peak"] = float(found["peak"]) + self.strategy.unseen_bytes / memory.MB
+        for what in ("peak", "rest"):
+            found[what] = float(found[what]) + self.strategy.unseen_bytes / memory.MB
         return found
 
     def once_more(self, range_: markers.Range) -> None:
