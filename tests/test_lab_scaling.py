@@ -267,9 +267,12 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     later = [sent(name, 2**20, 300.0) for name in collectives.OPERATIONS]
     for run in later:  # of another session: the model finds them for all
         run.session = "2029"
-    ((_, own),) = documents.parts([*session(), by_hand, *later], tmp_path).items()
+    first = [run for run in session() if run.unit == "tokens"]
+    again = trained("ddp", 1, 16, 50.0, session="2030")  # perhaps on another machine
+    ((_, own),) = documents.parts([*first, by_hand, *later, again], tmp_path).items()
     text = own["scaling"]
-    one, weak, strong = lines(text, "v2, ddp")
+    one, weak, strong, elsewhere = lines(text, "v2, ddp")
+    assert elsewhere[4] == "50.00"
     assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "green"]
     assert weak[1:5] == ["2", "weak", "16", "40.20"] and weak[6:] == ["1.0", "25%", "75%", "green"]
     assert weak[5].startswith("85.0% ")

@@ -26,12 +26,28 @@ def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]
         for name, title in PICTURES.items()
         for path in sorted(reference.glob(f"*/{LAB}/{name}.png"))
     ]
-    blocks = [*map(_block, scaling.measured(runs).values()), *pictures]
-    return {README: {"scaling": "\n\n".join(blocks) or lab_table.not_measured(COMMAND)}}
+    runs = list(runs)
+    of_device = {device: _flat(lists) for device, lists in scaling.measured(runs).items()}
+    of_session = (
+        scaling.measured(run for run in runs if run.session == session)
+        for session in sorted({run.session for run in runs})
+    )
+    found = [(device, _flat(lists)) for its in of_session for device, lists in its.items()]
+    blocks = [
+        _block(rows, of_device[device])
+        for device, rows in sorted(found, key=lambda session: session[0])
+    ]
+    text = "\n\n".join([*blocks, *pictures]) or lab_table.not_measured(COMMAND)
+    return {README: {"scaling": text}}
 
 
-def _block(sessions: list[list[LabRow]]) -> str:
-    """The tables of one device."""
-    rows = [row for session in sessions for row in session]
-    sources = dict.fromkeys(map(lab_table.source, sessions))
-    return "\n\n".join([*sources, tables.markdown(scaling.tables_of(rows), "####")])
+def _block(rows: list[LabRow], of_device: list[LabRow]) -> str:
+    """The tables of a session, whose rows are compared with each other alone: another session may
+    have run on another machine."""
+    trained = [row for row in rows if row.first.unit == "tokens"]
+    text = tables.markdown(scaling.tables_of(rows, of_device), "####")
+    return f"{lab_table.source(trained or rows)}\n\n{text}"
+
+
+def _flat(lists: Iterable[list[LabRow]]) -> list[LabRow]:
+    return [row for rows in lists for row in rows]

@@ -40,16 +40,21 @@ class Accelerate(Strategy):
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import TorchDynamoPlugin
 
-        plugin = None
+        plugin, low = None, self.asked.precision.autocast_dtype
         if self.sharded:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
             plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                # accelerate's own, except that it would also round the loss.
+                mixed_precision_policy=low and MixedPrecisionPolicy(low, low, torch.float32),
             )
         dynamo, mode = TorchDynamoPlugin(), self.asked.compile_mode
         if mode != "none":
             dynamo = TorchDynamoPlugin("inductor", mode=mode, use_regional_compilation=self.sharded)
         return Accelerator(
-            mixed_precision="bf16" if self.asked.precision.autocast_dtype else "no",
+            mixed_precision="bf16" if low else "no",
             gradient_accumulation_steps=self.accumulate,
             cpu=self.asked.device.type == "cpu",
             fsdp_plugin=plugin,

@@ -180,14 +180,15 @@ class Check:
     predicted_ms: float
 
 
-def checks(rows: Sequence[LabRow]) -> list[Check]:
-    """All rows of several processes for which there is a prediction."""
+def checks(rows: Sequence[LabRow], of_device: Sequence[LabRow] = ()) -> list[Check]:
+    """All rows of several processes for which there is a prediction, from the links that `rows`
+    have, or else `of_device`."""
     found = []
     for row in rows:
         peers = [one for one in rows if _together(one, row)]
         one, n = scaling.alone(row, peers), row.first.processes
         model = model_of(one) if one else None
-        links = links_of(rows, row.device, n)
+        links = links_of(rows, row.device, n) or links_of(of_device, row.device, n)
         if one is None or model is None or n == 1 or row.step_ms is None or len(links) < 3:
             continue
         if row.first.options["strategy"] != model.strategy:  # p2p, compared with ddp's one process
@@ -218,11 +219,12 @@ def check_table(found: Sequence[Check]) -> Table:
 def draw(rows: Sequence[LabRow], target: Path) -> bool:
     """Draws the efficiency of weak scaling, predicted and measured; returns whether there was
     something to draw. The rows are of one device."""
-    models = {
-        (row.first.subject, scaling.training_of(row)): (row, model)
-        for row in rows
-        if row.first.processes == 1 and (model := model_of(row))
-    }
+    models: dict[tuple[str, str], tuple[LabRow, Model, list[LabRow]]] = {}
+    for row in rows:
+        if row.first.processes == 1 and (model := model_of(row)):
+            weak, key = _weak(row, model, rows), (row.first.subject, scaling.training_of(row))
+            if key not in models or len(weak) >= len(models[key][2]):  # of several sessions
+                models[key] = row, model, weak
     links = links_of(rows, rows[0].device, 0)
     if not models or len(links) < 3:
         return False
@@ -239,17 +241,8 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
     measured_to = max(row.first.processes for row in rows)
     sizes = [n for n in (2, 4, *SIZES) if n >= measured_to]
     for axis, subject in zip(axes[0], subjects, strict=True):
-        own = [row for row in rows if row.first.subject == subject]
         trainings = [(name, *found) for (of, name), found in models.items() if of == subject]
-        for place, (name, one, model) in enumerate(trainings):
-            weak = [
-                row
-                for row in own
-                if row.first.baseline == one.first.variant
-                and row.first.options["strategy"] == model.strategy
-                and scaling.kind(row, own) == "weak"
-                and scaling.efficiency(row)
-            ]
+        for place, (name, one, model, weak) in enumerate(trainings):
             series = list(dict.fromkeys(map(scaling.training_of, weak))) or [name]
             for label, marker in zip(series, "os", strict=False):
                 measured = [row for row in weak if scaling.training_of(row) == label]
@@ -279,6 +272,19 @@ def draw(rows: Sequence[LabRow], target: Path) -> bool:
         figure.savefig(path, dpi=120)
     plt.close(figure)
     return True
+
+
+def _weak(one: LabRow, model: Model, rows: Sequence[LabRow]) -> list[LabRow]:
+    """The rows of weak scaling that are compared with the row `one`."""
+    its = [row for row in rows if _together(one, row) and row.first.session == one.first.session]
+    return [
+        row
+        for row in its
+        if row.first.baseline == one.first.variant
+        and row.first.options["strategy"] == model.strategy
+        and scaling.kind(row, its) == "weak"
+        and scaling.efficiency(row)
+    ]
 
 
 def _draw_training(

@@ -33,9 +33,12 @@ def measured(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
     return found
 
 
-def tables_of(rows: Iterable[LabRow]) -> list[Table]:
-    """The tables of one device's rows that are not empty."""
-    rows = list(rows)
+def tables_of(rows: Sequence[LabRow], of_device: Sequence[LabRow] = ()) -> list[Table]:
+    """The tables of a session's rows that are not empty.
+
+    Args:
+        of_device: rows in which the model of a step finds the links' bandwidth, if not in `rows`.
+    """
     trained = [row for row in rows if row.first.unit == "tokens"]
     subjects = dict.fromkeys(row.first.subject for row in trained)
     found = [
@@ -43,7 +46,7 @@ def tables_of(rows: Iterable[LabRow]) -> list[Table]:
         for subject in subjects
     ]
     found += collectives.tables_of(rows)
-    checks = prediction.checks(rows)
+    checks = prediction.checks(rows, of_device)
     return found + ([prediction.check_table(checks)] if checks else [])
 
 
