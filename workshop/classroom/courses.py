@@ -24,7 +24,7 @@ class Part:
     exercises: str = ""
 
 
-WELCOME = Part("welcome; all predict a step's time, then start `make compare`", 15)
+WELCOME = Part("welcome; all predict a step's time, then compare V1 and V2", 15)
 SESSIONS = [Part(f"session {number}", session=number) for number in SESSION_MINUTES]
 BREAK, LUNCH = Part("break", 15), Part("lunch", 60)
 PIPELINE = Part(
