@@ -12,7 +12,7 @@ from workshop.run.timing import Ratio, median
 
 TRAIN = "train.py"
 HEADER = ("training", "processes", "scaling", "batch each", "ms a step", "efficiency [95%]",
-          "GB a GPU", "communication", "hidden", "proof")  # fmt: skip
+          "GB a GPU", "communication", "hidden", "compile s", "proof")  # fmt: skip
 NOTES = (
     "efficiency: tokens per second of n processes, divided by n times those of one process of the "
     "same training",
@@ -20,6 +20,8 @@ NOTES = (
     "is in sequences",
     "communication: share of a profiled step during which it runs, including waits for other "
     "processes; hidden: the part of it during which computation runs too",
+    "compile: what torch.compile and Triton took before the first fast step; less where an earlier "
+    "process has left its results in their caches",
 )
 
 
@@ -40,9 +42,12 @@ def tables_of(rows: Sequence[LabRow], of_device: Sequence[LabRow] = ()) -> list[
         of_device: rows in which the model of a step finds the links' bandwidth, if not in `rows`.
     """
     trained = [row for row in rows if row.first.unit == "tokens"]
-    subjects = dict.fromkeys(row.first.subject for row in trained)
+    subjects = [*dict.fromkeys(row.first.subject for row in trained)]
     found = [
-        scaling_table([row for row in trained if row.first.subject == subject])
+        scaling_table(
+            [row for row in trained if row.first.subject == subject],
+            NOTES if subject == subjects[-1] else (),
+        )
         for subject in subjects
     ]
     found += collectives.tables_of(rows)
@@ -50,14 +55,14 @@ def tables_of(rows: Sequence[LabRow], of_device: Sequence[LabRow] = ()) -> list[
     return found + ([prediction.check_table(checks)] if checks else [])
 
 
-def scaling_table(rows: Sequence[LabRow]) -> Table:
+def scaling_table(rows: Sequence[LabRow], notes: Sequence[str]) -> Table:
     """A line for each row. The rows are of one session, device and subject."""
     first = rows[0]
     ran = [row for row in in_order(rows) if row.first.status != "skipped"]
     lines = [Line(cells(row, rows), "red" if row.failed else None, training_of(row)) for row in ran]
     skipped = dict.fromkeys(f"{training_of(row)}: {row.note()}" for row in rows if row.note())
     title = f"{LAB}: {first.first.subject}, {first.device}"
-    return Table(title, HEADER, lines, [*NOTES, *skipped], left=(0, 2, 9), wraps=(0, 5))
+    return Table(title, HEADER, lines, [*notes, *skipped], left=(0, 2, 10), wraps=(0, 5))
 
 
 def in_order(rows: Sequence[LabRow]) -> list[LabRow]:
@@ -115,6 +120,7 @@ def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
         number(memory / 1e3 if memory else None, ",.1f"),
         number(metric(row, "communication_share"), ".0%"),
         number(metric(row, "hidden_share"), ".0%"),
+        number(_middle(run.setup_s.get("compile") for run in row.runs if row.times), ".1f"),
         lab_table.proof(row),
     ]
 
@@ -128,6 +134,10 @@ def in_percent(ratio: Ratio) -> str:
 
 def metric(row: LabRow, name: str) -> float | None:
     """The median of the row's groups; None for a row without times."""
-    found = [run.metrics.get(name) for run in row.runs] if row.times else []
+    return _middle(run.metrics.get(name) for run in row.runs) if row.times else None
+
+
+def _middle(found: Iterable[object]) -> float | None:
+    """The median of the numbers; None without any."""
     values = [float(value) for value in found if isinstance(value, (int, float))]
     return median(values) if values else None
