@@ -303,6 +303,7 @@ def test_wrong_input_is_a_line(
     assert words in printed.err and "make_dataset.py" in printed.err
 
 
+@pytest.mark.slow
 def test_the_command_measures_rungs_in_turns(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

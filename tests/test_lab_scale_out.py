@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scale_out_processes import FAULTS, TRUE, ZERO, ZERO_FAULTS
+from scale_out_processes import FAULTS, TRUE, V3, V3_FAULTS, ZERO, ZERO_FAULTS
 
 from labs.scale_out import group, loop, proof, request, strategies, train
 from labs.scale_out.peer_accelerate import Accelerate
@@ -126,6 +126,13 @@ def test_the_harness_takes_the_lab_s_own_step() -> None:
     for kind in (Strategy, Accelerate, PeerToPeer):
         step = trainer.part_of_version(kind.__new__(kind), "train_step")
         assert step is strategies.train_step
+
+
+@pytest.mark.slow
+def test_rounded_weights_are_sent(processes: Processes) -> None:
+    found = failures(processes, 2, [*V3, *V3_FAULTS])
+    assert not any(found[name] for name in V3), found
+    assert all(found[name] for name in V3_FAULTS), found
 
 
 @pytest.mark.slow
