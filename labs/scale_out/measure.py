@@ -139,8 +139,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--session",
         metavar="NAME",
-        help="add to this study, a folder below runs/ of --output-dir, for example where a machine "
-        "is there for minutes (default: a new one)",
+        help="add to this study, a folder below runs/ of --output-dir; its runs are compared with "
+        "each other, so stay on one machine (default: a new one)",
     )
     add("flags", nargs="*", metavar="FLAG", help="of train.py")
     return parser
