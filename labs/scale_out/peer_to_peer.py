@@ -2,11 +2,13 @@
 
 NCCL's kernels run on multiprocessors, which the backward pass needs: a matrix product that has a
 block for each of them takes twice as long beside NCCL. A GPU's copy engines need none. They move
-gradients to the process that updates these rows while the backward pass goes on, and the updated
-rows to all others while AdamW updates the next ones. PyTorch calls such memory symmetric; without a
-GPU the processes share files.
+gradients to the process that updates these rows while the backward pass goes on, and a layer's
+updated rows to all others during the next forward pass, before it reaches that layer. What is
+compiled can't wait there: then rows move while AdamW updates the next ones. PyTorch calls such
+memory symmetric; without a GPU the processes share files.
 """
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labs.scale_out import group as groups
-from labs.scale_out.strategies import MOMENTS, Strategy
+from labs.scale_out.strategies import MOMENTS, Strategy, layers_of
 from workshop.errors import NotOnThisMachine
 from workshop.run import markers
 
 ALIGNMENT = 64
 """Tensors in the shared memory begin at multiples of so many numbers."""
+MOST_ADDED = 8
+"""Tensors that PyTorch's jiterator adds in one kernel."""
 
 
 class Memory:
@@ -36,6 +40,7 @@ class Memory:
     Attributes:
         of: the buffer of each process, by rank.
         barrier: waits for all processes; on a GPU its stream waits, and the host goes on.
+        barrier_beside: a second one, for another stream.
         unseen_bytes: what PyTorch's allocator does not count of this process's buffer.
 
     Raises:
@@ -46,6 +51,7 @@ class Memory:
         self, numbers: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
         self.barrier: Callable[[], object] = dist.barrier
+        self.barrier_beside: Callable[[], object] = dist.barrier
         self.unseen_bytes = 0
         on_gpu = device.type == "cuda"
         self.of = self._on_gpus(numbers, device, dtype) if on_gpu else self._files(numbers, dtype)
@@ -63,7 +69,7 @@ class Memory:
         own = symmetric.empty(numbers, dtype=dtype, device=device)
         self.unseen_bytes = own.nbytes - (torch.cuda.memory_allocated(device) - before)
         handle = symmetric.rendezvous(own, dist.group.WORLD)  # type: ignore[arg-type]
-        self.barrier = handle.barrier
+        self.barrier, self.barrier_beside = handle.barrier, partial(handle.barrier, 1)
         return [handle.get_buffer(i, (numbers,), own.dtype) for i in range(dist.get_world_size())]
 
     def _files(self, numbers: int, dtype: torch.dtype) -> list[Tensor]:
@@ -98,6 +104,8 @@ class Shared:
     """Gradients of these rows, as each other process has sent them."""
     outboxes: list[tuple[int, Tensor]]
     """For each other process its rank, and where the gradient of its rows goes."""
+    late: bool = False
+    """Its rows are sent during the next forward pass."""
 
 
 def share(weights: Sequence[nn.Parameter], device: torch.device) -> tuple[Memory, list[Shared]]:
@@ -152,9 +160,16 @@ class PeerToPeer(Strategy):
     _parts: list[list[Shared]]
     _each: list[torch.optim.Optimizer]
     """The optimizer of each part."""
+    _late: list[list[Shared]]
+    """The layers' weights whose rows are sent during the next forward pass."""
+    _arrivals: list[torch.cuda.Event]
+    """During that pass: when each layer's rows have arrived."""
+    _stale: bool
+    """Rows of an update are still to be sent."""
 
     def build(self) -> nn.Module:
         self._memories, self._shared, self._parts, self._each = [], {}, [], []  # of an earlier one
+        self._late, self._arrivals, self._stale = [], [], False
         self._rounded = None
         return super().build()
 
@@ -170,12 +185,22 @@ class PeerToPeer(Strategy):
             weight.register_post_accumulate_grad_hook(
                 partial(_if_alive, send, self._shared[weight])
             )
+        if self.asked.compile_mode == "none":  # a compiled model has no place to wait
+            self._hook_layers(plain)
         return plain
+
+    def _hook_layers(self, plain: nn.Module) -> None:
+        wait = WeakMethod(self._wait_for_layer)
+        for i, layer in enumerate(layers_of(plain)):
+            layer.register_forward_pre_hook(lambda *_, i=i: _if_alive(wait, i))
+            self._late.append([self._shared[weight] for weight in layer.parameters()])
+            for shared in self._late[-1]:
+                shared.late = True
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         most = (self.sending.bucket_mb or 32) * 2**20
-        # Nothing runs beside the last part's rows on their way: they should be few.
-        by_size = sorted(self._shared.values(), key=lambda shared: -shared.own.numel())
+        # Nothing runs beside the last part's rows on their way: they should be few, or late.
+        by_size = sorted(self._shared.values(), key=lambda one: (one.late, -one.own.numel()))
         self._parts = _in_parts(by_size, most)
         options = getattr(self.plain, "fusions", None)  # what the versions ask a model for
         self._each = [
@@ -251,6 +276,11 @@ class PeerToPeer(Strategy):
                 for other, outbox in shared.outboxes:
                     outbox.copy_(rows[other], non_blocking=True)
 
+    def forward(self, *batch: Tensor) -> Tensor:
+        if self._stale:
+            self._send_late()
+        return super().forward(*batch)
+
     def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
         loss = super().passes(tokens, targets, phase)
         self._wait_for_all()
@@ -262,10 +292,9 @@ class PeerToPeer(Strategy):
     def _sum(self, part: list[Shared]) -> None:
         """Adds the others' gradients of a part to this process's own."""
         self._unsummed.remove(part)
-        found = [shared for shared in part if shared.own.grad is not None]
-        own = [shared.own.grad for shared in found]
-        for arrived in zip(*(shared.arrived for shared in found), strict=True):
-            torch._foreach_add_(own, arrived)  # type: ignore[arg-type]
+        for shared in part:
+            if shared.own.grad is not None:
+                shared.own.grad = added(shared.own.grad, *shared.arrived)
 
     def update(self) -> None:
         if self._rounded is None:
@@ -273,11 +302,26 @@ class PeerToPeer(Strategy):
         for part, optimizer in zip(self._parts, self._each, strict=True):
             self._sum(part)
             optimizer.step()
+            for shared in part:
+                shared.own.grad = None
             with self._beside():
-                for shared in part:
-                    for place in shared.elsewhere:
-                        place.copy_(shared.sent, non_blocking=True)
+                _send_rows(shared for shared in part if not shared.late)
         self._wait_for_all()
+        self._stale = bool(self._late)
+
+    def _send_late(self) -> None:
+        """Sends the layers' rows; afterwards `_wait_for_layer` waits for one layer's."""
+        self._stale = False
+        with self._beside():
+            for layer in self._late:
+                _send_rows(layer)
+                self._memories[0].barrier_beside()
+                if self._stream is not None:
+                    self._arrivals.append(self._stream.record_event())
+
+    def _wait_for_layer(self, i: int) -> None:
+        if self._arrivals:
+            torch.cuda.current_stream().wait_event(self._arrivals[i])
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -293,6 +337,7 @@ class PeerToPeer(Strategy):
         """Waits until what all processes have sent has arrived."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+        self._arrivals.clear()
         self._memories[0].barrier()
 
     # --- whole tensors, for the proof and for checkpoints
@@ -308,6 +353,12 @@ class PeerToPeer(Strategy):
                 dist.broadcast(rows, rank)
         return tensor
 
+    def weights(self) -> dict[str, Tensor]:
+        if self._stale:
+            self._send_late()
+            self._wait_for_all()
+        return super().weights()
+
     def weight(self, weight: nn.Parameter) -> Tensor:
         copy = (self._rounded or {}).get(weight)
         if copy is None:
@@ -319,7 +370,12 @@ class PeerToPeer(Strategy):
     def gradient(self, weight: nn.Parameter) -> Tensor | None:
         for part in [*self._unsummed]:
             self._sum(part)
-        return None if weight.grad is None else self._gather(weight.grad.clone())
+        rows = self._shared[weight].own.grad
+        if weight.grad is None or rows is None:
+            return None
+        whole = weight.grad.clone()
+        self._rows(whole).copy_(rows)
+        return self._gather(whole)
 
     def state(self) -> dict[str, Tensor]:
         state = {}
@@ -336,7 +392,7 @@ class PeerToPeer(Strategy):
         self._begin_state((shared.own for shared in self._shared.values()), steps)
         state = self.state()
         read(state)
-        self._rounded = None
+        self._rounded, self._stale = None, False
         for name, weight in self.plain.named_parameters():
             torch.autograd.graph.increment_version(weight)
             for moment in MOMENTS:
@@ -344,11 +400,34 @@ class PeerToPeer(Strategy):
                 of_rows.copy_(self._rows(state[f"{moment}.{name}"]))
 
 
-def _if_alive(
-    send: Callable[[], Callable[[Shared, Tensor], None] | None], shared: Shared, weight: Tensor
-) -> None:
-    if method := send():
-        method(shared, weight)
+def _if_alive(method: WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    if found := method():
+        found(*arguments)
+
+
+def added(*tensors: Tensor) -> Tensor:
+    """The sum of tensors of one shape, each read once."""
+    if not tensors[0].is_cuda:
+        return torch.stack(tensors).sum(0)
+    while len(tensors) > 1:
+        first, tensors = tensors[:MOST_ADDED], tensors[MOST_ADDED:]
+        tensors = (_adder(len(first))(*first), *tensors)
+    return tensors[0]
+
+
+@functools.cache
+def _adder(number: int) -> Any:
+    names = [f"x{i}" for i in range(number)]
+    arguments = ", ".join(f"T {name}" for name in names)
+    return torch.cuda.jiterator._create_jit_fn(
+        f"template <typename T> T added({arguments}) {{ return {' + '.join(names)}; }}"
+    )
+
+
+def _send_rows(weights: Iterable[Shared]) -> None:
+    for shared in weights:
+        for place in shared.elsewhere:
+            place.copy_(shared.sent, non_blocking=True)
 
 
 def _in_parts(weights: Iterable[Shared], most: int) -> list[list[Shared]]:
