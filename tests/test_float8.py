@@ -157,7 +157,8 @@ def kernels_against_pytorch(device: torch.device) -> Iterator[tuple[Tensor, Tens
     wide = torch.randn(130, 300, device=device).bfloat16() * 37
     spoilt = torch.randn(20, 33, device=device)
     spoilt[3, 5], spoilt[7, 8] = torch.nan, torch.inf
-    matrices = (wide[:, :257], wide.t(), wide[:1], torch.zeros(3, 40, device=device), spoilt)
+    zeros, aligned = torch.zeros(3, 40, device=device), torch.randn(256, 64, device=device)
+    matrices = (wide[:, :257], wide.t(), wide[:1], aligned, zeros, spoilt)
     for recipe, x in itertools.product((TENSORWISE, ROWWISE), matrices):
         for dtype in set(float8.formats(device, recipe)):
             found, true = (

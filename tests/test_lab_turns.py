@@ -37,7 +37,8 @@ log("start")
 fault = (here / "faults").read_text().split(" " + name + ":")
 fault = fault[1].split()[0] if len(fault) > 1 else ""
 if fault == "memory":
-    sys.exit("torch.AcceleratorError: CUDA error: no more memory\\nCompile with DSA.\\n")
+    sys.exit("[rank0]: torch.AcceleratorError: CUDA error: no more memory\\nCompile with DSA.\\n"
+             "errors.ChildFailedError: \\n=====\\n")
 if fault == "crash":
     os.abort()
 time.sleep(1e6 if fault == "never" else 0.2)

@@ -52,21 +52,20 @@ def _float8_round_kernel(
     """x over its scale, in fp8, as (R, C) and as (C, R), and the scales."""
     x, r, c, inside = _tile(x_ptr, stride_x, R, C, BLOCK)
     type_: tl.constexpr = values_ptr.dtype.element_ty
-    if BY_ROW:
-        # The smallest keeps zeros from infinity.
-        row = tl.maximum(tl.load(row_ptr + r, mask=r < R, other=1.0), 1e-30)
-        column = tl.maximum(tl.load(column_ptr + c, mask=c < C, other=1.0), 1e-30)
-        tl.store(row_scale_ptr + r, row / LARGEST, mask=(r < R) & (tl.program_id(1) == 0))
-        tl.store(column_scale_ptr + c, column / LARGEST, mask=(c < C) & (tl.program_id(0) == 0))
-        values = (x * (1.0 / row * LARGEST)[:, None]).to(type_)
-        turned = (x * (1.0 / column * LARGEST)[None, :]).to(type_)
-    else:
-        most = tl.maximum(tl.load(row_ptr), 1e-30)
-        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        tl.store(row_scale_ptr, most / LARGEST, mask=first)
-        tl.store(column_scale_ptr, most / LARGEST, mask=first)
-        values = (x * (1.0 / most * LARGEST)).to(type_)
-        turned = values
+    step: tl.constexpr = 1 if BY_ROW else 0
+    # The smallest keeps zeros from infinity.
+    row = tl.maximum(tl.load(row_ptr + r * step, mask=r < R, other=1.0), 1e-30)
+    column = tl.maximum(tl.load(column_ptr + c * step, mask=c < C, other=1.0), 1e-30)
+    rows, columns = (R, C) if BY_ROW else (1, 1)
+    tl.store(row_scale_ptr + r * step, row / LARGEST, mask=(r < rows) & (tl.program_id(1) == 0))
+    tl.store(
+        column_scale_ptr + c * step, column / LARGEST,
+        mask=(c < columns) & (tl.program_id(0) == 0),
+    )  # fmt: skip
+    values = (x * (1.0 / row * LARGEST)[:, None]).to(type_)
+    # Rounded on its own, also where both are the same: ptxas 12.9, which Triton 3.6 to 3.8 have for
+    # Hopper, spoils fp8 numbers that are stored as they are and transposed (triton#11111).
+    turned = (x * (1.0 / column * LARGEST)[None, :]).to(type_)
     tl.store(values_ptr + r[:, None].to(tl.int64) * C + c[None, :], values, mask=inside)
     rows_of_it = transposed_ptr + c[:, None].to(tl.int64) * R
     tl.store(rows_of_it + r[None, :], tl.trans(turned), mask=tl.trans(inside))

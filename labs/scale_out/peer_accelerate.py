@@ -40,30 +40,31 @@ class Accelerate(Strategy):
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.utils import TorchDynamoPlugin
 
-        plugin, low = None, self.asked.precision.autocast_dtype
+        plugin = None
         if self.sharded:
-            from torch.distributed.fsdp import MixedPrecisionPolicy
-
             plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                # accelerate's own, except that it would also round the loss.
-                mixed_precision_policy=low and MixedPrecisionPolicy(low, low, torch.float32),
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
             )
         dynamo, mode = TorchDynamoPlugin(), self.asked.compile_mode
         if mode != "none":
             dynamo = TorchDynamoPlugin("inductor", mode=mode, use_regional_compilation=self.sharded)
         return Accelerator(
-            mixed_precision="bf16" if low else "no",
+            mixed_precision="bf16" if self.asked.precision.autocast_dtype else "no",
             gradient_accumulation_steps=self.accumulate,
             cpu=self.asked.device.type == "cpu",
             fsdp_plugin=plugin,
             dynamo_plugin=dynamo,
         )
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        out: Tensor = self.asked.module.run(self.engine, *batch)
-        return out
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        run, model = self.asked.module.run, self.engine
+        if targets is None or not self.sharded:
+            out: Tensor = run(model, tokens, targets)
+            return out
+        # Outside of the model, whose output, so its loss, accelerate's FSDP rounds to bf16.
+        sizes, logits = {"vocab_size": model.config.vocab_size}, run(model, tokens)
+        loss: Tensor = model.loss_function(logits, targets, shift_labels=targets, **sizes)
+        return loss
 
     def autocast(self) -> AbstractContextManager[None]:
         return nullcontext()

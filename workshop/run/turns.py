@@ -115,7 +115,9 @@ def _message(text: str) -> str:
     lines of advice. Of several processes their launcher has more to say than they."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
     own = [line for line in lines if line.startswith("error: ")]
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    # PyTorch may write [rank0]: before it, and torchrun ends with an error of its own without words.
+    found = (re.match(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+)", x) for x in lines)
+    raised = [match[1] for match in found if match]
     return (own or raised or lines)[-1].removeprefix("error: ")
 
 
