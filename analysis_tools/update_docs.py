@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def render() -> dict[Path, str]:
             TEXT: text_documents.sample(REFERENCE),
         },
         WORTH: _worth(runs, ladders),
-        FP8: {PREDICTIONS: _fp8_predictions(), FLOAT8: _fp8_times(ladders)},
+        FP8: {PREDICTIONS: _fp8_predictions(), FLOAT8: _fp8_times(devices)},
         ROOT / "exercises" / "README.md": {EXERCISES: index.tables(sheets, ROOT / "exercises")},
         instructor.GUIDE: instructor.parts(collection) | {"courses": courses.tables(sheets)},
     }
@@ -358,24 +359,24 @@ def _fp8_predictions() -> str:
     return markdown_table(header, lines, (0, 2))
 
 
-def _fp8_times(ladders: Sequence[Sequence[Row]]) -> str:
-    """A line for each version and size that was timed in fp8 and in bf16."""
-    lines = []
-    for rows in ladders:
-        times = {
-            (row.version, row.config, row.precision): row.step_ms
-            for row in rows
-            if row.step_ms and not row.variant
-        }
-        for (version, config, precision), fp8 in times.items():
-            bf16 = times.get((version, config, "bf16"))
-            if precision in precisions.FLOAT8 and bf16:
-                cells = [rows[0].device, config, version, precision, f"{bf16:.2f} ms"]
-                lines.append([*cells, f"{fp8:.2f} ms", f"{bf16 / fp8:.2f}x"])
+def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
+    """A line for each version and size of which a session has timed fp8 and bf16."""
+    sessions = defaultdict(list)
+    for run in (run for its in devices for run in ordinary(its)):
+        sessions[run.session].append(run)
+    lines = {}
+    for its in map(sessions.__getitem__, sorted(sessions)):
+        rows = [(row, row.step_ms) for row in build_rows(its) if row.step_ms and not row.variant]
+        bf16 = {(row.version, row.config): ms for row, ms in rows if row.precision == "bf16"}
+        for row, ms in rows:
+            before = bf16.get((row.version, row.config))
+            if row.precision in precisions.FLOAT8 and before:
+                what = row.device, row.config, row.version, row.precision
+                lines[what] = [*what, f"{before:.2f} ms", f"{ms:.2f} ms", f"{before / ms:.2f}x"]
     if not lines:
         return "Not measured yet."
     header = ["device", "config", "version", "precision", "step in bf16", "in fp8", "as fast"]
-    return markdown_table(header, lines, (0, 1, 2, 3))
+    return markdown_table(header, list(lines.values()), (0, 1, 2, 3))
 
 
 # --- the profiles --------------------------------------------------------------------------------

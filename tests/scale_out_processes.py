@@ -90,11 +90,9 @@ def rows_not_sent(self: PeerToPeer) -> None:
     _p2p_update(self)
 
 
-def rows_sent_too_late(self: PeerToPeer, *batch: Tensor) -> Tensor:
-    out = self.engine(*batch)
-    if self._stale:
+def rows_sent_too_late(self: PeerToPeer, i: int) -> None:
+    if i > 0 and self._stale:
         self._send_late()
-    return out
 
 
 def update_skipped(self: Fsdp) -> None:
@@ -177,7 +175,7 @@ FAULTS = {
     "p2p sums gradients": fault("p2p", PeerToPeer, "backward", _plain["backward"]),
     "p2p does not send a gradient": fault("p2p", PeerToPeer, "_send", gradient_not_sent),
     "p2p does not send what it updates": fault("p2p", PeerToPeer, "update", rows_not_sent),
-    "p2p sends rows too late": fault("p2p", PeerToPeer, "forward", rows_sent_too_late),
+    "p2p sends rows too late": fault("p2p", PeerToPeer, "_before_layer", rows_sent_too_late),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
     "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
     "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),

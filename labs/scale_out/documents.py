@@ -1,7 +1,9 @@
 """The figures in the lab's README, from result files: `make docs` writes those of
 results/reference/ between its markers."""
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from labs.scale_out import scaling
@@ -33,20 +35,30 @@ def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]
         for session in sorted({run.session for run in runs})
     )
     found = [(device, _flat(lists)) for its in of_session for device, lists in its.items()]
-    blocks = [
-        _block(rows, of_device[device])
+    sessions = [
+        (_source(rows), scaling.tables_of(rows, of_device[device]))
         for device, rows in sorted(found, key=lambda session: session[0])
     ]
-    text = "\n\n".join([*blocks, *pictures]) or lab_table.not_measured(COMMAND)
-    return {README: {"scaling": text}}
+    notes = Counter(note for _, its in sessions for table in its for note in table.notes)
+    common = [note for note, tables_with_it in notes.items() if tables_with_it > 1]
+    blocks = [
+        f"{source}\n\n{tables.markdown([_without(table, common) for table in its], '####')}"
+        for source, its in sessions
+    ]
+    legend = "\n".join(["In these tables:", "", *(f"- {note}" for note in common)])
+    text = "\n\n".join([*blocks, *[legend] * bool(common), *pictures])
+    return {README: {"scaling": text or lab_table.not_measured(COMMAND)}}
 
 
-def _block(rows: list[LabRow], of_device: list[LabRow]) -> str:
-    """The tables of a session, whose rows are compared with each other alone: another session may
-    have run on another machine."""
+def _source(rows: list[LabRow]) -> str:
+    """Where a session's tables come from. Its rows are compared with each other alone: another
+    session may have run on another machine."""
     trained = [row for row in rows if row.first.unit == "tokens"]
-    text = tables.markdown(scaling.tables_of(rows, of_device), "####")
-    return f"{lab_table.source(trained or rows)}\n\n{text}"
+    return lab_table.source(trained or rows)
+
+
+def _without(table: tables.Table, notes: Iterable[str]) -> tables.Table:
+    return replace(table, notes=[note for note in table.notes if note not in notes])
 
 
 def _flat(lists: Iterable[list[LabRow]]) -> list[LabRow]:

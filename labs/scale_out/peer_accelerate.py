@@ -56,14 +56,16 @@ class Accelerate(Strategy):
             dynamo_plugin=dynamo,
         )
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, *batch: Tensor) -> Tensor:
         run, model = self.asked.module.run, self.engine
-        if targets is None or not self.sharded:
-            out: Tensor = run(model, tokens, targets)
+        if not self.sharded or len(batch) == 1:
+            out: Tensor = run(model, *batch)
             return out
         # Outside of the model, whose output, so its loss, accelerate's FSDP rounds to bf16.
-        sizes, logits = {"vocab_size": model.config.vocab_size}, run(model, tokens)
-        loss: Tensor = model.loss_function(logits, targets, shift_labels=targets, **sizes)
+        (tokens, targets), sizes = batch, {"vocab_size": model.config.vocab_size}
+        loss: Tensor = model.loss_function(
+            run(model, tokens), targets, shift_labels=targets, **sizes
+        )
         return loss
 
     def autocast(self) -> AbstractContextManager[None]:

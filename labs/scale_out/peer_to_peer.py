@@ -190,9 +190,9 @@ class PeerToPeer(Strategy):
         return plain
 
     def _hook_layers(self, plain: nn.Module) -> None:
-        wait = WeakMethod(self._wait_for_layer)
+        before = WeakMethod(self._before_layer)
         for i, layer in enumerate(layers_of(plain)):
-            layer.register_forward_pre_hook(lambda *_, i=i: _if_alive(wait, i))
+            layer.register_forward_pre_hook(lambda *_, i=i: _if_alive(before, i))
             self._late.append([self._shared[weight] for weight in layer.parameters()])
             for shared in self._late[-1]:
                 shared.late = True
@@ -276,11 +276,6 @@ class PeerToPeer(Strategy):
                 for other, outbox in shared.outboxes:
                     outbox.copy_(rows[other], non_blocking=True)
 
-    def forward(self, *batch: Tensor) -> Tensor:
-        if self._stale:
-            self._send_late()
-        return super().forward(*batch)
-
     def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
         loss = super().passes(tokens, targets, phase)
         self._wait_for_all()
@@ -309,8 +304,15 @@ class PeerToPeer(Strategy):
         self._wait_for_all()
         self._stale = bool(self._late)
 
+    def _before_layer(self, i: int) -> None:
+        """Waits for a layer's rows, if they are on their way. The first layer sends them all: a
+        captured step starts its parallel parts in their order, and the embedding comes first."""
+        if self._stale:
+            self._send_late()
+        if self._arrivals:
+            torch.cuda.current_stream().wait_event(self._arrivals[i])
+
     def _send_late(self) -> None:
-        """Sends the layers' rows; afterwards `_wait_for_layer` waits for one layer's."""
         self._stale = False
         with self._beside():
             for layer in self._late:
@@ -318,10 +320,6 @@ class PeerToPeer(Strategy):
                 self._memories[0].barrier_beside()
                 if self._stream is not None:
                     self._arrivals.append(self._stream.record_event())
-
-    def _wait_for_layer(self, i: int) -> None:
-        if self._arrivals:
-            torch.cuda.current_stream().wait_event(self._arrivals[i])
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ def _message(text: str) -> str:
     lines of advice. Of several processes their launcher has more to say than they."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
     own = [line for line in lines if line.startswith("error: ")]
-    # PyTorch may write [rank0]: before it, and torchrun ends with an error of its own without words.
+    # PyTorch may write [rank0]: before it; torchrun's own error, the last, has no words.
     found = (re.match(r"(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .+)", x) for x in lines)
     raised = [match[1] for match in found if match]
     return (own or raised or lines)[-1].removeprefix("error: ")
