@@ -246,16 +246,17 @@ Curve = list[tuple[int, float]]
 
 
 def curves(rows: Iterable[LabRow]) -> dict[tuple[str, int], dict[str, Curve]]:
-    """By device and number of processes, then by collective; only rows with a right result."""
-    found: dict[tuple[str, int], dict[str, Curve]] = {}
+    """By device and number of processes, then by collective; only rows with a right result. Of
+    several rows of one message the last counts."""
+    found: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
     for row in rows:
         if row.first.unit == UNIT and row.units_per_s:
             of = found.setdefault((row.device, row.first.processes), {})
             size = int(row.first.metrics["message_bytes"] or 0)
-            curve = of.setdefault(str(row.first.metrics["collective"]), [])
-            curve.append((size, row.units_per_s / 1e9))
+            curve = of.setdefault(str(row.first.metrics["collective"]), {})
+            curve[size] = row.units_per_s / 1e9
     return {
-        key: {name: sorted(its[name]) for name in OPERATIONS if name in its}
+        key: {name: sorted(its[name].items()) for name in OPERATIONS if name in its}
         for key, its in found.items()
     }
 

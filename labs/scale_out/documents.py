@@ -28,16 +28,10 @@ def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]
         for name, title in PICTURES.items()
         for path in sorted(reference.glob(f"*/{LAB}/{name}.png"))
     ]
-    runs = list(runs)
-    of_device = {device: _flat(lists) for device, lists in scaling.measured(runs).items()}
-    of_session = (
-        scaling.measured(run for run in runs if run.session == session)
-        for session in sorted({run.session for run in runs})
-    )
-    found = [(device, _flat(lists)) for its in of_session for device, lists in its.items()]
     sessions = [
-        (_source(rows), scaling.tables_of(rows, of_device[device]))
-        for device, rows in sorted(found, key=lambda session: session[0])
+        (_source(rows), scaling.tables_of(rows, [row for its in of_device for row in its]))
+        for _, of_device in sorted(scaling.sessions(runs).items())
+        for rows in of_device
     ]
     notes = Counter(note for _, its in sessions for table in its for note in table.notes)
     common = [note for note, tables_with_it in notes.items() if tables_with_it > 1]
@@ -59,7 +53,3 @@ def _source(rows: list[LabRow]) -> str:
 
 def _without(table: tables.Table, notes: Iterable[str]) -> tables.Table:
     return replace(table, notes=[note for note in table.notes if note not in notes])
-
-
-def _flat(lists: Iterable[list[LabRow]]) -> list[LabRow]:
-    return [row for rows in lists for row in rows]

@@ -370,7 +370,7 @@ def show(runs: Sequence[LabRun], folder: Path) -> int:
     results.write_text(folder / "scaling.md", tables.markdown(shown))
     written = [folder / "scaling.md"]
     stored = (labs.load(path) for path in (folder / "runs").glob("*/*.json"))
-    drawn = [row for session in scaling.measured(stored)[rows[0].device] for row in session]
+    drawn = [row for session in scaling.sessions(stored)[rows[0].device] for row in session]
     for name, draw in (("collectives", collectives.draw), ("prediction", prediction.draw)):
         if draw(drawn, folder / f"{name}.png"):
             written.append(folder / f"{name}.png")

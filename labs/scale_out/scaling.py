@@ -1,5 +1,6 @@
 """The tables of scaling: the efficiency of several processes, and their communication."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from labs.scale_out import collectives, prediction
@@ -25,13 +26,16 @@ NOTES = (
 )
 
 
-def measured(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
-    """The rows of measure.py and collectives.py, by device, a list for each session; for each
-    subject only the newest session."""
-    found: dict[str, list[list[LabRow]]] = {}
-    # Runs that were started with train.py are not part of a study.
-    for rows in labs.newest(run for run in runs if run.lab == LAB and run.study[:1] != [TRAIN]):
-        found.setdefault(rows[0].device, []).append(rows)
+def sessions(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
+    """The rows of measure.py and collectives.py, by device: a list for each session, in order."""
+    by_session = defaultdict(list)
+    for run in runs:
+        if run.lab == LAB and run.study[:1] != [TRAIN]:  # one alone is not part of a study
+            by_session[run.session].append(run)
+    found = defaultdict(list)
+    for session in sorted(by_session):
+        for rows in labs.newest(by_session[session]):
+            found[rows[0].device].append(rows)
     return found
 
 
