@@ -43,6 +43,7 @@ def test_a_course_fits_into_its_day() -> None:
     ends = re.findall(r"^\| (\d+):\d\d \| end \|", TEXT, re.MULTILINE)
     assert len(ends) == len(courses.COURSES) and int(ends[0]) <= 13
     assert all(int(hour) < 17 for hour in ends)
+    assert {*courses.AT_HOME} <= {its.name for its in sheet.read_all(ROOT)[0]}
 
 
 @pytest.mark.parametrize("page", sorted(GUIDE.parent.glob("*.md")), ids=lambda page: page.name)

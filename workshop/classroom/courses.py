@@ -12,11 +12,13 @@ from workshop.exercises.sheet import SESSION_MINUTES, Sheet
 
 BEGIN = 9 * 60
 """Minutes after midnight."""
+AT_HOME = ("memory_analysis", "rocm_tools_intro", "custom_kernels", "production_deployment")
+"""Of each session one exercise, whose minutes go to slides, questions and commands."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a day: minutes of its own, a session, or a lab's exercises after minutes of talk."""
+    """Of a day: minutes of its own, a session, or a lab: a talk of so many minutes, exercises."""
 
     what: str
     minutes: int = 0
@@ -25,7 +27,7 @@ class Part:
 
 
 WELCOME = Part("welcome; all predict a step's time, then compare V1 and V2", 15)
-SESSIONS = [Part(f"session {number}", session=number) for number in SESSION_MINUTES]
+SESSIONS = [Part(f"session {n}", minutes, n) for n, minutes in SESSION_MINUTES.items()]
 BREAK, LUNCH = Part("break", 15), Part("lunch", 60)
 PIPELINE = Part(
     "[data pipeline](../labs/data_pipeline/README.md), its ladder",
@@ -55,7 +57,7 @@ SCALE = Part(
     20,
     exercises="scale_1_efficiency scale_2_faults",
 )
-SHEETS = Part("everyone's results sheet, side by side, and questions", 30)
+SHEETS = Part("everyone's results sheet, three of them on the projector, and questions", 30)
 
 MORNING = [WELCOME, SESSIONS[0], SESSIONS[1], BREAK, SESSIONS[2]]
 COURSES: dict[str, list[Part]] = {
@@ -79,7 +81,7 @@ def _day(name: str, parts: Sequence[Part], sheets: Sequence[Sheet]) -> str:
     now, rows = BEGIN, []
     for part in parts:
         its = _exercises(part, sheets)
-        minutes = part.minutes + sum(sheet.minutes for sheet in its)
+        minutes = part.minutes + (0 if part.session else sum(sheet.minutes for sheet in its))
         words = part.what + (f": {', '.join(sheet.name for sheet in its)}" if its else "")
         rows.append((_clock(now), words, str(minutes)))
         now += minutes
@@ -88,7 +90,10 @@ def _day(name: str, parts: Sequence[Part], sheets: Sequence[Sheet]) -> str:
 
 
 def _exercises(part: Part, sheets: Sequence[Sheet]) -> list[Sheet]:
-    found = [sheet for sheet in sheets if sheet.session == part.session and part.session]
+    found = [
+        sheet for sheet in sheets
+        if sheet.session == part.session and part.session and sheet.name not in AT_HOME
+    ]  # fmt: skip
     by_name = {sheet.name: sheet for sheet in sheets}
     for name in part.exercises.split():
         if name not in by_name:
