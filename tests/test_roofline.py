@@ -181,7 +181,8 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert "measured 776" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
-    assert len(everything["points"]) == 3 * len(labels) + 9 * 4
+    in_fp8 = [point for point in everything["points"] if point["precision"] == "fp8"]
+    assert len(everything["points"]) - len(in_fp8) == 3 * len(labels) + 9 * 4
 
 
 def test_a_figure_above_the_chip_is_flagged_and_drawn(
