@@ -273,7 +273,7 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     ((_, own),) = documents.parts([*first, by_hand, *later, again], tmp_path).items()
     text = own["scaling"]
     one, weak, strong, elsewhere = lines(text, "v2, ddp")
-    assert elsewhere[4] == "50.00"
+    assert elsewhere[4] == "50.00" and text.count("- efficiency: ") == 1
     assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "green"]
     assert weak[1:5] == ["2", "weak", "16", "40.20"]
     assert weak[6:] == ["1.0", "25%", "75%", "12.5", "green"]
