@@ -20,7 +20,7 @@ from scale_out_processes import FAULTS, TRUE, V3, V3_FAULTS, ZERO, ZERO_FAULTS
 
 from labs.scale_out import group, loop, proof, request, strategies, train
 from labs.scale_out.peer_accelerate import Accelerate
-from labs.scale_out.peer_to_peer import PeerToPeer
+from labs.scale_out.peer_to_peer import PeerToPeer, added
 from labs.scale_out.strategies import Strategy
 from workshop import cli, errors, labs, results, versions
 from workshop.errors import WorkshopError
@@ -126,6 +126,14 @@ def test_the_harness_takes_the_lab_s_own_step() -> None:
     for kind in (Strategy, Accelerate, PeerToPeer):
         step = trainer.part_of_version(kind.__new__(kind), "train_step")
         assert step is strategies.train_step
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("number", [2, 8, 19])
+def test_any_number_of_tensors_is_added(number: int, device: str) -> None:
+    tensors = [torch.randn(37, 5, device=device) for _ in range(number)]
+    true = torch.stack(tensors).double().sum(0)
+    torch.testing.assert_close(added(*tensors).double(), true, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
