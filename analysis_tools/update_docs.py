@@ -365,7 +365,7 @@ def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
     for run in (run for its in devices for run in ordinary(its)):
         sessions[run.session].append(run)
     lines = {}
-    for its in map(sessions.__getitem__, sorted(sessions)):
+    for _, its in sorted(sessions.items()):
         rows = [(row, row.step_ms) for row in build_rows(its) if row.step_ms and not row.variant]
         bf16 = {(row.version, row.config): ms for row, ms in rows if row.precision == "bf16"}
         for row, ms in rows:

@@ -62,9 +62,9 @@ class Accelerate(Strategy):
             out: Tensor = run(model, *batch)
             return out
         # Outside of the model, whose output, so its loss, accelerate's FSDP rounds to bf16.
-        (tokens, targets), sizes = batch, {"vocab_size": model.config.vocab_size}
+        tokens, targets = batch
         loss: Tensor = model.loss_function(
-            run(model, tokens), targets, shift_labels=targets, **sizes
+            run(model, tokens), targets, model.config.vocab_size, shift_labels=targets
         )
         return loss
 
