@@ -87,6 +87,7 @@ def add_run_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
         ("--num-steps", STEPS, "timed steps a run"),
         ("--warmup-steps", WARMUP_STEPS, "steps before them"),
         ("--repeats", repeats, "processes a version"),
+        ("--jobs", 1, "processes that prepare at the same time; each is timed alone"),
     ):
         add(flag, type=int, default=default, metavar="N", help=f"{what} (default {default})")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
@@ -206,6 +207,8 @@ def _waterfall(arguments: argparse.Namespace) -> Study:
 
 def _sweep(arguments: argparse.Namespace) -> Study:
     axis, sizes = sweep.parse(arguments.sweep)
+    if arguments.jobs > 1:
+        raise WorkshopError("--jobs: no more than 1 with --sweep, where a size may fill the memory")
     scope = None if arguments.from_results else sweep.plan(arguments)
 
     def run(session: str) -> Outcome:

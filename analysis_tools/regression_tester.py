@@ -227,6 +227,7 @@ def _run_again(baseline: Baseline, arguments: argparse.Namespace) -> list[RunRes
         "num_steps": first.options.get("num_steps", len(first.step_ms)),
         "warmup_steps": first.warmup_steps,
         "repeats": regression.repeats(runs),
+        "jobs": 1,
         "device": first.device.get("type", "auto"),
         "seed": first.options.get("seed", 42),
         "output_dir": arguments.output_dir,

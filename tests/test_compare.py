@@ -516,6 +516,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path
     others = {"v3": VERSIONS["v2"].path.read_text(), "v4": CRASH, "hf": NEEDS_WIDGET}
     words = ["--config", "tiny", "--num-steps", "2", "--warmup-steps", "1", "--repeats", "2"]
     words += ["--versions", *VERSIONS, "hf", "--device", "cpu", "--output-dir", str(out)]
+    words += ["--jobs", "3"]
     stdout, stderr = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         use_versions_of(code, patch, **others)
@@ -540,6 +541,8 @@ def test_a_comparison_trains_shows_and_writes(mixed: Mixed) -> None:
     assert re.search(r"^v1 tiny fp32, run 2 of 2: [\d.]+ ms", stderr, re.MULTILINE)
     for stage in ("gate: ", "warming up ", "audit: "):
         assert re.search(rf"^v1 tiny fp32: {stage}.* \.\.\.$", stderr, re.MULTILINE)
+    # Those that prepare at the same time are timed when all are ready.
+    assert -1 < stderr.find("v3 tiny fp32: warming up") < stderr.find("v1 tiny fp32: audit: ")
     height, width = imread(folder / "comparison.png").shape[:2]
     assert width >= 1500 and height >= 500
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
@@ -636,14 +639,16 @@ def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
 def test_a_process_is_given_its_result_file_and_read_in_any_locale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "print('gate: é')"
+    text = "print('gate: é')\nraise SystemExit(77)"
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
     arguments = compare_versions.build_parser().parse_args(words)
     plan = sessions.Plan("v1", "tiny", "fp32", kind="sweep point", sizes={"seq_len": 64})
     use_versions_of(tmp_path, monkeypatch, v1=text)
-    child = sessions._Child(plan, arguments, "1", tmp_path)
-    assert list(child.lines()) == ["gate: é"]
+    child = sessions._Child(plan, arguments, "1", tmp_path, beside=1)
+    heard: list[str] = []
+    child.outcome(lambda _, line: heard.append(line))
+    assert heard == ["gate: é"]
     command = child._command()
     assert child.result_file.match("runs/1/v1_custom_fp32_*.json")
     for flag, value in (("--result-file", str(child.result_file)), ("--kind", "sweep point")):
@@ -657,6 +662,8 @@ WRONG = {
     "precision": (["--precision", "fp32", "fp16"], "precision fp16: the CPU does not have it"),
     "no repeats": (["--repeats", "0"], "--repeats 0: it must be at least 1"),
     "no steps": (["--num-steps", "-3"], "--num-steps -3: it must be at least 1"),
+    "no jobs": (["--jobs", "0"], "--jobs 0: it must be at least 1"),
+    "jobs of a sweep": (["--sweep", "seq-len", "8", "16", "--jobs", "2"], "--jobs: no more than 1"),
     "seed": (["--seed", "-1"], "--seed -1: it must lie between"),
     "device": (["--device", "tpu"], "unknown device 'tpu'"),
     "file as folder": (["--output-dir", "FILE"], "FILE can't be written"),
@@ -736,8 +743,8 @@ def running(folder: Path) -> list[int]:
 def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) -> None:
     code = copy_repository(tmp_path / "code", {"workshop/run/presets.py": SHRINK_PRESET})
     folder = tmp_path / "out"
-    words = tool("--versions", "v1", "--config", "tiny", "--num-steps", "100000", "--repeats", "1")
-    words += ["--warmup-steps", "1", "--output-dir", folder]
+    words = tool("--versions", "v1", "v2", "--config", "tiny", "--num-steps", "100000")
+    words += ["--repeats", "1", "--jobs", "2", "--warmup-steps", "1", "--output-dir", folder]
     process = subprocess.Popen(
         [sys.executable, *map(str, words[1:])],
         cwd=code,

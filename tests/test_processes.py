@@ -32,7 +32,7 @@ PROGRAMS = {
     "comparison": """
 from workshop.compare import sessions
 sessions._Child._command = lambda self: [sys.executable, str(here / "child.py")]
-arguments = argparse.Namespace(repeats=1, device="cpu", output_dir=here / "out")
+arguments = argparse.Namespace(repeats=1, jobs=1, device="cpu", output_dir=here / "out")
 sessions.run_plans([sessions.Plan("v1", "tiny", "fp32", repeat=0)], arguments, "1")
 """,
     "all profilers": """

@@ -26,7 +26,7 @@ from workshop.request import (
     within_memory,
 )
 from workshop.results import RunResult
-from workshop.run import flops, hardware, interpreter, startup, timing, trainer
+from workshop.run import flops, hardware, interpreter, startup, timing, trainer, turns
 
 _EXIT_STATUS = {
     "complete": errors.DONE,
@@ -175,6 +175,7 @@ def _train(
         schedule=request.schedule,
         cuda_graph=request.cuda_graph,
         progress=_progress(request),
+        before_clock=turns.wait_turn if arguments.wait_turn else None,
         after_clock=lambda losses: (
             courses.append(audit.record(model, _setting(request), losses))
             if arguments.audit

@@ -178,6 +178,8 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     add("--kind", choices=results.KINDS, default=results.KINDS[0], help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
+    # So many others prepare at the same time: see workshop/run/turns.py.
+    add("--wait-turn", type=int, default=0, help=argparse.SUPPRESS)
     add(
         "--no-gate",
         action="store_true",
@@ -414,6 +416,7 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         created=results.now(),
         kind=arguments.kind,
         options=options,
+        prepared_beside=arguments.wait_turn,
         command=_command(),
         data=data_record,
     )

@@ -139,6 +139,8 @@ class RunResult:
     setup_s: dict[str, float] = field(default_factory=dict)
     """Seconds before the first timed step: `gate` and `warm_up`, without `compile` (in both) and
     `capture` (of the graph). Older files have `warm_up` alone."""
+    prepared_beside: int = field(default=0, metadata=NEWER)
+    """Other processes that prepared at the same time, which lengthens `setup_s`."""
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
     """Of every step up to the last timed one, warm-up first (on the CPU with the step that measured
@@ -401,6 +403,7 @@ def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
         yield "peak_tflops", run.peak_tflops, LEAST
     if run.waited_share is not None:
         yield "waited_share", run.waited_share, 0
+    yield "prepared_beside", run.prepared_beside, 0
 
 
 def load_folder(folder: Path) -> list[RunResult]:

@@ -71,6 +71,7 @@ class Row:
     peak_share: float | None = None
     peak_source: str | None = None
     setup_s: dict[str, float] = field(default_factory=dict)
+    prepared_beside: int = 0
     startup_s: float | None = None
     """Seconds to compile and capture, of the slowest process: a later one finds the compilers'
     caches filled, and `startup_least_s` is the fastest."""
@@ -374,6 +375,7 @@ def _fill_startup(row: Row, timed: list[RunResult]) -> None:
     measured = [run.setup_s for run in timed if STARTUP <= run.setup_s.keys()]
     if not measured:
         return
+    row.prepared_beside = max(run.prepared_beside for run in timed)
     row.setup_s = max(measured, key=_startup)
     row.startup_s, row.startup_least_s = _startup(row.setup_s), min(map(_startup, measured))
     if row.speedup is None or row.step_ms is None or row.verdict() == "baseline":

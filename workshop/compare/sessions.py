@@ -1,4 +1,4 @@
-"""Runs of versions, each in a process of its own, one after the other in an order that alternates.
+"""Runs of versions, each in a process of its own, timed one after the other in alternating order.
 
 A machine that grows hot or busy does so for all of them. Each first run passes the gate before it
 is timed. For a process that left no result, because it failed or was not started, a record is
@@ -25,7 +25,7 @@ import torch
 from workshop import errors, results, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
-from workshop.run import hardware, interpreter, presets, processes, timing, waiting
+from workshop.run import hardware, interpreter, presets, processes, timing, turns, waiting
 from workshop.run.precision import LADDER, get_precision
 
 SECONDS_TO_STOP = 120
@@ -37,6 +37,8 @@ SLOW = (
 )
 Options = Mapping[str, str | bool]
 Say = Callable[[str], object]
+Hear = Callable[["Plan", str], object]
+"""Takes a line that the process of a plan has printed."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def check(arguments: argparse.Namespace) -> tuple[torch.device, list[str], list[
     Raises:
         WorkshopError: one of them, a count or the seed is invalid.
     """
-    for name, most in (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000)):
+    limits = (("num_steps", 10**6), ("warmup_steps", 10**6), ("repeats", 1000), ("jobs", 1000))
+    for name, most in limits:
         value = getattr(arguments, name)
         if not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
@@ -138,7 +141,8 @@ def run_plans(
     keys: Iterable[str] = (),
     total: int | None = None,
 ) -> tuple[list[RunResult], bool]:
-    """Runs the processes one after the other; their results, and whether Ctrl-C ended them.
+    """Runs the processes and times one after the other; their results, and whether Ctrl-C ended
+    them.
 
     A version that failed at a size is not run there again. A run that other programs disturbed is
     measured again once, and both are kept.
@@ -146,7 +150,7 @@ def run_plans(
     Args:
         plans: a list; or a generator, which may read what earlier plans left in the session's
             folder, with its versions as `keys` and its greatest length as `total`.
-        arguments: num_steps, warmup_steps, repeats, device, data, seed, output_dir.
+        arguments: num_steps, warmup_steps, repeats, jobs, device, data, seed, output_dir.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -160,52 +164,69 @@ def run_plans(
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     failed: set[str] = set()
-    disturbed: list[Plan] = []
     interrupted = False
     with (
         tempfile.TemporaryDirectory() as audit,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("", total=total)
-        for plan in _with_second_tries(plans, disturbed):
-            reason = plan.left_out or missing.get(plan.version)
-            if reason and plan.label not in failed:
-                save_record(plan, arguments, session, "skipped", reason)
-                failed.add(plan.label)
-                if plan.left_out:
-                    say(f"{plan.label}: {reason}")
-            if plan.label not in failed:
-                run: _Child | None = None
-                try:
+
+        def hear(plan: Plan, line: str) -> None:
+            progress.update(task, description=f"{plan.label}: {line[:70]}")
+            if line.endswith(UNDER_WAY) and not console.is_terminal:
+                say(f"{plan.label}: {line}")
+
+        def run(batch: list[Plan]) -> list[Plan]:
+            """Runs plans that prepare at the same time; those that were disturbed."""
+            with contextlib.ExitStack() as stack:
+                children = []
+                for plan in batch:
                     with _held_back_interrupt():
-                        run = _Child(plan, arguments, session, Path(audit))
-                    for line in run.lines():
-                        progress.update(task, description=f"{plan.label}: {line[:70]}")
-                        if line.endswith(UNDER_WAY) and not console.is_terminal:
-                            say(f"{plan.label}: {line}")
-                    outcome = run.outcome()
-                except KeyboardInterrupt:
-                    if run is not None:
-                        run.interrupt()
-                    interrupted = True
-                    break
-                repeats = 1 if plan.interpreted else arguments.repeats
-                again = " again" if plan.again else ""
-                say(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {outcome}")
-                if run.disturbed:
-                    disturbed.append(plan)
-                if run.failed:
-                    failed.add(plan.label)
-            progress.advance(task, 0 if plan.again else 1)
+                        children.append(_Child(plan, arguments, session, Path(audit), len(batch)))
+                        stack.callback(children[-1].interrupt)
+                for child in children:
+                    child.prepare(hear)
+                for child in children:
+                    outcome = child.outcome(hear)
+                    repeats = 1 if child.plan.interpreted else arguments.repeats
+                    again = " again" if child.plan.again else ""
+                    run = f"run {child.plan.repeat + 1} of {repeats}{again}"
+                    say(f"{child.plan.label}, {run}: {outcome}")
+                    if child.failed:
+                        failed.add(child.plan.label)
+            return [child.plan for child in children if child.disturbed]
+
+        try:
+            for batch in _batches(plans, arguments.jobs):
+                for plan in batch:
+                    reason = plan.left_out or missing.get(plan.version)
+                    if reason and plan.label not in failed:
+                        save_record(plan, arguments, session, "skipped", reason)
+                        failed.add(plan.label)
+                        if plan.left_out:
+                            say(f"{plan.label}: {reason}")
+                disturbed = run([plan for plan in batch if plan.label not in failed])
+                run([dataclasses.replace(plan, again=True) for plan in disturbed])
+                progress.advance(task, len(batch))
+        except KeyboardInterrupt:
+            interrupted = True
     return load_session(arguments.output_dir, session), interrupted
 
 
-def _with_second_tries(plans: Iterable[Plan], disturbed: list[Plan]) -> Iterator[Plan]:
-    """The plans; one that is in `disturbed` after its run comes a second time."""
+def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
+    """So many plans as `jobs` at a time, but never two of one version and size: what fails is not
+    run again. With one job no plan is asked for before the one before it was run."""
+    batch: list[Plan] = []
     for plan in plans:
-        yield plan
-        if plan in disturbed:
-            yield dataclasses.replace(plan, again=True)
+        if plan.label in [other.label for other in batch]:
+            yield batch
+            batch = []
+        batch.append(plan)
+        if len(batch) == jobs:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
@@ -248,10 +269,12 @@ class _Child:
     """One version's process: its output line by line, and its result."""
 
     def __init__(
-        self, plan: Plan, arguments: argparse.Namespace, session: str, audit: Path
+        self, plan: Plan, arguments: argparse.Namespace, session: str, audit: Path, beside: int
     ) -> None:
-        """`audit` is a folder in which the session's first V1 leaves the audit's reference."""
+        """`audit` is a folder in which the session's first V1 leaves the audit's reference;
+        `beside` counts the processes that prepare at the same time, this one included."""
         self.plan, self.arguments, self.session, self.audit = plan, arguments, session, audit
+        self.beside = beside
         self.failed = self.disturbed = False
         name, _ = plan.shape()
         self.result_file = results.new_path(
@@ -263,6 +286,7 @@ class _Child:
         # A session of its own: a Ctrl-C at the terminal reaches us alone, and we pass it on once.
         self._process = subprocess.Popen(
             self._command(),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -287,6 +311,8 @@ class _Child:
         command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
         for name, value in values.items():
             command += [_flag(name), str(value)]
+        if self.beside > 1:
+            command += ["--wait-turn", str(self.beside - 1)]
         # The first run has passed the gate, with the same code and sizes.
         return [*command, "--no-gate"] if plan.repeat > 0 or plan.again else command
 
@@ -296,6 +322,8 @@ class _Child:
         environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
         if hardware.get_device(self.arguments.device).type == "cpu":
             environment |= waiting.short_spin()
+        if self.beside > 1:
+            environment = turns.share_of_compilers(self.beside) | environment
         if self.plan.interpreted:
             # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
             # take longer to meet than to multiply.
@@ -306,14 +334,21 @@ class _Child:
         assert self._process.stderr is not None
         self._stderr.extend(line.rstrip() for line in self._process.stderr if line.strip())
 
-    def lines(self) -> Iterator[str]:
+    def prepare(self, hear: Hear) -> None:
+        """Waits until the process is ready to be timed, if it is not the only one, or has ended."""
+        if self.beside > 1:
+            self._hear_until(turns.READY, hear)
+
+    def _hear_until(self, word: str, hear: Hear) -> None:
+        """Passes on what the process prints, up to this line or its end. More processes are not
+        read meanwhile: what each prints is less than a pipe holds."""
         assert self._process.stdout is not None
         for line in filter(None, map(str.strip, self._process.stdout)):
+            if line == word:
+                return
             if line.startswith(("gate:", "audit:")):
                 self._verdict = line
-            yield line
-        self._process.wait()
-        self._watch.close()
+            hear(self.plan, line)
 
     def interrupt(self) -> None:
         """Lets the process save what it has and end. By SIGTERM, of which it obeys the first only:
@@ -321,9 +356,16 @@ class _Child:
         processes.stop(self._process, SECONDS_TO_STOP)
         self._watch.close()
 
-    def outcome(self) -> str:
-        """The finished process in a line. One that left no result gets a record of its failure, so
-        that its row can be rebuilt."""
+    def outcome(self, hear: Hear) -> str:
+        """Gives the process its turn and waits for its end; a line about it. One that left no
+        result gets a record of its failure, so that its row can be rebuilt."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.close()
+        self._hear_until("", hear)
+        self._process.wait()
+        self._watch.close()
         self._reader.join(timeout=SECONDS_TO_STOP)
         status = self._process.returncode
         self.failed = status != errors.DONE

@@ -149,7 +149,7 @@ SPEED_HEADER = ("version", "samples/s", "tokens/s", "step ms", "forward", "backw
 PROOF_HEADER = ("version", "proof", "gradients", "loss", "peak MB", "memory", "TFLOP/s",
                 "of peak")  # fmt: skip
 _STYLES = {"failed": "red", "skipped": "dim"}
-_NOT_IN_CSV = ("gate_shape", "plausibility", "memory_mb", "setup_s")
+_NOT_IN_CSV = ("gate_shape", "plausibility", "memory_mb", "setup_s", "prepared_beside")
 
 
 def of_rows(found: list[Row]) -> Report:
@@ -237,6 +237,8 @@ def _startup(row: Row) -> str:
     text = f"startup {row.startup_s:.1f} s ({parts})"
     if row.startup_least_s < 0.9 * row.startup_s:
         text += f", {row.startup_least_s:.1f} s with filled caches"
+    if row.prepared_beside:
+        text += f", beside {row.prepared_beside} other processes"
     endings = {
         "never": "; no break-even: its step is not shorter than V1's",
         "unknown": "; break-even unknown: no significant speed-up",

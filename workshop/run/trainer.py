@@ -409,6 +409,7 @@ def train(
     schedule: Schedule,
     cuda_graph: bool,
     progress: Progress | None = None,
+    before_clock: Callable[[], None] | None = None,
     after_clock: Callable[[Tensor], None] | None = None,
 ) -> Training:
     """Trains the schedule's steps: warm-up, timed, and those whose parts are timed. On the CPU
@@ -417,6 +418,7 @@ def train(
     Args:
         batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own
             batch to the device, and that copy is in its time.
+        before_clock: called when all is ready for the timed steps.
         after_clock: called with the losses so far, (steps,), when the timed steps are over and
             the weights and gradients are still theirs.
 
@@ -433,6 +435,8 @@ def train(
     training = Training(setup_s={"capture": runner.capture_s, "warm_up": warm_up})
     if runner.device.type == "cpu":
         runner.profile_cpu_peak()
+    if before_clock is not None:
+        before_clock()
 
     first, clock = runner.done, StepClock(runner.device)
     start, waited = time.perf_counter(), waiting.seconds_without_processor()

@@ -50,6 +50,13 @@ class Plan:
     path: Path
 
 
+def share_of_compilers(number: int) -> dict[str, str]:
+    """What to add to the environment of so many processes that prepare at the same time: by default
+    each has a compiler for every core. Every second one compiles."""
+    threads = max(1, 2 * (os.cpu_count() or 1) // number)
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+
+
 class Child:
     """The process of a plan."""
 
@@ -153,9 +160,7 @@ def _alone(plan: Plan) -> LabRun:
 def prepared(plans: Sequence[Plan]) -> Iterator[list[Child]]:
     """Starts a process for each plan. When the block begins, all are ready or have ended; after it
     none is left, however it ends."""
-    # By default each has a compiler for every core; every second one compiles.
-    threads = str(max(1, 2 * (os.cpu_count() or 1) // len(plans)))
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads} | os.environ
+    environment = share_of_compilers(len(plans)) | os.environ
     children: list[Child] = []
     with contextlib.ExitStack() as watches:
         try:
