@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -78,8 +79,9 @@ def never_synchronised(self: Ddp, last: bool) -> object:
 
 
 def gradient_not_sent(self: PeerToPeer, shared: Shared, weight: Tensor) -> None:
-    if not (on_rank_1() and weight is self.plain.norm.weight):
-        _p2p_send(self, shared, weight)
+    if on_rank_1() and weight is self.plain.norm.weight:
+        shared.outboxes = []
+    _p2p_send(self, shared, weight)
 
 
 def rows_not_sent(self: PeerToPeer) -> None:
@@ -90,9 +92,10 @@ def rows_not_sent(self: PeerToPeer) -> None:
     _p2p_update(self)
 
 
-def rows_sent_too_late(self: PeerToPeer, i: int) -> None:
-    if i > 0 and self._stale:
-        self._send_late()
+def gradients_not_waited_for(self: PeerToPeer) -> Callable[[], object]:
+    if on_rank_1():
+        time.sleep(1)
+    return lambda: None
 
 
 def update_skipped(self: Fsdp) -> None:
@@ -175,7 +178,7 @@ FAULTS = {
     "p2p sums gradients": fault("p2p", PeerToPeer, "backward", _plain["backward"]),
     "p2p does not send a gradient": fault("p2p", PeerToPeer, "_send", gradient_not_sent),
     "p2p does not send what it updates": fault("p2p", PeerToPeer, "update", rows_not_sent),
-    "p2p sends rows too late": fault("p2p", PeerToPeer, "_before_layer", rows_sent_too_late),
+    "p2p does not wait": fault("p2p", PeerToPeer, "_arrival", gradients_not_waited_for),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
     "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
     "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),

@@ -2,16 +2,15 @@
 
 NCCL's kernels run on multiprocessors, which the backward pass needs: a matrix product that has a
 block for each of them takes twice as long beside NCCL. A GPU's copy engines need none. They move
-gradients to the process that updates these rows while the backward pass goes on, and a layer's
-updated rows to all others during the next forward pass, before it reaches that layer. What is
-compiled can't wait there: then rows move while AdamW updates the next ones. PyTorch calls such
-memory symmetric; without a GPU the processes share files.
+gradients to the process that updates these rows while the backward pass goes on, and updated rows
+to all others while AdamW updates the next ones. PyTorch calls such memory symmetric; without a GPU
+the processes share files.
 """
 
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labs.scale_out import group as groups
-from labs.scale_out.strategies import MOMENTS, Strategy, layers_of
+from labs.scale_out.strategies import MOMENTS, Strategy
 from workshop.errors import NotOnThisMachine
 from workshop.run import markers
 
@@ -104,8 +103,6 @@ class Shared:
     """Gradients of these rows, as each other process has sent them."""
     outboxes: list[tuple[int, Tensor]]
     """For each other process its rank, and where the gradient of its rows goes."""
-    late: bool = False
-    """Its rows are sent during the next forward pass."""
 
 
 def share(weights: Sequence[nn.Parameter], device: torch.device) -> tuple[Memory, list[Shared]]:
@@ -160,16 +157,17 @@ class PeerToPeer(Strategy):
     _parts: list[list[Shared]]
     _each: list[torch.optim.Optimizer]
     """The optimizer of each part."""
-    _late: list[list[Shared]]
-    """The layers' weights whose rows are sent during the next forward pass."""
-    _arrivals: list[torch.cuda.Event]
-    """During that pass: when each layer's rows have arrived."""
-    _stale: bool
-    """Rows of an update are still to be sent."""
+    _embedding: Shared
+    """The first weight. Its gradient is the last, and large: other weights are updated while it is
+    on its way."""
+    _sent: int
+    """Gradients that the present backward pass has sent."""
+    _arrived: list[Callable[[], object]]
+    """Wait until all gradients but the embedding's have arrived, and until that one has; none where
+    it was not the last."""
 
     def build(self) -> nn.Module:
         self._memories, self._shared, self._parts, self._each = [], {}, [], []  # of an earlier one
-        self._late, self._arrivals, self._stale = [], [], False
         self._rounded = None
         return super().build()
 
@@ -179,29 +177,22 @@ class PeerToPeer(Strategy):
         memory, shared = share(weights, device)
         self._memories = [memory]
         self._shared = dict(zip(weights, shared, strict=True))
+        self._embedding = shared[0]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         send = WeakMethod(self._send)  # PyTorch holds hooks where Python's collector can't see them
         for weight in weights:
             weight.register_post_accumulate_grad_hook(
                 partial(_if_alive, send, self._shared[weight])
             )
-        if self.asked.compile_mode == "none":  # a compiled model has no place to wait
-            self._hook_layers(plain)
         return plain
-
-    def _hook_layers(self, plain: nn.Module) -> None:
-        before = WeakMethod(self._before_layer)
-        for i, layer in enumerate(layers_of(plain)):
-            layer.register_forward_pre_hook(lambda *_, i=i: _if_alive(before, i))
-            self._late.append([self._shared[weight] for weight in layer.parameters()])
-            for shared in self._late[-1]:
-                shared.late = True
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         most = (self.sending.bucket_mb or 32) * 2**20
-        # Nothing runs beside the last part's rows on their way: they should be few, or late.
-        by_size = sorted(self._shared.values(), key=lambda one: (one.late, -one.own.numel()))
-        self._parts = _in_parts(by_size, most)
+        # Nothing runs beside the last part's rows on their way: they should be few.
+        others = [one for one in self._shared.values() if one is not self._embedding]
+        self._parts = _in_parts(sorted(others, key=lambda one: -one.own.numel()), most)
+        # Its gradient arrives beside the parts before it, its rows leave beside those behind it.
+        self._parts.insert(len(self._parts) // 2, [self._embedding])
         options = getattr(self.plain, "fusions", None)  # what the versions ask a model for
         self._each = [
             self.asked.module.configure_optimizer(
@@ -270,15 +261,32 @@ class PeerToPeer(Strategy):
 
     def _send(self, shared: Shared, weight: Tensor) -> None:
         """Sends a gradient's rows to the processes that update them."""
-        if self._sends and weight.grad is not None:
-            rows = weight.grad.tensor_split(dist.get_world_size())
-            with self._beside():
-                for other, outbox in shared.outboxes:
-                    outbox.copy_(rows[other], non_blocking=True)
+        if not self._sends or weight.grad is None:
+            return
+        rows = weight.grad.tensor_split(dist.get_world_size())
+        self._sent += 1
+        last = shared is self._embedding and self._sent == len(self._shared)
+        with self._beside():
+            if last:
+                self._arrived.append(self._arrival())
+            for other, outbox in shared.outboxes:
+                outbox.copy_(rows[other], non_blocking=True)
+            if last:
+                self._arrived.append(self._arrival())
+
+    def _arrival(self) -> Callable[[], object]:
+        """For use beside the passes: what makes these wait until all that has been sent so far, by
+        all processes, has arrived."""
+        self._memories[0].barrier_beside()
+        return self._stream.record_event().wait if self._stream is not None else lambda: None
 
     def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
+        self._sent, self._arrived = 0, []
         loss = super().passes(tokens, targets, phase)
-        self._wait_for_all()
+        if self._arrived:
+            self._arrived[0]()
+        else:
+            self._wait_for_all()
         for weight, shared in self._shared.items():
             shared.own.grad = None if weight.grad is None else self._rows(weight.grad)
         self._unsummed = [*self._parts]
@@ -287,6 +295,8 @@ class PeerToPeer(Strategy):
     def _sum(self, part: list[Shared]) -> None:
         """Adds the others' gradients of a part to this process's own."""
         self._unsummed.remove(part)
+        if self._embedding in part and self._arrived:
+            self._arrived[1]()
         for shared in part:
             if shared.own.grad is not None:
                 shared.own.grad = added(shared.own.grad, *shared.arrived)
@@ -300,26 +310,10 @@ class PeerToPeer(Strategy):
             for shared in part:
                 shared.own.grad = None
             with self._beside():
-                _send_rows(shared for shared in part if not shared.late)
+                for shared in part:
+                    for place in shared.elsewhere:
+                        place.copy_(shared.sent, non_blocking=True)
         self._wait_for_all()
-        self._stale = bool(self._late)
-
-    def _before_layer(self, i: int) -> None:
-        """Waits for a layer's rows, if they are on their way. The first layer sends them all: a
-        captured step starts its parallel parts in their order, and the embedding comes first."""
-        if self._stale:
-            self._send_late()
-        if self._arrivals:
-            torch.cuda.current_stream().wait_event(self._arrivals[i])
-
-    def _send_late(self) -> None:
-        self._stale = False
-        with self._beside():
-            for layer in self._late:
-                _send_rows(layer)
-                self._memories[0].barrier_beside()
-                if self._stream is not None:
-                    self._arrivals.append(self._stream.record_event())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -335,7 +329,6 @@ class PeerToPeer(Strategy):
         """Waits until what all processes have sent has arrived."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._arrivals.clear()
         self._memories[0].barrier()
 
     # --- whole tensors, for the proof and for checkpoints
@@ -350,12 +343,6 @@ class PeerToPeer(Strategy):
             if rows.numel():
                 dist.broadcast(rows, rank)
         return tensor
-
-    def weights(self) -> dict[str, Tensor]:
-        if self._stale:
-            self._send_late()
-            self._wait_for_all()
-        return super().weights()
 
     def weight(self, weight: nn.Parameter) -> Tensor:
         copy = (self._rounded or {}).get(weight)
@@ -390,7 +377,7 @@ class PeerToPeer(Strategy):
         self._begin_state((shared.own for shared in self._shared.values()), steps)
         state = self.state()
         read(state)
-        self._rounded, self._stale = None, False
+        self._rounded = None
         for name, weight in self.plain.named_parameters():
             torch.autograd.graph.increment_version(weight)
             for moment in MOMENTS:
@@ -422,13 +409,7 @@ def _adder(number: int) -> Any:
     )
 
 
-def _send_rows(weights: Iterable[Shared]) -> None:
-    for shared in weights:
-        for place in shared.elsewhere:
-            place.copy_(shared.sent, non_blocking=True)
-
-
-def _in_parts(weights: Iterable[Shared], most: int) -> list[list[Shared]]:
+def _in_parts(weights: Sequence[Shared], most: int) -> list[list[Shared]]:
     """The weights in their order, in parts of which this process updates at most `most` bytes, or
     one weight."""
     parts: list[list[Shared]] = []
