@@ -188,9 +188,11 @@ class PeerToPeer(Strategy):
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         most = (self.sending.bucket_mb or 32) * 2**20
-        # Nothing runs beside the last part's rows on their way: they should be few.
+        # Nothing runs beside the last part's rows on their way: they should be few, and not the
+        # norms', each of which is a copy of its own.
         others = [one for one in self._shared.values() if one is not self._embedding]
-        self._parts = _in_parts(sorted(others, key=lambda one: -one.own.numel()), most)
+        others.sort(key=lambda one: (one.own.dim() > 1, -one.own.numel()))
+        self._parts = _in_parts(others, most)
         # Its gradient arrives beside the parts before it, its rows leave beside those behind it.
         self._parts.insert(len(self._parts) // 2, [self._embedding])
         options = getattr(self.plain, "fusions", None)  # what the versions ask a model for
