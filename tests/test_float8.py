@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -181,6 +182,55 @@ needs_v3 = pytest.mark.skipif("v3" not in versions.available(), reason="Triton i
 def test_v3_s_kernels_round_as_pytorch_does(emulated: None) -> None:
     for found, true in kernels_against_pytorch(CPU):
         assert torch.equal(found, true)
+
+
+@needs_v3
+@recipes
+def test_v3_s_swiglu_brings_its_largest_elements_along(
+    recipe: str, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, with two passes less over the largest tensors."""
+    tk = versions.load("v3").tk
+    rounding = sys.modules["triton_float8"]
+    kernel, passes = rounding._float8_largest_kernel, []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            passes.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(rounding, "_float8_largest_kernel", Counted())
+    types = float8.formats(CPU, recipe)
+    product = partial(
+        float8.float8_linear, recipe=recipe, types=types, both_ways=tk.round_both_ways
+    )
+    x, dy = (torch.randn(2, 8, 32).bfloat16() for _ in range(2))
+    into, out = torch.randn(96, 32), torch.randn(32, 48)
+    found = []
+    for swiglu in (tk.swiglu_fused, tk.swiglu_float8):
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, into, out)]
+        y = product(swiglu(product(leaves[0], leaves[1])), leaves[2])
+        y.backward(dy)
+        found.append((y, *(leaf.grad for leaf in leaves)))
+    assert all(map(torch.equal, *found))
+    assert len(passes) == 6 + (4 if recipe == TENSORWISE else 6)
+
+
+@needs_v3
+def test_what_is_known_of_a_matrix_is_not_taken_for_another(emulated: None) -> None:
+    tk = versions.load("v3").tk
+    gate_up = torch.randn(16, 96).bfloat16()
+    gate_up[3, 5] = torch.nan
+    gate_up[15] *= 8
+    for spoilt in (False, True):
+        y = tk.swiglu_float8(gate_up.nan_to_num() if not spoilt else gate_up)
+        changed = tk.swiglu_float8(gate_up.nan_to_num()).mul_(8)
+        for x in (y, y[:7], changed):
+            found, true = (
+                each(x, torch.float8_e4m3fn, False)[1]
+                for each in (tk.round_both_ways, float8.round_both_ways)
+            )
+            assert torch.equal(found, true.nan_to_num(torch.inf))
 
 
 class Casts(TorchDispatchMode):

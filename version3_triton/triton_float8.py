@@ -4,7 +4,7 @@ Products of fp8 matrices read both factors with the inner dimension inside, so t
 needs each factor of the forward pass transposed. A scale for the whole matrix, or for each of its
 rows, brings the largest element to the format's largest; it has to be known before the first number
 is rounded. One kernel finds the largest elements, the other reads the matrix once more and writes
-both.
+both. A kernel that makes a matrix can find its largest element on the way: `keep_largest`.
 
 Shapes in the comments:
     R rows   C columns
@@ -32,16 +32,32 @@ def _tile(x_ptr, stride_x, R, C, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sizes_of(x):
+    """The size of each element, in fp32; infinite for a NaN, which a maximum would pass over."""
+    x = x.to(tl.float32)
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def raise_to_largest(largest_ptr, sizes):
+    """Raises a number in memory to the largest of a tile. Most programs have nothing to raise, and
+    leave the one address to the others."""
+    largest = tl.max(sizes)
+    if largest > tl.load(largest_ptr):
+        tl.atomic_max(largest_ptr, largest, sem="relaxed")
+
+
+@triton.jit
 def _float8_largest_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
     """The largest size of an element: in each row and column, or in the matrix."""
     x, r, c, _ = _tile(x_ptr, stride_x, R, C, BLOCK)
-    size = tl.where(x == x, tl.abs(x), float("inf"))  # a maximum would pass over a NaN
+    sizes = sizes_of(x)
     if BY_ROW:
-        tl.atomic_max(row_ptr + r, tl.max(size, axis=1), mask=r < R, sem="relaxed")
-        tl.atomic_max(column_ptr + c, tl.max(size, axis=0), mask=c < C, sem="relaxed")
+        tl.atomic_max(row_ptr + r, tl.max(sizes, axis=1), mask=r < R, sem="relaxed")
+        tl.atomic_max(column_ptr + c, tl.max(sizes, axis=0), mask=c < C, sem="relaxed")
     else:
-        tl.atomic_max(row_ptr, tl.max(size), sem="relaxed")
+        raise_to_largest(row_ptr, sizes)
 
 
 @triton.jit
@@ -71,6 +87,20 @@ def _float8_round_kernel(
     tl.store(rows_of_it + r[None, :], tl.trans(turned), mask=tl.trans(inside))
 
 
+def keep_largest(x: Tensor, largest: Tensor) -> Tensor:
+    """Returns x, of which `round_both_ways` then knows the largest size of an element, (1,)."""
+    if not torch.compiler.is_compiling():
+        x.largest = largest, x._version  # type: ignore[attr-defined]
+    return x
+
+
+def _known_largest(x: Tensor) -> Tensor | None:
+    """What is known of x, or of the tensor whose other shape it is."""
+    whole = x if x._base is None else x._base
+    largest, version = getattr(whole, "largest", (None, 0))
+    return largest if version == x._version and whole.numel() == x.numel() else None
+
+
 def _empty(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     R, C = x.shape
     row, column = ((R, 1), (C, 1)) if by_row else ((), ())
@@ -94,16 +124,21 @@ def round_both_ways(
         (C, 1), or () twice. Where x is not finite, what is divided by its scale is 0 or NaN, and
         the scale infinite: times the scale it is NaN.
 
-    Bytes: two reads of x, one write of each result.
+    Bytes: two reads of x, or one if its largest element is known (`keep_largest`) and it has one
+    scale; one write of each result.
     """
+    known = None if by_row else _known_largest(x)
     x = as_rows(x)
     R, C = x.shape
     values, row_scale, transposed, column_scale = out = _empty(x, dtype, by_row)
-    largest = x.new_zeros(R + C if by_row else 1, dtype=torch.float32)
+    largest = known
+    if largest is None:
+        largest = x.new_zeros(R + C if by_row else 1, dtype=torch.float32)
     row, column = largest, largest[R:] if by_row else largest
     grid = cdiv(R, BLOCK), cdiv(C, BLOCK)
     sizes = {"BY_ROW": by_row, "BLOCK": BLOCK, "num_warps": 8}
-    _float8_largest_kernel[grid](x, row, column, x.stride(0), R, C, **sizes)
+    if known is None:
+        _float8_largest_kernel[grid](x, row, column, x.stride(0), R, C, **sizes)
     _float8_round_kernel[grid](
         *(x, row, column, values, row_scale, transposed, column_scale, x.stride(0), R, C),
         LARGEST=torch.finfo(dtype).max,

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton_float8 import keep_largest, raise_to_largest, sizes_of
 from triton_linear import rounded, weight_gradient
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -38,20 +39,23 @@ def _place(R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_ptr, up_ptr, y_ptr, largest_ptr, stride_gate, stride_up, R, F,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     r, f, inside = _place(R, F, ROWS, BLOCK)
     gate = tl.load(gate_ptr + r * stride_gate + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + r * stride_up + f, mask=inside, other=0.0).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
-    tl.store(y_ptr + r * F + f, y.to(y_ptr.dtype.element_ty), mask=inside)
+    y = (gate * tl.sigmoid(gate) * up).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + r * F + f, y, mask=inside)
+    if LARGEST:
+        raise_to_largest(largest_ptr, sizes_of(y))
 
 
 @triton.jit
 def _swiglu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, largest_ptr,
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, R, F,
-    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With s = sigmoid(gate):  dup = dy gate s,  dgate = dy up s (1 + gate (1 - s)); and y again,
     for who needs it and has not kept it."""
@@ -61,10 +65,12 @@ def _swiglu_backward_kernel(
     up = tl.load(up_ptr + r * stride_up + f, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(gate)
     silu = gate * s
-    dup = dy * silu
-    dgate = dy * up * (s + silu * (1 - s))
-    tl.store(dgate_ptr + r * stride_dgate + f, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + r * stride_dup + f, dup.to(dup_ptr.dtype.element_ty), mask=inside)
+    dup = (dy * silu).to(dup_ptr.dtype.element_ty)
+    dgate = (dy * up * (s + silu * (1 - s))).to(dgate_ptr.dtype.element_ty)
+    tl.store(dgate_ptr + r * stride_dgate + f, dgate, mask=inside)
+    tl.store(dup_ptr + r * stride_dup + f, dup, mask=inside)
+    if LARGEST:
+        raise_to_largest(largest_ptr, tl.maximum(sizes_of(dgate), sizes_of(dup)))
     if AGAIN:
         tl.store(y_ptr + r * F + f, (silu * up).to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -97,25 +103,29 @@ def _launch(blocks: tuple[int, int, int], R: int, F: int) -> tuple[int, dict[str
     return programs, {"ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
-def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
-    """gate and up are (R, F) with contiguous rows; y is contiguous."""
+def _forward(gate: Tensor, up: Tensor, y: Tensor, largest: Tensor | None = None) -> None:
+    """gate and up are (R, F) with contiguous rows; y is contiguous. In `largest` (1,), if it is
+    given, goes the largest size of an element of y."""
     R, F = gate.shape
     programs, constants = _launch(tuned(FORWARD_BLOCKS), R, F)
     _swiglu_forward_kernel[(programs,)](
-        gate, up, y, gate.stride(0), up.stride(0), R, F, **constants
-    )
+        gate, up, y, y if largest is None else largest, gate.stride(0), up.stride(0), R, F,
+        LARGEST=largest is not None, **constants,
+    )  # fmt: skip
 
 
 def _backward(
-    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, y: Tensor | None = None
-) -> None:
-    """All are (R, F) with contiguous rows; y, if it is to be computed again, is contiguous."""
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor,
+    y: Tensor | None = None, largest: Tensor | None = None,
+) -> None:  # fmt: skip
+    """All are (R, F) with contiguous rows; y, if it is to be computed again, is contiguous. In
+    `largest` (1,), if it is given, goes the largest size of an element of dgate and dup."""
     R, F = dy.shape
     programs, constants = _launch(tuned(BACKWARD_BLOCKS), R, F)
     _swiglu_backward_kernel[(programs,)](
-        dy, gate, up, dgate, dup, dy if y is None else y,
+        dy, gate, up, dgate, dup, dy if y is None else y, dy if largest is None else largest,
         dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0), R, F,
-        AGAIN=y is not None, **constants,
+        AGAIN=y is not None, LARGEST=largest is not None, **constants,
     )  # fmt: skip
 
 
@@ -160,6 +170,35 @@ def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 @operator(
+    "tiny_llama::swiglu_float8",
+    fake=lambda gate_up: (
+        gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+        gate_up.new_empty(1, dtype=torch.float32),
+    ),
+)
+def swiglu_float8_forward(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """What `swiglu_fused_forward` returns, and the largest size of an element of it, (1,)."""
+    y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    largest = gate_up.new_zeros(1, dtype=torch.float32)
+    _forward(*_halves(gate_up), y, largest)
+    return y, largest
+
+
+@operator(
+    "tiny_llama::swiglu_float8_backward",
+    fake=lambda dy, gate_up: (
+        gate_up.new_empty(gate_up.shape), gate_up.new_empty(1, dtype=torch.float32),
+    ),
+)  # fmt: skip
+def swiglu_float8_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient, and the largest size of an element of it, (1,)."""
+    dgate_up = gate_up.new_empty(gate_up.shape)
+    largest = gate_up.new_zeros(1, dtype=torch.float32)
+    _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up), largest=largest)
+    return dgate_up, largest
+
+
+@operator(
     "tiny_llama::swiglu_fused_backward_again",
     fake=lambda dy, gate_up: (gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape)),
 )
@@ -192,6 +231,18 @@ class _SwigluFused(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         return swiglu_fused_backward(dy, *ctx.saved_tensors)
+
+
+class _SwigluFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return keep_largest(*swiglu_float8_forward(gate_up))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        return keep_largest(*swiglu_float8_backward(dy, *ctx.saved_tensors))
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -264,6 +315,18 @@ def swiglu_fused(gate_up: Tensor) -> Tensor:
 def swiglu_fused_reference(gate_up: Tensor) -> Tensor:
     """`swiglu_fused`, operation by operation."""
     return swiglu_reference(*gate_up.chunk(2, dim=-1))
+
+
+def swiglu_float8(gate_up: Tensor) -> Tensor:
+    """`swiglu_fused` between two products in fp8: what it returns and its gradient bring their
+    largest elements along, so that `round_both_ways` reads each of them once, not twice.
+
+    Raises:
+        TypeError, ValueError: see `swiglu_fused`.
+    """
+    check("swiglu_float8", gate_up=gate_up)
+    _check_halves("swiglu_float8", gate_up)
+    return _SwigluFloat8.apply(gate_up)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
