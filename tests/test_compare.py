@@ -645,9 +645,10 @@ def test_a_process_is_given_its_result_file_and_read_in_any_locale(
     arguments = compare_versions.build_parser().parse_args(words)
     plan = sessions.Plan("v1", "tiny", "fp32", kind="sweep point", sizes={"seq_len": 64})
     use_versions_of(tmp_path, monkeypatch, v1=text)
-    child = sessions._Child(plan, arguments, "1", tmp_path, beside=1)
     heard: list[str] = []
-    child.outcome(lambda _, line: heard.append(line))
+    session = sessions._Session("1", arguments, tmp_path, {}, print, lambda _, s: heard.append(s))
+    child = sessions._Child(plan, session, beside=0)
+    child.outcome()
     assert heard == ["gate: é"]
     command = child._command()
     assert child.result_file.match("runs/1/v1_custom_fp32_*.json")

@@ -163,7 +163,6 @@ def run_plans(
     count = TextColumn("{task.completed}/{task.total}")
     what = TextColumn("{task.description}", markup=False)  # lines as the child printed them
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
-    failed: set[str] = set()
     interrupted = False
     with (
         tempfile.TemporaryDirectory() as audit,
@@ -176,37 +175,10 @@ def run_plans(
             if line.endswith(UNDER_WAY) and not console.is_terminal:
                 say(f"{plan.label}: {line}")
 
-        def run(batch: list[Plan]) -> list[Plan]:
-            """Runs plans that prepare at the same time; those that were disturbed."""
-            with contextlib.ExitStack() as stack:
-                children = []
-                for plan in batch:
-                    with _held_back_interrupt():
-                        children.append(_Child(plan, arguments, session, Path(audit), len(batch)))
-                        stack.callback(children[-1].interrupt)
-                for child in children:
-                    child.prepare(hear)
-                for child in children:
-                    outcome = child.outcome(hear)
-                    repeats = 1 if child.plan.interpreted else arguments.repeats
-                    again = " again" if child.plan.again else ""
-                    run = f"run {child.plan.repeat + 1} of {repeats}{again}"
-                    say(f"{child.plan.label}, {run}: {outcome}")
-                    if child.failed:
-                        failed.add(child.plan.label)
-            return [child.plan for child in children if child.disturbed]
-
+        under_way = _Session(session, arguments, Path(audit), missing, say, hear)
         try:
             for batch in _batches(plans, arguments.jobs):
-                for plan in batch:
-                    reason = plan.left_out or missing.get(plan.version)
-                    if reason and plan.label not in failed:
-                        save_record(plan, arguments, session, "skipped", reason)
-                        failed.add(plan.label)
-                        if plan.left_out:
-                            say(f"{plan.label}: {reason}")
-                disturbed = run([plan for plan in batch if plan.label not in failed])
-                run([dataclasses.replace(plan, again=True) for plan in disturbed])
+                under_way.run(batch)
                 progress.advance(task, len(batch))
         except KeyboardInterrupt:
             interrupted = True
@@ -265,20 +237,66 @@ def _held_back_interrupt() -> Iterator[None]:
         signal.raise_signal(came[0])
 
 
+@dataclass
+class _Session:
+    """A session under way, and what has failed in it."""
+
+    name: str
+    arguments: argparse.Namespace
+    audit: Path
+    """A folder in which its first V1 leaves the audit's reference."""
+    missing: Mapping[str, str]
+    say: Say
+    hear: Hear
+    failed: set[str] = field(default_factory=set)
+
+    def run(self, batch: list[Plan]) -> None:
+        """Runs plans that prepare at the same time; once more those that were disturbed."""
+        for plan in batch:
+            self._leave_out(plan)
+        disturbed = self._time([plan for plan in batch if plan.label not in self.failed])
+        self._time([dataclasses.replace(plan, again=True) for plan in disturbed])
+
+    def _leave_out(self, plan: Plan) -> None:
+        reason = plan.left_out or self.missing.get(plan.version)
+        if reason and plan.label not in self.failed:
+            save_record(plan, self.arguments, self.name, "skipped", reason)
+            self.failed.add(plan.label)
+            if plan.left_out:
+                self.say(f"{plan.label}: {reason}")
+
+    def _time(self, batch: list[Plan]) -> list[Plan]:
+        """Those that other programs disturbed."""
+        children: list[_Child] = []
+        with contextlib.ExitStack() as stack:
+            for plan in batch:
+                with _held_back_interrupt():
+                    children.append(_Child(plan, self, beside=len(batch) - 1))
+                    stack.callback(children[-1].interrupt)
+            for child in children:
+                child.prepare()
+            for child in children:
+                outcome = child.outcome()
+                repeats = 1 if child.plan.interpreted else self.arguments.repeats
+                again = " again" if child.plan.again else ""
+                which = f"run {child.plan.repeat + 1} of {repeats}{again}"
+                self.say(f"{child.plan.label}, {which}: {outcome}")
+                if child.failed:
+                    self.failed.add(child.plan.label)
+        return [child.plan for child in children if child.disturbed]
+
+
 class _Child:
     """One version's process: its output line by line, and its result."""
 
-    def __init__(
-        self, plan: Plan, arguments: argparse.Namespace, session: str, audit: Path, beside: int
-    ) -> None:
-        """`audit` is a folder in which the session's first V1 leaves the audit's reference;
-        `beside` counts the processes that prepare at the same time, this one included."""
-        self.plan, self.arguments, self.session, self.audit = plan, arguments, session, audit
-        self.beside = beside
+    def __init__(self, plan: Plan, session: _Session, beside: int) -> None:
+        """`beside` counts the other processes that prepare at the same time."""
+        self.plan, self.session, self.beside = plan, session, beside
+        self.arguments = session.arguments
         self.failed = self.disturbed = False
         name, _ = plan.shape()
         self.result_file = results.new_path(
-            arguments.output_dir, session, plan.version, name, plan.precision
+            self.arguments.output_dir, session.name, plan.version, name, plan.precision
         )
         self._verdict = ""
         """The last line about the gate or the audit."""
@@ -305,14 +323,14 @@ class _Child:
         steps = (1, 1) if plan.interpreted else (arguments.num_steps, arguments.warmup_steps)
         values: dict[str, object] = {"num_steps": steps[0], "warmup_steps": steps[1]}
         values |= {n: getattr(arguments, n) for n in ("device", "data", "seed", "output_dir")}
-        values |= {"session": self.session, "kind": plan.kind, "result_file": self.result_file}
+        values |= {"session": self.session.name, "kind": plan.kind, "result_file": self.result_file}
         if not plan.interpreted:  # of which nothing is timed
-            values["audit"] = self.audit
+            values["audit"] = self.session.audit
         command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
         for name, value in values.items():
             command += [_flag(name), str(value)]
-        if self.beside > 1:
-            command += ["--wait-turn", str(self.beside - 1)]
+        if self.beside:
+            command += ["--wait-turn", str(self.beside)]
         # The first run has passed the gate, with the same code and sizes.
         return [*command, "--no-gate"] if plan.repeat > 0 or plan.again else command
 
@@ -322,8 +340,8 @@ class _Child:
         environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
         if hardware.get_device(self.arguments.device).type == "cpu":
             environment |= waiting.short_spin()
-        if self.beside > 1:
-            environment = turns.share_of_compilers(self.beside) | environment
+        if self.beside:
+            environment = turns.share_of_compilers(self.beside + 1) | environment
         if self.plan.interpreted:
             # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
             # take longer to meet than to multiply.
@@ -334,12 +352,12 @@ class _Child:
         assert self._process.stderr is not None
         self._stderr.extend(line.rstrip() for line in self._process.stderr if line.strip())
 
-    def prepare(self, hear: Hear) -> None:
+    def prepare(self) -> None:
         """Waits until the process is ready to be timed, if it is not the only one, or has ended."""
-        if self.beside > 1:
-            self._hear_until(turns.READY, hear)
+        if self.beside:
+            self._hear_until(turns.READY)
 
-    def _hear_until(self, word: str, hear: Hear) -> None:
+    def _hear_until(self, word: str) -> None:
         """Passes on what the process prints, up to this line or its end. More processes are not
         read meanwhile: what each prints is less than a pipe holds."""
         assert self._process.stdout is not None
@@ -348,7 +366,7 @@ class _Child:
                 return
             if line.startswith(("gate:", "audit:")):
                 self._verdict = line
-            hear(self.plan, line)
+            self.session.hear(self.plan, line)
 
     def interrupt(self) -> None:
         """Lets the process save what it has and end. By SIGTERM, of which it obeys the first only:
@@ -356,14 +374,14 @@ class _Child:
         processes.stop(self._process, SECONDS_TO_STOP)
         self._watch.close()
 
-    def outcome(self, hear: Hear) -> str:
+    def outcome(self) -> str:
         """Gives the process its turn and waits for its end; a line about it. One that left no
         result gets a record of its failure, so that its row can be rebuilt."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.close()
-        self._hear_until("", hear)
+        self._hear_until("")
         self._process.wait()
         self._watch.close()
         self._reader.join(timeout=SECONDS_TO_STOP)
@@ -386,7 +404,7 @@ class _Child:
             name = re.sub(r"\W+", "_", self.plan.label)
             log = folder / f"{name}_{self.plan.repeat + 1}.log"
             results.write_text(log, "\n".join(self._stderr) + "\n")
-        save_record(self.plan, self.arguments, self.session, kind, reason)
+        save_record(self.plan, self.arguments, self.session.name, kind, reason)
         return reason if kind == "failed" else f"skipped: {reason}"
 
     def _reason(self, status: int) -> str:
