@@ -121,6 +121,7 @@ def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
 WRONG = {
     "--op softmax": "argument --op: invalid choice: 'softmax'",
     "--rounds 0": "--rounds 0: it must lie between 1 and 10000",
+    "--drawn 0": "--drawn 0: it must lie between 1 and 1000",
     "--seed -1": "--seed -1: it must lie between 0 and 2^63",
     "--precision tf32": "argument --precision: invalid choice: 'tf32'",
     "--precision fp16": "precision fp16: the CPU does not have it; choose from fp32, bf16",
@@ -350,6 +351,17 @@ def test_work_is_counted_as_the_field_counts_it() -> None:
     assert {op for op, *_ in WORK} == set(cases.OPS)
 
 
+def test_drawn_sizes_are_the_same_for_a_seed_and_others_for_another(v3) -> None:
+    ops = list(cases.OPS)
+    found = [cases.draw_cases(ops, 40, seed) for seed in (1, 1, 2)]
+    same, again, other = ([(case.op, case.size) for case in its] for its in found)
+    assert same == again != other and len(set(same)) == 40
+    assert {op for op, _ in same} == set(ops)
+    tuned = {case.size for case in cases.make_cases(ops, timed=True, quick=False)}
+    assert not tuned & {size for _, size in same}
+    assert max(case.amounts(2)[FORWARD] for case in found[0] if case.unit == GBS) < 4e9
+
+
 # --- the clock, as far as a CPU has one ------------------------------------------------------
 
 
@@ -548,7 +560,9 @@ def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
     assert tool.header(canned, checked) == ["size", "contender", "error (allowed)", "status"]
     assert tool.cells(canned[0], checked)[2:] == ["2.1e-03 (1.2e-02)", "ok"]
 
-    tool.show(canned, RUN)
+    slower = canned_row("rms_norm", (5, 1024), OURS, (100.0, 100.0))
+    fast = canned_row("rms_norm", (5, 1024), "Liger", (200.0, 200.0))
+    tool.show([*canned, slower, fast], RUN)
     printed = capsys.readouterr().out
     for line in (
         "rms_norm, bf16, NVIDIA H200",
@@ -557,6 +571,8 @@ def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
         "Liger: forward + backward timed launch by launch: it waits for the device",
         "IMPLAUSIBLE: F.rms_norm at 16384 x 4096, forward: 5,191 GB/s, more than the chip's 4,800",
         "ceilings of this run: copy 4,242 GB/s, bf16 product 809 TFLOP/s",
+        f"{OURS} is the fastest at 2 of 3 sizes, not at",
+        "rms_norm at 5 x 1024: 0.0005 ms, Liger 0.0003 ms (0.50x)",
     ):
         assert line in printed
     assert all(len(line) <= 130 for line in printed.splitlines() if "│" in line)

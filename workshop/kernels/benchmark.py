@@ -33,8 +33,17 @@ import torch
 
 from workshop import errors, results, versions
 from workshop.arguments import parse
-from workshop.errors import WorkshopError
-from workshop.kernels.cases import BOTH, GBS, OPS, OURS, TFLOPS, kernels, make_cases
+from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.kernels.cases import (
+    BOTH,
+    GBS,
+    OPS,
+    OURS,
+    TFLOPS,
+    draw_cases,
+    kernels,
+    make_cases,
+)
 from workshop.kernels.measure import (
     ABSENT,
     FAILED,
@@ -106,13 +115,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--quick", action="store_true", help="the first size of each operation, fewer rounds")
     add(
+        "--drawn",
+        type=int,
+        metavar="N",
+        help="N sizes drawn by --seed, of the operations in turn, in the place of ours",
+    )
+    add(
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
         help="of the tensors; auto is bf16 on a GPU that has it, else fp32 (default auto)",
     )
     add("--rounds", type=int, metavar="N", help="timed turns of each (default 20; quick: 5)")
-    add("--seed", type=int, default=42, help="of the random tensors (default 42)")
+    add("--seed", type=int, default=42, help="of the random tensors and sizes (default 42)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto: GPU if any)")
     add(
         "--output-dir",
@@ -164,6 +179,10 @@ def make_setting(arguments: argparse.Namespace, interpreted: bool) -> Setting:
         raise WorkshopError(f"--rounds {rounds}: it must lie between 1 and 10000")
     if not 0 <= arguments.seed < 2**63:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
+    if arguments.drawn is not None and not 1 <= arguments.drawn <= 1000:
+        raise WorkshopError(f"--drawn {arguments.drawn}: it must lie between 1 and 1000")
+    if arguments.drawn and interpreted:
+        raise NotOnThisMachine("--drawn: these sizes take a GPU, and the kernels are interpreted")
     name = "cpu" if interpreted and arguments.device == "auto" else arguments.device
     device = hardware.get_device(name)
     interpreter.check_device(versions.VERSIONS["v3"], device)
@@ -227,7 +246,10 @@ def measure(
     from rich.console import Console
     from rich.progress import Progress
 
-    cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
+    if arguments.drawn:
+        cases = draw_cases(arguments.op, arguments.drawn, arguments.seed)
+    else:
+        cases = make_cases(arguments.op, timed=not interpreted, quick=arguments.quick)
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases))
@@ -265,15 +287,23 @@ def against_fastest(rows: list[Row]) -> list[Best]:
     found = []
     for group in by_op([row for row in rows if row.samples]):
         size = max(group, key=lambda row: sum(row.amounts.values())).size
+        found += at_each_size([row for row in group if row.size == size])
+    return found
+
+
+def at_each_size(rows: list[Row]) -> list[Best]:
+    """Ours and the fastest other one at each size of each operator."""
+    found = []
+    for op, size in dict.fromkeys((row.op, row.size) for row in rows if row.samples):
         times = {
             row.contender: sum(row.median_ms(phase) or math.nan for phase in row.amounts)
-            for row in group
-            if row.size == size
+            for row in rows
+            if row.samples and (row.op, row.size) == (op, size)
         }
         ours = times.pop(OURS, None)
         if ours is not None and times:
             best = min(times, key=lambda contender: times[contender])
-            found.append(Best(group[0].op, size, ours, best, times[best]))
+            found.append(Best(op, size, ours, best, times[best]))
     return found
 
 
@@ -348,6 +378,19 @@ def summary(run: Run) -> str:
     )
 
 
+def behind(rows: list[Row]) -> list[str]:
+    """At how many sizes ours is the fastest, forward and backward together, and the others."""
+    found = at_each_size(rows)
+    slower = sorted((one for one in found if one.gain < 1), key=lambda one: one.gain)
+    lines = [
+        f"  {one.op} at {one.size}: {one.ours_ms:.4f} ms, {one.contender} {one.its_ms:.4f} ms "
+        f"({one.gain:.2f}x)"
+        for one in slower
+    ]
+    head = f"{OURS} is the fastest at {len(found) - len(slower)} of {len(found)} sizes"
+    return [head + (", not at" if slower else ""), *lines] if found else []
+
+
 STYLES = {WRONG: "red", FAILED: "red", ABSENT: "dim"}
 
 
@@ -372,6 +415,8 @@ def show(rows: list[Row], run: Run) -> None:
         for line in notes(group, run):
             console.print(f"  {line}", soft_wrap=True)
     console.print(summary(run))
+    for line in behind(rows):
+        console.print(line, soft_wrap=True)
 
 
 # --- the file ------------------------------------------------------------------------------------

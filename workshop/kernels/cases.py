@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -398,6 +399,28 @@ OPS = {
     "qkv_attention": Sizes(qkv_attention, (_MEDIUM, _LONG[0]), _ODD_HEADS),
     "linear_cross_entropy": Sizes(linear_cross_entropy, _HEAD, ((37, 72, 311), (65, 24, 1000))),
 }
+
+
+def draw_size(op: str, random: Random) -> tuple[int, ...]:
+    """A size as a training step may have it, up to 2^16 tokens and 2^28 numbers."""
+
+    def between(low: float, high: float) -> int:
+        return round(2 ** random.uniform(low, high))
+
+    if op == "linear_cross_entropy":
+        return between(10, 14), 128 * between(2, 5), between(10, 17)
+    if OPS[op].timed[0] == _MEDIUM:
+        T, K, D = between(8, 13), 2 ** random.randint(1, 3), random.choice((64, 128))
+        return -(-between(12, 15) // T), T, K * 2 ** random.randint(0, 3), K, D
+    width = 128 * between(2, 6.5)
+    return min(between(10, 16), 2**28 // width), width
+
+
+def draw_cases(ops: list[str], number: int, seed: int) -> list[Case]:
+    """So many cases at sizes that nobody has tuned tiles for, of the operations in turn."""
+    random = Random(seed)
+    names = sorted((ops[i % len(ops)] for i in range(number)), key=list(OPS).index)
+    return [OPS[name].make(*draw_size(name, random)) for name in names]
 
 
 def make_cases(ops: list[str], *, timed: bool, quick: bool) -> list[Case]:
