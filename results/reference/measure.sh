@@ -55,7 +55,7 @@ waterfall() {
   local preset
   for preset in small medium; do
     compare "$FOLDER/waterfall_$1" --waterfall "$1" --config "$preset" --precision bf16 \
-      --num-steps 15
+      --num-steps 15 --jobs 4
   done
 }
 
@@ -115,7 +115,7 @@ profile_inference() {
 }
 
 measure() {
-  local version batch set precision
+  local version batch set precision preset
   export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
@@ -123,8 +123,12 @@ measure() {
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     float8)
-      compare "$FOLDER/float8" --config small medium large --repeats 3 \
-        --precision bf16 fp8 fp8-rowwise --versions v1 v2 v3 v4
+      # Gates at large need most of the memory.
+      for preset in "small medium --jobs 4" large; do
+        # shellcheck disable=SC2086 # words of one line
+        compare "$FOLDER/float8" --config $preset --precision bf16 fp8 fp8-rowwise \
+          --versions "${VERSIONS[@]}"
+      done
       ;;
     once)
       once --config small medium --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
