@@ -297,15 +297,16 @@ def _startup(rows: list[Row]) -> str:
     """A line for each version and size that is compiled or captured; without rows, nothing."""
     if not rows:
         return ""
-    header = ["version and size", "compile", "capture", "with filled caches", "break-even",
-              "beside others"]  # fmt: skip
+    header = ["version and size", "compile", "capture", "with filled caches", "break-even"]
     lines = []
     for row in rows:
         what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
         cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
+        if row.prepared_beside:
+            cells[0] += f", beside {row.prepared_beside} others"
         # A later process finds the caches filled.
         cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
-        lines.append([what, *cells, row.break_even or "-", str(row.prepared_beside or "-")])
+        lines.append([what, *cells, row.break_even or "-"])
     return markdown_table(header, lines)
 
 

@@ -403,7 +403,6 @@ def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
         yield "peak_tflops", run.peak_tflops, LEAST
     if run.waited_share is not None:
         yield "waited_share", run.waited_share, 0
-    yield "prepared_beside", run.prepared_beside, 0
 
 
 def load_folder(folder: Path) -> list[RunResult]:

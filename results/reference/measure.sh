@@ -115,7 +115,7 @@ profile_inference() {
 }
 
 measure() {
-  local version batch set precision preset
+  local version batch set precision sizes
   export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
@@ -124,9 +124,9 @@ measure() {
       ;;
     float8)
       # Gates at large need most of the memory.
-      for preset in "small medium --jobs 4" large; do
+      for sizes in "small medium --jobs 4" large; do
         # shellcheck disable=SC2086 # words of one line
-        compare "$FOLDER/float8" --config $preset --precision bf16 fp8 fp8-rowwise \
+        compare "$FOLDER/float8" --config $sizes --precision bf16 fp8 fp8-rowwise \
           --versions "${VERSIONS[@]}"
       done
       ;;

@@ -355,14 +355,14 @@ class _Child:
     def prepare(self) -> None:
         """Waits until the process is ready to be timed, if it is not the only one, or has ended."""
         if self.beside:
-            self._hear_until(turns.READY)
+            self._hear(until=turns.READY)
 
-    def _hear_until(self, word: str) -> None:
-        """Passes on what the process prints, up to this line or its end. More processes are not
+    def _hear(self, until: str | None = None) -> None:
+        """Passes on what the process prints, up to this line or its end. Other processes are not
         read meanwhile: what each prints is less than a pipe holds."""
         assert self._process.stdout is not None
         for line in filter(None, map(str.strip, self._process.stdout)):
-            if line == word:
+            if line == until:
                 return
             if line.startswith(("gate:", "audit:")):
                 self._verdict = line
@@ -381,7 +381,7 @@ class _Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.close()
-        self._hear_until("")
+        self._hear()
         self._process.wait()
         self._watch.close()
         self._reader.join(timeout=SECONDS_TO_STOP)

@@ -372,11 +372,34 @@ def linear_cross_entropy(N: int, C: int, V: int) -> Case:
 # --- which sizes ---------------------------------------------------------------------------------
 
 
+def _between(random: Random, low: float, high: float) -> int:
+    """From 2^low to 2^high, small ones as often as large ones."""
+    return round(2 ** random.uniform(low, high))
+
+
+def draw_rows(random: Random) -> tuple[int, int]:
+    """Rows and width: up to 2^16 tokens and 2^28 numbers."""
+    width = 128 * _between(random, 2, 6.5)
+    return min(_between(random, 10, 16), 2**28 // width), width
+
+
+def draw_heads(random: Random) -> tuple[int, int, int, int, int]:
+    """B, T, H, K and D: 2^12 to 2^15 tokens, or one sequence more."""
+    T, K, D = _between(random, 8, 13), 2 ** random.randint(1, 3), random.choice((64, 128))
+    return -(-_between(random, 12, 15) // T), T, K * 2 ** random.randint(0, 3), K, D
+
+
+def draw_head(random: Random) -> tuple[int, int, int]:
+    """N, C and V of the model's head."""
+    return _between(random, 10, 14), 128 * _between(random, 2, 5), _between(random, 10, 17)
+
+
 class Sizes(NamedTuple):
-    """An operation's sizes: those timed on a GPU, and those checked in the interpreter, which are
-    small and fit no tile."""
+    """An operation's sizes: any that a training step may have, those timed on a GPU, and those
+    checked in the interpreter, which are small and fit no tile."""
 
     make: Callable[..., Case]
+    draw: Callable[[Random], tuple[int, ...]]
     timed: tuple[tuple[int, ...], ...]
     checked: tuple[tuple[int, ...], ...]
 
@@ -390,37 +413,24 @@ _ODD_ROWS = ((13, 72), (5, 257))
 _ODD_HEADS = ((2, 37, 6, 2, 32), (1, 150, 3, 1, 64))
 
 OPS = {
-    "rms_norm": Sizes(rms_norm, _NORMS, _ODD_ROWS),
-    "add_rms_norm": Sizes(add_rms_norm, _NORMS, _ODD_ROWS),
-    "apply_rope": Sizes(apply_rope, (_MEDIUM,), _ODD_HEADS),
-    "swiglu": Sizes(swiglu, _SWIGLU, _ODD_ROWS),
-    "swiglu_fused": Sizes(swiglu_fused, _SWIGLU, _ODD_ROWS),
-    "flash_attention": Sizes(flash_attention, (_MEDIUM, *_LONG), _ODD_HEADS),
-    "qkv_attention": Sizes(qkv_attention, (_MEDIUM, _LONG[0]), _ODD_HEADS),
-    "linear_cross_entropy": Sizes(linear_cross_entropy, _HEAD, ((37, 72, 311), (65, 24, 1000))),
+    "rms_norm": Sizes(rms_norm, draw_rows, _NORMS, _ODD_ROWS),
+    "add_rms_norm": Sizes(add_rms_norm, draw_rows, _NORMS, _ODD_ROWS),
+    "apply_rope": Sizes(apply_rope, draw_heads, (_MEDIUM,), _ODD_HEADS),
+    "swiglu": Sizes(swiglu, draw_rows, _SWIGLU, _ODD_ROWS),
+    "swiglu_fused": Sizes(swiglu_fused, draw_rows, _SWIGLU, _ODD_ROWS),
+    "flash_attention": Sizes(flash_attention, draw_heads, (_MEDIUM, *_LONG), _ODD_HEADS),
+    "qkv_attention": Sizes(qkv_attention, draw_heads, (_MEDIUM, _LONG[0]), _ODD_HEADS),
+    "linear_cross_entropy": Sizes(
+        linear_cross_entropy, draw_head, _HEAD, ((37, 72, 311), (65, 24, 1000))
+    ),
 }
 
 
-def draw_size(op: str, random: Random) -> tuple[int, ...]:
-    """A size as a training step may have it, up to 2^16 tokens and 2^28 numbers."""
-
-    def between(low: float, high: float) -> int:
-        return round(2 ** random.uniform(low, high))
-
-    if op == "linear_cross_entropy":
-        return between(10, 14), 128 * between(2, 5), between(10, 17)
-    if OPS[op].timed[0] == _MEDIUM:
-        T, K, D = between(8, 13), 2 ** random.randint(1, 3), random.choice((64, 128))
-        return -(-between(12, 15) // T), T, K * 2 ** random.randint(0, 3), K, D
-    width = 128 * between(2, 6.5)
-    return min(between(10, 16), 2**28 // width), width
-
-
 def draw_cases(ops: list[str], number: int, seed: int) -> list[Case]:
-    """So many cases at sizes that nobody has tuned tiles for, of the operations in turn."""
+    """So many cases at sizes that no tile was tuned for, of the operations in turn."""
     random = Random(seed)
     names = sorted((ops[i % len(ops)] for i in range(number)), key=list(OPS).index)
-    return [OPS[name].make(*draw_size(name, random)) for name in names]
+    return [OPS[name].make(*OPS[name].draw(random)) for name in names]
 
 
 def make_cases(ops: list[str], *, timed: bool, quick: bool) -> list[Case]:
