@@ -288,6 +288,9 @@ def small_tiles(module: ModuleType, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "INTERPRETED_TILE", module.Tile(64, 32, 1, 1))
     if hasattr(module, "CHUNK"):
         patch.setattr(module, "CHUNK", 64)
+    if hasattr(module, "CHUNK_ROWS"):
+        patch.setattr(module, "CHUNK_ROWS", 32)
+        patch.setattr(module, "CHUNK_LOGITS", 0)
     entry: tuple[Any, ...] = (16, 3 if "rope" in module.__name__ else 512, 1)
     if hasattr(module, "Block"):
         entry = ((2**16, module.Block(2**12, 2**12, 3)),)

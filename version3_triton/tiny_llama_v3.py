@@ -9,7 +9,7 @@ is a kernel of ours, forward and backward (triton_kernels.py lists them).
     FeedForward          swiglu_linear takes the gate-up product as it is, and keeps nothing else
     Block                hands the residual stream and the last branch on unadded
     TinyLlama            embedding, whose gradient PyTorch would sort the tokens for;
-                         linear_cross_entropy, which never holds all the logits
+                         linear_cross_entropy, which keeps no logits
     the other products   linear: the weight's gradient comes out of it in fp32
     configure_optimizer  AdamW writes the weights that the products read, in 16 bits, as well
 `Fusions` names them; each can be switched off alone (`--no-fuse-norm`, ...), and plain PyTorch, the

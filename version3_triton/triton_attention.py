@@ -362,8 +362,8 @@ class Tile:
 
 
 # By architecture or vendor, bytes of a number and D; of several tiles the first that is for so many
-# tokens. sm_90: swept on an H200, in bf16 at D = 64 and 128, the backward pass in fp32 at D = 64
-# too. sm, gfx: the largest tiles that spill little or nothing and fit everywhere
+# tokens. sm_90: swept on an H200 and an H100, in bf16 at D = 64 and 128, the backward pass in fp32
+# at D = 64 too. sm, gfx: the largest tiles that spill little or nothing and fit everywhere
 # (workshop.kernels.inspect), unmeasured.
 Tiles = dict[str, dict[int, dict[int, list[Tile]]]]
 FORWARD_TILES: Tiles = {
@@ -394,7 +394,7 @@ DQ_TILES: Tiles = {
                 Tile(64, 32, 4, 3, up_to=2048),
                 Tile(128, 64, 4, 3),
             ],
-            128: [Tile(64, 64, 4, 2)],
+            128: [Tile(64, 32, 4, 2, up_to=1024), Tile(64, 32, 4, 3)],
         },
         4: {32: [Tile(32, 32, 4, 1)], 64: [Tile(64, 32, 4, 2)], 128: [Tile(32, 32, 8, 1)]},
     },

@@ -1,4 +1,4 @@
-"""The head's product and the cross-entropy behind it, without ever holding all the logits.
+"""The head's product and the cross-entropy behind it, a chunk of tokens at a time.
 
 Shapes in the comments:
     N tokens   C width of the hidden states   V vocabulary   R tokens of a chunk
@@ -24,7 +24,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton_linear import has_wide_products
 
-MAX_CHUNK_ROWS = 2048  # tokens: large enough to fill the chip with a product
+# A chunk has 4096 tokens, which fill the chip with a product; more while its logits are few.
+CHUNK_ROWS = 4096
+CHUNK_LOGITS = 2**26
+ROW_MULTIPLE = 64  # of logits, so that each row begins at a multiple of 128 bytes
 
 
 # --- kernel -------------------------------------------------------------------------------------
@@ -61,11 +64,13 @@ def _cross_entropy_kernel(
     log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 1))[:, None]
     tl.store(losses_ptr + r, log_sum - of_target, mask=r < R)
     if GRADIENT:
-        for start in range(0, V, BLOCK_V):
+        for start in range(0, stride, BLOCK_V):
             inside = (r < R) & (start + v < V)
             x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(start + v == target, 1.0, 0.0)
-            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+            # Zeros between the rows, too: some products read them, and multiply them by zero.
+            there = (r < R) & (start + v < stride)
+            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=there)
 
 
 # By architecture or vendor: tokens and logits of a step, and warps. sm: swept on an H200. gfx:
@@ -76,9 +81,17 @@ BLOCKS = {"sm": (1, 4096, 8), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)
 # --- operators ----------------------------------------------------------------------------------
 
 
-def chunk_rows(N: int) -> int:
-    """Tokens of a chunk: at most half of them, so that the logits are never there as a whole."""
-    return max(1, min(MAX_CHUNK_ROWS, cdiv(N, 2)))
+def chunk_rows(N: int, V: int) -> int:
+    """Tokens of a chunk, all chunks of about the same size."""
+    most = max(CHUNK_ROWS, CHUNK_LOGITS // V)
+    return max(1, cdiv(N, max(1, cdiv(N, most))))
+
+
+def new_logits(like: Tensor, V: int) -> Tensor:
+    """An empty (R, V) for the R rows of `like`. Where V is odd, rows that lay side by side would
+    begin anywhere, and cuBLAS would take kernels that are several times as slow."""
+    stride = cdiv(V, ROW_MULTIPLE) * ROW_MULTIPLE
+    return like.new_empty(len(like), stride)[:, :V]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -120,10 +133,11 @@ def linear_cross_entropy_forward(
     dweight = weight.new_empty((V, C) if gradients else 0, dtype=torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         weight = weight.to(dtype)
-        for start in range(0, N, chunk_rows(N)):
-            rows = slice(start, start + chunk_rows(N))
+        size = chunk_rows(N, V)
+        for start in range(0, N, size):
+            rows = slice(start, start + size)
             chunk = hidden[rows].to(dtype)
-            logits = chunk @ weight.t()  # (R, V)
+            logits = torch.mm(chunk, weight.t(), out=new_logits(chunk, V))
             _cross_entropy_kernel[(cdiv(len(chunk), rows_at_once),)](
                 logits, targets[rows], losses[rows], logits.stride(0), len(chunk), V,
                 GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, num_warps=warps,
@@ -186,9 +200,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         A scalar, fp32.
 
     Products: 6 N C V operations in the forward pass, none in the backward; without gradients
-    2 N C V. Memory: the logits of at most 2048 tokens and half of all, and both gradients; the
-    weight's gathers in fp32. The logits are written once and read and written once more, in part
-    from L2.
+    2 N C V. Memory: the logits of a chunk (`chunk_rows`) and both gradients; the weight's gathers
+    in fp32. The logits are written once and read and written once more, in part from L2.
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; targets that are not int64; shapes that

@@ -126,8 +126,7 @@ def multiprocessors(device: torch.device) -> int:
 def tuned(table: Mapping[str, Entry]) -> Entry:
     """The table's entry for this architecture, else for its vendor (`sm`, `gfx`)."""
     name = architecture()
-    vendor = next(prefix for prefix in ("sm", "gfx", "interpreter") if name.startswith(prefix))
-    return table[name] if name in table else table[vendor]
+    return table[name] if name in table else table[name[: 2 if name.startswith("sm") else 3]]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -162,20 +161,30 @@ def describe_tiles(num_stages: int, *tensors: tuple[Tensor, int]) -> tuple[bool,
     Returns:
         Whether they are descriptors, and one or the other.
     """
-    name = architecture()
-    has_engine = name.startswith("sm_") and int(name[3:]) >= 90 and TensorDescriptor is not None
-    aligned = all(_aligned(tensor) for tensor, _ in tensors)
-    if not has_engine or num_stages < 2 or not aligned:
+    if num_stages < 2 or not _has_copy_engine(architecture()):
         return False, [tensor for tensor, _ in tensors]
-    return True, [
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]])
-        for x, rows in tensors
-    ]
+    descriptors = [_describe(tensor, rows) for tensor, rows in tensors]
+    if any(descriptor is None for descriptor in descriptors):
+        return False, [tensor for tensor, _ in tensors]
+    return True, descriptors
 
 
-def _aligned(tensor: Tensor) -> bool:
-    strides = [stride * tensor.element_size() for stride in tensor.stride()[:-1]]
-    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+@functools.cache
+def _has_copy_engine(name: str) -> bool:
+    return name.startswith("sm_") and int(name[3:]) >= 90 and TensorDescriptor is not None
+
+
+def _describe(x: Tensor, rows: int) -> Any:
+    """The descriptor; None of a tensor that the engine can't read. Its own checks, which take the
+    host longer than a launch, are left out: these are the same."""
+    strides, multiple = x.stride(), 16 // x.element_size()
+    b, h, t, _ = strides
+    if x.data_ptr() % 16 or b % multiple or h % multiple or t % multiple or not (b and h and t):
+        return None
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), list(strides)
+    descriptor.block_shape = [1, 1, rows, x.shape[-1]]
+    return descriptor
 
 
 # --- sizes and layouts --------------------------------------------------------------------------

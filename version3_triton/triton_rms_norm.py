@@ -128,7 +128,8 @@ class Block:
 
 
 # By architecture or vendor; the first row whose width is at least C. sm: swept on an H200 at
-# widths 1024, 2048 and 4096. gfx: unmeasured.
+# widths 1024, 2048 and 4096, the backward pass on an H100 at 1536, 3712, 5120 and 8192. gfx:
+# unmeasured.
 Blocks = dict[str, tuple[tuple[int, Block], ...]]
 FORWARD_BLOCKS: Blocks = {
     "sm": ((2048, Block(2048, 32, None)), (MAX_WIDTH, Block(4096, 32, None))),
@@ -136,7 +137,11 @@ FORWARD_BLOCKS: Blocks = {
     "interpreter": ((MAX_WIDTH, Block(2**18, 2**18, None)),),
 }
 BACKWARD_BLOCKS: Blocks = {
-    "sm": ((1024, Block(1024, 8, 8)), (MAX_WIDTH, Block(8192, 32, 2))),
+    "sm": (
+        (1024, Block(1024, 8, 8)),
+        (4096, Block(8192, 32, 2)),
+        (MAX_WIDTH, Block(16384, 32, 1)),
+    ),
     "gfx": ((MAX_WIDTH, Block(4096, 16, 4)),),
     "interpreter": ((MAX_WIDTH, Block(2**16, 2**16, 2)),),
 }
@@ -149,11 +154,15 @@ def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int
     block = next(block for width, block in tuned(table) if width >= C)
     block_c = next_power_of_2(C)
     block_rows = next_power_of_2(max(1, min(block.elements // block_c, next_power_of_2(rows))))
-    programs = cdiv(rows, block_rows)
-    if block.programs is not None:
-        programs = min(programs, block.programs * multiprocessors(device))
     warps = block_rows * block_c // (32 * block.elements_per_thread)
     warps = next_power_of_2(max(1, min(warps, 16)))
+    programs = cdiv(rows, block_rows)
+    if block.programs is not None:
+        at_once = block.programs * multiprocessors(device)
+        # In the last of few rounds most programs would have nothing left to do.
+        while block_rows > 1 and at_once < cdiv(rows, block_rows) < 4 * at_once:
+            block_rows //= 2
+        programs = min(cdiv(rows, block_rows), at_once)
     return programs, {"ROWS": block_rows, "BLOCK_C": block_c, "num_warps": warps}
 
 
