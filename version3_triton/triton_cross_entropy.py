@@ -27,7 +27,7 @@ from triton_linear import has_wide_products
 # A chunk has 4096 tokens, which fill the chip with a product; more while its logits are few.
 CHUNK_ROWS = 4096
 CHUNK_LOGITS = 2**26
-ROW_MULTIPLE = 64  # of logits, so that each row begins at a multiple of 128 bytes
+ALIGNED = 8  # words: cuBLAS multiplies matrices several times as fast if all sides are multiples
 
 
 # --- kernel -------------------------------------------------------------------------------------
@@ -68,9 +68,8 @@ def _cross_entropy_kernel(
             inside = (r < R) & (start + v < V)
             x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(start + v == target, 1.0, 0.0)
-            # Zeros between the rows, too: some products read them, and multiply them by zero.
-            there = (r < R) & (start + v < stride)
-            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=there)
+            padded = (r < R) & (start + v < stride)  # zeros for words that do not exist
+            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=padded)
 
 
 # By architecture or vendor: tokens and logits of a step, and warps. sm: swept on an H200. gfx:
@@ -87,11 +86,16 @@ def chunk_rows(N: int, V: int) -> int:
     return max(1, cdiv(N, max(1, cdiv(N, most))))
 
 
-def new_logits(like: Tensor, V: int) -> Tensor:
-    """An empty (R, V) for the R rows of `like`. Where V is odd, rows that lay side by side would
-    begin anywhere, and cuBLAS would take kernels that are several times as slow."""
-    stride = cdiv(V, ROW_MULTIPLE) * ROW_MULTIPLE
-    return like.new_empty(len(like), stride)[:, :V]
+def pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED."""
+    V, C = weight.shape
+    missing = -V % ALIGNED
+    if not missing:
+        return weight.to(dtype)
+    padded = weight.new_empty(V + missing, C, dtype=dtype)
+    padded[:V] = weight
+    padded[V:] = 0
+    return padded
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -130,14 +134,14 @@ def linear_cross_entropy_forward(
     block = min(block, next_power_of_2(V))
     losses = hidden.new_empty(N, dtype=torch.float32)
     dhidden = hidden.new_empty((N, C) if gradients else 0, dtype=dtype)
-    dweight = weight.new_empty((V, C) if gradients else 0, dtype=torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
-        weight = weight.to(dtype)
+        weight = pad_rows(weight, dtype)
+        dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
         size = chunk_rows(N, V)
         for start in range(0, N, size):
             rows = slice(start, start + size)
             chunk = hidden[rows].to(dtype)
-            logits = torch.mm(chunk, weight.t(), out=new_logits(chunk, V))
+            logits = chunk @ weight.t()  # (R, V), and the padding's
             _cross_entropy_kernel[(cdiv(len(chunk), rows_at_once),)](
                 logits, targets[rows], losses[rows], logits.stride(0), len(chunk), V,
                 GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, num_warps=warps,
@@ -146,7 +150,7 @@ def linear_cross_entropy_forward(
                 torch.mm(logits, weight, out=dhidden[rows])
                 _add_product(dweight, logits.t(), chunk, first=start == 0)
             del logits  # before the next chunk's are allocated
-    return losses.mean(), dhidden, dweight
+    return losses.mean(), dhidden, dweight[:V]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
