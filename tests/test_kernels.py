@@ -1,8 +1,10 @@
 """V3's kernels against plain fp64 versions; in Triton's interpreter where there is no GPU."""
 
+import ast
 import dataclasses
 import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +88,20 @@ def test_half_precisions_in_the_interpreter_too(label: str) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         worst = worst_excess(CASES[label], dtype, seed=1)
         assert worst <= 1.0, f"{dtype}: {worst:.2f} of what is allowed"
+
+
+def test_every_kernel_waits_for_the_one_before() -> None:
+    """One launched early that did not would read what is still being written, sometimes."""
+    kernels = [
+        function
+        for path in Path(ops.__file__).parent.glob("triton_*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel")
+    ]
+    assert len(kernels) == 15
+    for kernel in kernels:
+        first = kernel.body[1 if ast.get_docstring(kernel) else 0]
+        assert ast.unparse(first) == "begin_early()", kernel.name
 
 
 def test_a_target_outside_the_vocabulary_makes_the_loss_nan() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from triton_launch import (
     autocast_dtype,
+    begin_early,
     cdiv,
     check,
     check_dtypes,
@@ -23,6 +24,7 @@ from triton_launch import (
     describe_tiles,
     dot_precision,
     first_order,
+    launch_options,
     new_heads,
     operator,
     tuned,
@@ -153,6 +155,7 @@ def _attention_forward_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head against all the keys that it sees."""
+    begin_early()
     bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, h = bh // H, bh % H
     # The last queries see the most keys: they start first (`_grid`).
@@ -229,6 +232,7 @@ def _attention_backward_dq_kernel(
 ):  # fmt: skip
     """One tile of queries of one head against all the keys that it sees, for dq; and for the other
     kernel delta = sum over D of out * dout, which the softmax's backward subtracts."""
+    begin_early()
     bh = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, h = bh // H, bh % H
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # as in the forward pass
@@ -312,6 +316,7 @@ def _attention_backward_dk_dv_kernel(
 ):  # fmt: skip
     """One tile of keys and values against all the queries that see it, of all heads in its
     group."""
+    begin_early()
     K = H // G
     bkv = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     b, kv = bkv // K, bkv % K
@@ -469,7 +474,7 @@ def _prepare(
     constants = {
         "D": q.shape[-1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "PRECISION": dot_precision(q.dtype), "STAGES": tile.num_stages, "TMA": tma,
-        "num_warps": tile.num_warps,
+        **launch_options(tile.num_warps),
     }  # fmt: skip
     return tile, inputs, strides, constants
 

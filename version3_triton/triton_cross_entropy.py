@@ -6,11 +6,13 @@ Shapes in the comments:
 
 from triton_launch import (
     autocast_dtype,
+    begin_early,
     cdiv,
     check,
     check_indices,
     check_shape,
     first_order,
+    launch_options,
     next_power_of_2,
     operator,
     tuned,
@@ -43,6 +45,7 @@ def _cross_entropy_kernel(
     The first walk over a row carries the running maximum and sum of the softmax, the second one
     writes. In between, the row is in the cache.
     """
+    begin_early()
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     v = tl.arange(0, BLOCK_V)[None, :]
     existing = tl.minimum(r, R - 1)  # beyond the last token it is read again, and not written
@@ -144,7 +147,7 @@ def linear_cross_entropy_forward(
             logits = chunk @ weight.t()  # (R, V), and the padding's
             _cross_entropy_kernel[(cdiv(len(chunk), rows_at_once),)](
                 logits, targets[rows], losses[rows], logits.stride(0), len(chunk), V,
-                GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, num_warps=warps,
+                GRADIENT=gradients, ROWS=rows_at_once, BLOCK_V=block, **launch_options(warps),
             )  # fmt: skip
             if gradients:
                 torch.mm(logits, weight, out=dhidden[rows])

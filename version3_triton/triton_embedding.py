@@ -6,10 +6,12 @@ Shapes in the comments:
 
 from triton_launch import (
     as_rows,
+    begin_early,
     cdiv,
     check,
     check_indices,
     first_order,
+    launch_options,
     next_power_of_2,
     operator,
 )
@@ -27,6 +29,7 @@ def _embedding_backward_kernel(
     dy_ptr, tokens_ptr, dweight_ptr, stride_dy, C, BLOCK_C: tl.constexpr
 ):
     """Adds a piece of a token's row to the token's own; others may add theirs at the same time."""
+    begin_early()
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     dy = tl.load(dy_ptr + n * stride_dy + c, mask=c < C).to(tl.float32)
@@ -45,7 +48,7 @@ def embedding_backward(dy: Tensor, tokens: Tensor, rows: int) -> Tensor:
     dweight = dy.new_zeros(rows, C, dtype=torch.float32)
     block = min(BLOCK_C, next_power_of_2(C))
     _embedding_backward_kernel[(len(tokens), cdiv(C, block))](
-        dy, tokens, dweight, dy.stride(0), C, BLOCK_C=block, num_warps=4
+        dy, tokens, dweight, dy.stride(0), C, BLOCK_C=block, **launch_options(4)
     )
     return dweight
 

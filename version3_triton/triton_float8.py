@@ -10,7 +10,7 @@ Shapes in the comments:
     R rows   C columns
 """
 
-from triton_launch import as_rows, cdiv, operator
+from triton_launch import as_rows, begin_early, cdiv, launch_options, operator
 
 import torch
 import triton
@@ -51,6 +51,7 @@ def raise_to_largest(largest_ptr, sizes):
 def _float8_largest_kernel(x_ptr, row_ptr, column_ptr, stride_x, R, C, BY_ROW: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
     """The largest size of an element: in each row and column, or in the matrix."""
+    begin_early()
     x, r, c, _ = _tile(x_ptr, stride_x, R, C, BLOCK)
     sizes = sizes_of(x)
     if BY_ROW:
@@ -66,6 +67,7 @@ def _float8_round_kernel(
     stride_x, R, C, LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x over its scale, in fp8, as (R, C) and as (C, R), and the scales."""
+    begin_early()
     x, r, c, inside = _tile(x_ptr, stride_x, R, C, BLOCK)
     type_: tl.constexpr = values_ptr.dtype.element_ty
     step: tl.constexpr = 1 if BY_ROW else 0
@@ -136,7 +138,7 @@ def round_both_ways(
         largest = x.new_zeros(R + C if by_row else 1, dtype=torch.float32)
     row, column = largest, largest[R:] if by_row else largest
     grid = cdiv(R, BLOCK), cdiv(C, BLOCK)
-    sizes = {"BY_ROW": by_row, "BLOCK": BLOCK, "num_warps": 8}
+    sizes = {"BY_ROW": by_row, "BLOCK": BLOCK, **launch_options(8)}
     if known is None:
         _float8_largest_kernel[grid](x, row, column, x.stride(0), R, C, **sizes)
     _float8_round_kernel[grid](

@@ -25,11 +25,16 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton
+import triton.language as tl
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # before Triton 3.4: Hopper's copy engine is not used
     TensorDescriptor = None
+try:
+    from triton.language.target_info import cuda_capability_geq
+except ImportError:  # before Triton 3.5: no kernel is launched early
+    cuda_capability_geq = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """Whether the kernels run in Triton's interpreter, whose times mean nothing."""
@@ -117,6 +122,11 @@ def _architecture(device: int) -> str:
 
 
 @functools.cache
+def _from_hopper_on(name: str) -> bool:
+    return name.startswith("sm_") and int(name[3:]) >= 90
+
+
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs can run side by side, at least: compute units on AMD."""
     if INTERPRETED or device.type != "cuda":
@@ -162,17 +172,12 @@ def describe_tiles(num_stages: int, *tensors: tuple[Tensor, int]) -> tuple[bool,
     Returns:
         Whether they are descriptors, and one or the other.
     """
-    if num_stages < 2 or not _has_copy_engine(architecture()):
+    if num_stages < 2 or TensorDescriptor is None or not _from_hopper_on(architecture()):
         return False, [tensor for tensor, _ in tensors]
     descriptors = [_describe(tensor, rows) for tensor, rows in tensors]
     if any(descriptor is None for descriptor in descriptors):
         return False, [tensor for tensor, _ in tensors]
     return True, descriptors
-
-
-@functools.cache
-def _has_copy_engine(name: str) -> bool:
-    return name.startswith("sm_") and int(name[3:]) >= 90 and TensorDescriptor is not None
 
 
 def _describe(x: Tensor, rows: int) -> Any:
@@ -186,6 +191,31 @@ def _describe(x: Tensor, rows: int) -> Any:
     descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), list(strides)
     descriptor.block_shape = [1, 1, rows, x.shape[-1]]
     return descriptor
+
+
+# --- early launches -----------------------------------------------------------------------------
+# On NVIDIA GPUs from Hopper on a kernel is launched while the one before it on the stream still
+# runs, and waits for its end: the launch itself then costs no time ("programmatic dependent
+# launch"). Where kernels take a few microseconds, that is a part of the step.
+
+EARLY = tl.constexpr(cuda_capability_geq is not None and not INTERPRETED)
+
+
+@triton.jit
+def begin_early():
+    """Stands first in every kernel: waits until the kernel before has ended and its results can be
+    read, and lets the next one be launched."""
+    if EARLY:  # noqa: SIM102, since Triton evaluates both sides of an `and`
+        if cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+def launch_options(num_warps: int) -> dict[str, Any]:
+    """What a launch is given besides the kernel's arguments."""
+    if EARLY.value and _from_hopper_on(architecture()):
+        return {"num_warps": num_warps, "launch_pdl": True}
+    return {"num_warps": num_warps}
 
 
 # --- sizes and layouts --------------------------------------------------------------------------

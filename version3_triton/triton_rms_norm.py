@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from triton_launch import (
     as_rows,
     autocast_dtype,
+    begin_early,
     cdiv,
     check,
     check_shape,
     first_order,
+    launch_options,
     multiprocessors,
     next_power_of_2,
     operator,
@@ -37,6 +39,7 @@ def _rms_norm_forward_kernel(
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every P-th group of ROWS rows, and keeps the weight in registers."""
+    begin_early()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -68,6 +71,7 @@ def _rms_norm_backward_kernel(
 
     dw sums over all rows: each program over its own, into its own row of partial_dw (P, C).
     """
+    begin_early()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -100,6 +104,7 @@ def _rms_norm_sum_kernel(
 ):  # fmt: skip
     """A few columns of partial (P, C), summed over all of its rows, which lie in the L2 cache:
     ROWS of them are on their way at once."""
+    begin_early()
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, P, ROWS):
@@ -163,7 +168,7 @@ def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int
         while block_rows > 1 and at_once < cdiv(rows, block_rows) < 4 * at_once:
             block_rows //= 2
         programs = min(cdiv(rows, block_rows), at_once)
-    return programs, {"ROWS": block_rows, "BLOCK_C": block_c, "num_warps": warps}
+    return programs, {"ROWS": block_rows, "BLOCK_C": block_c, **launch_options(warps)}
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def _sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns, warps = tuned(SUM_BLOCKS)
     rows = min(rows, next_power_of_2(P))
     _rms_norm_sum_kernel[(cdiv(C, columns),)](
-        partial, sums, P, C, ROWS=rows, COLUMNS=columns, num_warps=warps
+        partial, sums, P, C, ROWS=rows, COLUMNS=columns, **launch_options(warps)
     )
     return sums
 

@@ -5,11 +5,13 @@ Shapes in the comments:
 """
 
 from triton_launch import (
+    begin_early,
     cdiv,
     check,
     check_dtypes,
     check_shape,
     first_order,
+    launch_options,
     new_heads,
     next_power_of_2,
     operator,
@@ -75,6 +77,7 @@ def _rope_kernel(
 ):  # fmt: skip
     """A tile of tokens of BLOCK_H heads, which share its angles. The heads are those of q, then
     those of k. A program writes what it alone has read: an output may be its input."""
+    begin_early()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     b = tl.program_id(2).to(tl.int64)
@@ -98,9 +101,9 @@ def _rope_kernel(
             )  # fmt: skip
 
 
-# By architecture or vendor: tokens and heads of a tile, and warps. sm: swept on an H200. gfx:
-# unmeasured.
-BLOCKS = {"sm": (16, 2, 2), "gfx": (16, 2, 2), "interpreter": (4096, 4096, 1)}
+# By architecture or vendor: tokens and heads of a tile, and pairs of a thread, of which there are
+# T x D/2 in a head. sm: swept on an H200, and at D = 128 on an H100. gfx: unmeasured.
+BLOCKS = {"sm": (16, 2, 8), "gfx": (16, 2, 8), "interpreter": (4096, 4096, 2**18)}
 
 Pair = tuple[Tensor, Tensor]  # of q and k
 
@@ -112,14 +115,15 @@ def rotate(
     dimensions must be contiguous."""
     B, H, T, D = inputs[0].shape
     heads = H + inputs[1].shape[1]
-    block_t, block_h, warps = tuned(BLOCKS)
-    block_t = min(block_t, next_power_of_2(T))
+    block_t, block_h, pairs = tuned(BLOCKS)
+    block_t, block_d = min(block_t, next_power_of_2(T)), next_power_of_2(D // 2)
+    warps = max(1, block_t * block_d // (32 * pairs))
     _rope_kernel[(cdiv(T, block_t), cdiv(heads, block_h), B)](
         *inputs, *outputs, cos, sin,
         *(stride for x in (*inputs, *outputs) for stride in x.stride()[:3]),
         cos.stride(0), sin.stride(0), T, H, heads,
-        BACKWARD=backward, HALF=D // 2, BLOCK_D=next_power_of_2(D // 2),
-        BLOCK_T=block_t, BLOCK_H=block_h, num_warps=warps,
+        BACKWARD=backward, HALF=D // 2, BLOCK_D=block_d,
+        BLOCK_T=block_t, BLOCK_H=block_h, **launch_options(warps),
     )  # fmt: skip
 
 

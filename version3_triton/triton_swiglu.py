@@ -8,11 +8,13 @@ Shapes in the comments:
 from triton_launch import (
     as_rows,
     autocast_dtype,
+    begin_early,
     cdiv,
     check,
     check_dtypes,
     check_shape,
     first_order,
+    launch_options,
     next_power_of_2,
     operator,
     tuned,
@@ -42,6 +44,7 @@ def _swiglu_forward_kernel(
     gate_ptr, up_ptr, y_ptr, largest_ptr, stride_gate, stride_up, R, F,
     LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin_early()
     r, f, inside = _place(R, F, ROWS, BLOCK)
     gate = tl.load(gate_ptr + r * stride_gate + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + r * stride_up + f, mask=inside, other=0.0).to(tl.float32)
@@ -59,6 +62,7 @@ def _swiglu_backward_kernel(
 ):  # fmt: skip
     """With s = sigmoid(gate):  dup = dy gate s,  dgate = dy up s (1 + gate (1 - s)); and y again,
     for who needs it and has not kept it."""
+    begin_early()
     r, f, inside = _place(R, F, ROWS, BLOCK)
     dy = tl.load(dy_ptr + r * stride_dy + f, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + r * stride_gate + f, mask=inside, other=0.0).to(tl.float32)
@@ -100,7 +104,7 @@ def _launch(blocks: tuple[int, int, int], R: int, F: int) -> tuple[int, dict[str
     rows, block, warps = blocks
     block = min(block, next_power_of_2(F))
     programs = cdiv(R, rows) * cdiv(F, block)
-    return programs, {"ROWS": rows, "BLOCK": block, "num_warps": warps}
+    return programs, {"ROWS": rows, "BLOCK": block, **launch_options(warps)}
 
 
 def _forward(gate: Tensor, up: Tensor, y: Tensor, largest: Tensor | None = None) -> None:
