@@ -226,7 +226,7 @@ def _heads_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device
 
     both = heads(H + K)
     cos, sin = torch.randn(2, T, D, device=device)
-    blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (1, 2, 4)))
+    blocks = list(itertools.product((8, 16, 32, 64), (1, 2, 4), (4, 8, 16)))
     turn = lambda: rope.apply_rope_forward(both[:, :H], both[:, H:], cos, sin, False)  # noqa: E731
     yield Job(rope, "BLOCKS", blocks, turn)
 
