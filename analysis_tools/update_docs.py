@@ -432,6 +432,8 @@ def _performance(collection: Collection) -> dict[Path, str]:
         parts.append(table.replace("](#", f"]({full}#"))
     for path in sorted(REFERENCE.glob("*/kernels/kernels.json")):
         parts.append(_best_kernels(path))
+    for path in sorted(REFERENCE.glob("*/kernels_drawn/kernels.json")):
+        parts.append(_drawn_kernels(path))
     return {
         ROOT / "PERFORMANCE_RESULTS.md": "\n\n".join(parts) + "\n",
         FULL_REPORT: pages.markdown_page(report, REFERENCE, introduction=INTRODUCTION),
@@ -458,6 +460,15 @@ def _best_kernels(path: Path) -> str:
         markdown_table(header, lines, (0, 1, 3)),
     ]
     return "\n\n".join(parts)
+
+
+def _drawn_kernels(path: Path) -> str:
+    """At how many sizes that nobody tuned for V3's operator is the fastest, and where not."""
+    rows, run = benchmark.load(path)
+    head, *others = (line.strip() for line in benchmark.behind(rows))
+    where = f"{run.device['name']}, {run.precision}, sizes drawn by seed {run.seed}"
+    sentence = f"At sizes that no tile was tuned for ({where}) {head}{':' if others else '.'}"
+    return "\n".join([sentence, *([""] if others else []), *(f"- {other}" for other in others)])
 
 
 if __name__ == "__main__":

@@ -175,7 +175,10 @@ measure() {
       ;;
     text_generation) lab text_generation measure_engines.py --jobs 9 ;;
     scale_out) lab scale_out measure.py --jobs 2 ;;
-    kernels) try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels" ;;
+    kernels)
+      try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels"
+      try "$PYTHON" -m workshop.kernels.benchmark --output-dir "$FOLDER/kernels_drawn" --drawn 20
+      ;;
     ceilings) try "$PYTHON" analysis_tools/roofline_analysis.py --measure --results "$FOLDER" ;;
     harness)
       try "$PYTHON" -m pytest tests/test_gpu.py -k harness --keep-figures "$FOLDER/harness"
