@@ -41,7 +41,7 @@ def test_reference_results_are_all_found() -> None:
     } | {("", "torch.profiler", False)}
     assert {p.lab.variant for p in found.profiles if p.lab} == {"fp32", "fp16"}
     assert [(b.path, b.device) for b in found.benchmarks] == [
-        (H200 / "kernels" / "kernels.json", "NVIDIA H200")
+        (H200 / folder / "kernels.json", "NVIDIA H200") for folder in ("kernels", "kernels_drawn")
     ]
     assert not found.refresh()
 

@@ -127,7 +127,7 @@ def test_the_labs_documents_quote_the_commands_that_are_measured(measure) -> Non
 
 def test_python_may_be_given_by_a_relative_path(measure) -> None:
     done, typed = measure("out", "kernels", PYTHON="./python")
-    assert done.returncode == 0 and len(typed) == 1, done.stderr
+    assert done.returncode == 0 and len(typed) == 2, done.stderr
 
 
 def test_a_study_that_fails_is_reported_and_the_next_is_measured(measure) -> None:
@@ -157,7 +157,7 @@ def test_several_gpus_share_the_studies(measure, tmp_path: Path) -> None:
 
 def test_a_failure_on_one_of_several_gpus_is_reported(measure) -> None:
     done, typed = measure("out", "sweep_seq_len", "waterfall_v4", "kernels", COUNT="2", status=1)
-    assert done.returncode == 1 and len(typed) == 4
+    assert done.returncode == 1 and len(typed) == 5
     assert "sweep_seq_len: failed with status 1: " in done.stdout
     assert (
         measure("out", "sweep_seq_len", "waterfall_v4", COUNT="2", status=130)[0].returncode == 130

@@ -198,8 +198,8 @@ def test_each_kind_of_result_is_in_both_forms(written: Written) -> None:
         assert "Largest difference from V1 at any step" in text  # the loss curves, in words
         assert text.count("scales the loss") == 1  # of fp16 alone
     commands = page.tables["device-1", "Command lines"][1:]
-    assert len(commands) == 3 * 6 + 3 * 4
-    assert all(re.search(r"tiny_llama_v|hugging_face_l", row[1]) for row in commands)
+    assert len(commands) == 2 * 7 + 6 + 3 * 4
+    assert all(re.search(r"tiny_llama_v|hugging_face_", row[1]) for row in commands)
     for part in (
         "waterfall-1",
         "sweep-1",
