@@ -48,6 +48,8 @@ def _save(draw: Callable[[Any], Any], what: Any, target: Path) -> None:
 
 # --- the rows of a comparison --------------------------------------------------------------------
 
+_INCHES_A_VERSION = 1.15
+
 
 def plot_rows(rows: list[Row], target: Path) -> None:
     """Throughput, the step's parts and memory, a line of panels a group. An interpreted version has
@@ -63,8 +65,9 @@ def plot_rows(rows: list[Row], target: Path) -> None:
 def draw_rows(shown: list[list[Row]]) -> Any:
     import matplotlib.pyplot as plt
 
+    width = max(6.4, _INCHES_A_VERSION * max(map(len, shown)))
     figure, axes = plt.subplots(
-        len(shown), 3, figsize=(19.2, 5.4 * len(shown)), squeeze=False, layout="constrained"
+        len(shown), 3, figsize=(3 * width, 5.4 * len(shown)), squeeze=False, layout="constrained"
     )
     for (speed, phases, memory), group in zip(axes, shown, strict=True):
         _plot_throughput(speed, group)
