@@ -80,7 +80,7 @@ def _looked_at(arguments: tuple[Any, ...]) -> bool:
     """Whether something traces or counts operators, or a tensor is of a subclass (FakeTensor)."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    for x in arguments:  # not any(): it takes the host twice as long, twice an operator
+    for x in arguments:  # any() would take the host twice as long
         if type(x) is not Tensor and type(x) is not Parameter and isinstance(x, Tensor):
             return True
     return False
@@ -137,7 +137,7 @@ def multiprocessors(device: torch.device) -> int:
 def tuned(table: Mapping[str, Entry]) -> Entry:
     """The table's entry for this architecture, else for its vendor (`sm`, `gfx`)."""
     name = architecture()
-    return table[name] if name in table else table[name[: 2 if name.startswith("sm") else 3]]
+    return table[name] if name in table else table["sm" if name.startswith("sm") else "gfx"]
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -181,8 +181,8 @@ def describe_tiles(num_stages: int, *tensors: tuple[Tensor, int]) -> tuple[bool,
 
 
 def _describe(x: Tensor, rows: int) -> Any:
-    """The descriptor; None of a tensor that the engine can't read. Its own checks, which take the
-    host longer than a launch, are left out: these are the same."""
+    """The descriptor; None of a tensor that the engine can't read. The class's own checks take the
+    host almost as long as a launch, and these are the same, so it is made without them."""
     strides, multiple = x.stride(), 16 // x.element_size()
     b, h, t, _ = strides
     if x.data_ptr() % 16 or b % multiple or h % multiple or t % multiple or not (b and h and t):
