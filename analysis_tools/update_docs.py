@@ -303,7 +303,7 @@ def _startup(rows: list[Row]) -> str:
         what = f"{row.label}, {row.config}, {row.precision}, {row.device}"
         cells = [f"{row.setup_s[name]:.1f} s" for name in ("compile", "capture")]
         if row.prepared_beside:
-            cells[0] += f", beside {row.prepared_beside} others"
+            cells[0] += f", beside {row.prepared_beside} other{'s' * (row.prepared_beside > 1)}"
         # A later process finds the caches filled.
         cells.append(f"{row.startup_least_s:.1f} s" if row.runs > 1 else "-")
         lines.append([what, *cells, row.break_even or "-"])

@@ -238,7 +238,8 @@ def _startup(row: Row) -> str:
     if row.startup_least_s < 0.9 * row.startup_s:
         text += f", {row.startup_least_s:.1f} s with filled caches"
     if row.prepared_beside:
-        text += f", beside {row.prepared_beside} other processes"
+        others = "process" if row.prepared_beside == 1 else "processes"
+        text += f", beside {row.prepared_beside} other {others}"
     endings = {
         "never": "; no break-even: its step is not shorter than V1's",
         "unknown": "; break-even unknown: no significant speed-up",
