@@ -257,7 +257,7 @@ FINDINGS = {
     "backward_bytes": (2 * 8192 * 1024 * 2, "1.5 times too low"),
     "balance_flop_per_byte": (0.0052, "times too low"),
     "bound_by": ("compute", "more operations a byte than the balance"),
-    "small_backward_share": (78, "1.22 times too high the column `of ceiling`"),
+    "small_backward_share": (80, "1.22 times too high the column `of ceiling`"),
     "fixed_backward_us": (26.2, "times too high µs = bytes"),
     "sum_us": (216.0 / 3, "25 times too high its total by its calls"),
     "waves_1024": (16, "1.78 times too high the row without `add` and `branch`"),
@@ -294,7 +294,7 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
     content["interpreted"], content["ceilings"]["GB/s"] = False, 2000.0
     own.write_text(json.dumps(content), encoding="utf-8")
     wrong = red(tuned(inspected))
-    assert "forward, small: of the copy rate: yours, 76%, is 2.12 times too low" in wrong
+    assert "forward, small: of the copy rate: yours, 78%, is 2.11 times too low" in wrong
     content["rows"] = [row for row in content["rows"] if row["size"] != "65536 x 2048"]
     own.write_text(json.dumps(content), encoding="utf-8")
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))

@@ -165,7 +165,7 @@ def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
     )
     assert all(point.at_least for point in line.points)
     assert any("lower bound" in note and "Activations" in note for note in line.notes)
-    assert "at least 114 of 4,800 GB/s" in roofline.verdict(line, step)
+    assert "at least 113 of 4,800 GB/s" in roofline.verdict(line, step)
 
 
 def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
@@ -178,11 +178,12 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert len({round(point["flop_per_byte"]) for point in steps}) == 1
     rates = {point["label"]: point["gflops"] for point in steps}
     assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
-    assert "measured 776" in printed and "IMPLAUSIBLE" not in printed
+    assert "measured 754" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
     in_fp8 = [point for point in everything["points"] if point["precision"] == "fp8"]
-    assert len(everything["points"]) - len(in_fp8) == 3 * len(labels) + 9 * 4
+    # hf-graph was not measured at large.
+    assert len(everything["points"]) - len(in_fp8) == 3 * len(labels) - 1 + 9 * 4
 
 
 def test_a_figure_above_the_chip_is_flagged_and_drawn(
