@@ -67,12 +67,11 @@ def _cross_entropy_kernel(
     log_sum = row_max + tl.log(tl.sum(total * tl.exp(largest - row_max), 1))[:, None]
     tl.store(losses_ptr + r, log_sum - of_target, mask=r < R)
     if GRADIENT:
-        for start in range(0, stride, BLOCK_V):
+        for start in range(0, V, BLOCK_V):
             inside = (r < R) & (start + v < V)
             x = tl.load(row + start + v, mask=inside, other=float("-inf")).to(tl.float32)
             gradient = tl.exp(x - log_sum) - tl.where(start + v == target, 1.0, 0.0)
-            padded = (r < R) & (start + v < stride)  # zeros for words that do not exist
-            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=padded)
+            tl.store(row + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
 # By architecture or vendor: tokens and logits of a step, and warps. sm: swept on an H200. gfx:
@@ -90,7 +89,8 @@ def chunk_rows(N: int, V: int) -> int:
 
 
 def pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED."""
+    """The weight (V, C) in `dtype`, with rows of zeros up to the next multiple of ALIGNED. Their
+    logits are zeros and stay so, since the loss's kernel ends at V."""
     V, C = weight.shape
     missing = -V % ALIGNED
     if not missing:
