@@ -463,7 +463,7 @@ def _best_kernels(path: Path) -> str:
 
 
 def _drawn_kernels(path: Path) -> str:
-    """At how many sizes that nobody tuned for V3's operator is the fastest, and where not."""
+    """At how many sizes drawn at random V3's operator is the fastest, and where not."""
     rows, run = benchmark.load(path)
     head, *others = (line.strip() for line in benchmark.behind(rows))
     where = f"{run.device['name']}, {run.precision}, sizes drawn by seed {run.seed}"

@@ -85,7 +85,7 @@ BLOCKS = {"sm": (1, 4096, 8), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)
 def chunk_rows(N: int, V: int) -> int:
     """Tokens of a chunk, all chunks of about the same size."""
     most = max(CHUNK_ROWS, CHUNK_LOGITS // V)
-    return max(1, cdiv(N, max(1, cdiv(N, most))))
+    return cdiv(N, cdiv(N, most))
 
 
 def pad_rows(weight: Tensor, dtype: torch.dtype) -> Tensor:

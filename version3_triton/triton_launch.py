@@ -195,16 +195,16 @@ def _describe(x: Tensor, rows: int) -> Any:
 
 # --- early launches -----------------------------------------------------------------------------
 # On NVIDIA GPUs from Hopper on a kernel is launched while the one before it on the stream still
-# runs, and waits for its end: the launch itself then costs no time ("programmatic dependent
-# launch"). Where kernels take a few microseconds, that is a part of the step.
+# runs, and waits for its end: its launch hides behind that one ("programmatic dependent launch").
+# Where kernels take a few microseconds, launches are a part of the step.
 
 EARLY = tl.constexpr(cuda_capability_geq is not None and not INTERPRETED)
 
 
 @triton.jit
 def begin_early() -> None:
-    """Stands first in every kernel: waits until the kernel before has ended and its results can be
-    read, and lets the next one be launched."""
+    """The first line of every kernel: waits until the kernel before has ended and its results can
+    be read, and lets the next one be launched."""
     if EARLY:  # noqa: SIM102, since Triton evaluates both sides of an `and`
         if cuda_capability_geq(9, 0):
             tl.extra.cuda.gdc_wait()
