@@ -1,6 +1,7 @@
 """The inference benchmark on a GPU: its variants, their proof, its memory."""
 
 import dataclasses
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs
 
 pytestmark = pytest.mark.gpu
+PROGRAM = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
 ALL = {"channels_last": True, "fold": True, "fuse": True}
 VARIANTS = (
     Variant("tf32"),
@@ -20,7 +22,6 @@ VARIANTS = (
     Variant("fp16", **ALL, cuda_graph=True),
     Variant("fp16", **ALL, compile={}, cuda_graph=True),
     Variant("fp16", channels_last=True, compile={"mode": "reduce-overhead"}),
-    Variant("fp16", channels_last=True, fold=True, export=True, cuda_graph=True),
 )
 
 
@@ -40,6 +41,20 @@ def test_a_variant_is_proven(variant: Variant) -> None:
     measured = measure.measure_inference(one, iterations=8, warmup=3, say=print)
     assert one.run.proof.status == "pass", one.run.proof.failures
     assert measured.losses[-1] == measured.losses[-3] != measured.losses[-2]
+
+
+def test_an_exported_network_is_proven(tmp_path: Path, type_command) -> None:
+    """In a process of its own: PyTorch 2.11's loader crashes on the lab's H200, see its README."""
+    flags = "--network resnet18 --batch-size 6 --iterations 8 --fp16 1 --channels-last --fold-norms"
+    done = type_command(
+        *("python", PROGRAM, *flags.split(), "--export", "aoti", "--cuda-graph"),
+        *("--output-dir", tmp_path),
+    )
+    if done.returncode == -signal.SIGSEGV:
+        pytest.xfail("PyTorch's loader of AOTInductor packages crashed")
+    assert done.returncode == 0, done.stderr
+    (run,) = (labs.load(path) for path in tmp_path.glob("runs/*/*.json"))
+    assert run.proof.status == "pass", run.proof.failures
 
 
 def test_a_graph_on_images_that_stay_is_red(monkeypatch: pytest.MonkeyPatch) -> None:

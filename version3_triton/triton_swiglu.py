@@ -81,7 +81,7 @@ def _swiglu_backward_kernel(
 
 # By architecture or vendor: rows and columns of a program, and its warps. sm: swept on an H200.
 # gfx: unmeasured.
-FORWARD_BLOCKS = {"sm": (1, 2048, 8), "gfx": (1, 1024, 4), "interpreter": (256, 4096, 1)}
+FORWARD_BLOCKS = {"sm": (1, 1024, 4), "gfx": (1, 1024, 4), "interpreter": (256, 4096, 1)}
 BACKWARD_BLOCKS = {"sm": (1, 1024, 8), "gfx": (1, 1024, 4), "interpreter": (256, 4096, 1)}
 
 
