@@ -54,6 +54,13 @@ all else. The gradient of the attention's scores nearly cancels. V1 computes it 
 outputs rounded to bf16: on an H200, after 20 steps at small and medium, V2 and V4 are 2.2 to 3.8
 times as far off as V1 (24 runs), 0.11 at most. A gradient of half the size is off by 0.5."""
 
+FP8_MULTIPLE = 4
+"""The same in fp8 for all losses and last gradients. Training carries fp8's large roundings on, so
+that V1's own error is a matter of luck: on an H200 at small and medium, over 36 seeds and recipes,
+V2, V3 and V4 are up to 2.9 times as far off as V1 (144 runs). With MULTIPLE 14 of these were red.
+What fp8 then hides: a gradient of half the size, a rate 5% too high, most single steps lost. A run
+in bf16 shows them."""
+
 BUCKETS = 1024
 """Numbers that are kept of each tensor, see `sketch`."""
 _CHUNK = 2**22
@@ -174,9 +181,8 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     """Holds a run against V1's."""
     measures = {"loss": _loss(found, reference, setting)}
     truth, own = reference.truth, reference.own
-    noise = 0.0
-    if setting.precision.float8_recipe:
-        noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim)
+    in_fp8 = bool(setting.precision.float8_recipe)
+    noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim) if in_fp8 else 0.0
     measures |= _tensors(
         *("movement", found.distance, truth.distance, own.distance, MOVEMENT_FLOOR),
         most=MOST,
@@ -184,7 +190,11 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     )
     floor = MOVEMENT_FLOOR + ROUNDING_UNITS * setting.precision.unit_roundoff
     measures |= _tensors("direction", found.moved, truth.moved, own.moved, floor)
-    measures |= _tensors("gradient", found.gradients, truth.gradients, own.gradients, floor)
+    measures |= _tensors(
+        *("gradient", found.gradients, truth.gradients, own.gradients, floor),
+        multiple=FP8_MULTIPLE if in_fp8 else MULTIPLE,
+        of_scores=SCORES_MULTIPLE,
+    )
     red = {name: measure for name, measure in measures.items() if not measure.passed}
     worst = max(measures, key=lambda name: parity.badness(measures[name]))
     shown = dict.fromkeys(["loss", worst, *red])
@@ -205,7 +215,8 @@ def _loss(found: Course, reference: Reference, setting: Setting) -> Measure:
     losses 1 / sqrt(tokens) remains in the mean."""
     truth, own = reference.truth.losses, _furthest(reference.own.losses, reference.truth.losses)
     of_a_mean = setting.precision.unit_roundoff / math.sqrt(setting.batch_size * setting.seq_len)
-    allowed = min(MULTIPLE * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean, MOST)
+    multiple = FP8_MULTIPLE if setting.precision.float8_recipe else MULTIPLE
+    allowed = min(multiple * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean, MOST)
     return Measure(_furthest(found.losses, truth), allowed, own)
 
 
@@ -223,18 +234,21 @@ def _tensors(
     floor: float,
     most: float = math.inf,
     noise: float = 0.0,
+    multiple: float = MULTIPLE,
+    of_scores: float = MULTIPLE,
 ) -> dict[str, Measure]:
     """A measure of each tensor, all with V1's largest error: which tensor training drives off
     furthest is luck. Why there is a floor: see LOSS_FLOOR.
 
     Args:
         noise: added to the norms' floor: they have few elements.
+        of_scores: the multiple for q_proj and k_proj.
     """
     of_v1 = max(_distance(own.get(name), true) for name, true in truth.items())
 
     def measure(name: str) -> Measure:
-        of_scores = what == "gradient" and name.endswith(("q_proj.weight", "k_proj.weight"))
-        allowed = min((SCORES_MULTIPLE if of_scores else MULTIPLE) * of_v1 + floor, most)
+        scores = name.endswith(("q_proj.weight", "k_proj.weight"))
+        allowed = min((of_scores if scores else multiple) * of_v1 + floor, most)
         if name.endswith("norm.weight"):
             allowed = min(allowed + noise, most)
         return Measure(_distance(found.get(name), truth[name]), allowed, of_v1)
