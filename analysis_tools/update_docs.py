@@ -373,12 +373,14 @@ def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
         for row, ms in rows:
             before = bf16.get((row.version, row.config))
             if row.precision in precisions.FLOAT8 and before:
-                what = row.device, row.config, row.version, row.precision
-                lines[what] = [*what, f"{before:.2f} ms", f"{ms:.2f} ms", f"{before / ms:.2f}x"]
+                what = row.device, row.config, row.precision, row.version
+                times = f"{before:.2f} ms", f"{ms:.2f} ms", f"{before / ms:.2f}x"
+                lines[what] = [*what, *times, (its[0].git_commit or "-")[:7]]
     if not lines:
         return "Not measured yet."
-    header = ["device", "config", "version", "precision", "step in bf16", "in fp8", "as fast"]
-    return markdown_table(header, list(lines.values()), (0, 1, 2, 3))
+    header = ["device", "config", "precision", "version", "step in bf16", "in fp8", "as fast"]
+    by_size = sorted(lines, key=lambda what: (what[0], presets.rank(what[1]), *what[2:]))
+    return markdown_table([*header, "commit"], [lines[what] for what in by_size], (0, 1, 2, 3, 7))
 
 
 # --- the profiles --------------------------------------------------------------------------------

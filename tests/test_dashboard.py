@@ -418,7 +418,7 @@ def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
     stored_runs.write(tmp_path, run)
     snapshot = snapshot_of(tmp_path)
     choice = snapshot.settle(Choice())
-    shown = ("gate only *", "the gate ran on fewer tokens than the run: 4 x 1024")
+    shown = ("green *", "the gate ran on fewer tokens than the run: 4 x 1024")
     for view in ("Speed and memory", "Same model?"):
         tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
         (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "proof"}

@@ -156,7 +156,8 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
     """The rows of the newest session of each version and group, in the ladder's order.
 
     Only runs of one session are set against each other: across sessions the machine may have
-    changed. A session that has no V1 gives way to an older one that has.
+    changed. A session gives way to an older one that has V1, if it has none, or several processes,
+    if it has one, which gives no interval; unless that one failed.
 
     Args:
         peaks: `session_peaks` of more runs than these, where their sessions have more.
@@ -173,7 +174,14 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
     rows = []
     peaks = session_peaks(runs) if peaks is None else peaks
     for (group, *_), sessions in by_row.items():
-        newest = max(sessions, key=lambda session: ((group, session) in baselines, session))
+        newest = max(
+            sessions,
+            key=lambda session: (
+                (group, session) in baselines,
+                len(sessions[session]) > 1 or sessions[session][0].status != "complete",
+                session,
+            ),
+        )
         row = build_row(sessions[newest], baselines.get((group, newest), []))
         peak = peaks.get((row.device, row.session, row.precision))
         if row.tflops is not None and peak is not None:

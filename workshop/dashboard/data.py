@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,17 +147,23 @@ class Snapshot:
 
     def _nearness(self, group: Group, wanted: Group) -> tuple[object, ...]:
         """The more of the wanted group's parts it has, the first ones first; then those of whole
-        versions, of the newest day, and there the one with most versions, in half precision, with
-        most processes and tokens."""
-        runs = compared.preferred(stored.run for stored in self.groups[group])
-        newest = max(run.session for run in runs)
-        own = [run for run in runs if run.session == newest]
+        versions, of the newest day, and there the one whose fullest session has most versions, in
+        half precision, with most processes and tokens."""
+        sessions = defaultdict(list)
+        for run in compared.preferred(stored.run for stored in self.groups[group]):
+            sessions[run.session].append(run)
+        day = max(sessions)[:_DAY]
+        versions, processes, newest = max(
+            (len({run.version for run in own if run.step_ms}), len(own), session)
+            for session, own in sessions.items()
+            if session[:_DAY] == day
+        )
+        own = sessions[newest]
         whole = bool(compared.ordinary(own))
-        versions = len({run.version for run in own if run.step_ms})
         parts = tuple(a == b for a, b in zip(group, wanted, strict=True))
         half = group.precision in ("bf16", "fp16")  # what one trains in, if the device can
         tokens = own[0].batch_size * own[0].seq_len
-        return (*parts, whole, newest[:_DAY], versions, half, len(own), tokens, newest)
+        return (*parts, whole, day, versions, half, processes, tokens, newest)
 
     def profiles_of(self, device: str) -> dict[str, Profile]:
         return {key: p for key, p in self.profiles.items() if printable(p.device) == device}

@@ -268,7 +268,7 @@ def picture(roofline: Roofline, labels: int) -> Any:
     drawn, ceilings = marks(roofline, frame), lines(roofline, frame)
     figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI)
     axes = figure.add_axes(
-        (0.06, 0.16, 0.50, 0.76), xscale="log", yscale="log", xlim=frame.x, ylim=frame.y
+        (0.06, 0.16, 0.46, 0.76), xscale="log", yscale="log", xlim=frame.x, ylim=frame.y
     )
     size = _FONT_SIZE + 1
     axes.spines[["right", "top"]].set_visible(False)
