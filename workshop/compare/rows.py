@@ -156,8 +156,8 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
     """The rows of the newest session of each version and group, in the ladder's order.
 
     Only runs of one session are set against each other: across sessions the machine may have
-    changed. A session gives way to an older one that has V1, if it has none, or several processes,
-    if it has one, which gives no interval; unless that one failed.
+    changed. An older session counts instead if it has V1 and the newer one has not, or if it has
+    several processes and the newer one only one, which gives no interval, and did not fail.
 
     Args:
         peaks: `session_peaks` of more runs than these, where their sessions have more.
