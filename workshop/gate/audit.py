@@ -182,8 +182,9 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     """Holds a run against V1's."""
     measures = {"loss": _loss(found, reference, setting)}
     truth, own = reference.truth, reference.own
-    in_fp8 = bool(setting.precision.float8_recipe)
-    noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim) if in_fp8 else 0.0
+    noise = 0.0
+    if setting.precision.float8_recipe:
+        noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim)
     measures |= _tensors(
         *("movement", found.distance, truth.distance, own.distance, MOVEMENT_FLOOR),
         most=MOST,
@@ -193,7 +194,7 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     measures |= _tensors("direction", found.moved, truth.moved, own.moved, floor)
     measures |= _tensors(
         *("gradient", found.gradients, truth.gradients, own.gradients, floor),
-        multiple=FP8_MULTIPLE if in_fp8 else MULTIPLE,
+        multiple=_multiple(setting),
         of_scores=SCORES_MULTIPLE,
     )
     red = {name: measure for name, measure in measures.items() if not measure.passed}
@@ -211,13 +212,17 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
     )
 
 
+def _multiple(setting: Setting) -> float:
+    """Of V1's largest error, what a loss or a last gradient may be off."""
+    return FP8_MULTIPLE if setting.precision.float8_recipe else MULTIPLE
+
+
 def _loss(found: Course, reference: Reference, setting: Setting) -> Measure:
     """The largest relative distance of any step's loss. Of independent roundings of the tokens'
     losses 1 / sqrt(tokens) remains in the mean."""
     truth, own = reference.truth.losses, _furthest(reference.own.losses, reference.truth.losses)
     of_a_mean = setting.precision.unit_roundoff / math.sqrt(setting.batch_size * setting.seq_len)
-    multiple = FP8_MULTIPLE if setting.precision.float8_recipe else MULTIPLE
-    allowed = min(multiple * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean, MOST)
+    allowed = min(_multiple(setting) * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean, MOST)
     return Measure(_furthest(found.losses, truth), allowed, own)
 
 
