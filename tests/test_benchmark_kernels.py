@@ -601,7 +601,8 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     for row in rows:
         if row["status"] == "ok":
             assert set(row["samples"]) == set(row["amounts"]), row["note"]
-            assert row["peak_mb"] > 0 and row["host_us"]
+            in_place = "overwrites" in row["note"]
+            assert (row["peak_mb"] > 0 or in_place) and row["host_us"]
     statuses = {(row["op"], row["contender"]): row["status"] for row in rows}
     assert {statuses[op, name] for op in cases.OPS for name in (OURS, "plain")} == {"ok"}
     notes = [row["note"] for row in rows if row["contender"] in (OURS, "plain", "torch.compile")]

@@ -321,6 +321,19 @@ def test_kernels_at_real_sizes(op: str, dtype: torch.dtype) -> None:
     assert worst_excess(Case(op, "real size", make, fixed(), roundings=32.0), dtype) <= 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_many_widths(dtype: torch.dtype) -> None:
+    """Every row of the tiles' table, each program with several turns; rows that vectors of 16 bytes
+    fit and don't."""
+    torch.manual_seed(0)
+    sizes = ((8191, 500), (8191, 512), (4097, 1024), (3001, 1536), (2047, 1025), (1023, 5120))
+    for R, C in (*sizes, (777, 8192), (300, 16385)):
+        norm = Case("rms_norm", f"{R}x{C}", drawn((R, C), (C,)), {"eps": 1e-5}, 32.0)
+        add = Case("add_rms_norm", f"{R}x{C}", drawn((R, C), (R, C), (C,)), {"eps": 1e-5}, 32.0)
+        assert worst_excess(norm, dtype) <= 1.0, norm.label
+        assert worst_excess(add, dtype) <= 1.0, add.label
+
+
 def test_long_and_wide_attention() -> None:
     torch.manual_seed(0)
     for B, H, K, T, D in ((1, 4, 2, 8191, 64), (1, 8, 4, 2049, 128), (3, 8, 8, 1025, 32)):

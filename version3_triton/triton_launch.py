@@ -28,13 +28,12 @@ import triton
 import triton.language as tl
 
 try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4: Hopper's copy engine is not used
-    TensorDescriptor = None
-try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.language.target_info import cuda_capability_geq
-except ImportError:  # before Triton 3.5: no kernel is launched early
-    cuda_capability_geq = None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.5 no kernel is launched early. 3.4 has descriptors, but can't
+    # compile attention's backward pass with them.
+    gdc_launch_dependents = gdc_wait = cuda_capability_geq = TensorDescriptor = None
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 """Whether the kernels run in Triton's interpreter, whose times mean nothing."""
@@ -134,6 +133,16 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def shared_memory() -> int:
+    """Bytes of shared memory (AMD: LDS) that one program can have on the current device."""
+    return _shared_memory(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+
+
 def tuned(table: Mapping[str, Entry]) -> Entry:
     """The table's entry for this architecture, else for its vendor (`sm`, `gfx`)."""
     name = architecture()
@@ -207,8 +216,8 @@ def begin_early() -> None:
     be read, and lets the next one be launched."""
     if EARLY:  # noqa: SIM102, since Triton evaluates both sides of an `and`
         if cuda_capability_geq(9, 0):
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+            gdc_wait()
+            gdc_launch_dependents()
 
 
 def launch_options(num_warps: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from triton_launch import (
     multiprocessors,
     next_power_of_2,
     operator,
+    shared_memory,
     tuned,
 )
 
@@ -65,17 +66,20 @@ def _rms_norm_forward_kernel(
 def _rms_norm_backward_kernel(
     dy_ptr, dstream_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dbranch_ptr, partial_dw_ptr,
     stride_dy, stride_dstream, stride_x, rows, C,
-    ADD: tl.constexpr, BRANCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    ADD: tl.constexpr, BRANCH: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """With n = x rstd the normed row and g = dy weight:  dx = rstd (g - n mean(g n)),  dw = dy n.
 
-    dw sums over all rows: each program over its own, into its own row of partial_dw (P, C).
+    dw sums over all rows: each program over its own, into its own row of partial_dw (P, C). While
+    it works on some rows, those of its next STAGES - 1 turns are on their way to shared memory.
     """
     begin_early()
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_C,), tl.float32)
-    for group in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    groups = tl.cdiv(rows, ROWS)
+    for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
         r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (r[:, None] < rows) & (c[None, :] < C)
         dy = tl.load(dy_ptr + r[:, None] * stride_dy + c[None, :], mask=inside, other=0.0)
@@ -125,15 +129,17 @@ class Block:
         elements: of the rows that it holds: ROWS = elements / C, at least one.
         elements_per_thread: sets the warps.
         programs: per multiprocessor, each of which walks over rows; None: one for each ROWS.
+        staged: whether loads go through shared memory, some turns ahead.
     """
 
     elements: int
     elements_per_thread: int
     programs: int | None
+    staged: bool = False
 
 
 # By architecture or vendor; the first row whose width is at least C. sm: swept on an H200 at
-# widths 1024 to 4096, the backward pass up to 8192. gfx: unmeasured.
+# widths 1024 to 4096, the backward pass at 512 to 16384. gfx: unmeasured.
 Blocks = dict[str, tuple[tuple[int, Block], ...]]
 FORWARD_BLOCKS: Blocks = {
     "sm": ((2048, Block(2048, 32, None)), (MAX_WIDTH, Block(4096, 32, None))),
@@ -142,21 +148,27 @@ FORWARD_BLOCKS: Blocks = {
 }
 BACKWARD_BLOCKS: Blocks = {
     "sm": (
-        (1024, Block(1024, 8, 8)),
-        (2048, Block(4096, 32, 4)),
-        (4096, Block(8192, 32, 2)),
+        (512, Block(2048, 32, 4, staged=True)),
+        (1024, Block(1024, 32, 4, staged=True)),
+        (2048, Block(2048, 32, 4, staged=True)),
+        (8192, Block(8192, 32, 1, staged=True)),
         (MAX_WIDTH, Block(16384, 32, 1)),
     ),
     "gfx": ((MAX_WIDTH, Block(4096, 16, 4)),),
     "interpreter": ((MAX_WIDTH, Block(2**16, 2**16, 2)),),
 }
+# A fourth stage pays while no more bytes than this are on their way to a multiprocessor (H200).
+IN_FLIGHT = 64 * 1024
 # Of _rms_norm_sum_kernel: rows, columns and warps. sm: swept on an H200. gfx: unmeasured.
 SUM_BLOCKS = {"sm": (256, 8, 8), "gfx": (256, 16, 4), "interpreter": (1024, 1024, 1)}
 
 
-def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int, dict[str, int]]:
+def _block(table: Blocks, C: int) -> Block:
+    return next(block for width, block in tuned(table) if width >= C)
+
+
+def _launch(block: Block, rows: int, C: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """Programs, and the kernel's block sizes and warps."""
-    block = next(block for width, block in tuned(table) if width >= C)
     block_c = next_power_of_2(C)
     block_rows = next_power_of_2(max(1, min(block.elements // block_c, next_power_of_2(rows))))
     warps = block_rows * block_c // (32 * block.elements_per_thread)
@@ -169,6 +181,27 @@ def _launch(table: Blocks, rows: int, C: int, device: torch.device) -> tuple[int
             block_rows //= 2
         programs = min(cdiv(rows, block_rows), at_once)
     return programs, {"ROWS": block_rows, "BLOCK_C": block_c, **launch_options(warps)}
+
+
+def _backward_launch(
+    rows: int, C: int, itemsize: int, device: torch.device
+) -> tuple[int, dict[str, int]]:
+    """As `_launch`, with STAGES: 3, or 4 where that puts little on its way; 1 where a program has
+    one turn, or where shared memory is too small.
+
+    Args:
+        itemsize: bytes of all tensors that are read, per element.
+    """
+    block = _block(BACKWARD_BLOCKS, C)
+    programs, constants = _launch(block, rows, C, device)
+    stages = 1
+    if block.staged and block.programs is not None and rows > programs * constants["ROWS"]:
+        column = block.programs * constants["ROWS"] * itemsize  # bytes of one turn
+        if 3 * column * C <= IN_FLIGHT:
+            stages = 4
+        elif 2 * column * constants["BLOCK_C"] < 0.9 * shared_memory():  # the compiler takes some
+            stages = 3
+    return programs, {**constants, "STAGES": stages}
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -190,7 +223,7 @@ def rms_norm_forward(
     R, C = rows.shape
     weight = weight.contiguous()
     y, rstd = x.new_empty(x.shape, dtype=dtype), _new_rstd(x)
-    programs, constants = _launch(FORWARD_BLOCKS, R, C, x.device)
+    programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, x.device)
     _rms_norm_forward_kernel[(programs,)](
         rows, rows, weight, y, y, rstd, rows.stride(0), 0, R, C, eps, ADD=False, **constants
     )
@@ -214,7 +247,7 @@ def add_rms_norm_forward(
     weight = weight.contiguous()
     y, rstd = stream.new_empty(stream.shape, dtype=dtype), _new_rstd(stream)
     total = stream.new_empty(stream.shape)
-    programs, constants = _launch(FORWARD_BLOCKS, R, C, stream.device)
+    programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, stream.device)
     _rms_norm_forward_kernel[(programs,)](
         rows, branch_rows, weight, y, total, rstd, rows.stride(0), branch_rows.stride(0), R, C, eps,
         ADD=True, **constants,
@@ -254,7 +287,9 @@ def rms_norm_backward(
     dx = x.new_empty(x.shape)
     # In one dtype the two gradients are one tensor; the caller hands it out twice.
     dbranch = x.new_empty(x.shape if branch else 0, dtype=dy.dtype)
-    programs, constants = _launch(BACKWARD_BLOCKS, R, C, x.device)
+    itemsize = dy.element_size() + x.element_size()
+    itemsize += 0 if dstream is None else dstream.element_size()
+    programs, constants = _backward_launch(R, C, itemsize, x.device)
     partial_dw = x.new_empty(programs, C, dtype=torch.float32)
     _rms_norm_backward_kernel[(programs,)](
         dy_rows, dstream_rows, rows, weight, rstd, dx, dbranch if branch else dx, partial_dw,

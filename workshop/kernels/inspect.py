@@ -172,10 +172,12 @@ def offline_driver(chip: Chip) -> Any:
     backend = "hip" if chip.is_amd else "cuda"
     arch = chip.name if chip.is_amd else int(chip.name.removeprefix("sm_"))
     target = GPUTarget(backend, arch, chip.warp_size)
+    properties = {"max_shared_mem": chip.shared_per_program_kib * KIB}
     return SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
+        utils=SimpleNamespace(get_device_properties=lambda device: properties),
     )
 
 
