@@ -226,9 +226,9 @@ def inspected(tmp_path: Path) -> Path:
     norm = ("sm_90", "rms_norm_backward")
     plain = {"ADD": False, "BRANCH": False}
     kernels = [
-        compiled(*norm, "bf16 medium", constants={"ADD": True}, waves_by={"registers": 7.0}),
-        compiled(*norm, "bf16 medium", constants=plain, waves_by={"registers": 9.0}),
-        compiled(*norm, "bf16 large", constants=plain, waves_by={"registers": 3.0}),
+        compiled(*norm, "bf16 medium", constants={"ADD": True}, waves_by={"registers": 2.0}),
+        compiled(*norm, "bf16 medium", constants=plain, waves_by={"registers": 3.0}),
+        compiled(*norm, "bf16 large", constants=plain, waves_by={"registers": 2.0}),
         compiled("sm_90", "attention_backward_dk_dv", "bf16 medium", spilled=52),
         compiled("gfx942", "attention_backward_dk_dv", "bf16 medium", waves_by={"registers": 2.0}),
     ]
@@ -257,11 +257,11 @@ FINDINGS = {
     "backward_bytes": (2 * 8192 * 1024 * 2, "1.5 times too low"),
     "balance_flop_per_byte": (0.0052, "times too low"),
     "bound_by": ("compute", "more operations a byte than the balance"),
-    "small_backward_share": (80, "1.22 times too high the column `of ceiling`"),
+    "small_backward_share": (80, "10% too high the column `of ceiling`"),
     "fixed_backward_us": (26.2, "times too high µs = bytes"),
     "sum_us": (216.0 / 3, "25 times too high its total by its calls"),
-    "waves_1024": (16, "1.78 times too high the row without `add` and `branch`"),
-    "held_2048": (8192, "2 times too low BACKWARD_BLOCKS"),
+    "waves_1024": (16, "5.33 times too high the row without `add` and `branch`"),
+    "held_2048": (4096, "2 times too low BACKWARD_BLOCKS"),
     "spilled_bytes": (0, "yours, 0 bytes a lane, is off by 52 the line FAULT"),
     "gfx942_limit": ("slots", "not slots: the column `limited by`"),
 }
@@ -294,7 +294,7 @@ def test_ones_own_benchmark_goes_before_the_reference(inspected: Path) -> None:
     content["interpreted"], content["ceilings"]["GB/s"] = False, 2000.0
     own.write_text(json.dumps(content), encoding="utf-8")
     wrong = red(tuned(inspected))
-    assert "forward, small: of the copy rate: yours, 78%, is 2.11 times too low" in wrong
+    assert "forward, small: of the copy rate: yours, 79%, is 2.11 times too low" in wrong
     content["rows"] = [row for row in content["rows"] if row["size"] != "65536 x 2048"]
     own.write_text(json.dumps(content), encoding="utf-8")
     assert "has no times of rms_norm at 65536 x 2048: run" in red(tuned(inspected))

@@ -178,7 +178,7 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert len({round(point["flop_per_byte"]) for point in steps}) == 1
     rates = {point["label"]: point["gflops"] for point in steps}
     assert rates["v1"] < rates["v2"] < min(rates["v3"], rates["v4"])
-    assert "measured 754" in printed and "IMPLAUSIBLE" not in printed
+    assert "measured 783" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
     in_fp8 = [p for p in everything["points"] if p["precision"].startswith("fp8")]

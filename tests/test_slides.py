@@ -24,7 +24,7 @@ from workshop.exercises import sheet
 from workshop.versions import ROOT
 
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
-SMALL_SESSION = "20261126-144923-28f4a0"
+SMALL_SESSION = "20261126-220308-a5fe87"
 MINUTES = list(sheet.SESSION_MINUTES.values())
 
 
