@@ -195,11 +195,13 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
             cells = [cell for row in found for cell in _ladder_cells(row)]
             lines.append([f"[{name}]({version.folder}/)", version.title, *cells])
     sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in configs]
-    shapes = ", ".join(f"{r.config} is {r.batch_size} x {r.seq_len} tokens a step" for r in sizes)
-    sessions = {row.session for (_, config), row in chosen.items() if config in configs}
-    commits = {run.git_commit[:7] for run in runs if run.session in sessions and run.git_commit}
-    source = f"commit {', '.join(sorted(commits))}"
-    caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text, {source}; {shapes}."
+    commits = {run.session: run.git_commit[:7] for run in runs if run.git_commit}
+    shapes = ", ".join(
+        f"{row.config} is {row.batch_size} x {row.seq_len} tokens a step "
+        f"(commit {commits.get(row.session, 'unknown')})"
+        for row in sizes
+    )
+    caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text; {shapes}."
     table = markdown_table(header, lines, (0, 1))
     beside = [_beside_peers([row for (_, c), row in chosen.items() if c == config], runs)
               for config in configs]  # fmt: skip

@@ -230,7 +230,8 @@ def _guesses(kernels: Kernels, measured: Measured) -> list[Chosen[None]]:
             "predicted_closer", ("more", "fewer"), "fewer" if closer == fewer else "more",
             "More waves are one way to keep memory busy, more work a thread another (compare "
             "held_1024 and held_2048), loads some turns ahead (`staged`) a third, and at the small "
-            "size fixed_backward_us may weigh more than any. `python -m workshop.kernels.autotune` finds the better block on a GPU.",
+            "size fixed_backward_us may weigh more than any. `python -m workshop.kernels.autotune` "
+            "finds the better block on a GPU.",
         ),
     ]  # fmt: skip
 
