@@ -58,6 +58,10 @@ def apply_rope(q, k, cos, sin):
 COMMANDS = {
     "amd": ("--target", *AMD, "--config", "small", "very_large"),
     "nvidia": ("--target", "sm_90", "--kernel", "attention_forward", "--config", "small"),
+    "staged": (
+        *("--target", "sm_80", "sm_89", "sm_90", "--kernel", "rms_norm_backward"),
+        *("--config", "very_large"),
+    ),
     "planted": ("--target", "gfx942", "--kernel", "planted", "--config", "tiny"),
     "nothing": ("--target", "gfx942", "--kernel", "no_such", "--config", "tiny"),
 }
@@ -172,6 +176,15 @@ def test_nvidia(inspect) -> None:
     assert (ptx.suffix, sass.suffix) == (".ptx", ".sass")
     expected = sum(kernel["matrix_instructions"].values())
     assert len(re.findall(r"\bHGMMA\.", sass.read_text())) == expected
+
+
+@needs_triton
+@pytest.mark.slow
+def test_staged_loads_fit_the_shared_memory_of_each_gpu(inspect) -> None:
+    finished, kernels, _ = inspect("staged")
+    assert finished.returncode == 0, finished.stdout
+    stages = {k["target"]: k["num_stages"] for k in kernels if k["constants"]["ADD"]}
+    assert stages == {"sm_80": 1, "sm_89": 1, "sm_90": 3}
 
 
 @pytest.mark.slow
