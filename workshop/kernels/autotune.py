@@ -192,11 +192,11 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
         return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype)
 
     shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
-    for name, call, counts in (
-        ("FORWARD_BLOCKS", forward, (None, 4, 8)),
-        ("BACKWARD_BLOCKS", backward, (1, 2, 4, 8)),
+    for name, call, rest in (
+        ("FORWARD_BLOCKS", forward, itertools.product((None, 4, 8))),
+        ("BACKWARD_BLOCKS", backward, itertools.product((1, 2, 4, 8), (False, True))),
     ):
-        blocks = [norm.Block(*shape, programs) for shape in shapes for programs in counts]
+        blocks = [norm.Block(*shape, *more) for shape, more in itertools.product(shapes, rest)]
         yield Job(norm, name, blocks, call, lambda block: ((norm.MAX_WIDTH, block),))
     sums = list(itertools.product((128, 256, 512, 1024), (8, 16, 32), (4, 8)))
     yield Job(norm, "SUM_BLOCKS", sums, backward)
