@@ -84,7 +84,7 @@ def mean_share(pools: Sequence[Sequence[float]], processes: int, trials: int) ->
 
 def main(trials: int = 20_000) -> None:
     rows: dict[str, Callable[[int], float]] = {
-        "both scatter alike": lambda n: share(normal(0.003, 0.003), n, trials),
+        "both scatter equally": lambda n: share(normal(0.003, 0.003), n, trials),
         "one three times as much": lambda n: share(normal(0.003, 0.001), n, trials),
         "one ten times as much": lambda n: share(normal(0.003, 0.0003), n, trials),
         "one a hundred times as much": lambda n: share(normal(0.15, 0.0015), n, trials),
