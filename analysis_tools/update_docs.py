@@ -33,7 +33,7 @@ from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
-from workshop.compare.rows import Row, build_row, build_rows, ordinary, variant  # noqa: E402
+from workshop.compare.rows import Row, build_row, build_rows, ordinary, size_of, variant  # noqa: E402
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
@@ -177,7 +177,8 @@ def _read(path: Path) -> str:
 
 
 def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
-    """One device's ladder: a line a version or peer, step time and speed-up at two sizes."""
+    """One device's ladder: a line a version or peer, step time and speed-up at two sizes; V3 and
+    V4 beside the fastest peer at all sizes."""
     chosen = {
         (row.version, row.config): row
         for row in rows
@@ -194,7 +195,12 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
             name = key if key in PEERS else key.upper()
             cells = [cell for row in found for cell in _ladder_cells(row)]
             lines.append([f"[{name}]({version.folder}/)", version.title, *cells])
-    sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in configs]
+    beside = {
+        config: _beside_peers([row for (_, c), row in chosen.items() if c == config], runs)
+        for config in sorted({c for _, c in chosen}, key=presets.rank)
+    }
+    told = [config for config in beside if config in configs or beside[config]]
+    sizes = [next(row for (_, c), row in chosen.items() if c == config) for config in told]
     commits = {run.session: run.git_commit[:7] for run in runs if run.git_commit}
     shapes = ", ".join(
         f"{row.config} is {row.batch_size} x {row.seq_len} tokens a step "
@@ -203,9 +209,7 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
     )
     caption = f"One {rows[0].device}, {LADDER_PRECISION}, real text; {shapes}."
     table = markdown_table(header, lines, (0, 1))
-    beside = [_beside_peers([row for (_, c), row in chosen.items() if c == config], runs)
-              for config in configs]  # fmt: skip
-    texts = [" ".join(filter(None, beside)), *_spreads(runs, configs)]
+    texts = [" ".join(filter(None, beside.values())), *_spreads(runs, configs)]
     return "\n\n".join([caption, table, *filter(None, texts)])
 
 
@@ -367,15 +371,15 @@ def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
     """A line for each version and size of which a session has timed fp8 and bf16."""
     sessions = defaultdict(list)
     for run in (run for its in devices for run in ordinary(its)):
-        sessions[run.session].append(run)
+        sessions[run.session, size_of(run)].append(run)
     lines = {}
-    for _, its in sorted(sessions.items()):
+    for _, its in sorted(sessions.items(), key=lambda item: item[0][0]):
         rows = [(row, row.step_ms) for row in build_rows(its) if row.step_ms and not row.variant]
-        bf16 = {(row.version, row.config): ms for row, ms in rows if row.precision == "bf16"}
+        bf16 = {row.version: ms for row, ms in rows if row.precision == "bf16"}
         for row, ms in rows:
-            before = bf16.get((row.version, row.config))
+            before = bf16.get(row.version)
             if row.precision in precisions.FLOAT8 and before:
-                what = row.device, row.config, row.precision, row.version
+                what = row.device, _size(its[0]), row.precision, row.version
                 times = f"{before:.2f} ms", f"{ms:.2f} ms", f"{before / ms:.2f}x"
                 lines[what] = [*what, *times, (its[0].git_commit or "-")[:7]]
     if not lines:
@@ -383,6 +387,14 @@ def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
     header = ["device", "config", "precision", "version", "step in bf16", "in fp8", "as fast"]
     by_size = sorted(lines, key=lambda what: (what[0], presets.rank(what[1]), *what[2:]))
     return markdown_table([*header, "commit"], [lines[what] for what in by_size], (0, 1, 2, 3, 7))
+
+
+def _size(run: RunResult) -> str:
+    """The preset's name, or what another size is."""
+    if run.config_name in presets.PRESETS:
+        return run.config_name
+    tokens = f"{run.batch_size} x {run.seq_len:,} tokens"
+    return f"{run.config['hidden_dim']:,} wide, {run.config['num_layers']} layers, {tokens}"
 
 
 # --- the profiles --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from workshop.compare.rows import Row
 from workshop.compare.sessions import Options, Plan
 from workshop.errors import WorkshopError, printable
 from workshop.results import RunResult
-from workshop.run import interpreter, timing, trainer
+from workshop.run import interpreter, presets, timing, trainer
 from workshop.run.precision import FLOAT8
 from workshop.versions import BASELINE, VERSIONS
 
@@ -154,7 +154,7 @@ def plan(arguments: argparse.Namespace) -> Planned:
     Raises:
         WorkshopError: an invalid version, preset, precision, device or count.
     """
-    device, presets, precisions = sessions.check(arguments)
+    device, configs, precisions = sessions.check(arguments)
     on_gpu, compiles = device.type == "cuda", trainer.missing_for_compile(device) is None
     requested = list(itertools.product(targets(arguments.waterfall, on_gpu), precisions))
     found = dict.fromkeys(
@@ -163,11 +163,11 @@ def plan(arguments: argparse.Namespace) -> Planned:
         for rung in rungs(to, precision, on_gpu=on_gpu, compiles=compiles)
     )
     plans: list[Plan] = []
-    for preset in presets:
+    for config in configs:
         own = [
             Plan(
                 rung.version,
-                preset,
+                config,
                 rung.precision,
                 kind=KIND,
                 interpreted=interpreter.serves(VERSIONS[rung.version], device),
@@ -263,7 +263,7 @@ def build(runs: Sequence[RunResult], requested: Requested | None = None) -> list
             if found:
                 newest = max(found, key=lambda session: (ends[session].get(end, False), session))
                 built.append(_build(*end, by_session[newest]))
-    return built
+    return sorted(built, key=lambda one: (one.device, presets.rank(one.config)))
 
 
 def _ends(runs: Sequence[RunResult]) -> dict[tuple[str, str], bool]:
