@@ -54,6 +54,11 @@ def apply_rope(q, k, cos, sin):
     raise KeyError("no tile")
 """
 
+# A sitecustomize.py: Triton without what 3.5 brought.
+OLD_TRITON = """import triton.language.extra.cuda as cuda
+del cuda.gdc_wait, cuda.gdc_launch_dependents
+"""
+
 
 COMMANDS = {
     "amd": ("--target", *AMD, "--config", "small", "very_large"),
@@ -230,6 +235,19 @@ def test_without_triton(type_command, tmp_path) -> None:
     finished = type_command("python", *TOOL, PYTHONPATH=str(tmp_path))
     assert finished.returncode == 77
     assert re.fullmatch(r"error: triton is missing.*\n", finished.stderr)
+
+
+@needs_triton
+def test_kernels_compile_where_triton_has_no_early_launches(type_command, tmp_path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OLD_TRITON)
+    words = (*TOOL, "--target", "sm_90", "--kernel", "rope", "--config", "small")
+    finished = type_command(
+        *("python", *words),
+        PYTHONPATH=str(tmp_path),
+        TRITON_INTERPRET="0",  # from the start: Triton is imported before the tool turns it off
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 # --- its arithmetic ---------------------------------------------------------------------------
