@@ -33,7 +33,15 @@ from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
-from workshop.compare.rows import Row, build_row, build_rows, ordinary, size_of, variant  # noqa: E402
+from workshop.compare.rows import (  # noqa: E402
+    Row,
+    build_row,
+    build_rows,
+    ordinary,
+    size_name,
+    size_of,
+    variant,
+)
 from workshop.compare.waterfall import Waterfall  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
@@ -379,7 +387,7 @@ def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
         for row, ms in rows:
             before = bf16.get(row.version)
             if row.precision in precisions.FLOAT8 and before:
-                what = row.device, _size(its[0]), row.precision, row.version
+                what = row.device, size_name(its[0]), row.precision, row.version
                 times = f"{before:.2f} ms", f"{ms:.2f} ms", f"{before / ms:.2f}x"
                 lines[what] = [*what, *times, (its[0].git_commit or "-")[:7]]
     if not lines:
@@ -387,14 +395,6 @@ def _fp8_times(devices: Iterable[Sequence[RunResult]]) -> str:
     header = ["device", "config", "precision", "version", "step in bf16", "in fp8", "as fast"]
     by_size = sorted(lines, key=lambda what: (what[0], presets.rank(what[1]), *what[2:]))
     return markdown_table([*header, "commit"], [lines[what] for what in by_size], (0, 1, 2, 3, 7))
-
-
-def _size(run: RunResult) -> str:
-    """The preset's name, or what another size is."""
-    if run.config_name in presets.PRESETS:
-        return run.config_name
-    tokens = f"{run.batch_size} x {run.seq_len:,} tokens"
-    return f"{run.config['hidden_dim']:,} wide, {run.config['num_layers']} layers, {tokens}"
 
 
 # --- the profiles --------------------------------------------------------------------------------

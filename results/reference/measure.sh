@@ -135,7 +135,7 @@ measure() {
       ;;
     large)
       once --config large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
-      once --config large --precision bf16 --versions "${VERSIONS[@]}" "${PEERS[@]}"
+      compare "$FOLDER" --config large --precision bf16 --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     waterfall_*) waterfall "${1#waterfall_}" ;;
     sweep_seq_len) sweep sweep_seq_len seq-len 128 ... 8192 ;;

@@ -213,6 +213,14 @@ def size_of(run: RunResult) -> tuple[object, ...]:
     return (str(run.device.get("name")), sizes, run.batch_size, run.seq_len)
 
 
+def size_name(run: RunResult) -> str:
+    """The preset, or what a model of one's own measures: several of those may lie side by side."""
+    layers, width = run.config.get("num_layers"), run.config.get("hidden_dim")
+    if run.config_name in presets.PRESETS or layers is None or width is None:
+        return run.config_name
+    return f"{run.config_name} ({layers} layers of {width})"
+
+
 def _group(run: RunResult) -> tuple[object, ...]:
     return (*size_of(run), run.precision)
 

@@ -12,7 +12,7 @@ from workshop.collection import StoredRun
 from workshop.compare import rows as measured
 from workshop.compare import tables as compared
 from workshop.compare.figures import MEMORY_COLOURS, PHASE_COLOURS
-from workshop.compare.rows import Row, variant
+from workshop.compare.rows import Row, size_name, variant
 from workshop.profilers.names import printable
 from workshop.report import charts, parts
 from workshop.report.parts import BAD, Cell, Line, Section, Table, add_roofline, alarms, cells
@@ -39,7 +39,7 @@ class Group:
 
     @property
     def size(self) -> str:
-        return f"{printable(self.rows[0].config)}, {printable(self.rows[0].precision)}"
+        return printable(f"{size_name(self.runs[0][0].run)}, {self.rows[0].precision}")
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from workshop import results
 from workshop.collection import Collection, Profile
+from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
 from workshop.kernels import benchmark
 from workshop.profilers import advisor, kernel_file, show
@@ -18,7 +19,6 @@ from workshop.report import charts, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
 from workshop.roofline import ceilings
-from workshop.run import presets
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
@@ -73,18 +73,10 @@ def _title(found: Profile) -> str:
 
 
 def _tool_and_size(found: Profile) -> list[str]:
-    size = f"{_size(found.run)}, {found.run.precision}" if found.run else ""
+    size = f"{size_name(found.run)}, {found.run.precision}" if found.run else ""
     if found.lab:
         size = f"{found.lab.subject}, {found.lab.variant}"
     return [printable(part) for part in (found.tool or "an unnamed tool", size) if part]
-
-
-def _size(run: results.RunResult) -> str:
-    """The preset, or what a model of one's own measures: several of those may lie side by side."""
-    layers, width = run.config.get("num_layers"), run.config.get("hidden_dim")
-    if run.config_name in presets.PRESETS or layers is None or width is None:
-        return run.config_name
-    return f"{run.config_name} ({layers} layers of {width})"
 
 
 def hot_list(table: KernelTable, top: int) -> Table:
