@@ -25,7 +25,7 @@ from workshop.run import chips, data, float8, float8_cost, presets, trainer
 from workshop.run.float8 import ROWWISE, TENSORWISE
 from workshop.run.precision import FLOAT8, LADDER, get_precision, supported
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN = ("v1", "v2", "v4")
 recipes = pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE])
 precisions = pytest.mark.parametrize("precision", FLOAT8)
@@ -184,12 +184,25 @@ def test_v3_s_kernels_round_as_pytorch_does(emulated: None) -> None:
         assert torch.equal(found, true)
 
 
+BETWEEN = {
+    "swiglu": (2, lambda tk, x, *_, known: (tk.swiglu_float8 if known else tk.swiglu_fused)(x)),
+    "rms_norm": (1, lambda tk, x, _, weight, known: tk.rms_norm(x, weight, 1e-5, known)),
+    "add_rms_norm": (2, lambda tk, *args, known: tk.add_rms_norm(*args, 1e-5, known)[0]),
+}
+"""What lies between two products, of a branch, a residual stream and a norm's weight; and how many
+passes over its results and gradients it spares the products."""
+
+
 @needs_v3
 @recipes
-def test_v3_s_swiglu_brings_its_largest_elements_along(
-    recipe: str, emulated: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("device", [CPU, pytest.param(GPU, marks=pytest.mark.gpu)], ids=str)
+def test_v3_s_operators_bring_their_largest_elements_along(
+    device: torch.device, name: str, recipe: str, emulated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same numbers, with two passes less over the largest tensors."""
+    """The same numbers, with fewer passes over the tensors between two products."""
+    if device == GPU:
+        needs(recipe)
     tk = versions.load("v3").tk
     rounding = sys.modules["triton_float8"]
     kernel, passes = rounding._float8_largest_kernel, []
@@ -200,20 +213,26 @@ def test_v3_s_swiglu_brings_its_largest_elements_along(
             return kernel[grid]
 
     monkeypatch.setattr(rounding, "_float8_largest_kernel", Counted())
-    types = float8.formats(CPU, recipe)
+    types = float8.formats(device, recipe)
     product = partial(
         float8.float8_linear, recipe=recipe, types=types, both_ways=tk.round_both_ways
     )
-    x, dy = (torch.randn(2, 8, 32).bfloat16() for _ in range(2))
-    into, out = torch.randn(96, 32), torch.randn(32, 48)
+    spared, between = BETWEEN[name]
+    normal = partial(torch.randn, device=device)
+    tokens = (2, 8) if device == CPU else (8, 1024)  # a program of the norm takes several turns
+    x, dy = (normal(*tokens, 32).bfloat16() for _ in range(2))
+    into, out = normal(96, 32), normal(32, 48 if name == "swiglu" else 96)
+    stream, weight = normal(*tokens, 96), normal(96)
     found = []
-    for swiglu in (tk.swiglu_fused, tk.swiglu_float8):
-        leaves = [leaf.clone().requires_grad_() for leaf in (x, into, out)]
-        y = product(swiglu(product(leaves[0], leaves[1])), leaves[2])
+    for known in (False, True):
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, into, out, stream, weight)]
+        with torch.autocast(device.type, torch.bfloat16):
+            branch = product(leaves[0], leaves[1])
+            y = product(between(tk, branch, *leaves[3:], known=known), leaves[2])
         y.backward(dy)
-        found.append((y, *(leaf.grad for leaf in leaves)))
+        found.append((y, *(leaf.grad for leaf in leaves if leaf.grad is not None)))
     assert all(map(torch.equal, *found))
-    assert len(passes) == 6 + (4 if recipe == TENSORWISE else 6)
+    assert len(passes) == 6 + (6 - spared if recipe == TENSORWISE else 6)
 
 
 @needs_v3
@@ -529,8 +548,6 @@ def test_a_cpu_refuses_in_one_line(precision: str, capsys: pytest.CaptureFixture
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
-
-GPU = torch.device("cuda", 0)
 
 
 def needs(recipe: str) -> None:

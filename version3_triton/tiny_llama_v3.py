@@ -96,6 +96,11 @@ class RMSNorm(nn.Module):
             return self.norm(stream, self.weight, self.eps), stream
         return self.add_norm(branch, stream, self.weight, self.eps)
 
+    def multiply_by(self, _: Product) -> None:
+        if self.norm is tk.rms_norm:
+            self.norm = partial(tk.rms_norm, float8=True)
+            self.add_norm = partial(tk.add_rms_norm, float8=True)
+
 
 def rope_tables(config: TinyLlamaConfig) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, each (max_seq_len, D); the two halves of D are equal."""
@@ -233,7 +238,7 @@ class TinyLlama(nn.Module):
         """Makes `linear` of the blocks' products, as fp8 needs. What is between them stays with the
         kernels, and so does rounding to fp8."""
         for part in self.modules():
-            if isinstance(part, (Attention, FeedForward)):
+            if isinstance(part, (RMSNorm, Attention, FeedForward)):
                 part.multiply_by(partial(linear, both_ways=tk.round_both_ways))
 
 

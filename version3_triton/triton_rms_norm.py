@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton_float8 import keep_largest, raise_to_largest, sizes_of
 
 MAX_WIDTH = 65536  # a row stays in the registers of one program
 
@@ -35,9 +36,9 @@ MAX_WIDTH = 65536  # a row stays in the registers of one program
 
 @triton.jit
 def _rms_norm_forward_kernel(
-    x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr,
+    x_ptr, branch_ptr, weight_ptr, y_ptr, stream_ptr, rstd_ptr, largest_ptr,
     stride_x, stride_branch, rows, C, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    ADD: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every P-th group of ROWS rows, and keeps the weight in registers."""
     begin_early()
@@ -58,15 +59,17 @@ def _rms_norm_forward_kernel(
             x = stream.to(tl.float32)  # as rounded: the backward pass will see no other
         rstd = tl.rsqrt(tl.sum(x * x, 1) / C + eps)
         tl.store(rstd_ptr + r, rstd, mask=r < rows)
-        y = x * rstd[:, None] * weight[None, :]
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y = (x * rstd[:, None] * weight[None, :]).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + out, y, mask=inside)
+        if LARGEST:
+            raise_to_largest(largest_ptr, sizes_of(y))
 
 
 @triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr, dstream_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dbranch_ptr, partial_dw_ptr,
-    stride_dy, stride_dstream, stride_x, rows, C,
-    ADD: tl.constexpr, BRANCH: tl.constexpr, STAGES: tl.constexpr,
+    largest_ptr, stride_dy, stride_dstream, stride_x, rows, C,
+    ADD: tl.constexpr, BRANCH: tl.constexpr, LARGEST: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """With n = x rstd the normed row and g = dy weight:  dx = rstd (g - n mean(g n)),  dw = dy n.
@@ -78,6 +81,7 @@ def _rms_norm_backward_kernel(
     c = tl.arange(0, BLOCK_C)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_C,), tl.float32)
+    sizes = tl.zeros((ROWS,), tl.float32)
     groups = tl.cdiv(rows, ROWS)
     for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=STAGES):
         r = group * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -98,8 +102,13 @@ def _rms_norm_backward_kernel(
         out = r[:, None] * C + c[None, :]
         tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if BRANCH:  # the same gradient in the branch's dtype
-            tl.store(dbranch_ptr + out, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
+            dbranch = dx.to(dbranch_ptr.dtype.element_ty)
+            tl.store(dbranch_ptr + out, dbranch, mask=inside)
+            if LARGEST:
+                sizes = tl.maximum(sizes, tl.max(sizes_of(dbranch), 1))
     tl.store(partial_dw_ptr + tl.program_id(0).to(tl.int64) * C + c, dw, mask=c < C)
+    if LARGEST:
+        raise_to_largest(largest_ptr, sizes)
 
 
 @triton.jit
@@ -213,35 +222,45 @@ def _new_rstd(x: Tensor) -> Tensor:
 
 @operator(
     "tiny_llama::rms_norm",
-    fake=lambda x, weight, eps, dtype: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x)),
+    fake=lambda x, weight, eps, dtype, _: (x.new_empty(x.shape, dtype=dtype), _new_rstd(x)),
+    mutates_args=("largest",),
 )
 def rms_norm_forward(
-    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, largest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The normed rows, and 1 / sqrt(mean(x^2) + eps) of each, (R,)."""
+    """The normed rows, and 1 / sqrt(mean(x^2) + eps) of each, (R,). In `largest` (1,), if it is
+    given, goes the largest size of a normed element."""
     rows = as_rows(x)
     R, C = rows.shape
     weight = weight.contiguous()
     y, rstd = x.new_empty(x.shape, dtype=dtype), _new_rstd(x)
     programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, x.device)
     _rms_norm_forward_kernel[(programs,)](
-        rows, rows, weight, y, y, rstd, rows.stride(0), 0, R, C, eps, ADD=False, **constants
-    )
+        rows, rows, weight, y, y, rstd, y if largest is None else largest,
+        rows.stride(0), 0, R, C, eps, ADD=False, LARGEST=largest is not None, **constants,
+    )  # fmt: skip
     return y, rstd
 
 
 @operator(
     "tiny_llama::add_rms_norm",
-    fake=lambda branch, stream, weight, eps, dtype: (
+    fake=lambda branch, stream, weight, eps, dtype, _: (
         stream.new_empty(stream.shape, dtype=dtype),
         stream.new_empty(stream.shape),
         _new_rstd(stream),
     ),
+    mutates_args=("largest",),
 )
 def add_rms_norm_forward(
-    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    branch: Tensor,
+    stream: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    largest: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normed rows of the sum, the sum in the stream's dtype, and its 1 / rms, (R,)."""
+    """The normed rows of the sum, the sum in the stream's dtype, and its 1 / rms, (R,). `largest`
+    is as in `rms_norm_forward`."""
     rows, branch_rows = as_rows(stream), as_rows(branch)
     R, C = rows.shape
     weight = weight.contiguous()
@@ -249,8 +268,9 @@ def add_rms_norm_forward(
     total = stream.new_empty(stream.shape)
     programs, constants = _launch(_block(FORWARD_BLOCKS, C), R, C, stream.device)
     _rms_norm_forward_kernel[(programs,)](
-        rows, branch_rows, weight, y, total, rstd, rows.stride(0), branch_rows.stride(0), R, C, eps,
-        ADD=True, **constants,
+        rows, branch_rows, weight, y, total, rstd, y if largest is None else largest,
+        rows.stride(0), branch_rows.stride(0), R, C, eps,
+        ADD=True, LARGEST=largest is not None, **constants,
     )  # fmt: skip
     return y, total, rstd
 
@@ -269,17 +289,25 @@ def _sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator(
     "tiny_llama::rms_norm_backward",
-    fake=lambda dy, dstream, x, weight, rstd, branch: (
+    fake=lambda dy, dstream, x, weight, rstd, branch, _: (
         x.new_empty(x.shape),
         x.new_empty(x.shape if branch else 0, dtype=dy.dtype),
         torch.empty_like(weight),
     ),
+    mutates_args=("largest",),
 )
 def rms_norm_backward(
-    dy: Tensor, dstream: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, branch: bool
+    dy: Tensor,
+    dstream: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    branch: bool,
+    largest: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x (the sum), of the branch in dy's dtype (empty without one), and of the
-    weight."""
+    weight. In `largest` (1,), if it is given, goes the largest size of an element of the branch's
+    gradient."""
     rows, dy_rows = as_rows(x), as_rows(dy)
     dstream_rows = rows if dstream is None else as_rows(dstream)
     R, C = rows.shape
@@ -293,48 +321,66 @@ def rms_norm_backward(
     partial_dw = x.new_empty(programs, C, dtype=torch.float32)
     _rms_norm_backward_kernel[(programs,)](
         dy_rows, dstream_rows, rows, weight, rstd, dx, dbranch if branch else dx, partial_dw,
+        partial_dw if largest is None else largest,
         dy_rows.stride(0), dstream_rows.stride(0), rows.stride(0), R, C,
-        ADD=dstream is not None, BRANCH=branch, **constants,
+        ADD=dstream is not None, BRANCH=branch, LARGEST=largest is not None, **constants,
     )  # fmt: skip
     return dx, dbranch, _sum_rows(partial_dw, weight.dtype)
 
 
+def _new_largest(x: Tensor, float8: bool) -> Tensor | None:
+    return x.new_zeros(1, dtype=torch.float32) if float8 else None
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        y, rstd = rms_norm_forward(x, weight, eps, dtype)
+    def forward(
+        ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, float8: bool
+    ) -> Tensor:
+        largest = _new_largest(x, float8)
+        y, rstd = rms_norm_forward(x, weight, eps, dtype, largest)
         ctx.save_for_backward(x, weight, rstd)
-        return y
+        return y if largest is None else keep_largest(y, largest)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False)
-        return dx, dw, None, None
+        dx, _, dw = rms_norm_backward(dy, None, x, weight, rstd, False, None)
+        return dx, dw, None, None, None
 
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, branch: Tensor, stream: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+        ctx,
+        branch: Tensor,
+        stream: Tensor,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        float8: bool,
     ) -> tuple[Tensor, Tensor]:
-        y, total, rstd = add_rms_norm_forward(branch, stream, weight, eps, dtype)
+        largest = _new_largest(stream, float8)
+        y, total, rstd = add_rms_norm_forward(branch, stream, weight, eps, dtype, largest)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.branch_dtype = branch.dtype
+        ctx.branch_dtype, ctx.float8 = branch.dtype, float8
         if not torch.compiler.is_compiling():  # it can't trace the call
             ctx.set_materialize_grads(False)  # a model does not use its last sum
-        return y, total
+        return y if largest is None else keep_largest(y, largest), total
 
     @staticmethod
     @first_order
     def backward(ctx, dy, dstream):
         total, weight, rstd = ctx.saved_tensors
         if dy is None:  # the normed rows went nowhere
-            return dstream.to(ctx.branch_dtype), dstream, None, None, None
+            return dstream.to(ctx.branch_dtype), dstream, None, None, None, None
         cast = ctx.branch_dtype != total.dtype
-        dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast)
-        return (dbranch if cast else dx).to(ctx.branch_dtype), dx, dw, None, None
+        largest = _new_largest(dy, ctx.float8 and cast)
+        dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast, largest)
+        if largest is not None:
+            keep_largest(dbranch, largest)
+        return (dbranch if cast else dx).to(ctx.branch_dtype), dx, dw, None, None, None
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
@@ -343,12 +389,14 @@ def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{op}: rows of {x.shape[-1]} are wider than the kernel's {MAX_WIDTH}")
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, float8: bool = False) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
 
     Args:
         x: (..., C), any strides; a view whose rows are contiguous is read without a copy.
         weight: (C,), of any supported dtype.
+        float8: before a product in fp8: y brings its largest element along, so that
+            `round_both_ways` reads y once, not twice.
 
     Returns:
         x's shape, in x's dtype; under autocast in its dtype, since what follows is a matrix
@@ -362,7 +410,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     check("rms_norm", x=x, weight=weight)
     _check_norm("rms_norm", x, weight)
-    return _RmsNorm.apply(x, weight, float(eps), autocast_dtype(x))
+    return _RmsNorm.apply(x, weight, float(eps), autocast_dtype(x), float8)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -371,7 +419,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    branch: Tensor, stream: Tensor, weight: Tensor, eps: float
+    branch: Tensor, stream: Tensor, weight: Tensor, eps: float, float8: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The residual add and the norm behind it: (rms_norm(stream + branch), stream + branch).
 
@@ -379,6 +427,8 @@ def add_rms_norm(
         branch: (..., C), what a sub-layer returned.
         stream: the same shape, the residual stream. Its dtype is the sum's.
         weight: (C,).
+        float8: as for `rms_norm`; so does the branch's gradient, where it has another dtype than
+            the stream's.
 
     Returns:
         The normed sum, in the stream's dtype or autocast's, and the sum.
@@ -393,7 +443,7 @@ def add_rms_norm(
     check("add_rms_norm", branch=branch, stream=stream, weight=weight)
     check_shape("add_rms_norm", "branch", branch, *stream.shape)
     _check_norm("add_rms_norm", stream, weight)
-    return _AddRmsNorm.apply(branch, stream, weight, float(eps), autocast_dtype(stream))
+    return _AddRmsNorm.apply(branch, stream, weight, float(eps), autocast_dtype(stream), float8)
 
 
 def add_rms_norm_reference(

@@ -183,13 +183,13 @@ def _norm_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.device)
     branch, dy = (torch.randn(rows, C, device=device).to(dtype) for _ in range(2))
     stream = torch.randn(rows, C, device=device)
     weight = torch.randn(C, device=device)
-    _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
+    _, total, rstd = norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype, None)
 
     def forward() -> Any:
-        return norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype)
+        return norm.add_rms_norm_forward(branch, stream, weight, 1e-5, dtype, None)
 
     def backward() -> Any:
-        return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype)
+        return norm.rms_norm_backward(dy, stream, total, weight, rstd, dtype != stream.dtype, None)
 
     shapes = list(itertools.product((1024, 2048, 4096, 8192), (8, 16, 32)))
     for name, call, rest in (

@@ -39,11 +39,11 @@ COMPILED = {
 }
 
 # V3's kernels read each matrix twice, 2 + 2, and write it and its transpose, 1 + 1; of a weight
-# 4 + 4 and 1 + 1, less the 2 of the rounded copy that its AdamW writes for bf16. The dy of gate and
-# up is read once: SwiGLU's kernel has found its largest element. A rowwise gradient of a weight
-# leaves its product in bf16: 2 + 4 more.
+# 4 + 4 and 1 + 1, less the 2 of the rounded copy that its AdamW writes for bf16. The x and dy of
+# gate and up are read once: the norm's and SwiGLU's kernels have found their largest elements. A
+# rowwise gradient of a weight leaves its product in bf16: 2 + 4 more.
 KERNELS = {
-    TENSORWISE: Bytes(x=6, weight=10 - 2, dy=6 - 2),
+    TENSORWISE: Bytes(x=6 - 2, weight=10 - 2, dy=6 - 2),
     ROWWISE: Bytes(x=6, weight=10 - 2 + 6, dy=6),
 }
 
