@@ -547,6 +547,19 @@ def test_a_cpu_refuses_in_one_line(precision: str, capsys: pytest.CaptureFixture
         assert re.match(f"error: precision {precision}: the CPU does not have it, .*MI300", line)
 
 
+@precisions
+def test_torchao_s_recipes_pass_the_gate(
+    precision: str, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer: all of its products are counted, also those behind torchao's own tensors."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "get_autocast_gpu_dtype", lambda: torch.bfloat16)  # it asks no CPU
+    sizes = {"num_layers": 1, "hidden_dim": 128, "intermediate_dim": 256}
+    config = versions.load("torchao").TinyLlamaConfig(**presets.get_preset("tiny").model() | sizes)
+    report = gate("torchao", config, precision, shape=(2, 32))
+    assert report.passed, report.failures
+
+
 # --- on a GPU ------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,18 @@ PEERS = {
             colour="#9A7B2B",
             marker="x",
         ),
+        Version(
+            "torchao",
+            "V2 with torchao's fp8, compiled, graph",
+            "peers",
+            parent=None,
+            compile="default",
+            cuda_graph=True,
+            packages=("torchao",),
+            file="torchao_float8.py",
+            colour="#4C8C9E",
+            marker="square",
+        ),
     )
 }
 ALL = VERSIONS | PEERS

@@ -127,7 +127,7 @@ measure() {
       for sizes in "small medium --jobs 4" large; do
         # shellcheck disable=SC2086 # words of one line
         compare "$FOLDER/float8" --config $sizes --precision bf16 fp8 fp8-rowwise \
-          --versions "${VERSIONS[@]}"
+          --versions "${VERSIONS[@]}" torchao
       done
       ;;
     once)
