@@ -185,7 +185,7 @@ def test_v3_s_kernels_round_as_pytorch_does(emulated: None) -> None:
 
 
 BETWEEN = {
-    "swiglu": (2, lambda tk, x, *_, known: (tk.swiglu_float8 if known else tk.swiglu_fused)(x)),
+    "swiglu": (2, lambda tk, x, *_, known: tk.swiglu_fused(x, known)),
     "rms_norm": (1, lambda tk, x, _, weight, known: tk.rms_norm(x, weight, 1e-5, known)),
     "add_rms_norm": (2, lambda tk, *args, known: tk.add_rms_norm(*args, 1e-5, known)[0]),
 }
@@ -242,8 +242,8 @@ def test_what_is_known_of_a_matrix_is_not_taken_for_another(emulated: None) -> N
     gate_up[3, 5] = torch.nan
     gate_up[15] *= 8
     for spoilt in (False, True):
-        y = tk.swiglu_float8(gate_up.nan_to_num() if not spoilt else gate_up)
-        changed = tk.swiglu_float8(gate_up.nan_to_num()).mul_(8)
+        y = tk.swiglu_fused(gate_up.nan_to_num() if not spoilt else gate_up, float8=True)
+        changed = tk.swiglu_fused(gate_up.nan_to_num(), float8=True).mul_(8)
         for x in (y, y[:7], changed):
             found, true = (
                 each(x, torch.float8_e4m3fn, False)[1]

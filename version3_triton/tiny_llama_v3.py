@@ -96,7 +96,8 @@ class RMSNorm(nn.Module):
             return self.norm(stream, self.weight, self.eps), stream
         return self.add_norm(branch, stream, self.weight, self.eps)
 
-    def multiply_by(self, _: Product) -> None:
+    def bring_largest(self) -> None:
+        """What it returns goes into a product in fp8."""
         if self.norm is tk.rms_norm:
             self.norm = partial(tk.rms_norm, float8=True)
             self.add_norm = partial(tk.add_rms_norm, float8=True)
@@ -156,7 +157,9 @@ class FeedForward(nn.Module):
 
     def multiply_by(self, linear: Product) -> None:
         self.linear = linear
-        self.swiglu_linear = lambda gate_up, weight: linear(tk.swiglu_float8(gate_up), weight)
+        self.swiglu_linear = lambda gate_up, weight: linear(
+            tk.swiglu_fused(gate_up, float8=True), weight
+        )
 
 
 class Block(nn.Module):
@@ -238,7 +241,9 @@ class TinyLlama(nn.Module):
         """Makes `linear` of the blocks' products, as fp8 needs. What is between them stays with the
         kernels, and so does rounding to fp8."""
         for part in self.modules():
-            if isinstance(part, (RMSNorm, Attention, FeedForward)):
+            if isinstance(part, RMSNorm):
+                part.bring_largest()
+            elif isinstance(part, (Attention, FeedForward)):
                 part.multiply_by(partial(linear, both_ways=tk.round_both_ways))
 
 

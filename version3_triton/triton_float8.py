@@ -89,9 +89,14 @@ def _float8_round_kernel(
     tl.store(rows_of_it + r[None, :], tl.trans(turned), mask=tl.trans(inside))
 
 
-def keep_largest(x: Tensor, largest: Tensor) -> Tensor:
+def new_largest(x: Tensor, float8: bool) -> Tensor | None:
+    """What a kernel raises to the largest size of an element, (1,); None unless fp8 needs it."""
+    return x.new_zeros(1, dtype=torch.float32) if float8 else None
+
+
+def keep_largest(x: Tensor, largest: Tensor | None) -> Tensor:
     """Returns x, of which `round_both_ways` then knows the largest size of an element, (1,)."""
-    if not torch.compiler.is_compiling():
+    if largest is not None and not torch.compiler.is_compiling():
         x.largest = largest, x._version  # type: ignore[attr-defined]
     return x
 

@@ -2,7 +2,7 @@
 
     triton_rms_norm       rms_norm, add_rms_norm
     triton_rope           apply_rope
-    triton_swiglu         swiglu, swiglu_fused, swiglu_float8, swiglu_linear
+    triton_swiglu         swiglu, swiglu_fused, swiglu_linear
     triton_attention      flash_attention
     triton_qkv_attention  qkv_attention: product, RoPE and attention around one tensor
     triton_cross_entropy  linear_cross_entropy
@@ -32,7 +32,6 @@ from triton_rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_
 from triton_rope import apply_rope, apply_rope_reference
 from triton_swiglu import (
     swiglu,
-    swiglu_float8,
     swiglu_fused,
     swiglu_fused_reference,
     swiglu_linear,

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton_float8 import keep_largest, raise_to_largest, sizes_of
+from triton_float8 import keep_largest, new_largest, raise_to_largest, sizes_of
 
 MAX_WIDTH = 65536  # a row stays in the registers of one program
 
@@ -328,19 +328,15 @@ def rms_norm_backward(
     return dx, dbranch, _sum_rows(partial_dw, weight.dtype)
 
 
-def _new_largest(x: Tensor, float8: bool) -> Tensor | None:
-    return x.new_zeros(1, dtype=torch.float32) if float8 else None
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, float8: bool
     ) -> Tensor:
-        largest = _new_largest(x, float8)
+        largest = new_largest(x, float8)
         y, rstd = rms_norm_forward(x, weight, eps, dtype, largest)
         ctx.save_for_backward(x, weight, rstd)
-        return y if largest is None else keep_largest(y, largest)
+        return keep_largest(y, largest)
 
     @staticmethod
     @first_order
@@ -361,13 +357,13 @@ class _AddRmsNorm(torch.autograd.Function):
         dtype: torch.dtype,
         float8: bool,
     ) -> tuple[Tensor, Tensor]:
-        largest = _new_largest(stream, float8)
+        largest = new_largest(stream, float8)
         y, total, rstd = add_rms_norm_forward(branch, stream, weight, eps, dtype, largest)
         ctx.save_for_backward(total, weight, rstd)
         ctx.branch_dtype, ctx.float8 = branch.dtype, float8
         if not torch.compiler.is_compiling():  # it can't trace the call
             ctx.set_materialize_grads(False)  # a model does not use its last sum
-        return y if largest is None else keep_largest(y, largest), total
+        return keep_largest(y, largest), total
 
     @staticmethod
     @first_order
@@ -376,11 +372,10 @@ class _AddRmsNorm(torch.autograd.Function):
         if dy is None:  # the normed rows went nowhere
             return dstream.to(ctx.branch_dtype), dstream, None, None, None, None
         cast = ctx.branch_dtype != total.dtype
-        largest = _new_largest(dy, ctx.float8 and cast)
+        largest = new_largest(dy, ctx.float8 and cast)
         dx, dbranch, dw = rms_norm_backward(dy, dstream, total, weight, rstd, cast, largest)
-        if largest is not None:
-            keep_largest(dbranch, largest)
-        return (dbranch if cast else dx).to(ctx.branch_dtype), dx, dw, None, None, None
+        dbranch = keep_largest(dbranch, largest) if cast else dx
+        return dbranch.to(ctx.branch_dtype), dx, dw, None, None, None
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton_float8 import keep_largest, raise_to_largest, sizes_of
+from triton_float8 import keep_largest, new_largest, raise_to_largest, sizes_of
 from triton_linear import rounded, weight_gradient
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -156,50 +156,26 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 
 @operator(
     "tiny_llama::swiglu_fused",
-    fake=lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    fake=lambda gate_up, _: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    mutates_args=("largest",),
 )
-def swiglu_fused_forward(gate_up: Tensor) -> Tensor:
+def swiglu_fused_forward(gate_up: Tensor, largest: Tensor | None) -> Tensor:
+    """In `largest` (1,), if it is given, goes the largest size of an element of the result."""
     y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    _forward(*_halves(gate_up), y)
+    _forward(*_halves(gate_up), y, largest)
     return y
 
 
 @operator(
-    "tiny_llama::swiglu_fused_backward", fake=lambda dy, gate_up: gate_up.new_empty(gate_up.shape)
+    "tiny_llama::swiglu_fused_backward",
+    fake=lambda dy, gate_up, _: gate_up.new_empty(gate_up.shape),
+    mutates_args=("largest",),
 )
-def swiglu_fused_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+def swiglu_fused_backward(dy: Tensor, gate_up: Tensor, largest: Tensor | None) -> Tensor:
+    """`largest` is as in `swiglu_fused_forward`."""
     dgate_up = gate_up.new_empty(gate_up.shape)
-    _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up))
-    return dgate_up
-
-
-@operator(
-    "tiny_llama::swiglu_float8",
-    fake=lambda gate_up: (
-        gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
-        gate_up.new_empty(1, dtype=torch.float32),
-    ),
-)
-def swiglu_float8_forward(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """What `swiglu_fused_forward` returns, and the largest size of an element of it, (1,)."""
-    y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    largest = gate_up.new_zeros(1, dtype=torch.float32)
-    _forward(*_halves(gate_up), y, largest)
-    return y, largest
-
-
-@operator(
-    "tiny_llama::swiglu_float8_backward",
-    fake=lambda dy, gate_up: (
-        gate_up.new_empty(gate_up.shape), gate_up.new_empty(1, dtype=torch.float32),
-    ),
-)  # fmt: skip
-def swiglu_float8_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient, and the largest size of an element of it, (1,)."""
-    dgate_up = gate_up.new_empty(gate_up.shape)
-    largest = gate_up.new_zeros(1, dtype=torch.float32)
     _backward(as_rows(dy), *_halves(gate_up), *_halves(dgate_up), largest=largest)
-    return dgate_up, largest
+    return dgate_up
 
 
 @operator(
@@ -227,26 +203,17 @@ class _Swiglu(torch.autograd.Function):
 
 class _SwigluFused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
+    def forward(ctx, gate_up: Tensor, float8: bool) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return swiglu_fused_forward(gate_up)
+        ctx.float8, largest = float8, new_largest(gate_up, float8)
+        return keep_largest(swiglu_fused_forward(gate_up, largest), largest)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return swiglu_fused_backward(dy, *ctx.saved_tensors)
-
-
-class _SwigluFloat8(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return keep_largest(*swiglu_float8_forward(gate_up))
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy):
-        return keep_largest(*swiglu_float8_backward(dy, *ctx.saved_tensors))
+        largest = new_largest(dy, ctx.float8)
+        dgate_up = swiglu_fused_backward(dy, *ctx.saved_tensors, largest)
+        return keep_largest(dgate_up, largest), None
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -255,7 +222,7 @@ class _SwigluLinear(torch.autograd.Function):
         ctx.dtypes = gate_up.dtype, weight.dtype
         gate_up, weight = gate_up.to(dtype), rounded(weight, dtype)
         ctx.save_for_backward(gate_up, weight)
-        return swiglu_fused_forward(gate_up) @ weight.t()
+        return swiglu_fused_forward(gate_up, None) @ weight.t()
 
     @staticmethod
     @first_order
@@ -298,11 +265,13 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def swiglu_fused(gate_up: Tensor) -> Tensor:
+def swiglu_fused(gate_up: Tensor, float8: bool = False) -> Tensor:
     """`swiglu` of the two halves of one product.
 
     Args:
         gate_up: (..., 2F): gate in the first half of each row, up in the second.
+        float8: between two products in fp8: the result and its gradient bring their largest
+            elements along, so that `round_both_ways` reads each of them once, not twice.
 
     Returns:
         (..., F). The backward pass writes both gradients into one (..., 2F) tensor, so that the
@@ -313,24 +282,12 @@ def swiglu_fused(gate_up: Tensor) -> Tensor:
     """
     check("swiglu_fused", gate_up=gate_up)
     _check_halves("swiglu_fused", gate_up)
-    return _SwigluFused.apply(gate_up)
+    return _SwigluFused.apply(gate_up, float8)
 
 
 def swiglu_fused_reference(gate_up: Tensor) -> Tensor:
     """`swiglu_fused`, operation by operation."""
     return swiglu_reference(*gate_up.chunk(2, dim=-1))
-
-
-def swiglu_float8(gate_up: Tensor) -> Tensor:
-    """`swiglu_fused` between two products in fp8: what it returns and its gradient bring their
-    largest elements along, so that `round_both_ways` reads each of them once, not twice.
-
-    Raises:
-        TypeError, ValueError: see `swiglu_fused`.
-    """
-    check("swiglu_float8", gate_up=gate_up)
-    _check_halves("swiglu_float8", gate_up)
-    return _SwigluFloat8.apply(gate_up)
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:

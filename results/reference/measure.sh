@@ -119,7 +119,7 @@ measure() {
   export TORCHINDUCTOR_CACHE_DIR=$RAW/caches/$1/inductor TRITON_CACHE_DIR=$RAW/caches/$1/triton
   case $1 in
     ladder)
-      compare "$FOLDER" --config small medium --precision bf16 --repeats 5 \
+      compare "$FOLDER" --config small medium large --precision bf16 --repeats 5 \
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     float8)
@@ -133,10 +133,7 @@ measure() {
     once)
       once --config small medium --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
       ;;
-    large)
-      once --config large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}"
-      compare "$FOLDER" --config large --precision bf16 --versions "${VERSIONS[@]}" "${PEERS[@]}"
-      ;;
+    large) once --config large --precision fp32 tf32 fp16 --versions "${VERSIONS[@]}" ;;
     waterfall_*) waterfall "${1#waterfall_}" ;;
     sweep_seq_len) sweep sweep_seq_len seq-len 128 ... 8192 ;;
     sweep_batch_size) sweep sweep_batch_size batch-size 16 64 256 1024 4096 16384 ;;

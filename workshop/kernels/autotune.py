@@ -208,8 +208,8 @@ def _swiglu_jobs(preset: presets.Preset, dtype: torch.dtype, device: torch.devic
     gate_up = torch.randn(rows, 2 * F, device=device).to(dtype)
     dy = torch.randn(rows, F, device=device).to(dtype)
     for name, call in (
-        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up)),
-        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up)),
+        ("FORWARD_BLOCKS", lambda: swiglu.swiglu_fused_forward(gate_up, None)),
+        ("BACKWARD_BLOCKS", lambda: swiglu.swiglu_fused_backward(dy, gate_up, None)),
     ):
         yield Job(swiglu, name, _row_blocks(512, 1024, 2048, 4096), call)
 

@@ -221,8 +221,8 @@ class _Operations(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(issubclass(Tensor, type_) or type_ is nn.Parameter for type_ in types):
-            return NotImplemented  # torchao's tensors: their own products will come by
+        if not {*types} <= {Tensor, nn.Parameter}:
+            return NotImplemented  # torchao's tensors: the products that they launch will come by
         if func is torch.ops.aten._scaled_mm.default:
             self.total += 2 * args[0].shape[0] * args[1].numel()
         return func(*args, **(kwargs or {}))
