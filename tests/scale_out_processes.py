@@ -92,6 +92,14 @@ def rows_not_sent(self: PeerToPeer) -> None:
     _p2p_update(self)
 
 
+def rows_sent_too_late(self: PeerToPeer, *batch: Tensor) -> Tensor:
+    stale, self._stale = self._stale, False
+    out = self.engine(*batch)
+    self._stale = stale
+    self._send_late()
+    return out
+
+
 def gradients_not_waited_for(self: PeerToPeer) -> Callable[[], object]:
     if on_rank_1():
         time.sleep(1)
@@ -178,6 +186,7 @@ FAULTS = {
     "p2p sums gradients": fault("p2p", PeerToPeer, "backward", _plain["backward"]),
     "p2p does not send a gradient": fault("p2p", PeerToPeer, "_send", gradient_not_sent),
     "p2p does not send what it updates": fault("p2p", PeerToPeer, "update", rows_not_sent),
+    "p2p sends rows too late": fault("p2p", PeerToPeer, "forward", rows_sent_too_late),
     "p2p does not wait": fault("p2p", PeerToPeer, "_arrival", gradients_not_waited_for),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
     "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),

@@ -218,7 +218,7 @@ def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> 
         metrics |= {"communication_share": 0.25, "hidden_share": 0.75}
     options = {"config": "medium", "version": "v2", "strategy": strategy, "precision": "bf16"}
     fields: dict[str, Any] = {
-        "lab": request.LAB, "subject": loop.subject_of("medium", 512), "unit": "tokens",
+        "lab": request.LAB, "subject": loop.subject_of("medium", 512, None), "unit": "tokens",
         "units_per_step": size * share * 512, "metrics": metrics, "options": options,
         "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16", "study": ["measure.py"],
         "memory_mb": {"peak": 2000.0 / size, "source": "allocator"},

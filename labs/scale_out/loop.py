@@ -296,12 +296,13 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
         groups.of_first(arguments.session or results.new_session()),
         _HIDDEN,
         lab=requests.LAB,
-        subject=subject_of(preset, asked.seq_len),
+        subject=subject_of(preset, asked.seq_len, arguments.num_layers),
         variant=", ".join(words),
         unit="tokens",
         units_per_step=asked.batch_size * asked.seq_len,
         options={
             "config": preset,
+            "num_layers": asked.config.num_layers,
             "version": asked.version.key,
             "strategy": job.strategy,
             "accumulate": job.accumulate,
@@ -321,8 +322,10 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
     return record
 
 
-def subject_of(preset: str, seq_len: int) -> str:
-    return f"{preset}, {seq_len} tokens a sequence, training"
+def subject_of(preset: str, seq_len: int, layers: int | None) -> str:
+    """What runs that are compared train; `layers` if they are not the preset's."""
+    model = f"{preset} with {layers} layers" if layers else preset
+    return f"{model}, {seq_len} tokens a sequence, training"
 
 
 def variant_of(version: str, strategy: str, size: int, share: int) -> str:

@@ -312,7 +312,7 @@ def _plan(study: Study, case: Case) -> turns.Plan:
     planned = lab_record.begin(
         study.device, precision, study.session, ("--output-dir",),
         lab=request.LAB,
-        subject=loop.subject_of(case.config, seq_len),
+        subject=loop.subject_of(case.config, seq_len, study.asked.num_layers),
         variant=loop.variant_of(version, strategy, size, case.share) + ", graph" * graph,
         unit="tokens",
         units_per_step=size * case.share * seq_len,

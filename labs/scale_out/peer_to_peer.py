@@ -2,15 +2,17 @@
 
 NCCL's kernels run on multiprocessors, which the backward pass needs: a matrix product that has a
 block for each of them takes twice as long beside NCCL. A GPU's copy engines need none. They move
-gradients to the process that updates these rows while the backward pass goes on, and updated rows
-to all others while AdamW updates the next ones. PyTorch calls such memory symmetric; without a GPU
-the processes share files.
+gradients to the process that updates these rows while the backward pass goes on. Updated rows of
+the first weights go to all others while AdamW updates the next ones, those of a later layer during
+the next forward pass, before it reaches that layer. What is compiled can't wait there: then all
+rows are sent beside AdamW. PyTorch calls such memory symmetric; without a GPU the processes share
+files.
 """
 
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labs.scale_out import group as groups
-from labs.scale_out.strategies import MOMENTS, Strategy
+from labs.scale_out.strategies import MOMENTS, Strategy, layers_of
 from workshop.errors import NotOnThisMachine
 from workshop.run import markers
 
@@ -103,6 +105,8 @@ class Shared:
     """Gradients of these rows, as each other process has sent them."""
     outboxes: list[tuple[int, Tensor]]
     """For each other process its rank, and where the gradient of its rows goes."""
+    late: bool = False
+    """Its rows are sent during the next forward pass."""
 
 
 def share(weights: Sequence[nn.Parameter], device: torch.device) -> tuple[Memory, list[Shared]]:
@@ -157,6 +161,12 @@ class PeerToPeer(Strategy):
     _parts: list[list[Shared]]
     _each: list[torch.optim.Optimizer]
     """The optimizer of each part."""
+    _late: list[list[Shared]]
+    """The weights of each later layer whose rows are sent during the next forward pass."""
+    _arrivals: list[Callable[[], object]]
+    """During that pass: wait until such a layer's rows have arrived."""
+    _stale: bool
+    """Rows of an update are still to be sent."""
     _embedding: Shared
     """The first weight. Its gradient is the last, and large: other weights are updated while it is
     on its way."""
@@ -168,6 +178,7 @@ class PeerToPeer(Strategy):
 
     def build(self) -> nn.Module:
         self._memories, self._shared, self._parts, self._each = [], {}, [], []  # of an earlier one
+        self._late, self._arrivals, self._stale = [], [], False
         self._rounded = None
         return super().build()
 
@@ -184,14 +195,30 @@ class PeerToPeer(Strategy):
             weight.register_post_accumulate_grad_hook(
                 partial(_if_alive, send, self._shared[weight])
             )
+        if self.asked.compile_mode == "none":
+            self._hook_layers(plain)
         return plain
+
+    def _hook_layers(self, plain: nn.Module) -> None:
+        """The first layer, which finds its own rows there, sends those of all others: a captured
+        step starts its parallel parts in their order, and the embedding comes first."""
+        first, *later = layers_of(plain)
+        send, wait = WeakMethod(self._send_late), WeakMethod(self._wait_for_layer)
+        first.register_forward_pre_hook(lambda *_: _if_alive(send))
+        for i, layer in enumerate(later):
+            layer.register_forward_pre_hook(lambda *_, i=i: _if_alive(wait, i))
+            # The norms' rows are few, and each is a copy of its own.
+            weights = [self._shared[one] for one in layer.parameters() if one.dim() > 1]
+            for shared in weights:
+                shared.late = True
+            self._late.append(weights)
 
     def configure_optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
         most = (self.sending.bucket_mb or 32) * 2**20
-        # Nothing runs beside the last part's rows on their way: they should be few, and not the
-        # norms', each of which is a copy of its own.
+        # Nothing runs beside the last part's rows on their way: they should be late, or few and not
+        # the norms', each of which is a copy of its own.
         others = [one for one in self._shared.values() if one is not self._embedding]
-        others.sort(key=lambda one: (one.own.dim() > 1, -one.own.numel()))
+        others.sort(key=lambda one: (one.late, one.own.dim() > 1, -one.own.numel()))
         self._parts = _in_parts(others, most)
         # Its gradient arrives beside the parts before it, its rows leave beside those behind it.
         self._parts.insert(len(self._parts) // 2, [self._embedding])
@@ -312,10 +339,29 @@ class PeerToPeer(Strategy):
             for shared in part:
                 shared.own.grad = None
             with self._beside():
-                for shared in part:
-                    for place in shared.elsewhere:
-                        place.copy_(shared.sent, non_blocking=True)
+                _send_rows(shared for shared in part if not shared.late)
         self._wait_for_all()
+        self._stale = bool(self._late)
+
+    def _send_late(self) -> None:
+        """Sends the later layers' rows, if they have not been sent since the update."""
+        if not self._stale:
+            return
+        self._stale = False
+        with self._beside():
+            for layer in self._late:
+                _send_rows(layer)
+                self._arrivals.append(self._arrival())
+
+    def _wait_for_layer(self, i: int) -> None:
+        if self._arrivals:
+            self._arrivals[i]()
+
+    def weights(self) -> dict[str, Tensor]:
+        if self._stale:
+            self._send_late()
+            self._wait_for_all()
+        return super().weights()
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -332,6 +378,7 @@ class PeerToPeer(Strategy):
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._memories[0].barrier()
+        self._arrivals.clear()
 
     # --- whole tensors, for the proof and for checkpoints
 
@@ -379,7 +426,7 @@ class PeerToPeer(Strategy):
         self._begin_state((shared.own for shared in self._shared.values()), steps)
         state = self.state()
         read(state)
-        self._rounded = None
+        self._rounded, self._stale = None, False
         for name, weight in self.plain.named_parameters():
             torch.autograd.graph.increment_version(weight)
             for moment in MOMENTS:
@@ -409,6 +456,12 @@ def _adder(number: int) -> Any:
     return torch.cuda.jiterator._create_jit_fn(
         f"template <typename T> T added({arguments}) {{ return {' + '.join(names)}; }}"
     )
+
+
+def _send_rows(weights: Iterable[Shared]) -> None:
+    for shared in weights:
+        for place in shared.elsewhere:
+            place.copy_(shared.sent, non_blocking=True)
 
 
 def _in_parts(weights: Sequence[Shared], most: int) -> list[list[Shared]]:

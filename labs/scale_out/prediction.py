@@ -142,8 +142,9 @@ def model_of(row: LabRow) -> Model | None:
     known = [part for part in parts if part is not None]
     scale = step / sum(known)  # the phases are measured separately, and their marks take time
     forward, backward, optimizer = (scale * part for part in known)
-    preset = presets.get_preset(str(run.options["config"]))
-    config = versions.load("v1").TinyLlamaConfig(**preset.model())
+    sizes = presets.get_preset(str(run.options["config"])).model()
+    layers = run.options.get("num_layers", sizes["num_layers"])
+    config = versions.load("v1").TinyLlamaConfig(**sizes | {"num_layers": layers})
     weights = flops.parameter_count(config)
     embedding = config.vocab_size * config.hidden_dim
     low = 2 if run.options["precision"] == "bf16" else 4

@@ -1,6 +1,7 @@
 """The command line of a training in several processes, and its checks."""
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,13 @@ from workshop.run.trainer import COMPILE_MODES
 LAB = "scale_out"
 CHECKPOINTS = results.DEFAULT_FOLDER / LAB / "checkpoints"
 _SHARED = (
-    *("config", "batch_size", "seq_len", "num_steps", "warmup_steps", "learning_rate", "seed"),
-    *("precision", "data", "text_file", "compile"),
+    *("config", "num_layers", "batch_size", "seq_len", "num_steps", "warmup_steps"),
+    *("learning_rate", "seed", "precision", "data", "text_file", "compile"),
 )
 """Flags that are passed on to the version."""
+QUEUES = "32"
+"""A GPU's queues for `p2p`, the most there can be. With CUDA's 8 the small memset with which a
+product of cuBLAS begins can wait in one queue behind copies to other GPUs."""
 PEER = "hf"
 """The version that the peers' strategies train."""
 _CAPTURING = ("reduce-overhead", "max-autotune")
@@ -84,6 +88,12 @@ def _add_training(add: Add) -> None:
         metavar="PRESET",
         help=f"{', '.join(presets.PRESETS)}: model, batch size and sequence length (default: tiny "
         "without a GPU, else small)",
+    )
+    add(
+        "--num-layers",
+        type=count,
+        metavar="N",
+        help="of the model (default: the preset's); the proof needs more memory than the training",
     )
     add(
         "--batch-size",
@@ -211,6 +221,8 @@ def check(arguments: argparse.Namespace) -> Job:
         NotOnThisMachine: the version or the strategy needs a package that is missing.
     """
     group = groups.find()
+    if arguments.strategy == "p2p":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
     errors.require(*strategies.packages(arguments.strategy))
     if (arguments.strategy in strategies.PEERS) != (arguments.version == PEER):
         raise WorkshopError(
