@@ -80,7 +80,7 @@ def never_synchronised(self: Ddp, last: bool) -> object:
 
 def gradient_not_sent(self: PeerToPeer, shared: Shared, weight: Tensor) -> None:
     if on_rank_1() and weight is self.plain.norm.weight:
-        shared.outboxes = [(other, torch.empty_like(box)) for other, box in shared.outboxes]
+        shared.outboxes = []
     _p2p_send(self, shared, weight)
 
 
@@ -88,7 +88,7 @@ def rows_not_sent(self: PeerToPeer) -> None:
     self._rounded = self._share_rounded() if self._rounded is None else self._rounded
     for weight, shared in self._shared.items():
         if weight in self._rounded or self.asked.version.key == "v2":
-            shared.elsewhere = [*map(torch.empty_like, shared.elsewhere)]
+            shared.elsewhere = []
     _p2p_update(self)
 
 

@@ -12,7 +12,7 @@ files.
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -161,11 +161,6 @@ class PeerToPeer(Strategy):
     _parts: list[list[Shared]]
     _each: list[torch.optim.Optimizer]
     """The optimizer of each part."""
-    _streams: list[torch.cuda.Stream | None]
-    """On a GPU, one for what goes to each other process: on one stream small copies, which have to
-    wait for each other, don't fill the links."""
-    _waiting: torch.cuda.Stream | None
-    """On a GPU, the stream on which processes wait for each other beside the passes."""
     _late: list[list[Shared]]
     """The weights of each later layer whose rows are sent during the next forward pass."""
     _arrivals: list[Callable[[], object]]
@@ -194,10 +189,7 @@ class PeerToPeer(Strategy):
         self._memories = [memory]
         self._shared = dict(zip(weights, shared, strict=True))
         self._embedding = shared[0]
-        others = shared[0].outboxes
-        on_gpu = device.type == "cuda"
-        self._streams = [torch.cuda.Stream(device) if on_gpu else None for _ in others]
-        self._waiting = torch.cuda.Stream(device) if on_gpu else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         send = WeakMethod(self._send)  # PyTorch holds hooks where Python's collector can't see them
         for weight in weights:
             weight.register_post_accumulate_grad_hook(
@@ -303,32 +295,19 @@ class PeerToPeer(Strategy):
         rows = weight.grad.tensor_split(dist.get_world_size())
         self._sent += 1
         last = shared is self._embedding and self._sent == len(self._shared)
-        if last:
-            self._arrived.append(self._arrival())
-        self._copy([[(outbox, rows[other])] for other, outbox in shared.outboxes])
-        if last:
-            self._arrived.append(self._arrival())
-
-    def _send_rows(self, weights: Sequence[Shared]) -> None:
-        """Sends updated rows to all other processes."""
-        places = zip(*(shared.elsewhere for shared in weights), strict=True)
-        sent = [shared.sent for shared in weights]
-        self._copy([[*zip(of_one, sent, strict=True)] for of_one in places])
-
-    def _copy(self, copies: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Copies to each other process, into the first tensor of a pair: after what the GPU has
-        been given so far, and beside what comes."""
-        for stream, to_one in zip(self._streams, copies, strict=True):
-            with _on(stream):
-                for target, source in to_one:
-                    target.copy_(source, non_blocking=True)
+        with self._beside():
+            if last:
+                self._arrived.append(self._arrival())
+            for other, outbox in shared.outboxes:
+                outbox.copy_(rows[other], non_blocking=True)
+            if last:
+                self._arrived.append(self._arrival())
 
     def _arrival(self) -> Callable[[], object]:
-        """What makes the passes wait until all that has been sent so far, by all processes, has
-        arrived."""
-        with _on(self._waiting, *self._streams):
-            self._memories[0].barrier_beside()
-        return self._waiting.record_event().wait if self._waiting is not None else lambda: None
+        """For use beside the passes: what makes these wait until all that has been sent so far, by
+        all processes, has arrived."""
+        self._memories[0].barrier_beside()
+        return self._stream.record_event().wait if self._stream is not None else lambda: None
 
     def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
         self._sent, self._arrived = 0, []
@@ -359,8 +338,8 @@ class PeerToPeer(Strategy):
             optimizer.step()
             for shared in part:
                 shared.own.grad = None
-            if early := [shared for shared in part if not shared.late]:
-                self._send_rows(early)
+            with self._beside():
+                _send_rows(shared for shared in part if not shared.late)
         self._wait_for_all()
         self._stale = bool(self._late)
 
@@ -369,9 +348,10 @@ class PeerToPeer(Strategy):
         if not self._stale:
             return
         self._stale = False
-        for layer in self._late:
-            self._send_rows(layer)
-            self._arrivals.append(self._arrival())
+        with self._beside():
+            for layer in self._late:
+                _send_rows(layer)
+                self._arrivals.append(self._arrival())
 
     def _wait_for_layer(self, i: int) -> None:
         if self._arrivals:
@@ -383,11 +363,20 @@ class PeerToPeer(Strategy):
             self._wait_for_all()
         return super().weights()
 
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU the block runs after what it has been given so far, and beside what comes."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
     def _wait_for_all(self) -> None:
         """Waits until what all processes have sent has arrived."""
-        for stream in self._streams:
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         self._memories[0].barrier()
         self._arrivals.clear()
 
@@ -469,18 +458,10 @@ def _adder(number: int) -> Any:
     )
 
 
-@contextmanager
-def _on(stream: torch.cuda.Stream | None, *after: torch.cuda.Stream | None) -> Iterator[None]:
-    """On a GPU the block runs on a stream, after what others have been given so far; default: what
-    the present one has."""
-    if stream is None:
-        yield
-        return
-    for other in after or (torch.cuda.current_stream(),):
-        if other is not None:
-            stream.wait_stream(other)
-    with torch.cuda.stream(stream):
-        yield
+def _send_rows(weights: Iterable[Shared]) -> None:
+    for shared in weights:
+        for place in shared.elsewhere:
+            place.copy_(shared.sent, non_blocking=True)
 
 
 def _in_parts(weights: Sequence[Shared], most: int) -> list[list[Shared]]:
