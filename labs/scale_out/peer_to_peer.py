@@ -2,11 +2,10 @@
 
 NCCL's kernels run on multiprocessors, which the backward pass needs: a matrix product that has a
 block for each of them takes twice as long beside NCCL. A GPU's copy engines need none. They move
-gradients to the process that updates these rows while the backward pass goes on. Updated rows of
-the first weights go to all others while AdamW updates the next ones, those of a later layer during
-the next forward pass, before it reaches that layer. What is compiled can't wait there: then all
-rows are sent beside AdamW. PyTorch calls such memory symmetric; without a GPU the processes share
-files.
+gradients to the process that updates these rows while the backward pass goes on, and updated rows
+to all others: those of the first layers while AdamW updates the next ones, those of a later layer
+during the next forward pass, before it gets there. What is compiled can't wait there: then all rows
+are sent beside AdamW. PyTorch calls such memory symmetric; without a GPU the processes share files.
 """
 
 import functools
@@ -200,12 +199,13 @@ class PeerToPeer(Strategy):
         return plain
 
     def _hook_layers(self, plain: nn.Module) -> None:
-        """The first layer, which finds its own rows there, sends those of all others: a captured
-        step starts its parallel parts in their order, and the embedding comes first."""
-        first, *later = layers_of(plain)
+        """The first layer sends the late rows: a captured step starts its parallel parts in their
+        order, and the embedding comes first. For the first quarter of the layers they would be too
+        late; these rows leave beside AdamW, which is busy for about as long."""
+        layers = [*layers_of(plain)]
         send, wait = WeakMethod(self._send_late), WeakMethod(self._wait_for_layer)
-        first.register_forward_pre_hook(lambda *_: _if_alive(send))
-        for i, layer in enumerate(later):
+        layers[0].register_forward_pre_hook(lambda *_: _if_alive(send))
+        for i, layer in enumerate(layers[max(1, len(layers) // 4) :]):
             layer.register_forward_pre_hook(lambda *_, i=i: _if_alive(wait, i))
             # The norms' rows are few, and each is a copy of its own.
             weights = [self._shared[one] for one in layer.parameters() if one.dim() > 1]
