@@ -114,7 +114,7 @@ def share(weights: Sequence[nn.Parameter], device: torch.device) -> tuple[Memory
     Each process's memory has, for each weight, the weight and then an inbox for each other process.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    others = [other for other in range(size) if other != rank]
+    others = _others()
     # The first process has the most rows.
     inboxes = [_aligned(weight.tensor_split(size)[0].numel()) for weight in weights]
     numbers = [_aligned(weight.numel()) for weight in weights]
@@ -143,6 +143,13 @@ def share(weights: Sequence[nn.Parameter], device: torch.device) -> tuple[Memory
             )
         )
     return memory, shared
+
+
+def _others() -> list[int]:
+    """The other processes, in the order in which this one sends to them: at any time each process
+    gets from one other. If all sent to rank 0 first, they would share its link."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [(rank + i) % size for i in range(1, size)]
 
 
 def _aligned(numbers: int) -> int:
@@ -265,8 +272,8 @@ class PeerToPeer(Strategy):
             copies[weight] = places[rank].copy_(copy)
             rows = [place.tensor_split(size)[rank] for place in places]
             shared = self._shared[weight]
-            shared.sent = rows.pop(rank)
-            shared.elsewhere = rows
+            shared.sent = rows[rank]
+            shared.elsewhere = [rows[other] for other in _others()]
             keeps.keep_rounded(weight, copies[weight])
             keeps.keep_rounded(shared.own, shared.sent)
         self._wait_for_all()
