@@ -18,7 +18,7 @@ import pytest
 import torch
 from scale_out_processes import FAULTS, TRUE, V3, V3_FAULTS, ZERO, ZERO_FAULTS
 
-from labs.scale_out import group, loop, proof, request, strategies, train
+from labs.scale_out import group, loop, prediction, proof, request, strategies, train
 from labs.scale_out.peer_accelerate import Accelerate
 from labs.scale_out.peer_to_peer import PeerToPeer, added
 from labs.scale_out.strategies import Strategy
@@ -218,6 +218,17 @@ def test_one_process_trains_as_the_version_does(curve: list[float], tmp_path: Pa
     run = the_run(tmp_path)
     assert run.losses == curve
     assert (run.units_per_step, run.metrics["processes"], len(run.step_ms)) == (64, 1, STEPS - 2)
+
+
+def test_a_model_of_fewer_layers_is_a_subject_of_its_own(tmp_path: Path) -> None:
+    words = [*RUN, *of_steps(3), "--num-layers", "1", "--output-dir", str(tmp_path)]
+    assert train.main([*words, "--trace", str(tmp_path / "trace.json.gz")]) == 0
+    run = the_run(tmp_path)
+    assert run.subject.startswith("tiny with 1 layer, ")
+    run.proof.status = "pass"  # rows without a proof have no times
+    (row,) = labs.build_rows([run])
+    model = prediction.model_of(row)
+    assert model and model.layers == 1
 
 
 def test_a_training_goes_on_with_other_processes_and_strategies(

@@ -324,7 +324,7 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
 
 def subject_of(preset: str, seq_len: int, layers: int | None) -> str:
     """What runs that are compared train; `layers` if they are not the preset's."""
-    model = f"{preset} with {layers} layers" if layers else preset
+    model = f"{preset} with {layers} layer{'s' * (layers > 1)}" if layers else preset
     return f"{model}, {seq_len} tokens a sequence, training"
 
 
