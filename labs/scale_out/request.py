@@ -214,7 +214,8 @@ def _add_files(add: Add) -> None:
 
 
 def check(arguments: argparse.Namespace) -> Job:
-    """Turns arguments into a job.
+    """Turns arguments into a job. For `p2p` sets the number of the GPU's queues, which CUDA reads
+    when it starts.
 
     Raises:
         WorkshopError: something is wrong with them, or with how the processes were started.
