@@ -192,6 +192,13 @@ def _ladder(rows: list[Row], runs: list[RunResult]) -> str:
         for row in rows
         if row.precision == LADDER_PRECISION and not row.variant
     }
+    # Only rows that were compared with each other.
+    of_first = {config: row.session for (key, config), row in chosen.items() if key == BASELINE}
+    chosen = {
+        (key, config): row
+        for (key, config), row in chosen.items()
+        if row.session == of_first.get(config, row.session)
+    }
     configs = [c for c in LADDER_CONFIGS if any(config == c for _, config in chosen)]
     header = ["version", "what"]
     for config in configs:

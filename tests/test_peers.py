@@ -28,6 +28,10 @@ def test_the_documents_compare_with_the_fastest_peer_once_one_has_a_graph() -> N
         ratio = rows["hf-graph"].step_ms / rows[key].step_ms
         assert f"{key.upper()} {ratio:.2f}x [" in text.partition("Beside the fastest peer")[2]
     assert "| [hf-graph](peers/) | Hugging Face, compiled, graph |" in text
+    elsewhere = dataclasses.replace(
+        next(run for run in runs if run.version == "hf-graph"), version="torchao", session="other"
+    )
+    assert "torchao" not in update_docs._ladder(build_rows([*runs, elsewhere]), runs)
 
 
 def test_hugging_faces_llama_passes_the_gate(odd_config) -> None:

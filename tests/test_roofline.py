@@ -21,6 +21,7 @@ from matplotlib.transforms import Bbox
 
 from analysis_tools import roofline_analysis
 from workshop import results, versions
+from workshop.compare.rows import ordinary, size_of
 from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file
 from workshop.profilers.load import load as load_table
@@ -181,9 +182,8 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert "measured 783" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
-    in_fp8 = [p for p in everything["points"] if p["precision"].startswith("fp8")]
-    wide = 1  # V3, 4,096 wide, beside its fp8
-    assert len(everything["points"]) - len(in_fp8) == 3 * len(labels) + 9 * 4 + wide
+    stored = ordinary(results.load_folder(H200))
+    assert len(everything["points"]) == len({(r.version, size_of(r), r.precision) for r in stored})
 
 
 def test_a_figure_above_the_chip_is_flagged_and_drawn(

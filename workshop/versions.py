@@ -183,7 +183,7 @@ PEERS = {
         ),
         Version(
             "torchao",
-            "V2 with torchao's fp8, compiled, graph",
+            "V2, compiled, graph; fp8 by torchao",
             "peers",
             parent=None,
             compile="default",

@@ -123,11 +123,12 @@ measure() {
         --versions "${VERSIONS[@]}" "${PEERS[@]}"
       ;;
     float8)
-      # Gates at large need most of the memory.
+      # Gates at large need most of the memory. One process each, or their bf16 would replace the
+      # ladder's.
       for sizes in "small medium --jobs 4" large; do
         # shellcheck disable=SC2086 # words of one line
         compare "$FOLDER/float8" --config $sizes --precision bf16 fp8 fp8-rowwise \
-          --versions "${VERSIONS[@]}" torchao
+          --versions "${VERSIONS[@]}" torchao --repeats 1
       done
       ;;
     once)
