@@ -26,6 +26,7 @@ from workshop.compare import rows, sessions, sweep, tables, waterfall
 from workshop.compare.rows import Row
 from workshop.dashboard import data
 from workshop.dashboard import figures as pages
+from workshop.report import comparisons
 from workshop.results import RunResult
 from workshop.versions import VERSIONS
 
@@ -182,6 +183,11 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
         "v4": "20260201",  # not run in the newest one
     }
     assert (found["v2"].speedup, found["v4"].speedup) == (3.0, 2.0)
+    # V4's is not over the V1 of the table.
+    assert found["v4"].note.endswith("speed-up over V1 of its own session, 100.00 ms")
+    assert "own session" not in found["v2"].note
+    words = [comparisons._in_a_word(found[key], found["v1"]) for key in ("v1", "v2", "v4")]
+    assert words == ["150.00 ms", "3.00x (1 process)", "50.00 ms"]
     # A later session without V1 proves nothing about V2, so the older one is kept.
     found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
     assert (found["v2"].session, found["v2"].speedup) == ("20260301", 3.0)

@@ -171,10 +171,10 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
         by_row[_group(run), run.version, variant(run)][run.session].append(run)
         if run.version == BASELINE and not variant(run):
             baselines[_group(run), run.session].append(run)
-    rows = []
-    peaks = session_peaks(runs) if peaks is None else peaks
-    for (group, *_), sessions in by_row.items():
-        newest = max(
+
+    def newest(key: tuple[object, ...]) -> str:
+        sessions, group = by_row[key], key[0]
+        return max(
             sessions,
             key=lambda session: (
                 (group, session) in baselines,
@@ -182,7 +182,15 @@ def build_rows(runs: Iterable[RunResult], peaks: Peaks | None = None) -> list[Ro
                 session,
             ),
         )
-        row = build_row(sessions[newest], baselines.get((group, newest), []))
+
+    rows = []
+    peaks = session_peaks(runs) if peaks is None else peaks
+    for key, sessions in by_row.items():
+        group, session = key[0], newest(key)
+        row = build_row(sessions[session], baselines.get((group, session), []))
+        if row.speedup and row.step_ms and session != newest((group, BASELINE, "")):
+            own = f"speed-up over V1 of its own session, {row.speedup * row.step_ms:,.2f} ms"
+            row.note = join(row.note, own)
         peak = peaks.get((row.device, row.session, row.precision))
         if row.tflops is not None and peak is not None:
             row.peak_tflops, row.peak_source = peak

@@ -165,18 +165,23 @@ def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
         plain = {row.version: row for row in group.rows if not row.variant}
         bad = any(row.failed or row.plausibility for row in group.rows)
         first = Cell(f"{group.size}{device}", anchor=group.anchor)
-        others = cells(*(_in_a_word(plain.get(key)) for key in keys))
+        others = cells(*(_in_a_word(plain.get(key), plain.get(BASELINE)) for key in keys))
         lines.append(Line([first, *others], BAD if bad else ""))
     header = ["size", *(f"{key}: {ALL[key].title}" for key in keys)]
-    return Table("Step time of V1, and each version's speed-up over it", header, lines)
+    caption = (
+        "Step time of V1, and each version's speed-up over it; its time, if of another session"
+    )
+    return Table(caption, header, lines)
 
 
-def _in_a_word(row: Row | None) -> str:
+def _in_a_word(row: Row | None, baseline: Row | None) -> str:
+    """The speed-up, or the time where that is over another V1 than the line's."""
     if row is None:
         return "-"
     if row.failed:
         return f"{row.refused} red" if row.refused else "failed"
-    if row.verdict() in ("baseline", "-") and row.step_ms is not None:
+    elsewhere = baseline is not None and row.session != baseline.session
+    if (elsewhere or row.verdict() in ("baseline", "-")) and row.step_ms is not None:
         return f"{row.step_ms:,.2f} ms"
     return row.verdict().replace("no significant difference", "no difference")
 
