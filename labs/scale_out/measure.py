@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="groups that prepare at the same time, and must fit together into the GPUs' memory; "
-        "each is timed alone (default 1)",
+        "their proofs run one after the other, and each is timed alone (default 1)",
     )
     add(
         "--collectives",
