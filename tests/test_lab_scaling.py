@@ -269,9 +269,14 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     for run in later:  # of another session: the model finds them for all
         run.session = "2029"
     first = [run for run in session() if run.unit == "tokens"]
-    again = trained("ddp", 1, 16, 50.0, session="2030")  # perhaps on another machine
-    ((_, own),) = documents.parts([*first, by_hand, *later, again], tmp_path).items()
+    added = ["measure.py", "--session", "2030"]
+    again = [  # perhaps on another machine
+        trained("ddp", 1, 16, 50.0, session="2030", created=when, study=study)
+        for when, study in [("2030-02", added), ("2030-01", ["measure.py"])]
+    ]
+    ((_, own),) = documents.parts([*first, by_hand, *later, *again], tmp_path).items()
     text = own["scaling"]
+    assert ": `python measure.py`, `python measure.py --session 2030`\n" in text
     one, weak, strong, elsewhere = lines(text, "v2, ddp")
     assert elsewhere[4] == "50.00" and text.count("- efficiency: ") == 1
     assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "green"]
