@@ -276,7 +276,7 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     ]
     ((_, own),) = documents.parts([*first, by_hand, *later, *again], tmp_path).items()
     text = own["scaling"]
-    assert ": `python measure.py`, `python measure.py --session 2030`\n" in text
+    assert ":\n\n- `python measure.py`\n- `python measure.py --session 2030`\n\n" in text
     one, weak, strong, elsewhere = lines(text, "v2, ddp")
     assert elsewhere[4] == "50.00" and text.count("- efficiency: ") == 1
     assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "green"]

@@ -93,14 +93,15 @@ def proof(row: LabRow) -> str:
 
 def source(rows: Sequence[LabRow], command: str = "") -> str:
     """Where rows come from, Markdown: "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`".
-    Without a command it is those of their study, oldest first."""
+    Without a command it is that of their study, or a list of all, oldest first."""
     runs = sorted((run for row in rows for run in row.runs), key=lambda run: run.created)
-    studies = dict.fromkeys(f"`python {shlex.join(run.study)}`" for run in runs if run.study)
-    commands = f"`{command}`" if command else ", ".join(studies)
+    studies = dict.fromkeys(f"python {shlex.join(run.study)}" for run in runs if run.study)
+    commands = [f"`{each}`" for each in ([command] if command else studies)]
+    listed = f" {commands[0]}" if len(commands) == 1 else "\n\n- " + "\n- ".join(commands)
     commits = sorted({run.git_commit[:7] for run in runs if run.git_commit})
     versions = sorted({str(run.software.get("torch")) for run in runs})
     words = [rows[0].device, f"PyTorch {', '.join(versions)}", f"commit {', '.join(commits)}"]
-    return f"{escape(', '.join(words))}: {commands}"
+    return f"{escape(', '.join(words))}:{listed}"
 
 
 def not_measured(command: str) -> str:
