@@ -1,5 +1,6 @@
 """The lab scale_out on the CPU: several processes train one model, and a training goes on."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -9,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,22 +171,6 @@ def test_the_proof_s_batch_can_be_shared_and_fits(monkeypatch: pytest.MonkeyPatc
         assert (setting.batch_size, setting.seq_len) == shape
 
 
-def test_proofs_of_groups_that_prepare_beside_each_other_wait(tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--wait-turn", "--trace", str(tmp_path / "trace.json.gz")]
-    job, began = request.check(request.build_parser().parse_args(words)), threading.Event()
-
-    def other() -> None:
-        with loop.one_proof(job):
-            began.set()
-
-    with loop.one_proof(job):
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert not began.wait(0.2)
-    assert began.wait(10)
-    thread.join()
-
-
 # --- the training --------------------------------------------------------------------------------
 
 STEPS = 8
@@ -218,6 +202,41 @@ def test_one_process_trains_as_the_version_does(curve: list[float], tmp_path: Pa
     run = the_run(tmp_path)
     assert run.losses == curve
     assert (run.units_per_step, run.metrics["processes"], len(run.step_ms)) == (64, 1, STEPS - 2)
+
+
+def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds the memory free that an earlier one's proof has filled, and leaves what it needs
+    itself: otherwise its timed steps run out of memory beside another's proof."""
+    seen: list[tuple[str, bool]] = []
+
+    def noted(module: object, name: str, does: Callable[..., object]) -> None:
+        def call(*given: object) -> object:
+            result = does(*given)
+            seen.append((name, is_locked(tmp_path)))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(proof, "check", proof.check)
+    noted(loop.Training, "get_ready", loop.Training.get_ready)
+    noted(group, "take_turn", lambda group: None)
+    trace = str(tmp_path / "trace.json.gz")
+    words = [word for word in RUN if word != "--no-gate"] + of_steps(STEPS)
+    assert train.main([*words, "--output-dir", str(tmp_path), "--wait-turn", "--trace", trace]) == 0
+    assert seen == [("check", True), ("get_ready", True), ("take_turn", False)]
+
+
+def is_locked(folder: Path) -> bool:
+    other = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(other)
+    return False
 
 
 def test_a_model_of_fewer_layers_is_a_subject_of_its_own(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import fcntl
+import gc
 import os
 import sys
 import time
@@ -60,24 +61,17 @@ def _prove_and_train(job: Job) -> int:
         print(f"{start.folder.name} has all steps: nothing is left to train")
         return _finish(job, record)
     startup.watch_compilers(torch_compile=asked.compile_mode != "none")
-    if not arguments.no_gate:
-        print("proof: comparing with V1 in one process ...", flush=True)
-        with one_proof(job):
-            begin = time.perf_counter()
-            report = proof.check(job)
-            record.setup_s["proof"] = time.perf_counter() - begin
-        record.proof = report.record()
-        print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
-        if not report.passed:
-            record.status = "proof failed"
+    with alone(job):
+        if not arguments.no_gate and not _prove(job, record):
             return _finish(job, record)
-    strategy = job.make_strategy(asked)
-    initial = canonical.canonical_state(asked.config, asked.arguments.seed)
-    optimizer = strategy.prepare(initial, arguments.learning_rate)
-    if start:
-        checkpoints.load(start, strategy)
-        print(f"resumed after step {start.steps} from {start.folder.name}")
-    training = Training(job, strategy, optimizer, batches, start, settings)
+        strategy = job.make_strategy(asked)
+        initial = canonical.canonical_state(asked.config, asked.arguments.seed)
+        optimizer = strategy.prepare(initial, arguments.learning_rate)
+        if start:
+            checkpoints.load(start, strategy)
+            print(f"resumed after step {start.steps} from {start.folder.name}")
+        training = Training(job, strategy, optimizer, batches, start, settings)
+        training.get_ready()
     training.train()
     _record_training(job, record, training)
     if arguments.trace:
@@ -86,19 +80,36 @@ def _prove_and_train(job: Job) -> int:
 
 
 @contextmanager
-def one_proof(job: Job) -> Iterator[None]:
-    """With --wait-turn: one proof at a time of a study, whose groups share the folder of --trace.
-    Each fills most of the memory that it finds free: two that begin at once would count it twice.
+def alone(job: Job) -> Iterator[None]:
+    """With --wait-turn: one group of a study at a time, whose groups share the folder of --trace.
+    A proof fills most of the memory that it finds free: what a group before it needs must be
+    allocated by then, and what that group's proof needed be released, in all of its processes.
     """
-    if not (job.arguments.wait_turn and job.group.is_first):
+    if not job.arguments.wait_turn:
         yield
         return
     folder = os.open(job.arguments.trace.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        if job.group.is_first:
+            fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+        gc.collect()
+        torch.cuda.empty_cache()  # also after a red proof, whose process ends only seconds later
+        groups.of_all(None)
     finally:
         os.close(folder)
+
+
+def _prove(job: Job, record: LabRun) -> bool:
+    print("proof: comparing with V1 in one process ...", flush=True)
+    begin = time.perf_counter()
+    report = proof.check(job)
+    record.setup_s["proof"] = time.perf_counter() - begin
+    record.proof = report.record()
+    print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
+    if not report.passed:
+        record.status = "proof failed"
+    return report.passed
 
 
 def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:
@@ -196,7 +207,8 @@ class Training(trainer.Runner):
         self.warmup = min(job.asked.schedule.warmup, self.last - self.first - 1)
         self.warmup_s = 0.0
 
-    def train(self) -> None:
+    def get_ready(self) -> None:
+        """Trains the steps of the warm-up."""
         self.precision.set_matmul_mode()
         begin, compiled = time.perf_counter(), startup.compile_seconds()
         print(f"warming up for {self.warmup} steps ...", flush=True)
@@ -206,6 +218,9 @@ class Training(trainer.Runner):
         apart = self.capture_s + startup.compile_seconds() - compiled
         self.warmup_s = max(0.0, time.perf_counter() - begin - apart)
         self._shown = self.warmup
+
+    def train(self) -> None:
+        """Trains the timed steps, alone on the devices."""
         if self.job.arguments.wait_turn:
             groups.take_turn(self.job.group)
         self._mark()

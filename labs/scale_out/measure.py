@@ -119,8 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=count,
         default=1,
         metavar="N",
-        help="groups that prepare at the same time, and must fit together into the GPUs' memory; "
-        "their proofs run one after the other, and each is timed alone (default 1)",
+        help="groups that start at the same time, and must fit together into the GPUs' memory; "
+        "proofs, compilers and warm-ups run one group after the other, and each is timed alone "
+        "(default 1)",
     )
     add(
         "--collectives",
