@@ -341,7 +341,7 @@ ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.
         (["--cuda-graph"], {**ONE, "MASTER_PORT": "1"}, 2, "--cuda-graph needs a GPU"),
         (["--strategy", "p2p"], {**ONE, "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "1"}, 2,
          "--strategy p2p: its GPUs must be in one machine; use ddp"),
-        (["--strategy", "fsdp", "--cuda-graph"], {}, 2, "--strategy fsdp is not captured"),
+        (["--strategy", "fsdp", "--cuda-graph"], {}, 2, "--cuda-graph needs a GPU"),
         (["--strategy", "fsdp", "--compile", "max-autotune"], {}, 2,
          "--compile max-autotune captures graphs of its own, and --strategy fsdp in 1 process can"),
         (["--reduce-dtype", "bf16"], {}, 2, "at fp32 the proof would be red; use --precision bf16"),

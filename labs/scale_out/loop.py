@@ -369,8 +369,10 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
 def _look_inside(job: Job, record: LabRun, training: Training) -> None:
     """Records one process's phases; for several, the communication in rank 0's trace."""
     if job.group.size == 1:
-        # With parts a phase would run several times in a step.
-        record.metrics |= training.phases_ms() if job.accumulate == 1 else {}
+        # With parts a phase would run several times in a step. FSDP2's streams work from one phase
+        # to the next, which graphs of the phases can't.
+        apart = job.accumulate == 1 and not (job.strategy == "fsdp" and job.asked.cuda_graph)
+        record.metrics |= training.phases_ms() if apart else {}
     else:
         record.metrics |= trace.record(training, job.group, job.arguments.trace)
 

@@ -51,7 +51,8 @@ class Training(NamedTuple):
     version: str
     strategy: str
     graph: bool = False
-    """Whether several processes capture their step; one process does what the version does."""
+    """Whether several processes capture their step, with `fsdp` one as well; with the others one
+    process does what the version does."""
 
 
 class Case(NamedTuple):
@@ -148,13 +149,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def training(word: str) -> Training:
-    """Reads VERSION:STRATEGY, and :graph after ddp and p2p; no other strategy is captured.
+    """Reads VERSION:STRATEGY, and :graph after a strategy that can be captured.
 
     Raises:
         WorkshopError: the word has another form, or names something unknown.
     """
-    found = re.fullmatch(r"(\w+):([\w-]+)((?<=:ddp|:p2p):graph)?", word)
-    if not found or found[1] not in versions.ALL or found[2] not in strategies.NAMES:
+    found = re.fullmatch(r"(\w+):([\w-]+)(:graph)?", word)
+    possible = found and (strategies.CAPTURED if found[3] else strategies.NAMES)
+    if not found or found[1] not in versions.ALL or found[2] not in possible:
         raise WorkshopError(
             f"--trainings: {word!r} is not VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
         )
@@ -254,13 +256,14 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
 
 def _alone(training: Training) -> Training:
     """What one process runs: with `p2p` it does what it does with `ddp`, and is measured once."""
-    return Training(training.version, training.strategy.replace("p2p", "ddp"))
+    version, strategy, graph = training
+    return Training(version, strategy.replace("p2p", "ddp"), graph and strategy == "fsdp")
 
 
 def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iterator[LabRun]:
     """Yields each run when it ends; a case that did not complete is not repeated."""
     sizes = sorted({case.size for case in left} - {1})
-    alone: dict[tuple[str, str, str], str] = {}
+    alone: dict[tuple[str, Training], str] = {}
     for case in [*left]:
         if reason := missing(case.training, study.device):
             left.remove(case)
@@ -282,9 +285,9 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
             yield run
 
 
-def _of(case: Case) -> tuple[str, str, str]:
+def _of(case: Case) -> tuple[str, Training]:
     """What a case has in common with the one process that it is compared with."""
-    return case.config, *_alone(case.training)[:2]
+    return case.config, _alone(case.training)
 
 
 def missing(training: Training, device: torch.device) -> str:

@@ -130,8 +130,8 @@ def _add_training(add: Add) -> None:
     add(
         "--cuda-graph",
         action=argparse.BooleanOptionalAction,
-        help="capture the whole step, with ddp and p2p also in several processes (default: the "
-        "version's in one process with these, else no)",
+        help="capture the whole step, with ddp, p2p and fsdp also in several processes (default: "
+        "the version's in one process with ddp and p2p, else no)",
     )
     add("--no-gate", action="store_true", help="skip the proof: the result says so")
 
@@ -235,14 +235,14 @@ def check(arguments: argparse.Namespace) -> Job:
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):
         raise WorkshopError("--checkpoints needs --save-every N or --resume")
     _check_strategy_flags(arguments, group)
-    alone = arguments.strategy in strategies.CAPTURED and group.size == 1
+    alone = arguments.strategy in strategies.WHOLE and group.size == 1
     words = [f"--device={groups.device_name(group, arguments.device)}"]
     for name in _SHARED:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
     if arguments.cuda_graph is not None or not alone:
         words.append("--cuda-graph" if arguments.cuda_graph else "--no-cuda-graph")
-    if version.key == "v3" and arguments.strategy not in strategies.CAPTURED:
+    if version.key == "v3" and arguments.strategy not in strategies.WHOLE:
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
     parser = request.build_parser(version, module)
     asked = request.check_arguments(version, module, parser.parse_args(words))
@@ -282,7 +282,7 @@ def check(arguments: argparse.Namespace) -> Job:
 def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     """Raises WorkshopError for a flag that the strategy does not support."""
     strategy = arguments.strategy
-    if arguments.bucket_mb and strategy not in strategies.CAPTURED:
+    if arguments.bucket_mb and strategy not in strategies.WHOLE:
         raise WorkshopError(
             f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp or p2p"
         )
@@ -293,8 +293,9 @@ def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     if strategy == "p2p" and group.size > group.local_size:
         raise WorkshopError("--strategy p2p: its GPUs must be in one machine; use ddp")
     if arguments.cuda_graph and strategy not in strategies.CAPTURED:
-        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use ddp or p2p")
-    if arguments.compile in _CAPTURING and (strategy not in strategies.CAPTURED or group.size > 1):
+        possible = ", ".join(strategies.CAPTURED)
+        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use {possible}")
+    if arguments.compile in _CAPTURING and (strategy not in strategies.WHOLE or group.size > 1):
         where = f"--strategy {strategy} in {group.size} process{'es' * (group.size > 1)}"
         raise WorkshopError(
             f"--compile {arguments.compile} captures graphs of its own, and {where} can't; use "

@@ -81,8 +81,10 @@ def in_order(rows: Sequence[LabRow]) -> list[LabRow]:
 
 def training_of(row: LabRow) -> str:
     run = row.first
-    graph = run.processes > 1 and run.options.get("cuda_graph")
-    return f"{run.options['version']}, {run.options['strategy']}" + ", graph" * bool(graph)
+    version, strategy = run.options["version"], run.options["strategy"]
+    # One process of the others does what the version does, whatever it is compared with.
+    graph = run.options.get("cuda_graph") and (run.processes > 1 or strategy == "fsdp")
+    return f"{version}, {strategy}" + ", graph" * bool(graph)
 
 
 def sequences(row: LabRow) -> int:

@@ -407,8 +407,10 @@ def missing(name: str, device: torch.device) -> str | None:
     return None
 
 
-CAPTURED = ("ddp", "p2p")
-"""Those that a graph can hold; each process has all weights."""
+WHOLE = ("ddp", "p2p")
+"""Those where each process has all weights."""
+CAPTURED = (*WHOLE, "fsdp")
+"""Those that a graph can hold."""
 PEERS = ("accelerate-ddp", "accelerate-fsdp")
 """Hugging Face's, around their own model: peer_accelerate.py."""
 NAMES = ("ddp", "p2p", "fsdp", "zero1", "zero2", "zero3", *PEERS)
