@@ -370,10 +370,16 @@ def test_groups_are_started_by_torchrun() -> None:
     assert measure.launcher(0) == [sys.executable]
 
 
-def test_what_is_missing_is_skipped() -> None:
+def test_what_is_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert not measure.missing(measure.training("v2:ddp"), cpu)
     assert measure.missing(measure.training("v2:ddp:graph"), cpu) == "a graph needs a GPU"
+    gpu, captured = torch.device("cuda"), measure.training("v4:fsdp:graph")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert not measure.missing(captured, gpu)
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    assert "fsdp needs PyTorch 2.11; 2.10.0 is here" in measure.missing(captured, gpu)
+    monkeypatch.undo()
     if importlib.util.find_spec("accelerate"):
         assert "GPUs only" in measure.missing(measure.training("hf:accelerate-fsdp"), cpu)
     if not importlib.util.find_spec("deepspeed"):

@@ -38,8 +38,9 @@ from workshop.run.precision import get_precision
 
 PROGRAM = Path(__file__).with_name("train.py")
 TRAININGS = {
-    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:p2p:graph", "v4:ddp", "v4:fsdp", "v4:zero1",
-             "v4:zero2", "v2:zero3", "hf:accelerate-ddp", "hf:accelerate-fsdp"),
+    "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:p2p:graph", "v4:ddp", "v4:fsdp",
+             "v4:fsdp:graph", "v4:zero1", "v4:zero2", "v2:zero3", "hf:accelerate-ddp",
+             "hf:accelerate-fsdp"),
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
 }  # fmt: skip
 SCALINGS = ("weak", "strong")
@@ -155,12 +156,13 @@ def training(word: str) -> Training:
         WorkshopError: the word has another form, or names something unknown.
     """
     found = re.fullmatch(r"(\w+):([\w-]+)(:graph)?", word)
-    possible = found and (strategies.CAPTURED if found[3] else strategies.NAMES)
-    if not found or found[1] not in versions.ALL or found[2] not in possible:
+    version, strategy, graph = found.groups() if found else ("", "", None)
+    possible = strategies.CAPTURED if graph else strategies.NAMES
+    if version not in versions.ALL or strategy not in possible:
         raise WorkshopError(
             f"--trainings: {word!r} is not VERSION:STRATEGY, such as v2:ddp or v4:ddp:graph"
         )
-    return Training(found[1], found[2], bool(found[3]))
+    return Training(version, strategy, bool(graph))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -299,7 +301,7 @@ def missing(training: Training, device: torch.device) -> str:
     except NotOnThisMachine as error:
         return str(error)
     version = versions.missing(versions.get_version(training.version))
-    return version or strategies.missing(training.strategy, device) or ""
+    return version or strategies.missing(training.strategy, device, training.graph) or ""
 
 
 def _skipped(study: Study, case: Case, reason: str) -> LabRun:

@@ -246,7 +246,7 @@ def check(arguments: argparse.Namespace) -> Job:
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
     parser = request.build_parser(version, module)
     asked = request.check_arguments(version, module, parser.parse_args(words))
-    if problem := strategies.missing(arguments.strategy, asked.device):
+    if problem := strategies.missing(arguments.strategy, asked.device, asked.cuda_graph):
         raise NotOnThisMachine(problem)
     if asked.precision.loss_scaling:
         raise WorkshopError(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from workshop.gate import canonical
 from workshop.request import Request
@@ -398,10 +399,14 @@ def packages(name: str) -> list[str]:
     return ["deepspeed"] if name.startswith("zero") else []
 
 
-def missing(name: str, device: torch.device) -> str | None:
-    """Why a strategy can't run on a device with this PyTorch, as a sentence; None if it can."""
+def missing(name: str, device: torch.device, graph: bool = False) -> str | None:
+    """Why a strategy can't run, or be captured, on a device with this PyTorch, as a sentence; None
+    if it can."""
     if name == "fsdp" and device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         return f"--strategy fsdp: PyTorch {torch.__version__} supports it on GPUs only"
+    if name == "fsdp" and graph and TorchVersion(torch.__version__) < CAPTURES_FSDP:
+        here = torch.__version__
+        return f"--cuda-graph: --strategy fsdp needs PyTorch {CAPTURES_FSDP}; {here} is here"
     if name == "accelerate-fsdp" and device.type == "cpu":
         return f"--strategy {name}: accelerate supports it on GPUs only"
     return None
@@ -411,6 +416,9 @@ WHOLE = ("ddp", "p2p")
 """Those where each process has all weights."""
 CAPTURED = (*WHOLE, "fsdp")
 """Those that a graph can hold."""
+CAPTURES_FSDP = "2.11"
+"""The PyTorch that we tried. FSDP2's copies read pinned memory; before pytorch#167507 (end of 2025)
+a replay could find there what others had written since."""
 PEERS = ("accelerate-ddp", "accelerate-fsdp")
 """Hugging Face's, around their own model: peer_accelerate.py."""
 NAMES = ("ddp", "p2p", "fsdp", "zero1", "zero2", "zero3", *PEERS)
