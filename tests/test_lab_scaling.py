@@ -339,7 +339,7 @@ def test_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     arguments.trainings = ["v4:ddp", "v4:ddp:graph", "v4:p2p:graph"]
     found = measure.cases(arguments, torch.device("cpu"), [1, 2])
     assert [case.size for case in found if case.training.graph] == [2] * 4 and len(found) == 7
-    # FSDP2's one process is captured, too: with the host as its limit, more of them look good.
+    # FSDP2's one process is captured, too: beside one that the host limits, several look too good.
     arguments.trainings = ["v4:fsdp", "v4:fsdp:graph"]
     found = measure.cases(arguments, torch.device("cpu"), [1, 2])
     assert [case.size for case in found if case.training.graph] == [1, 2, 2] and len(found) == 6

@@ -367,10 +367,11 @@ def _record_training(job: Job, record: LabRun, training: Training) -> None:
 
 
 def _look_inside(job: Job, record: LabRun, training: Training) -> None:
-    """Records one process's phases; for several, the communication in rank 0's trace."""
+    """Records one process's phases, if they can be measured apart; for several, the communication
+    in rank 0's trace."""
     if job.group.size == 1:
-        # With parts a phase would run several times in a step. FSDP2's streams work from one phase
-        # to the next, which graphs of the phases can't.
+        # With parts a phase would run several times in a step. FSDP2's side streams run across the
+        # phases' boundaries, so that these can't be captured apart.
         apart = job.accumulate == 1 and not (job.strategy == "fsdp" and job.asked.cuda_graph)
         record.metrics |= training.phases_ms() if apart else {}
     else:

@@ -52,8 +52,8 @@ class Training(NamedTuple):
     version: str
     strategy: str
     graph: bool = False
-    """Whether several processes capture their step, with `fsdp` one as well; with the others one
-    process does what the version does."""
+    """Whether several processes capture their step, and with `fsdp` one process, too; with the
+    others one process does what the version does."""
 
 
 class Case(NamedTuple):
@@ -97,7 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--trainings",
         nargs="+",
         metavar="VERSION:STRATEGY[:graph]",
-        help="as train.py has them; v4:ddp:graph captures the step of several processes, too "
+        help="as train.py has them; v4:ddp:graph captures the step of several processes, too, "
+        "v4:fsdp:graph that of one and of several "
         f"(default: {' '.join(TRAININGS['cuda'])}, CPU {' '.join(TRAININGS['cpu'])})",
     )
     add(

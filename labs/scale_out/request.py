@@ -204,8 +204,8 @@ def _add_files(add: Add) -> None:
         type=Path,
         metavar="FILE",
         help="when the clock has stopped, write a torch.profiler trace of rank 0 (.json.gz), and "
-        "the share of communication into the result; one process has no trace, and the times of "
-        "its phases in the result",
+        "the share of communication into the result; one process has no trace, but the times of "
+        "its phases in the result, if they can be measured apart",
     )
     # For measure.py: the session, the file that it reads, whether to wait for the devices.
     add("--session", default="", help=argparse.SUPPRESS)
@@ -235,14 +235,14 @@ def check(arguments: argparse.Namespace) -> Job:
     if arguments.checkpoints and not (arguments.save_every or arguments.resume):
         raise WorkshopError("--checkpoints needs --save-every N or --resume")
     _check_strategy_flags(arguments, group)
-    alone = arguments.strategy in strategies.WHOLE and group.size == 1
+    alone = arguments.strategy in strategies.PLAIN and group.size == 1
     words = [f"--device={groups.device_name(group, arguments.device)}"]
     for name in _SHARED:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
     if arguments.cuda_graph is not None or not alone:
         words.append("--cuda-graph" if arguments.cuda_graph else "--no-cuda-graph")
-    if version.key == "v3" and arguments.strategy not in strategies.WHOLE:
+    if version.key == "v3" and arguments.strategy not in strategies.PLAIN:
         words.append("--no-fuse-optimizer")  # its kernels read whole weights at fixed addresses
     parser = request.build_parser(version, module)
     asked = request.check_arguments(version, module, parser.parse_args(words))
@@ -282,7 +282,7 @@ def check(arguments: argparse.Namespace) -> Job:
 def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     """Raises WorkshopError for a flag that the strategy does not support."""
     strategy = arguments.strategy
-    if arguments.bucket_mb and strategy not in strategies.WHOLE:
+    if arguments.bucket_mb and strategy not in strategies.PLAIN:
         raise WorkshopError(
             f"--bucket-mb: --strategy {strategy} has no such buckets; use ddp or p2p"
         )
@@ -293,9 +293,10 @@ def _check_strategy_flags(arguments: argparse.Namespace, group: Group) -> None:
     if strategy == "p2p" and group.size > group.local_size:
         raise WorkshopError("--strategy p2p: its GPUs must be in one machine; use ddp")
     if arguments.cuda_graph and strategy not in strategies.CAPTURED:
-        possible = ", ".join(strategies.CAPTURED)
-        raise WorkshopError(f"--cuda-graph: --strategy {strategy} is not captured; use {possible}")
-    if arguments.compile in _CAPTURING and (strategy not in strategies.WHOLE or group.size > 1):
+        raise WorkshopError(
+            f"--cuda-graph: --strategy {strategy} is not captured; use ddp, p2p or fsdp"
+        )
+    if arguments.compile in _CAPTURING and (strategy not in strategies.PLAIN or group.size > 1):
         where = f"--strategy {strategy} in {group.size} process{'es' * (group.size > 1)}"
         raise WorkshopError(
             f"--compile {arguments.compile} captures graphs of its own, and {where} can't; use "

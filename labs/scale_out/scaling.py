@@ -82,7 +82,7 @@ def in_order(rows: Sequence[LabRow]) -> list[LabRow]:
 def training_of(row: LabRow) -> str:
     run = row.first
     version, strategy = run.options["version"], run.options["strategy"]
-    # One process of the others does what the version does, whatever it is compared with.
+    # One process of ddp does what the version does, whatever it is compared with.
     graph = run.options.get("cuda_graph") and (run.processes > 1 or strategy == "fsdp")
     return f"{version}, {strategy}" + ", graph" * bool(graph)
 

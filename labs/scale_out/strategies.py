@@ -412,13 +412,13 @@ def missing(name: str, device: torch.device, graph: bool = False) -> str | None:
     return None
 
 
-WHOLE = ("ddp", "p2p")
-"""Those where each process has all weights."""
-CAPTURED = (*WHOLE, "fsdp")
+PLAIN = ("ddp", "p2p")
+"""Those whose one process is the version itself, with its graph and its optimizer."""
+CAPTURED = (*PLAIN, "fsdp")
 """Those that a graph can hold."""
 CAPTURES_FSDP = "2.11"
 """The PyTorch that we tried. FSDP2's copies read pinned memory; before pytorch#167507 (end of 2025)
-a replay could find there what others had written since."""
+it could be reused, and a replay would read other data."""
 PEERS = ("accelerate-ddp", "accelerate-fsdp")
 """Hugging Face's, around their own model: peer_accelerate.py."""
 NAMES = ("ddp", "p2p", "fsdp", "zero1", "zero2", "zero3", *PEERS)
