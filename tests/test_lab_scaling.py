@@ -378,7 +378,7 @@ def test_what_is_missing_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     assert not measure.missing(captured, gpu)
     monkeypatch.setattr(torch, "__version__", "2.10.0")
-    assert "fsdp needs PyTorch 2.11; 2.10.0 is here" in measure.missing(captured, gpu)
+    assert "fsdp needs PyTorch 2.11 or newer, not 2.10.0" in measure.missing(captured, gpu)
     monkeypatch.undo()
     if importlib.util.find_spec("accelerate"):
         assert "GPUs only" in measure.missing(measure.training("hf:accelerate-fsdp"), cpu)

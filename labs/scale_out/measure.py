@@ -39,8 +39,8 @@ from workshop.run.precision import get_precision
 PROGRAM = Path(__file__).with_name("train.py")
 TRAININGS = {
     "cuda": ("v1:ddp", "v2:ddp", "v3:ddp", "v3:p2p:graph", "v4:ddp", "v4:fsdp",
-             "v4:fsdp:graph", "v4:zero1", "v4:zero2", "v2:zero3", "hf:accelerate-ddp",
-             "hf:accelerate-fsdp"),
+             "v4:fsdp:graph", "v4:zero1", "v4:zero2", "v2:zero3",
+             "hf:accelerate-ddp", "hf:accelerate-fsdp"),
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
 }  # fmt: skip
 SCALINGS = ("weak", "strong")

@@ -406,7 +406,9 @@ def missing(name: str, device: torch.device, graph: bool = False) -> str | None:
         return f"--strategy fsdp: PyTorch {torch.__version__} supports it on GPUs only"
     if name == "fsdp" and graph and TorchVersion(torch.__version__) < CAPTURES_FSDP:
         here = torch.__version__
-        return f"--cuda-graph: --strategy fsdp needs PyTorch {CAPTURES_FSDP}; {here} is here"
+        return (
+            f"--cuda-graph with --strategy fsdp needs PyTorch {CAPTURES_FSDP} or newer, not {here}"
+        )
     if name == "accelerate-fsdp" and device.type == "cpu":
         return f"--strategy {name}: accelerate supports it on GPUs only"
     return None
