@@ -5,6 +5,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -339,6 +340,36 @@ def test_long_and_wide_attention() -> None:
     for B, H, K, T, D in ((1, 4, 2, 8191, 64), (1, 8, 4, 2049, 128), (3, 8, 8, 1025, 32)):
         make = drawn((B, H, T, D), (B, K, T, D), (B, K, T, D), how=heads)
         assert worst_excess(Case("flash_attention", f"T{T} D{D}", make), torch.bfloat16) <= 1.0
+
+
+HOPPER_HEADS = (  # every configuration of `triton_attention_hopper`; T cuts a block
+    *((1, 2, 1, 1100, 64), (2, 3, 3, 2561, 64), (1, 1, 1, 4097, 64)),
+    *((1, 4, 2, 1111, 128), (2, 2, 2, 2049, 128), (1, 4, 1, 8193, 128)),
+)
+
+
+@pytest.mark.parametrize(("B", "H", "K", "T", "D"), HOPPER_HEADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_on_hopper(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -> None:
+    hopper = sys.modules["triton_attention"].hopper
+    if hopper is None or torch.cuda.get_device_capability(GPU) != (9, 0):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    torch.manual_seed(0)
+    C, rows = 128, (H + 2 * K) * D
+    calls = (
+        Case("flash_attention", "", drawn((B, H, T, D), (B, K, T, D), (B, K, T, D), how=heads)),
+        Case(
+            *("qkv_attention", "", lambda: (normal(B, T, C), normal(rows, C) / C**0.5)),
+            tables(T, D) | {"num_heads": H, "num_kv_heads": K},
+        ),
+    )
+    with (
+        mock.patch.object(hopper, "attend", wraps=hopper.attend) as forward,
+        mock.patch.object(hopper, "attend_backward", wraps=hopper.attend_backward) as backward,
+    ):
+        for case in calls:
+            assert worst_excess(case, dtype) <= 1.0, case.op
+    assert forward.called and backward.called
 
 
 def test_every_kernel_can_be_captured_and_replayed_on_new_data() -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from triton_launch import (
+    INTERPRETED,
+    architecture,
     autocast_dtype,
     begin_early,
     cdiv,
@@ -35,7 +37,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-from triton_rope import load_angles, turn
+from triton_rope import store_gradient, store_tile
+
+if INTERPRETED or tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
+    hopper = None
+else:
+    import triton_attention_hopper as hopper
 
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
@@ -62,42 +69,6 @@ def _load_tile(
         offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
         tile = tl.load(base + offsets, mask=t[:, None] < T, other=0.0)
     return tile
-
-
-@triton.jit
-def _store_tile(
-    x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS: tl.constexpr, D: tl.constexpr
-):
-    """Writes the rows of a tile that lie below T."""
-    t = first + tl.arange(0, ROWS)
-    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
-    tl.store(base + offsets, tile.to(x.dtype.element_ty), mask=t[:, None] < T)
-
-
-@triton.jit
-def _store_gradient(
-    x, stride_b, stride_h, stride_t, cos_ptr, sin_ptr, stride_cos, stride_sin,
-    b, h, first, T, tile, ROTATED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """`_store_tile`; of heads that RoPE has turned, turned back, pair (tile[i], tile[i + D/2]) by
-    pair."""
-    if ROTATED:
-        HALF: tl.constexpr = D // 2
-        t = first + tl.arange(0, ROWS)
-        d = tl.arange(0, HALF)
-        inside = t[:, None] < T
-        cos1, cos2, sin1, sin2 = load_angles(
-            cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF
-        )
-        x1, x2 = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
-        y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, True)
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-        target = base + t[:, None] * stride_t + d[None, :]
-        tl.store(target, y1.to(x.dtype.element_ty), mask=inside)
-        tl.store(target + HALF, y2.to(x.dtype.element_ty), mask=inside)
-    else:
-        _store_tile(x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS, D)
 
 
 @triton.jit
@@ -183,7 +154,7 @@ def _attention_forward_kernel(
         m, unmasked, last, T, scale, True, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
     )  # fmt: skip
     acc = acc / row_sum[:, None]
-    _store_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, acc, BLOCK_M, D)
+    store_tile(out, stride_ob, stride_oh, stride_ot, b, h, first, T, acc, BLOCK_M, D)
     lse = row_max + tl.log2(row_sum)
     tl.store(lse_ptr + bh.to(tl.int64) * T + m, lse, mask=m < T)
 
@@ -263,7 +234,7 @@ def _attention_backward_dq_kernel(
         m, unmasked, last, T, scale_log2,
         True, CAUSAL, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
     )  # fmt: skip
-    _store_gradient(
+    store_gradient(
         dq, stride_dqb, stride_dqh, stride_dqt, cos_ptr, sin_ptr, stride_cos, stride_sin,
         b, h, first, T, acc * scale, ROTATED, BLOCK_M, D,
     )  # fmt: skip
@@ -345,11 +316,11 @@ def _attention_backward_dk_dv_kernel(
             n, first, T, T, scale_log2,
             False, D, BLOCK_M, BLOCK_N, PRECISION, STAGES, TMA,
         )  # fmt: skip
-    _store_gradient(
+    store_gradient(
         dk, stride_dkb, stride_dkh, stride_dkt, cos_ptr, sin_ptr, stride_cos, stride_sin,
         b, kv, n_first, T, dk_acc * scale, ROTATED, BLOCK_N, D,
     )  # fmt: skip
-    _store_tile(dv, stride_dkb, stride_dkh, stride_dkt, b, kv, n_first, T, dv_acc, BLOCK_N, D)
+    store_tile(dv, stride_dkb, stride_dkh, stride_dkt, b, kv, n_first, T, dv_acc, BLOCK_N, D)
 
 
 # --- configurations -----------------------------------------------------------------------------
@@ -479,11 +450,18 @@ def _prepare(
     return tile, inputs, strides, constants
 
 
+def _on_hopper() -> bool:
+    return hopper is not None and architecture() == "sm_90"
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of each query's scores to base 2, (B, H, T)."""
     B, H, T, _ = q.shape
     out = new_heads(q)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
+    if causal and _on_hopper() and hopper.takes(hopper.FORWARD_FROM, q, k, v):
+        hopper.attend(q, k, v, out, lse, scale * LOG2_E)
+        return out, lse
     tile, inputs, strides, constants = _prepare(FORWARD_TILES, q, k, v)
     _attention_forward_kernel[_grid(T, tile.block_m, B * H, FORWARD_TOKENS_AT_ONCE)](
         *inputs, out, lse, *strides, *out.stride()[:3], T, H, H // k.shape[1], scale * LOG2_E,
@@ -501,6 +479,9 @@ def attend_backward(
     tables, cos and sin (T, D): of q and k as they were before they were turned."""
     B, H, T, _ = q.shape
     K = k.shape[1]
+    if causal and _on_hopper() and hopper.takes(hopper.BACKWARD_FROM, q, k, v, dout, dk, dv):
+        hopper.attend_backward(dout, q, k, v, out, lse, scale, scale * LOG2_E, dq, dk, dv, tables)
+        return
     delta = torch.empty_like(lse)
     cos, sin = tables or (delta[0], delta[0])  # not read
     numbers = cos.stride(0), sin.stride(0), T, H, H // K, scale, scale * LOG2_E

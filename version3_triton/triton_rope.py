@@ -52,6 +52,42 @@ def turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
 
 
 @triton.jit
+def store_tile(
+    x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS: tl.constexpr, D: tl.constexpr
+):
+    """Writes the rows of a tile that lie below T."""
+    t = first + tl.arange(0, ROWS)
+    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
+    tl.store(base + offsets, tile.to(x.dtype.element_ty), mask=t[:, None] < T)
+
+
+@triton.jit
+def store_gradient(
+    x, stride_b, stride_h, stride_t, cos_ptr, sin_ptr, stride_cos, stride_sin,
+    b, h, first, T, tile, ROTATED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """`store_tile`; of heads that RoPE has turned, turned back, pair (tile[i], tile[i + D/2]) by
+    pair."""
+    if ROTATED:
+        HALF: tl.constexpr = D // 2
+        t = first + tl.arange(0, ROWS)
+        d = tl.arange(0, HALF)
+        inside = t[:, None] < T
+        cos1, cos2, sin1, sin2 = load_angles(
+            cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF
+        )
+        x1, x2 = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
+        y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, True)
+        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        target = base + t[:, None] * stride_t + d[None, :]
+        tl.store(target, y1.to(x.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, y2.to(x.dtype.element_ty), mask=inside)
+    else:
+        store_tile(x, stride_b, stride_h, stride_t, b, h, first, T, tile, ROWS, D)
+
+
+@triton.jit
 def _rotate(
     x, y, cos1, cos2, sin1, sin2, stride_xt, stride_yt, t, d, inside,
     HALF: tl.constexpr, BACKWARD: tl.constexpr,
