@@ -63,6 +63,7 @@ del cuda.gdc_wait, cuda.gdc_launch_dependents
 COMMANDS = {
     "amd": ("--target", *AMD, "--config", "small", "very_large"),
     "nvidia": ("--target", "sm_90", "--kernel", "attention_forward", "--config", "small"),
+    "hopper": ("--target", "sm_90", "--kernel", "hopper", "--config", "very_large"),
     "staged": (
         *("--target", "sm_80", "sm_89", "sm_90", "--kernel", "rms_norm_backward"),
         *("--config", "very_large"),
@@ -181,6 +182,19 @@ def test_nvidia(inspect) -> None:
     assert (ptx.suffix, sass.suffix) == (".ptx", ".sass")
     expected = sum(kernel["matrix_instructions"].values())
     assert len(re.findall(r"\bHGMMA\.", sass.read_text())) == expected
+
+
+@needs_triton
+@pytest.mark.slow
+def test_attention_for_hopper(inspect) -> None:
+    pytest.importorskip("triton", minversion="3.6")
+    finished, kernels, _ = inspect("hopper")
+    assert finished.returncode == 0, finished.stdout
+    products = {k["kernel"]: k["matrix_instructions"] for k in kernels}
+    assert {name for name, found in products.items() if any("wgmma" in i for i in found)} == {
+        "hopper_attention_forward",
+        "hopper_attention_backward",
+    }
 
 
 @needs_triton

@@ -5,6 +5,8 @@ dies in registers; it leaves one number a query behind, the log-sum-exp of its s
 pass computes each tile of scores again from q, k and that number, and does so twice: by queries for
 dq, by keys for dk and dv. So every gradient gathers in the registers of one program.
 
+Long causal sequences take the kernels of `triton_attention_hopper` on an H100 or H200.
+
 Shapes in the comments:
     B batch   H query heads   K key/value heads   G = H / K   T tokens   D head size
     M queries of a tile (BLOCK_M)   N keys of a tile (BLOCK_N)
@@ -39,10 +41,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton_rope import store_gradient, store_tile
 
-if INTERPRETED or tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6):
-    hopper = None
-else:
-    import triton_attention_hopper as hopper
+hopper: Any = None  # the module with the kernels for it
+if not INTERPRETED and tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6):
+    import triton_attention_hopper
+
+    hopper = triton_attention_hopper
 
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
@@ -584,6 +587,7 @@ def flash_attention(
     but the first. Backward: twice q, k, v and dout, once out and each gradient. One pass for all
     three gradients would save 4 of the 14, and would have to add dq up in memory, in fp32, tile of
     keys by tile of keys: on an H200 that took longer at 128 to 4,096 tokens (README.md, "tried").
+    `triton_attention_hopper` does so, for long sequences.
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that

@@ -7,7 +7,7 @@ tiles in shared memory. Groups of four warps, the consumers, multiply them (wgmm
 An mbarrier in shared memory counts bytes that have arrived, or consumers that need a tile no more.
 
 The algorithm is that of `triton_attention`, with two changes. In the forward pass a block's softmax
-is computed beside the product of the block before it. The backward pass is one kernel: five
+is computed while the product of the block before it runs. The backward pass is one kernel: five
 products instead of seven, but dq is added up in memory, in fp32, in no fixed order.
 
 Shapes in the comments: as in `triton_attention`.
@@ -111,7 +111,7 @@ def _row_max(x, ROWS: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _thread_sums(x, ROWS: gl.constexpr, N: gl.constexpr):
-    """What each of the four threads of a row holds of it, summed: (ROWS, 4)."""
+    """The sums of each row's numbers in each of the four threads that share it: (ROWS, 4)."""
     return gl.sum(gl.sum(_by_thread(x, ROWS, N), 1), 2)
 
 
@@ -119,7 +119,7 @@ def _thread_sums(x, ROWS: gl.constexpr, N: gl.constexpr):
 def _computed_here(sums):
     """The sums, with all that they come from computed before this point: by a vote of the warp's
     threads, over which the compiler moves nothing. It would move the softmax behind the next wait,
-    where no product runs beside it any more."""
+    and by then the product has ended that should run at the same time."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred no; .reg .f32 both; add.f32 both, $2, $3; setp.lt.f32 no, both, 0fBF800000;"
         " vote.sync.any.pred no, no, -1;"
@@ -556,7 +556,7 @@ def _hopper_attention_backward_kernel(
 @dataclass(frozen=True)
 class Forward:
     """Consumers of 64 queries each, keys of a tile, tiles in flight, registers of a thread at the
-    start (None: as many as there are); up to so many tokens."""
+    start (None: all that there are); up to a number of tokens."""
 
     consumers: int
     block_n: int
@@ -565,16 +565,19 @@ class Forward:
     up_to: int = 2**31
 
 
-# By D. With 80 registers a thread three programs fit on a multiprocessor, for short sequences.
+# By D; swept on an H100 and an H200 (README.md, "One level lower"). With 80 registers a thread
+# three programs fit on a multiprocessor: one begins or ends while the others compute.
 FORWARD = {
-    64: [Forward(1, 64, 3, max_registers=80, up_to=2560), Forward(3, 128, 2)],
+    64: [Forward(1, 64, 3, max_registers=80, up_to=4096), Forward(3, 128, 2)],
     128: [Forward(2, 128, 2)],
 }
-# Below so many tokens the kernels of `triton_attention` are as fast or faster.
+# The shortest sequences: below, the kernels of `triton_attention` are about as fast, or faster.
 FORWARD_FROM = {64: 768, 128: 768}
-BACKWARD_FROM = {64: 768, 128: 768}
+BACKWARD_FROM = {64: 2048, 128: 2048}
 CONSUMER_REGISTERS = {1: 0, 2: 240, 3: 160}  # of all consumers but the first, which has the rest
-APART_FROM = 8192  # from so many tokens on the heads of a group go to programs of their own (D 128)
+# Heads of a group x tokens from which each head goes to a program of its own (D 128): programs that
+# take all of them one by one drift apart, and no longer find in the cache what others read.
+APART_FROM = 16384
 FORWARD_TOKENS_AT_ONCE = 2**17  # see `triton_attention`
 BACKWARD_TOKENS_AT_ONCE = 2**15
 
@@ -642,7 +645,7 @@ def attend_backward(
     M, N = BLOCK_M.value, BLOCK_N.value
     blocks, key_blocks = cdiv(T, M), cdiv(T, N)
     wide = D == 128
-    apart = wide and H > K and T >= APART_FROM
+    apart = wide and H > K and H // K * T >= APART_FROM
     stats = q.new_empty(B * H * blocks, 2 * M, dtype=torch.float32)
     acc = q.new_empty(B * H * blocks * M, D, dtype=torch.float32)
     kv_acc = q.new_zeros(B * K * key_blocks, 2 * N * D, dtype=torch.float32) if apart else acc

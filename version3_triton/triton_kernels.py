@@ -3,7 +3,7 @@
     triton_rms_norm       rms_norm, add_rms_norm
     triton_rope           apply_rope
     triton_swiglu         swiglu, swiglu_fused, swiglu_linear
-    triton_attention      flash_attention
+    triton_attention      flash_attention; on Hopper with the kernels of triton_attention_hopper
     triton_qkv_attention  qkv_attention: product, RoPE and attention around one tensor
     triton_cross_entropy  linear_cross_entropy
     triton_embedding      embedding
