@@ -242,7 +242,7 @@ def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
         return [run for run in ordinary(same) if not variant(run)]
 
     ratios = [
-        f"{row.version.upper()} {build_row(of(row), of(best)).verdict()}"
+        f"{row.version.upper()} {build_row(of(row), of(best)).speedup_text()}"
         for row in rows
         if row.version in ("v3", "v4") and row.session == best.session
     ]
@@ -253,7 +253,7 @@ def _ladder_cells(row: Row | None) -> list[str]:
     if row is None or row.step_ms is None:
         return ["-", "-", "-"]
     memory = f"{row.peak_memory_mb:,.0f} MB"
-    return [f"{row.step_ms:.2f} ms", row.verdict(), memory]
+    return [f"{row.step_ms:.2f} ms", row.speedup_text(), memory]
 
 
 def _spreads(runs: list[RunResult], configs: list[str]) -> list[str]:
@@ -443,7 +443,7 @@ def _performance(collection: Collection) -> dict[Path, str]:
     parts = [
         f"# {report.title}\n\n{SHORT}",
         *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
-        f"**{report.proof}**",
+        f"**{report.verdicts}**",
         "## How to read the tables",
         # The columns after the third are in the full report alone.
         "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ[:3]),

@@ -77,7 +77,7 @@ def _bars(
 
 def rows(measured: Measured, size: str, field: str, who: str = "versions") -> Shown:
     """One of FIELDS of the versions, of "all" (the peers too) or of some, as "v1 v2"; the lowest
-    and highest, and the verdict of the lowest against V1.
+    and highest, and the speed-up of the lowest over V1.
     """
     its = measured.ladder(size).rows
     keys = {"versions": list(VERSIONS), "all": list(its)}.get(who, who.split())
@@ -88,7 +88,7 @@ def rows(measured: Measured, size: str, field: str, who: str = "versions") -> Sh
     values = [scale * getattr(row, field) for row in shown]
     low, high = (shown[values.index(pick(values))] for pick in (min, max))
     words = {"size": low.config, "v1": values[0], "v1_ms": ms(values[0]), "most": max(values)}
-    words |= {"low": name(low.version), "low_ms": ms(min(values)), "verdict": low.verdict()}
+    words |= {"low": name(low.version), "low_ms": ms(min(values)), "speedup": low.speedup_text()}
     words |= {"high": name(high.version), "break_even": high.break_even}
     if who == "all":
         rivals = [value for row, value in zip(shown, values, strict=True) if row.version in PEERS]
@@ -381,7 +381,7 @@ def lab(measured: Measured, lab: str, subject: str, variants: str = "") -> Shown
     best = its[rates.index(max(rates))]
     words = {"unit": best.first.unit, "slow": first.units_per_s, "fast": max(rates)}
     words |= {"best": best.first.variant, "first": first.first.variant}
-    words |= {"subject": first.first.subject.split(",")[0], "verdict": lab_table.verdict(best)}
+    words |= {"subject": first.first.subject.split(",")[0], "speedup": lab_table.speedup_text(best)}
     return _bars(labels, rates, f"{best.first.unit} a second", [BLUE] * len(its)), words
 
 

@@ -67,11 +67,11 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     )
     assert list(found) == ["v1", "v2"]
     v1, v2 = found.values()
-    assert (v1.runs, v1.parity, v1.speedup, v1.verdict()) == (2, "pass", 1.0, "baseline")
+    assert (v1.runs, v1.parity, v1.speedup, v1.speedup_text()) == (2, "pass", 1.0, "baseline")
     assert v2.speedup == 2.0 and v2.speedup_ci is not None
     low, high = v2.speedup_ci
     assert 1.97 < low < 2.0 <= high < 2.03
-    assert v2.verdict() == f"2.00x [{low:.2f}, {high:.2f}]"
+    assert v2.speedup_text() == f"2.00x [{low:.2f}, {high:.2f}]"
     assert (v2.step_ms, v2.samples_per_s, v2.tokens_per_s) == (50.0, 160.0, 160.0 * 128)
     assert (v2.forward_ms, v2.backward_ms, v2.optimizer_ms) == (30.0, 60.0, 10.0)
     assert (v2.loss_first, v2.loss_last) == (6.9, 3.0)
@@ -95,7 +95,7 @@ def test_a_verdict_needs_an_interval_without_1(
     v1: tuple[float, ...], v2: tuple[float, ...], verdict: str
 ) -> None:
     runs = [make_result(key, step_ms=[ms]) for key, side in (("v1", v1), ("v2", v2)) for ms in side]
-    assert by_label(runs)["v2"].verdict().startswith(verdict)
+    assert by_label(runs)["v2"].speedup_text().startswith(verdict)
 
 
 def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
@@ -106,10 +106,10 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)
     for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
         row = by_label(runs)["v2"]
-        assert (row.speedup, row.speedup_ci, row.verdict()) == (2.0, None, "2.00x (1 process)")
+        assert (row.speedup, row.speedup_ci, row.speedup_text()) == (2.0, None, "2.00x (1 process)")
         assert (row.break_even, row.break_even_steps) == ("unknown", None)
     found = rows.build_rows([slow, fast])
-    note = "(1 process): no interval and no verdict"
+    note = "(1 process): no interval"
     report = tables.of_rows(found)
     for form in ("table", "markdown"):
         report.show(form)
@@ -118,7 +118,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     assert report.as_json()["rows"][1]["speedup_ci"] is None
     _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
-    assert found[1].short_verdict() == "2.00x\n1 process"  # on a bar
+    assert found[1].short_speedup_text() == "2.00x\n1 process"  # on a bar
     drawn = pages.speedups(found)
     assert "<b>2.00x<br>1 process</b>" in drawn.data[1].text
     assert list(drawn.data[0].error_y.array) == [None, None]
@@ -167,7 +167,7 @@ def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(
     row = by_label(runs)["v2"]
     assert (row.speedup, row.speedup_ci, row.memory_reduction) == (None, None, None)
     assert note in row.note and "no speed-up" in row.note
-    assert row.verdict() == "-"
+    assert row.speedup_text() == "-"
     assert row.step_ms == 50.0 and not row.failed  # its own times remain
 
 
@@ -203,7 +203,7 @@ def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() 
     red = make_result("v2", gate="fail", step_ms=FASTER)
     red.parity.failures.append("loss is off")
     crash = make_result("v2", "not run", status="failed", error="out of memory on X", step_ms=[])
-    reason = "gate red: gradient of norm.weight is missing (and 1 more)"
+    reason = "gate failed: gradient of norm.weight is missing (and 1 more)"
     for bad, note in ((red, reason), (crash, "out of memory on X")):
         # One of two runs is bad: the other's times would speak for a version that fails.
         runs = [make_result(), make_result("v2", step_ms=FASTER), bad]
@@ -239,7 +239,7 @@ def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
         *("v1 cuda-graph", "v4 no-cuda-graph"),  # of the GPU, whose plain v4 shares a label
     ]
     assert found["v2 no-fuse-norm"].speedup == 2.0
-    assert found["v1 cuda-graph"].verdict() == "-"  # it is not the baseline
+    assert found["v1 cuda-graph"].speedup_text() == "-"  # it is not the baseline
 
 
 def test_an_interrupted_run_counts_and_says_so() -> None:
@@ -270,7 +270,7 @@ def test_no_time_of_an_interpreted_run_is_anywhere(changes: dict[str, object]) -
     found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
     row = found["v3"]
     assert [getattr(row, name) for name in TIMES] == [None] * len(TIMES)
-    assert row.verdict() == "interpreted, not comparable"
+    assert row.speedup_text() == "interpreted, not comparable"
     assert row.note.startswith("interpreted, not comparable: ")
     assert row.status == "interpreted" and not row.failed
     # All the rest is there.
@@ -330,7 +330,7 @@ def test_notes_name_small_gates_and_implausible_numbers() -> None:
     ]
     why = "the backward pass takes 0.1 of the forward's"
     found = rows.build_rows([*runs, dataclasses.replace(runs[1], plausibility=[why])])
-    assert [row.proof(red="RED") for row in found] == ["pass *", "pass", "pass"]
+    assert [row.starred_verdict for row in found] == ["pass *", "pass", "pass"]
     assert found[1].plausibility == [why]
     text = markdown(found)
     assert text.count("pass *") == 1 and text.count(f"IMPLAUSIBLE: {why}") == 1
@@ -454,7 +454,7 @@ def test_a_version_that_cannot_run_here_is_skipped_and_not_failed(
     assert captured.err == f"v3: skipped: {why}\n" and f"v3: {why}" in captured.out
     (run,) = results.load_folder(tmp_path)
     (row,) = rows.build_rows([run])
-    assert (row.status, row.note, row.verdict()) == ("skipped", why, "skipped")
+    assert (row.status, row.note, row.speedup_text()) == ("skipped", why, "skipped")
     assert (run.kind, row.config, row.step_ms, row.failed) == ("run", "tiny", None, False)
     results.save(make_result(), tmp_path)
     assert compare_versions.main(["--from-results", str(tmp_path)]) == 0
@@ -574,7 +574,7 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed: Mixed) -> None:
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     v2, v4 = found["v2"], found["v4"]
     assert (v2["step_ms"], v2["speedup"], v2["parity"]) == (None, None, "fail")
-    assert v2["note"].startswith("gate red: ")
+    assert v2["note"].startswith("gate failed: ")
     assert (v4["step_ms"], v4["parity"]) == (None, "not run")
     assert v4["note"] == "RuntimeError: no such kernel"
     for label, reason in (("v2", v2["note"]), ("v4", v4["note"])):
@@ -641,7 +641,7 @@ def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     assert (v1["parity"], v1["audit"], v1["runs"]) == ("pass", "pass", 2)
     assert (v2["parity"], v2["audit"]) == ("pass", "fail")
     assert (v2["step_ms"], v2["speedup"]) == (None, None)
-    assert v2["note"].startswith("audit red: timed run: loss ")
+    assert v2["note"].startswith("audit failed: timed run: loss ")
     assert len(re.findall(r"^v2 tiny fp32, run", captured.err, re.MULTILINE)) == 1
     assert re.search(r"│ v2 +│ +FAIL │", captured.out)
     runs = {run.version: run for run in results.load_folder(tmp_path / "out")}

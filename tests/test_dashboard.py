@@ -395,7 +395,7 @@ def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
     overview = {b.key: b for b in blocks.view(SPEED, snapshot, snapshot.settle(Choice()))}
     figure = overview["throughput"].figure
     assert figure is not None and list(figure.data[0].x) == ["v1"]
-    assert [note.text for note in figure.layout.annotations] == ["GATE RED"]
+    assert [note.text for note in figure.layout.annotations] == ["FAIL"]
     ladder = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
     assert [block.figure for block in ladder] == [None]
     proof = str(blocks.view("Same model?", snapshot, snapshot.settle(Choice())))
@@ -418,10 +418,10 @@ def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
     stored_runs.write(tmp_path, run)
     snapshot = snapshot_of(tmp_path)
     choice = snapshot.settle(Choice())
-    shown = ("green *", "the gate ran on fewer tokens than the run: 4 x 1024")
+    shown = ("pass *", "the gate ran on fewer tokens than the run: 4 x 1024")
     for view in ("Speed and memory", "Same model?"):
         tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
-        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "proof"}
+        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "verdict"}
         assert (gate.text, gate.title) == shown
 
 

@@ -117,7 +117,7 @@ def test_a_variant_that_fails_is_a_row_without_a_time(
     assert main([*flags, "--output-dir", str(tmp_path / "out")]) == 1
     output = capsys.readouterr().out
     assert output.count("failed; no more disk") == 2  # not tried again
-    assert output.count("FAILED") == 2
+    assert output.count("FAIL") == 2
 
 
 @pytest.mark.slow

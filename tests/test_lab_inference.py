@@ -592,7 +592,7 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     one.run.proof = dataclasses.replace(one.run.proof, status="fail", failures=["other logits"])
     show.summary(print, one, measured, Group())
     output = capsys.readouterr().out
-    assert "PROOF RED, no throughput: other logits" in output
+    assert "FAIL, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
 
 

@@ -134,7 +134,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, 
 def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("--batch_size", 2, "--temperature", 0.95, "--output_file", "made/out") == 0
     printed = capsys.readouterr().out
-    for part in ("loaded in", "proof green", "first token after", "(p99)", "tokens/s of the batch",
+    for part in ("loaded in", "pass: ", "first token after", "(p99)", "tokens/s of the batch",
                  "bytes read for a token", "GB/s", "KV cache:"):  # fmt: skip
         assert part in printed, printed
     made, run = lines("made/out.jsonl"), record()
@@ -552,7 +552,7 @@ def test_engines_are_measured_in_turns(
     assert len({run.metrics["copy_gbs"] for run in done}) == 1  # one floor for each subject
     assert all("--wait-turn" in run.command for run in done)  # none of them tunes kernels
     assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]
-    assert (tmp_path / "engines.md").read_text().count("green") == 2
+    assert (tmp_path / "engines.md").read_text().count("| pass |") == 2
     assert (tmp_path / "engines.png").stat().st_size > 10_000
     found = documents.parts(runs, tmp_path)[documents.README]["engines"]
     assert found.count("| fp32, fast | ") == 2 and found.count("| skipped |") == 2

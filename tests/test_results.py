@@ -85,7 +85,7 @@ def make_result(
             failures=["timed run: loss 4.0 in step 9, V1's 3.3"] if audit == "fail" else [],
             steps=6,
             seconds=1.5,
-            why="" if audit != "not run" else results.GATE_ONLY,
+            why="" if audit != "not run" else results.NOT_AUDITED,
         ),
         plausibility=[],
         peak_tflops=0.5,

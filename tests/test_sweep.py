@@ -362,13 +362,13 @@ def test_a_speed_up_is_over_v1_at_the_same_size() -> None:
     assert [point.row.speedup for point in points] == [2.0, 4.0]
     cells = [line.cells[4] for line in tables.sweep_table(one).lines if line.cells[1] == "v2"]
     assert cells == ["2.00x (1 process)", "4.00x (1 process)"]
-    assert "(1 process): no interval and no verdict" in markdown(one)
+    assert "(1 process): no interval" in markdown(one)
 
 
 def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
     one = build(at("v1", 128), at("v1", 256), at("v2", 128), at("v2", 256, gate="fail"))
     assert one.failed
-    assert tables.point_without_time(curve(one, "v2").points[1]) == "GATE RED"
+    assert tables.point_without_time(curve(one, "v2").points[1]) == "FAIL"
     assert [line.style for line in tables.sweep_table(one).lines] == [None, None, None, "red"]
     record = tables.of_sweeps([one]).items[0]["curves"][1]["points"][1]
     assert (record["step_ms"], record["peak_memory_mb"], record["parity"]) == (None, None, "fail")
@@ -424,7 +424,7 @@ def test_other_failures_are_no_limit_of_memory() -> None:
         "v4: ran up to 128",
     ]
     assert f"- v3 at 128, 256: {why}" in markdown(one)
-    assert "- v2 at 256: gate red" in markdown(one)
+    assert "- v2 at 256: gate failed" in markdown(one)
 
 
 def test_a_limit_that_was_found_is_not_predicted_anew() -> None:

@@ -260,7 +260,7 @@ def test_two_processes_of_each_rung_give_an_interval_and_one_gives_none() -> Non
     assert cells(one)[2][3:5] == ["1.11x (1 process)", "1.23x (1 process)"]
     records = tables.of_waterfalls([one]).items[0]["steps"]
     assert {str(record["gain_ci"]) for record in records} == {"None"}
-    note = "(1 process): no interval and no verdict"
+    note = "(1 process): no interval"
     assert note in markdown(one) and note not in markdown(two)
     for step in two.steps[1:]:
         assert step.gain_ci is not None and 1.1 < step.gain_ci[0] < 1 / 0.9 < step.gain_ci[1]
@@ -289,13 +289,13 @@ def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     by_title = {step.rung.title: step for step in one.steps}
     sdpa, gqa = by_title["SDPA"], by_title["native GQA"]
     assert (sdpa.step_ms, sdpa.gain, sdpa.timed) == (None, None, False)
-    assert sdpa.note == f"gate red: {red.failures[0]}"
+    assert sdpa.note == f"gate failed: {red.failures[0]}"
     assert gqa.before == "F.rms_norm" and gqa.gain == pytest.approx(1 / 0.81)
     assert one.failed
     text = markdown(one)
-    assert "| SDPA | v2 | - | - | - | RED | - |" in text
+    assert "| SDPA | v2 | - | - | - | FAIL | - |" in text
     assert "- native GQA: over F.rms_norm, since SDPA has no time" in text
-    assert sdpa.row is not None and tables.without_time(sdpa.row) == "GATE RED"
+    assert sdpa.row is not None and tables.without_time(sdpa.row) == "FAIL"
 
 
 def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:

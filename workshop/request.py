@@ -82,7 +82,7 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(
         description=f"Trains Tiny-LLaMA {version.key} ({version.title}), after showing that it "
         "is V1's model, and prints what a step takes.",
-        epilog="Exit status: 0 done, 1 the gate is red or memory ran out, 2 wrong usage, "
+        epilog="Exit status: 0 done, 1 the gate failed or memory ran out, 2 wrong usage, "
         f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted by Ctrl-C "
         "or SIGTERM (the timed steps so far are saved).",
     )

@@ -38,8 +38,9 @@ STATUSES = (
 MOST_WAITED = 0.5
 DISTURBED = "disturbed: it had to wait for a processor for most of the time"
 PARITY_STATUSES = ("not run", "pass", "fail")
-GATE_ONLY = "gate only"
-"""The audit's summary of a run without a V1 run in its session to compare with."""
+PASS, NOT_AUDITED, FAIL, SKIPPED = "pass", "not audited", "FAIL", "skipped"
+"""The verdicts on a row of the ladder, a lab or a benchmark: all checks passed; the timed run was
+not compared with V1's; a check failed, or the run did; this machine can't run it."""
 DEFAULT_FOLDER = (ROOT if available() else Path()) / "results"
 """In the checkout; without one, in the working folder, as ROOT is where pip installs packages."""
 DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
@@ -97,7 +98,7 @@ class Audit(Parity):
     """Trained up to the last timed one, warm-up included."""
     seconds: float | None = None
     """Duration of the audit, after the clock had stopped."""
-    why: str = GATE_ONLY
+    why: str = NOT_AUDITED
     """Why a run was not audited."""
 
 
@@ -375,7 +376,7 @@ def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
             yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
     for where, check, verdict in (("parity", "gate", run.parity), ("audit", "audit", run.audit)):
         if verdict.status == "fail" and not verdict.failures:
-            yield f"{where}.failures", f"is empty, though the {check} is red"
+            yield f"{where}.failures", f"is empty, though the {check} failed"
     if run.status == "complete" and not run.step_ms:
         yield "step_ms", "is empty in a complete run"
     if len(run.losses) < len(run.step_ms):

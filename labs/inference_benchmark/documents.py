@@ -119,13 +119,15 @@ def _block(groups: Groups, study: Study, render: Callable[[list[LabRow]], str]) 
 
 def _comparison_table(rows: list[LabRow]) -> str:
     """Variants, with the speed-up over the first."""
-    header = ["variant", "images/s", "p50 ms", "p99 ms", "speed-up", "peak MB", "proof"]
+    header = ["variant", "images/s", "p50 ms", "p99 ms", "speed-up", "peak MB", "verdict"]
     return markdown_table(header, list(map(_compared, rows)), (0, 6))
 
 
 def _compared(row: LabRow) -> list[str]:
     peak = tables.number(row.peak_memory_mb, ",.0f")
-    return list(map(escape, [*_speed(row), lab_table.verdict(row), peak, lab_table.proof(row)]))
+    return list(
+        map(escape, [*_speed(row), lab_table.speedup_text(row), peak, lab_table.verdict(row)])
+    )
 
 
 def _peers_table(rows: list[LabRow]) -> str:
@@ -142,15 +144,15 @@ def _peers_table(rows: list[LabRow]) -> str:
 
 def _ladder_table(rows: list[LabRow]) -> str:
     """Rungs, with the gain over the one before."""
-    header = ["rung", "images/s", "p50 ms", "p99 ms", "over the one before", "proof"]
+    header = ["rung", "images/s", "p50 ms", "p99 ms", "over the one before", "verdict"]
     lines = [
-        list(map(escape, [*_speed(row), _text(gain), lab_table.proof(row)]))
+        list(map(escape, [*_speed(row), _text(gain), lab_table.verdict(row)]))
         for row, _, gain in _rungs(rows)
     ]
     best = max((row for row in rows if row.speedup), key=_rate, default=None)
     summary = ""
     if best is not None:
-        over_first = lab_table.verdict(best)
+        over_first = lab_table.speedup_text(best)
         summary = f"\n\nFastest: {code(best.first.variant)}; over the first rung {over_first}."
     return markdown_table(header, lines, (0, 5)) + summary
 

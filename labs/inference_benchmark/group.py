@@ -133,7 +133,7 @@ def slowest(group: Group, step_ms: list[float]) -> list[list[float]]:
 
 
 def all_pass(group: Group, passed: bool) -> bool:
-    """Whether the proof of every process is green."""
+    """Whether every process passed its gate."""
     if group.world_size == 1:
         return passed
     gathered: list[bool | None] = [None] * group.world_size

@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"networks: {' '.join(networks.NAMES)}; and any other classification or "
-        "segmentation network of torchvision.\n\nExit status: 0 done, 1 the proof is red or memory "
+        "segmentation network of torchvision.\n\nExit status: 0 done, 1 the gate failed or memory "
         "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
     )
     add = parser.add_argument

@@ -230,7 +230,7 @@ def _measure(
         record.status = "proof failed"
         if record.proof.status == "pass":  # another process's is not
             record.proof.status = "fail"
-            record.proof.failures.append("the proof of another process is red")
+            record.proof.failures.append("the gate of another process failed")
     elif measured.interrupted:
         record.status = "interrupted"
     _finish(bench, measured, group, arguments, training)

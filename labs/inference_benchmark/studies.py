@@ -230,7 +230,7 @@ def _in_turns(
 
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
-        return f"{timing.median(run.step_ms):.3f} ms an iteration; proof {run.proof.status}"
+        return f"{timing.median(run.step_ms):.3f} ms an iteration; gate {run.proof.status}"
     return run.failure
 
 
@@ -333,8 +333,8 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
         return errors.INTERRUPTED
     tables.print_tables([_write_all(names, runs, folder)])
     print(f"Written: {folder / 'all_networks.md'}")
-    red = any(row.failed for found in runs.values() for row in labs.build_rows(found))
-    return errors.ANSWER_IS_NO if red else errors.DONE
+    failed = any(row.failed for found in runs.values() for row in labs.build_rows(found))
+    return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
 def _present(names: Iterable[str]) -> list[str]:
@@ -398,9 +398,9 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
                  tables.number(fast.units_per_s, ",.0f"),
                  f"{fast.speedup.value:.2f}x" if fast.speedup else "-",
                  tables.number(fast.ceiling_share, ".1%"),
-                 f"{lab_table.proof(plain)}, {lab_table.proof(fast)}"]  # fmt: skip
+                 f"{lab_table.verdict(plain)}, {lab_table.verdict(fast)}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
-    header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "proof")
+    header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "verdict")
     notes = [f"{name}: {row.note()}" for name, *rows in pairs for row in rows if row.note()]
     first = pairs[0][1].first
     title = f"{first.units_per_step} images, {first.options['precision']}, {first.device['name']}"

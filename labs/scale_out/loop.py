@@ -94,19 +94,19 @@ def alone(job: Job) -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
         gc.collect()
-        torch.cuda.empty_cache()  # also after a red proof, whose process ends only seconds later
+        torch.cuda.empty_cache()  # also after a failed gate, whose process ends only seconds later
         groups.of_all(None)
     finally:
         os.close(folder)
 
 
 def _prove(job: Job, record: LabRun) -> bool:
-    print("proof: comparing with V1 in one process ...", flush=True)
+    print("gate: comparing with V1 in one process ...", flush=True)
     begin = time.perf_counter()
     report = proof.check(job)
     record.setup_s["proof"] = time.perf_counter() - begin
     record.proof = report.record()
-    print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
+    print("\n  ".join([f"gate: {report.summary()}", *report.failures]))
     if not report.passed:
         record.status = "proof failed"
     return report.passed
@@ -398,7 +398,7 @@ def _print_summary(record: LabRun) -> None:
         ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
                  f"{spread(record.step_ms):.1%})"),
         ("loss", f"{record.losses[0]:.4f} first, {record.losses[-1]:.4f} final, of all processes"),
-        ("proof", "pass" if record.proof.status == "pass" else "NOT RUN: figures unverified"),
+        ("gate", "pass" if record.proof.status == "pass" else "NOT RUN: figures unverified"),
     ]  # fmt: skip
     if record.memory_mb:
         rows.insert(3, ("memory", f"{record.memory_mb['peak']:,.0f} MB peak a GPU"))

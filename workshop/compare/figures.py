@@ -84,7 +84,7 @@ def draw_rows(shown: list[list[Row]]) -> Any:
 def _plot_throughput(axis: Any, group: list[Row]) -> None:
     values = [row.tokens_per_s or 0.0 for row in group]
     bars = axis.bar([printable(row.label) for row in group], values, color=_WHOLE, width=0.6)
-    verdicts = [row.short_verdict() if row.step_ms else "" for row in group]
+    verdicts = [row.short_speedup_text() if row.step_ms else "" for row in group]
     axis.bar_label(bars, verdicts, padding=4, fontweight="bold")
     axis.set_ylabel("tokens a second")
     axis.yaxis.set_major_formatter("{x:,.0f}")

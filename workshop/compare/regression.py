@@ -346,13 +346,13 @@ def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
     for run in runs:
         if run.refused:
             check, failures = run.refused
-            return FAILED, f"{check} red: {failures[0]}"
+            return FAILED, f"{check} failed: {failures[0]}"
         if run.status == "skipped":
             return NOT_TIMED, f"skipped: {run.error}"
         if run.error:
             return FAILED, run.error
     if all(run.parity.status != "pass" for run in runs):
-        return FAILED, "gate not run: a time without proof"
+        return FAILED, "gate not run: a time without a verdict"
     if any(run.interpreted for run in runs):
         return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"
     if not any(run.step_ms for run in runs):

@@ -21,6 +21,7 @@ from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.show import summary
 from workshop.profilers.table import KernelTable
+from workshop.results import FAIL, PASS
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline.model import Roofline, flags, sentences
 from workshop.run import precision, presets
@@ -109,7 +110,7 @@ def _contents(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
         _part("Versions beside V1", f'the views from "{OVERVIEW}" to "{ROOFLINE}"',
               ("device, size, precision, batch × sequence", "versions", "best"), ladder, 3),
         _part("Labs", f'the view "{LABS}"',
-              ("lab and subject", "fastest", "rows", "proof green"),
+              ("lab and subject", "fastest", "rows", "pass"),
               [_lab_line(title, own) for title, own in snapshot.labs.items()], 2),
         _part("Profiles", f'the view "{KERNELS}"', ("device", "tool", "profiles"),
               [[*key, str(count)] for key, count in profiles.items()], 2),
@@ -134,8 +135,8 @@ def _lab_line(title: str, rows: list[LabRow]) -> Cells:
     faster = [(row.speedup.value, row) for row in rows if row.speedup and row.speedup.significant]
     value, best = max(faster, key=lambda pair: pair[0], default=(0.0, None))
     fastest = f"{printable(best.label)}: {value:.2f}x" if best else "-"
-    green = sum(lab_table.proof(row) == lab_table.GREEN for row in rows)
-    return [Cell(printable(title), "name"), fastest, str(len(rows)), str(green)]
+    passed = sum(lab_table.verdict(row) == PASS for row in rows)
+    return [Cell(printable(title), "name"), fastest, str(len(rows)), str(passed)]
 
 
 # --- speed and memory ----------------------------------------------------------------------------
@@ -143,9 +144,9 @@ def _lab_line(title: str, rows: list[LabRow]) -> Cells:
 
 def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     speed, proof = tables.group_tables(rows)
-    header = ("version", "proof", *speed.header[2:], *proof.header[4:])
+    header = ("version", "verdict", *speed.header[2:], *proof.header[4:])
     lines: list[Cells] = [
-        [_version(row), _proof_cell(row), *fast.cells[2:-1], _verdict(row), *cost.cells[4:]]
+        [_version(row), _verdict(row), *fast.cells[2:-1], _speedup(row), *cost.cells[4:]]
         for row, fast, cost in zip(rows, speed.lines, proof.lines, strict=True)
     ]
     best = data.headline(rows)
@@ -168,22 +169,24 @@ def _version(row: Row) -> Cell:
     return Cell(printable(row.label), title=version.title, colour=version.colour)
 
 
-def _verdict(row: Row) -> Cell:
+def _speedup(row: Row) -> Cell:
     if row.failed:
-        words = f"{row.refused.upper()} RED" if row.refused else "FAILED"
-        return Cell(words, BAD, printable(row.note))
+        return Cell("-", BAD, printable(row.note))
     low, high = row.speedup_ci or (1.0, 1.0)
     look = BAD if high < 1 else GOOD if low > 1 else ""
-    return Cell(row.verdict(), look, printable(row.note))
+    return Cell(row.speedup_text(), look, printable(row.note))
 
 
-def _proof_cell(row: Row) -> Cell:
-    words = row.proof(red="RED").replace("pass", "green")
-    look = {"RED": BAD, "green": GOOD}.get(words.removesuffix(" *"), WARN)
+def _verdict(row: Row) -> Cell:
+    look = {FAIL: BAD, PASS: GOOD}.get(row.verdict, WARN)
     if not row.gate_is_smaller or row.gate_shape is None:
-        return Cell(words, look)
+        return Cell(row.verdict, look)
     batch_size, seq_len = row.gate_shape
-    return Cell(words, look, f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}")
+    return Cell(
+        row.starred_verdict,
+        look,
+        f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}",
+    )
 
 
 # --- the same model ------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ def _proof(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     ]  # fmt: skip
 
 
-_PROOF_HEADER = ("version", "proof", "closest to its limit", "error", "allowed",
+_PROOF_HEADER = ("version", "verdict", "closest to its limit", "error", "allowed",
                  "tensors with gradient", "parameters", "loss")  # fmt: skip
 
 
@@ -222,7 +225,7 @@ def _proof_cells(snapshot: Snapshot, group: Group, row: Row, proof: Sequence[str
     gated = next((run for run in runs if run.parity.status != "not run"), runs[0])
     name, error, allowed = gated.parity.closest() or ("-", None, None)
     refused = next((run.refused for run in runs if run.refused), ("", []))
-    cell = _proof_cell(row)
+    cell = _verdict(row)
     return [
         _version(row),
         Cell(cell.text, cell.look, printable("; ".join(refused[1])) or cell.title),
@@ -246,7 +249,7 @@ def _ladder(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     after = [f"Left out, without a speed-up: {', '.join(left_out)}."] if left_out else []
     title = "What each rung saves"
     if len(rungs) < 2 or rungs[0].version != BASELINE:
-        needs = "It needs V1 and another version of the same session, both with a green gate."
+        needs = "It needs V1 and another version of the same session, which passed the gate."
         blocks = [_note("waterfall", title, needs, *after)]
     else:
         where = "Where it is saved: each version's parts against V1's"
@@ -436,21 +439,21 @@ def _operators(stored: StoredOperators) -> Block:
     table = lab_table.operator_table(stored.bench)
     lines: list[Cells] = []
     for line in table.lines:
-        name, proof, *rest = line.cells
-        look = GOOD if proof.startswith(lab_table.GREEN) else BAD if line.style == "red" else WARN
-        lines.append([Cell(name, "name"), Cell(proof, look), *rest])
+        name, verdict, *rest = line.cells
+        look = GOOD if verdict.startswith(PASS) else BAD if line.style == "red" else WARN
+        lines.append([Cell(name, "name"), Cell(verdict, look), *rest])
     after = [*table.notes, *data.files_in_words([stored.path])]
     return Block("lab", table.title, table=Table(table.header, lines, 2), after=after, wide=True)
 
 
 def _lab_cells(row: LabRow, cells: Sequence[str]) -> Cells:
-    proof, note = lab_table.proof(row), printable(row.note())
-    look = {lab_table.GREEN: GOOD}.get(proof, BAD if row.failed else WARN)
+    verdict, note = lab_table.verdict(row), printable(row.note())
+    look = {PASS: GOOD, FAIL: BAD}.get(verdict, WARN)
     speedup = row.speedup
     faster = speedup is not None and speedup.value > 1
-    verdict = (GOOD if faster else BAD) if speedup and speedup.significant else ""
+    gain = (GOOD if faster else BAD) if speedup and speedup.significant else ""
     name = Cell(printable(cells[0]), "name")
-    return [name, Cell(proof, look, note), *cells[2:6], Cell(cells[6], verdict), *cells[7:]]
+    return [name, Cell(verdict, look, note), *cells[2:6], Cell(cells[6], gain), *cells[7:]]
 
 
 VIEWS: dict[str, Callable[[Snapshot, Choice, list[Row]], list[Block]]] = {

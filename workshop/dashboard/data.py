@@ -275,7 +275,7 @@ def headline(rows: Sequence[Row]) -> str:
     if not proven:
         return ""
     best = max(proven, key=lambda row: row.speedup or 0.0)
-    sentence = f"{best.label.upper()} is {best.verdict()} as fast as {BASELINE.upper()}"
+    sentence = f"{best.label.upper()} is {best.speedup_text()} as fast as {BASELINE.upper()}"
     if best.memory_reduction:
         how = "less" if best.memory_reduction > 0 else "more"
         sentence += f", in {abs(best.memory_reduction):.0%} {how} memory"
@@ -283,7 +283,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def alarms(rows: Iterable[Row]) -> list[str]:
-    """Red gates, runs that failed, and implausible numbers."""
+    """Checks and runs that failed, and implausible numbers."""
     rows = list(rows)
     lines = [f"{row.label}: {row.note}" for row in rows if row.failed]
     return lines + [f"IMPLAUSIBLE: {sentence}" for row in rows for sentence in row.plausibility]

@@ -20,6 +20,7 @@ from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.table import KernelTable
+from workshop.results import FAIL
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
 
@@ -81,7 +82,7 @@ def _by_version(rows: Sequence[Row], y: str, *, legend: bool) -> go.Figure:
         figure.layout.margin = {"t": 24, "r": 16, "l": 85, "b": 40}
     for row in rows:
         if row.step_ms is None:
-            words = f"{row.refused.upper()} RED" if row.refused else row.status
+            words = FAIL if row.failed else row.status
             words = NOT_COMPARABLE.replace(", ", ",<br>") if words == "interpreted" else words
             _write_in_place(figure, row, words)
     return figure
@@ -101,7 +102,7 @@ def throughput(rows: Sequence[Row]) -> go.Figure:
 
 
 def speedups(rows: Sequence[Row]) -> go.Figure:
-    """How many times as fast as V1, with the 95% interval as a bar, for rows with a green gate."""
+    """How many times as fast as V1, with the 95% interval, for rows that passed the gate."""
     figure = _by_version(rows, "times as fast as V1", legend=False)
     shown = {row.label: (row, row.speedup) for row in rows if row.speedup}
     lows, highs = (
@@ -117,13 +118,13 @@ def speedups(rows: Sequence[Row]) -> go.Figure:
     }
     _add_bars(figure, shown, "%{x}: %{y:.3f}x<extra></extra>", error_y=errors)
     _write_above(figure, {
-        label: (high or ratio, row.short_verdict().replace("\n", "<br>"))
+        label: (high or ratio, row.short_speedup_text().replace("\n", "<br>"))
         for (label, (row, ratio)), high in zip(shown.items(), highs, strict=True)
     })  # fmt: skip
     figure.add_hline(y=1, line={"color": _GREY, "dash": "dash", "width": 2})
     for row in rows:
         if row.step_ms is not None and not row.speedup:
-            why = "no green gate" if row.parity != "pass" else "no V1 to compare"
+            why = "gate not run" if row.parity != "pass" else "no V1 to compare"
             _write_in_place(figure, row, f"no speed-up:<br>{why}")
     return figure
 

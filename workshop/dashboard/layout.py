@@ -144,7 +144,7 @@ def _cell(cell: Cell | str) -> Component:
 
 
 def alarms(snapshot: Snapshot, choice: Choice) -> list[Component]:
-    """Red gates and implausible numbers of the chosen size."""
+    """Failed checks and implausible numbers of the chosen size."""
     lines = data.alarms(snapshot.chosen(choice))
     return [html.P(printable(line), className=f"say {BAD}") for line in lines]
 

@@ -17,7 +17,7 @@ from workshop.profilers.names import printable
 from workshop.report import charts, parts
 from workshop.report.parts import BAD, Cell, Line, Section, Table, add_roofline, alarms, cells
 from workshop.report.pictures import Picture
-from workshop.results import RunResult
+from workshop.results import FAIL, RunResult
 from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
@@ -108,7 +108,7 @@ def tables(group: Group) -> Section:
     part = Section(group.anchor, printable(compared.title(group.rows)))
     part.tables = [
         parts.with_column("How fast", speed, "result files", files),
-        parts.with_column("The same model? And at what cost", proof, "error, of allowed",
+        parts.with_column("Verdict and cost", proof, "error, of allowed",
                     [_worst(runs) for runs in group.runs]),
     ]  # fmt: skip
     for table in part.tables:
@@ -179,11 +179,11 @@ def _in_a_word(row: Row | None, baseline: Row | None) -> str:
     if row is None:
         return "-"
     if row.failed:
-        return f"{row.refused} red" if row.refused else "failed"
+        return FAIL
     elsewhere = baseline is not None and row.session != baseline.session
-    if (elsewhere or row.verdict() in ("baseline", "-")) and row.step_ms is not None:
+    if (elsewhere or row.speedup_text() in ("baseline", "-")) and row.step_ms is not None:
         return f"{row.step_ms:,.2f} ms"
-    return row.verdict().replace("no significant difference", "no difference")
+    return row.speedup_text().replace("no significant difference", "no difference")
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def speedup_pictures(anchor: str, own: Sequence[Group]) -> list[Picture]:
         (group.size, row)
         for group in own
         for row in group.rows
-        if row.speedup and row.speedup_ci and row.verdict() != "baseline"
+        if row.speedup and row.speedup_ci and row.speedup_text() != "baseline"
     ]
     files = tuple(path for group in own for path in group.files)
     return [charts.speedups(f"{anchor}-speedups", rows, files)] if rows else []

@@ -18,6 +18,7 @@ from workshop.profilers.table import KernelTable
 from workshop.report import charts, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
+from workshop.results import FAIL, SKIPPED
 from workshop.roofline import ceilings
 
 HARNESS = "harness"
@@ -159,7 +160,7 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
     """V3's operators beside the other contenders, without those that do not exist for a case."""
     try:
         rows, run = benchmark.load(path)
-        rows = [row for row in rows if row.status != benchmark.ABSENT]
+        rows = [row for row in rows if row.status != SKIPPED]
         section = Section(anchor, "V3's kernels", (Link(path.name, path),))
         section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
         for group in benchmark.by_op(rows):
@@ -175,9 +176,8 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
 
 
 def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
-    wrong = (benchmark.WRONG, benchmark.FAILED)
     lines = [
-        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status in wrong else "")
+        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status == FAIL else "")
         for row in group
     ]
     title = printable(benchmark.title(group, run))
@@ -190,7 +190,7 @@ def _benchmark_alarms(
     for row in group:
         if row.failed:
             text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.status}")
-            yield Alarm(parts.WRONG, text, links)
+            yield Alarm(FAIL, text, links)
         for sentence in run.implausible(row):
             text = printable(f"{row.op}: {sentence}").replace(f"{parts.IMPLAUSIBLE}: ", "")
             yield Alarm(parts.IMPLAUSIBLE, text, links)

@@ -104,7 +104,7 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=Path(stage).name,
         description="Trains one stage and saves what was measured.",
-        epilog="Exit status: 0 done, 1 --gate: the gate is red, 2 wrong usage, 77 Triton is "
+        epilog="Exit status: 0 done, 1 --gate: the gate failed, 2 wrong usage, 77 Triton is "
         "missing, 130 interrupted.",
     )
     parser.add_argument(
