@@ -132,7 +132,7 @@ def test_every_version_of_a_kernel_trace_gives_the_same(
     assert figures(table) == {ADD: (2, 400, 100, 300), GEMM: (1, 400, 400, 400)}
     assert by_name(table)[GEMM].category == "GEMM"
     # 0 to 450 by two kernels that overlap, then 1000 to 1300.
-    assert table.timeline == Timeline(span_ns=1300, busy_ns=750)
+    assert table.timeline == Timeline(span_ns=1300, busy_ns=750, calls=3)
     assert (table.tool, table.what, table.warnings) == ("rocprofv3", "kernel", [])
     assert table.steps is None and not table.phases_ns and table.device is None
 
@@ -253,7 +253,7 @@ def test_a_folder_is_the_table_of_its_steps(tmp_path: Path) -> None:
     }
     assert table.steps == 1
     assert table.phases_ns == {"forward": 125, "backward": 500, "optimizer": 30}
-    assert table.timeline == Timeline(span_ns=1037, busy_ns=100 + 25 + 200 + 300 + 37)
+    assert table.timeline == Timeline(1037, 100 + 25 + 200 + 300 + 37, calls=7)
     assert table.host_calls == {
         LAUNCH: HostCall(4, 20),
         "hipMemcpyAsync": HostCall(1, 40),
@@ -566,7 +566,7 @@ def check_recorded_step(table: KernelTable) -> None:
         "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
     }
     assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
-    assert table.timeline == Timeline(225, 175)
+    assert table.timeline == Timeline(225, 175, calls=3)
 
 
 def test_json_of_counters_adds_their_instances_up(write: Write) -> None:

@@ -60,7 +60,7 @@ def test_sums_add_single_calls_and_the_tools_own_sums() -> None:
     b, a = sums.kernels()
     assert (a.calls, a.total_ns, a.min_ns, a.max_ns, a.bytes) == (6, 24.0, 0.5, 9.0, 8.0)
     assert (b.calls, b.mean_ns, b.min_ns) == (2, 15.0, None)
-    assert sums.timeline() == Timeline(3.0, 3.0)
+    assert sums.timeline() == Timeline(3.0, 3.0, calls=2)
 
 
 # --- kept in a file ------------------------------------------------------------------------------

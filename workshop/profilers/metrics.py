@@ -116,16 +116,22 @@ class Figures:
         return loading.lost_ns / loading.span_ns
 
     @property
+    def line_launches(self) -> int:
+        """Kernels in the timeline, which is that of one device."""
+        line = self.table.timeline
+        return line.calls or self.launches if line else self.launches
+
+    @property
     def gap_ns(self) -> float:
         """Between two kernels, on average; 0 without a timeline."""
         line = self.table.timeline
-        return line.idle_ns / self.launches if line else 0.0
+        return line.idle_ns / self.line_launches if line else 0.0
 
     @property
     def pace_ns(self) -> float:
         """From the start of a kernel to that of the next one, on average; 0 without a timeline."""
         line = self.table.timeline
-        return line.span_ns / self.launches if line else 0.0
+        return line.span_ns / self.line_launches if line else 0.0
 
     @cached_property
     def launch_calls(self) -> HostCall:

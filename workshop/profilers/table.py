@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +42,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When the GPU worked, where a tool has the start and end of every kernel and copy."""
+    """When a GPU worked, where a tool has the start and end of every kernel and copy; of several
+    GPUs, the one that worked longest."""
 
     span_ns: float
     """From the first start to the last end."""
     busy_ns: float
     """In which at least one of them ran: those that overlap count once."""
+    calls: int | None = field(default=None, metadata=NEWER)
+    """Kernels and copies that this GPU ran."""
 
     @property
     def idle_ns(self) -> float:
@@ -134,16 +138,29 @@ class KernelTable:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+Device = int | str | None
+"""A GPU's number, or what a tool calls it; None where the tool does not say."""
+
+
+class _Load:
+    """What one device did for one process."""
+
+    def __init__(self) -> None:
+        self.ns = 0.0
+        self.intervals: list[tuple[float, float]] = []
+
+
 class Sums:
-    """Adds calls up to kernels, and their intervals to a timeline. Made for a million calls: it
-    keeps two numbers a call, and those only where starts are given. Names become printable.
+    """Adds calls up to kernels, and their intervals to a timeline of each device. Made for a
+    million calls: it keeps two numbers a call, and those only where starts are given. Names become
+    printable.
 
     A kernel has extremes only if every addition to it has, bytes and operations if any has."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
         self._by_name_as_read: dict[str, Kernel] = {}
-        self._intervals: list[tuple[float, float]] = []
+        self._loads: defaultdict[tuple[str, Device], _Load] = defaultdict(_Load)
 
     def add(
         self,
@@ -157,12 +174,16 @@ class Sums:
         bytes: float | None = None,
         flops: float | None = None,
         category: str | None = None,
+        device: Device = None,
+        process: str = "",
     ) -> None:
         """Adds one call, or the sum of `calls` calls with the extremes that the tool gives.
 
         Args:
             start_ns: of a single call, where the tool has it.
             category: where the tool says more than the name.
+            process: the name of the process that launched it, where there are several: what they
+                call a device may be another one for each.
         """
         kernel = self._by_name_as_read.get(name)
         if kernel is None:
@@ -183,16 +204,58 @@ class Sums:
             kernel.bytes = (kernel.bytes or 0.0) + bytes
         if flops is not None:
             kernel.flops = (kernel.flops or 0.0) + flops
+        load = self._loads[process, device]
+        load.ns += total_ns
         if start_ns is not None:
-            self._intervals.append((start_ns, start_ns + total_ns))
+            load.intervals.append((start_ns, start_ns + total_ns))
 
     def kernels(self) -> list[Kernel]:
         """Longest total first, then by name."""
         return sorted(self._kernels.values(), key=lambda kernel: (-kernel.total_ns, kernel.name))
 
+    def busiest(self) -> Device:
+        """The device that worked longest; None where the tool does not say, or nothing ran."""
+        (_, device), _ = self._busiest_load()
+        return device
+
     def timeline(self) -> Timeline | None:
-        """None where no starts were given."""
-        return timeline(self._intervals)
+        """Of the busiest device; None where no starts were given."""
+        _, load = self._busiest_load()
+        return timeline(load.intervals)
+
+    def warnings(self) -> list[str]:
+        """One sentence where several devices or processes are added up, or none."""
+        loads = self._known_loads()
+        if len(loads) < 2:
+            return []
+        processes, what = len({process for process, _ in loads}), []
+        if len(loads) > processes:
+            what.append(f"{len(loads)} devices")
+        if processes > 1:
+            what.append(f"{processes} processes")
+        sentence = f"the kernels of {' in '.join(what)} are added up"
+        (process, device), load = self._busiest_load()
+        if load.intervals:
+            name = f"device {device}" if isinstance(device, int) else device
+            whose = printable(" in ".join(filter(None, (name, process))))
+            sentence += f"; busy and idle time are those of {whose}, the busiest"
+        return [sentence]
+
+    def _known_loads(self) -> dict[tuple[str, Device], _Load]:
+        """By process and device; what no device is given for only where none of the process is."""
+        known = {process for process, device in self._loads if device is not None}
+        return {
+            (process, device): load
+            for (process, device), load in self._loads.items()
+            if device is not None or process not in known
+        }
+
+    def _busiest_load(self) -> tuple[tuple[str, Device], _Load]:
+        return max(
+            self._known_loads().items(),
+            key=lambda item: (bool(item[1].intervals), item[1].ns),
+            default=(("", None), _Load()),
+        )
 
     def __len__(self) -> int:
         return len(self._kernels)
@@ -231,7 +294,7 @@ def timeline(intervals: Iterable[tuple[float, float]]) -> Timeline | None:
         if end > reached:
             busy += end - max(start, reached)
             reached = end
-    return Timeline(span_ns=reached - first, busy_ns=busy)
+    return Timeline(span_ns=reached - first, busy_ns=busy, calls=len(ordered))
 
 
 def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:
