@@ -86,6 +86,7 @@ COUNTERS = (
     "Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
     "SGPR_Count Counter_Name Counter_Value Start_Timestamp End_Timestamp"
 )
+COUNTERS_6_2 = COUNTERS.removesuffix(" Start_Timestamp End_Timestamp")
 AGENTS = "Node_Id Logical_Node_Id Agent_Type Cu_Count Name Vendor_Name Product_Name Model_Name"
 
 
@@ -100,7 +101,7 @@ def dispatch(name: str, start: int, ns: int, correlation: int = 1) -> Row:
 
 def copy(direction: str, start: int, ns: int, correlation: int = 1) -> Row:
     row = {"Kind": "MEMORY_COPY", "Direction": direction, "Correlation_Id": correlation}
-    return row | span(start, ns)
+    return row | {"Source_Agent_Id": "Agent 0", "Destination_Agent_Id": "Agent 4"} | span(start, ns)
 
 
 def call(name: str, start: int, ns: int, correlation: int, domain: str = "HIP_RUNTIME_API") -> Row:
@@ -292,7 +293,8 @@ def test_counters_of_other_runs_are_taken_by_the_call(tmp_path: Path) -> None:
     }
     for group, rows in groups.items():
         folder = tmp_path / "counters" / group
-        write_run(folder, "run_5_", counter_collection=(COUNTERS, rows))
+        columns = COUNTERS_6_2 if group == "read" else COUNTERS
+        write_run(folder, "run_5_", counter_collection=(columns, rows))
     table = rocprofv3.read(tmp_path)
     kernels = by_name(table)
     assert kernels[GEMM].bytes == 3 * (20 + 5) * 1024
@@ -486,8 +488,8 @@ def record(kind: int, operation: int, start: int, ns: int, correlation: int, **m
     } | more
 
 
-def kernel_record(kernel: int, start: int, ns: int, correlation: int) -> Any:
-    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": 4}}
+def kernel_record(kernel: int, start: int, ns: int, correlation: int, agent: int = 44) -> Any:
+    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": agent}}
     return record(4, 0, start, ns, correlation, dispatch_info=info)
 
 
@@ -512,7 +514,12 @@ def process(*, names: list[str], counts: Iterable[Any] = (), **records: list[Any
     markers = enumerate(("step", "forward", "backward"), start=100)
     return {
         "metadata": {"pid": 1, "init_time": 1, "fini_time": 2},
-        "agents": [{"type": 1, "name": "cpu"}, {"type": 2, "product_name": "AMD Instinct MI300X"}],
+        "agents": [{"type": 1, "name": "cpu", "id": {"handle": 40}, "node_id": 0}]
+        + [
+            {"type": 2, "product_name": "AMD Instinct MI300X", "id": {"handle": 40 + node}}
+            | {"node_id": node}
+            for node in (4, 5)
+        ],
         "counters": [
             {"id": {"handle": 50}, "name": "FETCH_SIZE"},
             {"id": {"handle": 51}, "name": "WRITE_SIZE"},
@@ -545,7 +552,8 @@ JSON_STEP = process(
              record(1, 1, 1600, 9, 4)],
     marker_api=[record(2, 0, 1000, 1000, 100), record(2, 0, 1000, 500, 101),
                 record(2, 0, 1500, 500, 102), record(2, 0, 1, 0, 999)],
-    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096)],
+    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096, src_agent_id={"handle": 40},
+                        dst_agent_id={"handle": 44})],
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 out."""
 
 import csv
+import gzip
 import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -241,14 +242,17 @@ def phase_rows(**times: int) -> str:
     )
 
 
+@pytest.mark.parametrize("end", [".csv", ".csv.gz"])
 @pytest.mark.parametrize("old", [False, True])
-def test_nsys_reports_of_one_profile(old: bool, write: Write, tmp_path: Path) -> None:
+def test_nsys_reports_of_one_profile(old: bool, end: str, write: Write, tmp_path: Path) -> None:
     """Under their names, and under those that nsys gave them before 2022.5."""
 
     def write_report(name: str, text: str) -> Path:
-        return write(
-            f"rep_{name.replace('cuda_gpu', 'gpu').replace('_', '') if old else name}.csv", text
-        )
+        name = name.replace("cuda_gpu", "gpu").replace("_", "") if old else name
+        path = write(f"rep_{name}{end}", text)
+        if end.endswith(".gz"):
+            path.write_bytes(gzip.compress(path.read_bytes()))
+        return path
 
     kernels = write_report("cuda_gpu_kern_sum", KERNELS)
     write_report("cuda_gpu_mem_time_sum", COPIES)

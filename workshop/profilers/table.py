@@ -142,12 +142,12 @@ Device = int | str | None
 """A GPU's number, or what a tool calls it; None where the tool does not say."""
 
 
+@dataclass(slots=True)
 class _Load:
     """What one device did for one process."""
 
-    def __init__(self) -> None:
-        self.ns = 0.0
-        self.intervals: list[tuple[float, float]] = []
+    ns: float = 0.0
+    intervals: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Sums:
@@ -237,18 +237,24 @@ class Sums:
         (process, device), load = self._busiest_load()
         if load.intervals:
             name = f"device {device}" if isinstance(device, int) else device
-            whose = printable(" in ".join(filter(None, (name, process))))
+            parts = [name, process if processes > 1 else ""]
+            whose = printable(" in ".join(filter(None, parts)))
             sentence += f"; busy and idle time are those of {whose}, the busiest"
         return [sentence]
 
     def _known_loads(self) -> dict[tuple[str, Device], _Load]:
-        """By process and device; what no device is given for only where none of the process is."""
-        known = {process for process, device in self._loads if device is not None}
-        return {
-            (process, device): load
-            for (process, device), load in self._loads.items()
-            if device is not None or process not in known
-        }
+        """By process and device. What a process ran on no known device is its only device's; it is
+        left out where there are several."""
+        loads = {key: load for key, load in self._loads.items() if key[1] is not None}
+        for (process, device), load in self._loads.items():
+            if device is None:
+                known = [key for key in loads if key[0] == process]
+                if len(known) == 1:
+                    only = loads[known[0]]
+                    load = _Load(only.ns + load.ns, only.intervals + load.intervals)
+                if len(known) < 2:
+                    loads[known[0] if known else (process, None)] = load
+        return loads
 
     def _busiest_load(self) -> tuple[tuple[str, Device], _Load]:
         return max(
