@@ -3,6 +3,7 @@ is named or left out."""
 
 import csv
 import dataclasses
+import gzip
 import io
 import json
 import shutil
@@ -802,11 +803,16 @@ def wide_row(number: int, start: int, ns: int, fma: object, name: str = ADD) -> 
     return row | counters | span(start, ns)
 
 
-def write_workload(folder: Path, **tables: tuple[str, list[Row]]) -> Path:
+def write_workload(folder: Path, packed: bool = False, **tables: tuple[str, list[Row]]) -> Path:
     folder.mkdir(parents=True)
     sysinfo = {"gpu_model": "MI210", "gpu_arch": "gfx90a", "command": "python x.py, y"}
-    for name, (columns, rows) in ({"sysinfo": (SYSINFO, [sysinfo])} | tables).items():
-        (folder / f"{name}.csv").write_text(table_text(columns, rows))
+    (folder / "sysinfo.csv").write_text(table_text(SYSINFO, [sysinfo]))
+    for name, (columns, rows) in tables.items():
+        text = table_text(columns, rows).encode()
+        if packed:
+            (folder / f"{name}.csv.gz").write_bytes(gzip.compress(text))
+        else:
+            (folder / f"{name}.csv").write_bytes(text)
     return folder
 
 
@@ -833,8 +839,11 @@ def long_rows(counter: str, values: Iterable[float], ns: int) -> list[Row]:
     ]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("files", [["pmc_perf"], ["pmc_perf_0", "pmc_perf_1"], ["results_a"]])
-def test_a_workload_with_a_row_for_each_counter(tmp_path: Path, files: list[str]) -> None:
+def test_a_workload_with_a_row_for_each_counter(
+    tmp_path: Path, files: list[str], packed: bool
+) -> None:
     """Whether `analyze` has merged the replays or not; a dispatch counts once."""
     replays = [long_rows("FETCH_SIZE", (1.0, 3.0), 100), long_rows("WRITE_SIZE", (1.0, 1.0), 120)]
     tables = dict.fromkeys(files, (LONG, replays[0]))
@@ -842,12 +851,54 @@ def test_a_workload_with_a_row_for_each_counter(tmp_path: Path, files: list[str]
         tables = {files[0]: (LONG, replays[0] + replays[1])}
     else:
         tables[files[1]] = (LONG, replays[1])
-    folder = write_workload(tmp_path / "w", **tables)
+    folder = write_workload(tmp_path / "w", packed, **tables)
     (folder / "results_of_mine.csv").write_text("name,value\n")
-    table = rocprof_compute.read(tmp_path)
+    table = load(tmp_path)
+    assert (table.tool, table.device) == ("rocprof-compute", "MI210 (gfx90a)")
     assert figures(table) == {ADD: (2, 200, 100, 100)}
     assert table.kernels[0].bytes == 2 * (2 + 1) * 1024
     assert table.warnings == []
+    for file in folder.iterdir():
+        assert load(file).kernels == table.kernels
+
+
+OWN_COUNTERS = (
+    "dispatch_id gpu_id kernel_id lds_per_workgroup counter_id counter_name counter_value"
+)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_workload_of_databases(tmp_path: Path, beside: bool) -> None:
+    """One for each process of each replay; the counters in them, or beside, where an instance of a
+    hardware block has a row of its own."""
+    folder = write_workload(tmp_path / "w")
+    for replay, counter, values in (
+        ("pmc_perf_0", "FETCH_SIZE", (1.0, 2.0)),
+        ("pmc_perf_1", "WRITE_SIZE", (0.5,)),
+    ):
+        for process in (77, 78):
+            path = folder / "out" / replay / "host" / f"{process}.db"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            others = f"DELETE FROM counters_collection{UUID} WHERE counter_name <> '{counter}'"
+            build_database(path, *(NO_COUNTERS if beside else (others,)))
+            rows = [
+                {"dispatch_id": dispatch, "counter_name": counter, "counter_value": value}
+                for dispatch in (11, 12, 13)
+                for value in values
+            ]
+            text = table_text(OWN_COUNTERS, [*rows, rows[0] | {"dispatch_id": 99}])
+            if beside:
+                file = folder / "out" / replay / f"{process}_native_counter_collection.csv.gz"
+                file.write_bytes(gzip.compress(text.encode()))
+    table = load(tmp_path)
+    assert (table.tool, table.device, table.timeline) == (
+        "rocprof-compute", "MI210 (gfx90a)", None,
+    )  # fmt: skip
+    assert figures(table) == {GEMM: (2, 200, 100, 100), ADD: (4, 110, 5, 50)}
+    assert {k.name: k.bytes for k in table.kernels} == {GEMM: 2 * 3584, ADD: 4 * 3584}
+    assert table.warnings[0] == "the kernels of 2 processes are added up"
+    lost = ["has no kernel name" in warning for warning in table.warnings[1:]]
+    assert lost == [True] * (4 if beside else 0)
 
 
 def test_times_from_the_table_of_times_where_the_counters_have_none(tmp_path: Path) -> None:

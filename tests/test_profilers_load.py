@@ -262,6 +262,12 @@ def write_turns(folder: Path, tool: str) -> None:
                 for number, (gpu, start) in enumerate(TURNS)
             ]
             write("1_counter_collection.csv", amd.table_text(amd.COUNTERS, rows))
+        case "rocprof-compute":
+            rows = [
+                dict(amd.wide_row(number, start, 1000, 1, "k")) | {"GPU_ID": gpu}
+                for number, (gpu, start) in enumerate(TURNS)
+            ]
+            amd.write_workload(folder / "w", pmc_perf=(amd.WIDE, rows))
         case "ncu":
             launches = [{nvidia.TIME: "1000", "Device": str(gpu)} for gpu, _ in TURNS]
             write("raw.csv", nvidia.raw_page({nvidia.TIME: "ns", "Device": ""}, *launches))
@@ -280,6 +286,7 @@ def write_turns(folder: Path, tool: str) -> None:
         ("nsys", "2 devices", "NVIDIA L40S (0)"),
         # What runs the kernels one at a time says nothing of when a GPU idles.
         ("rocprofv3, counters", "2 devices", None),
+        ("rocprof-compute", "2 devices", None),
         ("ncu", "2 devices", None),
     ],
 )
