@@ -394,7 +394,7 @@ def test_bytes_from_counters(counters: Mapping[str, float], moved: float | None)
         ({"SQ_INSTS_VALU_MFMA_MOPS_F64": 1, "SQ_INSTS_VALU_MFMA_MOPS_F8": 2}, 512 * 3),
         ({"SQ_INSTS_VALU_MFMA_MOPS_F6F4": 2, "SQ_INSTS_VALU_ADD_F32": 0}, 1024),
         (NO_PRODUCTS, 0),
-        # Of a product they would be a hundredth.
+        # In a product they would be a hundredth.
         ({"SQ_INSTS_VALU_ADD_F32": 9, "SQ_INSTS_VALU_FMA_F32": 9}, None),
         # All instructions, integers, waves: no operations.
         ({"SQ_INSTS_VALU": 7, "SQ_INSTS_VALU_MFMA_MOPS_I8": 7, "SQ_WAVES": 7}, None),
@@ -673,7 +673,7 @@ def test_database(tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-# What the runtime launches while HSA is traced has the correlation of the call to HSA.
+# A kernel launched while HSA is traced has the correlation of the call to HSA.
 UNDER_HSA = (
     f"INSERT INTO regions{UUID} SELECT id + 100, 'HSA_CORE_API', 'hsa_signal_store_screlease', "
     f"start + 1, [end], stack_id * 10, '{{}}' FROM regions{UUID} WHERE category LIKE 'HIP%'",

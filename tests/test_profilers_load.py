@@ -1,4 +1,4 @@
-"""What `python -m workshop.profilers` makes of a path, and the kernel table kept in a file."""
+"""The tables that `python -m workshop.profilers` makes of a path, and those kept in files."""
 
 import dataclasses
 import gzip
@@ -284,7 +284,7 @@ def write_turns(folder: Path, tool: str) -> None:
         ("rocpd", "2 devices", "Agent 4"),
         ("rocpd, of two nodes", "2 processes", "Agent 4 in {}/a, pid 77, guid node0"),
         ("nsys", "2 devices", "NVIDIA L40S (0)"),
-        # What runs the kernels one at a time says nothing of when a GPU idles.
+        # These run the kernels one at a time: nothing shows when a GPU idles.
         ("rocprofv3, counters", "2 devices", None),
         ("rocprof-compute", "2 devices", None),
         ("ncu", "2 devices", None),
@@ -372,6 +372,12 @@ def test_a_folder_finds_what_a_file_may_be(
         alone = load(file)
         assert alone.kernels or alone.host_calls
         assert dataclasses.replace(load(tmp_path / name), path=file) == alone
+
+
+def test_a_folder_with_two_profiles_of_ncu_names_the_one_that_is_left_out() -> None:
+    table = load(FIXTURES / "ncu")
+    left_out = f"{FIXTURES / 'ncu/ncu_raw_h200.csv'} holds another profile, which is left out"
+    assert (table.device, table.warnings) == (None, [left_out])
 
 
 # --- what a runner leaves ------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_ncu_units(write: Write, units: tuple[str, str], values: tuple[str, str]
         ({"sm__ops_path_tensor_src_int8.sum": 8, BF16: 0}, 0),
         ({"sm__inst_executed_pipe_tensor.sum": 8}, None),
         ({BF16.replace(".sum", ".avg"): 8}, None),
-        # Of a product the other units' would be a hundredth.
+        # In a product the other units' would be a hundredth.
         ({sass("ffma"): 3}, None),
         ({BF16: "n/a", sass("fadd"): 3}, None),
         ({BF16: "n/a"}, None),

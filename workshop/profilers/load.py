@@ -26,10 +26,10 @@ from workshop.results import RunResult
 from workshop.run.interpreter import NOT_COMPARABLE
 
 _MOST_UNREADABLE = 0.05
-"""Of a text's characters: with more that are none, or zero bytes, it is no text."""
+"""Share of characters that are unknown or zero bytes: with more, a file is no text."""
 _MOST_NAMED = 10
 _TEXT_NAME = re.compile(r"\.(?:csv|json|hatchet|txt|log)(?:\.gz)?$")
-"""Of the files in a folder that are looked into."""
+"""Names of the files in a folder that are looked into."""
 _IN_PERFETTO = "a timeline, which no table shows: open it in https://ui.perfetto.dev"
 _OTHERS_OPEN = {
     ".nsys-rep": f"its own tool reads it first: {nsys.STATS}",
@@ -48,7 +48,7 @@ _KNOWN = (
 
 
 class _Unread(WorkshopError):
-    """A known tool's file, of which no table can be made, and what to do."""
+    """A known tool's file that no reader reads, and what to do with it."""
 
 
 def load(path: Path) -> KernelTable:
@@ -101,7 +101,7 @@ def recorded_run(path: Path) -> RunResult | None:
 
 
 def _doubts(path: Path, ended: bool) -> list[str]:
-    """That the run failed or was interrupted, that Triton's interpreter ran its kernels."""
+    """Sentences on a run that failed or was interrupted, or that Triton's interpreter ran."""
     sentences = []
     folder = _runners_folder(path)
     if ended and folder is not None and (last := _commands(folder)[-1]) != _SUCCESS:

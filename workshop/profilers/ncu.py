@@ -30,7 +30,7 @@ from workshop.profilers.table import KernelTable, Sums
 _ID, _NAME, _PROCESS, _GPU = "ID", "Kernel Name", "Process ID", "Device"
 _TIME = "gpu__time_duration.sum"
 _TIME_LABEL = "Duration"
-"""What the details page calls it when it comes from a section, and not from --metrics."""
+"""The details page's name for it when it comes from a section, and not from --metrics."""
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 """The second is what Blackwell calls it."""
@@ -78,7 +78,7 @@ _MISSING = frozenset(("", "n/a", "N/A", "nan"))
 
 
 class Launch(NamedTuple):
-    """What a page has on one launch of a kernel."""
+    """One launch of a kernel, as a page has it."""
 
     row: int
     name: str
@@ -92,7 +92,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Counted:
-    """What ncu counted of one kernel, over all its launches."""
+    """ncu's counts of one kernel, over all its launches."""
 
     name: str
     calls: int = 0
@@ -143,7 +143,7 @@ def recognises(path: Path) -> bool:
 
 
 def hint(path: Path) -> str | None:
-    """Why a file of ncu's has no page in it, as ncu says, and what to do; None for another file."""
+    """Reason why a file of ncu's has no page, as ncu says, and what to do; None for other files."""
     said = (line for line in lines(path, BEFORE_HEADER) if line.startswith(_COMPLAINTS))
     if not (first := printable(next(said, "").strip())):
         return None
@@ -315,7 +315,7 @@ def _counted(launch: Launch) -> Counted:
 
 @lru_cache(maxsize=4096)
 def _kind(metric: str) -> str:
-    """Of the operations that a metric counts; a tensor core's by the type that it reads."""
+    """The kind of operations that a metric counts; a tensor core's by the type that it reads."""
     tensor = _TENSOR.fullmatch(metric)
     if tensor:
         return tensor[1].split("_")[0].upper() + TENSOR

@@ -41,7 +41,7 @@ _COLUMNS = {
     _RANGE_KERNELS: {"NVTX Range", "Total Time", "Kernel Name"},
     **{ranges: {"Instances", "Range"} for ranges in _RANGES},
 }
-"""What each report can't be read without; the units are left out."""
+"""The columns that each report needs; the units are left out."""
 _ON_THE_GPU = (_TRACE, _KERNELS, _COPIES)
 _FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
     "gputrace.csv": _TRACE,
@@ -52,7 +52,7 @@ _FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
     "nvtxsum.csv": "nvtx_sum",
     "nvtxppsum.csv": "nvtx_pushpop_sum",
 }
-"""The report by the end of its file's name, but for ".gz": today's, and those of nsys before
+"""The report by the end of its file's name, without ".gz": today's, and those of nsys before
 2022.5."""
 STATS = "nsys stats --report cuda_gpu_kern_sum --format csv {path}"
 """The command that makes a report of what nsys itself keeps: .nsys-rep, .sqlite."""
@@ -72,8 +72,8 @@ def recognises_header(columns: Iterable[str]) -> bool:
 
 
 def hint(columns: Iterable[str]) -> str | None:
-    """What to do with a report of nsys's, by its columns, that has no kernels of its own or has
-    them mixed with other things; None for another file."""
+    """Advice for a report of nsys's, recognised by its columns, without kernels or with copies
+    among them; None for other files."""
     bare = {_split(name)[0] for name in columns}
     if {"Time", "Total Time"} <= bare or {"Start", "Duration"} <= bare:
         return f"not one of nsys's reports that are read: take {_TRACE}, or {_KERNELS}"
@@ -94,7 +94,7 @@ def read(path: Path) -> KernelTable:
     table, sums = KernelTable(path, "nsys", []), Sums()
 
     def add(add_report: Callable[["_Report"], None], report: str) -> None:
-        """What is wrong with a report becomes warnings: the profile's others may be whole."""
+        """Adds a report. Its errors become warnings: the profile's others may be whole."""
         if report in files:
             problems = Problems(files[report])
             try:
@@ -164,7 +164,7 @@ def _only_profile(folder: Path) -> Path:
 
 
 def _report_with(columns: Iterable[str]) -> str | None:
-    """Which report has these columns."""
+    """The report that has these columns; None if there is none."""
     bare = {_split(name)[0] for name in columns}
     return next((report for report, wanted in _COLUMNS.items() if wanted <= bare), None)
 

@@ -1,4 +1,4 @@
-"""What rocprof-compute writes: a workload folder with the counters of every dispatch, and the
+"""rocprof-compute's output: a workload folder with the counters of every dispatch, and the
 measured ceilings of the machine's GPUs.
 
 It replays the program for each group of counters, with kernels one at a time: a kernel's times are
@@ -104,7 +104,7 @@ def _has_columns(file: Path, *columns: str) -> bool:
 
 
 def _table(folder: Path, path: Path) -> KernelTable:
-    """Of one workload.
+    """The table of one workload.
 
     Args:
         path: the table's.
@@ -193,8 +193,8 @@ def _add_database(path: Path, sums: Sums, counters: Counters, notes: Notes) -> N
 
 
 def _own_counts(path: Path, problems: Problems) -> list[tuple[int, str, str, float]]:
-    """(row, dispatch, counter, value), summed over the instances of a hardware block, each of which
-    has a row of its own."""
+    """(row, dispatch, counter, value), summed over the instances of a hardware block, which have a
+    row each."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     rows = CsvTable(path, problems).select("dispatch_id", "counter_name", "counter_value")
     for row, (dispatch, counter, value) in rows:
@@ -205,7 +205,7 @@ def _own_counts(path: Path, problems: Problems) -> list[tuple[int, str, str, flo
 
 
 def _kernel_name(kernel: object) -> str:
-    """Raises NoNumber: it is none."""
+    """The kernel's plain name. Raises NoNumber: there is no name."""
     name = amd_counters.plain_name(kernel) if isinstance(kernel, str) else ""
     if not name:
         raise NoNumber("has no kernel name")
@@ -230,7 +230,7 @@ def _device(workload: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What micro-benchmarks reached on one GPU; what was not measured is absent."""
+    """Rates that micro-benchmarks reached on one GPU; what was not measured is absent."""
 
     device: int
     """The GPU's number."""

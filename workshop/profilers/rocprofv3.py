@@ -1,4 +1,4 @@
-"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
+"""rocprofv3's output: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
 rocprof-sys writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
@@ -200,7 +200,7 @@ def _processes(files: Files, stack: contextlib.ExitStack, notes: Notes) -> list[
 def _first_table(
     path: Path, runs: Mapping[Path, list[Process]], counters: Counters, notes: Notes
 ) -> KernelTable | None:
-    """That of the run whose times mislead least; of one with kernels, if there is any."""
+    """The table of the run whose times mislead least; of one with kernels, if there is any."""
     ranked = sorted(runs, key=lambda run: (_rank(runs[run]), run))
     without_kernels = []
     for index, folder in enumerate(ranked):
@@ -226,19 +226,19 @@ def _has_counters(processes: Iterable[Process]) -> bool:
 
 
 def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
-    """By which the run comes first whose times mislead least."""
+    """Sort key: the run whose times mislead least comes first."""
     only_sums = not any(process.kernels for process in processes)
     return not _has_kernels(processes), _has_counters(processes), only_sums
 
 
 class _Part:
-    """What a run did, or a part of it."""
+    """A run's kernels, copies and calls, or those of a part of it."""
 
     def __init__(self) -> None:
         self.sums = Sums()
         self.host_calls: dict[str, HostCall] = {}
         self.phases_ns = dict.fromkeys(("", *PHASES), 0.0)
-        """Of kernels and copies; under "" of those in no phase."""
+        """Time of kernels and copies; under "" of those in no phase."""
         self.kernels = 0
 
     def add_kernel(self, name: str, ns: float, phase: str = "", **more: Any) -> None:
@@ -394,7 +394,7 @@ class _Run:
 
 
 class _Launches:
-    """Which step and phase launched what, in one process. Ranges come before host calls, and those
+    """The step and phase of each launch in one process. Ranges come before host calls, and those
     before what they launched.
 
     A kernel has the correlation of the host call that launched it, and belongs where that call

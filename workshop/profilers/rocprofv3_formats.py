@@ -37,7 +37,7 @@ class Rows(Generic[_RowT]):
 
 
 class Notes(reading.Notes):
-    """What could not be read of the files and rows that make up one profile."""
+    """The files and rows of one profile that could not be read."""
 
     def each(self, rows: Rows[_RowT] | None, use: Callable[[_RowT], None]) -> int:
         """Gives each row to `use`, which raises NoNumber for one that makes no sense; how many
@@ -63,7 +63,7 @@ class Files:
     run: Path
     """The folder that it shares with the other processes of its run."""
     process: str = ""
-    """What tells it from the others, as in "host/77"."""
+    """The name that tells it from the others, as in "host/77"."""
     tables: dict[str, Path] = field(default_factory=dict)
     """CSV, by the domain in their names, such as "kernel_trace"."""
     json: Path | None = None
@@ -72,20 +72,20 @@ class Files:
 
 @dataclass
 class Process:
-    """What one traced process did; None for what the format does not have."""
+    """One traced process's events; None for what the format does not have."""
 
     run: Path
     name: str
-    """What tells it from the run's others."""
+    """The name that tells it from the run's others."""
     tool: str = "rocprofv3"
     """Or "rocprof-sys", which writes the same databases."""
     device: str | None = None
     markers: Rows[Event] | None = None
     host_calls: Rows[Event] | None = None
-    """Of the HIP runtime."""
+    """Calls of the HIP runtime."""
     hsa_calls: Rows[Event] | None = None
-    """Of the layer below it. Where they are traced too, what was launched has the correlation of
-    the call nearest to the hardware."""
+    """Calls of the layer below it. Where they are traced too, what was launched has the correlation
+    of the call nearest to the hardware."""
     host_call_sums: Rows[Sum] | None = None
     kernels: Rows[Event] | None = None
     kernel_sums: Rows[Sum] | None = None
@@ -117,8 +117,8 @@ _FROM_HOST = re.compile(r"host_?to_?(device|host)", re.IGNORECASE)
 
 
 def _device(name: Any, agent: Any, source: Any = None, destination: Any = None) -> str | None:
-    """The GPU that ran a kernel or a copy, which is an end of it: with the host at the other end,
-    or at the source. None for a copy within the host's memory."""
+    """The GPU that ran a kernel or a copy: of a copy from the host the one that it goes to, of
+    others the one that it comes from. None for a copy within the host's memory."""
     if agent is None:
         from_host = _FROM_HOST.search(str(name))
         agent = source if from_host is None else destination
@@ -211,7 +211,7 @@ def _joined(names: Iterable[Any]) -> str | None:
 # --- JSON ---
 
 _NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What reading a field raises where a JSON entry is not of the form that it should be."""
+"""Errors of reading a field where a JSON entry is not of the form that it should be."""
 _GPU = 2
 """The type of an agent in JSON."""
 
@@ -269,7 +269,7 @@ class _Json:
         return (entry for _, entry in json_stream.items(self._path, key, Problems(self._path)))
 
     def rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
-        """Of all lists under `key`; None where they are all empty."""
+        """The rows of all lists under `key`; None where they are all empty."""
         problems = Problems(self._path)
         entries = json_stream.items(self._path, key, problems, every=True)
         first = next(entries, None)

@@ -48,7 +48,7 @@ class Timeline:
     span_ns: float
     """From the first start to the last end."""
     busy_ns: float
-    """In which at least one of them ran: those that overlap count once."""
+    """Time in which at least one of them ran: those that overlap count once."""
     calls: int | None = field(default=None, metadata=NEWER)
     """Kernels and copies that this GPU ran."""
 
@@ -65,13 +65,13 @@ class Loading:
     """From the first step's start to the last one's end; without steps, from the first wait to the
     end of what came after the last batch."""
     wait_ns: float
-    """Of the span."""
+    """Part of the span that is spent waiting."""
     batches: int
     """At least 1."""
     in_thread: bool
     """Whether the thread makes the batches itself, for most of that time; else workers do."""
     gpu_idle_ns: float | None = None
-    """Of the wait; None where no GPU was traced."""
+    """Part of the wait in which the GPU idles; None where no GPU was traced."""
 
     @property
     def lost_ns(self) -> float:
@@ -89,14 +89,14 @@ class HostCall:
 
 @dataclass
 class KernelTable:
-    """What a profiler saw of a run.
+    """The part of a run that a profiler saw.
 
     `kernels` comes longest total first. Copies and memsets that the tool has are among them,
     under the category "copy".
     """
 
     path: Path
-    """What it was read from."""
+    """The file or folder that it was read from."""
     tool: str
     """The profiler, as its users call it: "torch.profiler", "rocprofv3", "ncu", "nsys", ..."""
     kernels: list[Kernel]
@@ -114,7 +114,7 @@ class KernelTable:
     loading: Loading | None = field(default=None, metadata=NEWER)
     """None where the tool does not see it, or no batch came from a DataLoader."""
     step_times: list[StepTime] = field(default_factory=list, metadata=NEWER)
-    """Of each step, where the tool has the start and end of what host and GPU did in it."""
+    """One entry a step, where the tool has the start and end of what host and GPU did in it."""
     warnings: list[str] = field(default_factory=list)
     """Sentences: what could not be read, what the figures leave out."""
 
@@ -127,7 +127,7 @@ class KernelTable:
         return sum(kernel.calls for kernel in self.kernels)
 
     def share(self, kernel: Kernel) -> float:
-        """Of the time of all kernels, from 0 to 1."""
+        """Share of the time of all kernels, from 0 to 1."""
         return kernel.total_ns / self.total_ns if self.total_ns else 0.0
 
     def category_ns(self) -> dict[str, float]:
@@ -144,7 +144,7 @@ Device = int | str | None
 
 @dataclass(slots=True)
 class _Load:
-    """What one device did for one process."""
+    """The work of one device for one process."""
 
     ns: float = 0.0
     intervals: list[tuple[float, float]] = field(default_factory=list)
@@ -219,7 +219,7 @@ class Sums:
         return device
 
     def timeline(self) -> Timeline | None:
-        """Of the busiest device; None where no starts were given."""
+        """The busiest device's; None where no starts were given."""
         _, load = self._busiest_load()
         return timeline(load.intervals)
 
