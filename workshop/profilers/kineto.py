@@ -359,20 +359,18 @@ def _correlation(arguments: dict) -> int:
 
 
 def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
-    index, busiest = trace.busiest()
     sums, launched = Sums(), []
-    for name, _, ns, correlation, moved, _ in chain.from_iterable(trace.devices.values()):
-        sums.add(name, ns, bytes=moved, category="copy" if name in trace.copies else None)
-        if correlation in trace.launches:
-            launched.append((trace.launches[correlation], ns))
+    for device, activities in trace.devices.items():
+        for name, start, ns, correlation, moved, _ in activities:
+            category = "copy" if name in trace.copies else None
+            sums.add(name, ns, start_ns=start, bytes=moved, category=category, device=device)
+            if correlation in trace.launches:
+                launched.append((trace.launches[correlation], ns))
     table = _table(path, trace, sums, launched)
-    table.device = device_names(path).get(index)
-    table.timeline = timeline((start, start + ns) for _, start, ns, *_ in busiest)
-    if len(trace.devices) > 1:
-        table.warnings.append(
-            f"{path}: the kernels of {len(trace.devices)} devices are added up; busy and idle time "
-            f"are those of device {index}, the busiest"
-        )
+    busiest = sums.busiest()
+    table.device = device_names(path).get(busiest) if isinstance(busiest, int) else None
+    table.timeline = sums.timeline()
+    table.warnings += [f"{path}: {warning}" for warning in sums.warnings()]
     orphans = table.launches - len(launched)
     if orphans and table.phases_ns:
         table.warnings.append(
