@@ -2,6 +2,7 @@
 broken ones."""
 
 import gzip
+import itertools
 import json
 import os
 import random
@@ -390,6 +391,57 @@ def test_a_text_cut_anywhere_gives_the_entries_before_the_cut(
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", 1000)
     path.write_text('{"key": [1, "' + "never closed " * 10_000)
     assert list(json_stream.items(path, "key", problems)) == [(1, 1)]
+
+
+BROKEN_EVENTS = {
+    "infinity": '{"ph": "X", "dur": 0, "args": {"bandwidth (GB/s)": inf, "grid": [1, 1]}}',
+    "nan": '{"ph": "X", "args": {"occupancy %": -nan}}',
+    "no value": '{"ph": "X", "args": {"In split size": , "x": 1}}',
+    "control character": '{"ph": "X", "name": "config.py(0): \x01\x0b", "dur": 3}',
+    "quotes": '{"ph": "X", "name": "make("inner", ["a"], {"b"})\n(1): <module>", "dur": 3}',
+    "one quote": '{"ph": "X", "name": "a"b", "args": {"x": 1}}',
+    "backslash": r'{"ph": "X", "name": "pkg\sub\__init__.py(12): _lazy", "dur": 3}',
+    "backslash at the end": r'{"ph": "X", "name": "pkg\", "dur": 3}',
+    "no end": '{"ph": "X", "args": {"a": {"b": 1}, "dur": 3',
+    "other key first": '{"name": "process_name", "ph": "M", "args": {"name": "C:\\python"}}',
+    "other objects in it": '{"ph": "X", "args": {"list": [{"a": inf}, {"b": [{"a": 1}]}]}}',
+}
+
+
+@pytest.mark.parametrize("block", [1, 17, 1 << 20])
+@pytest.mark.parametrize("broken", BROKEN_EVENTS.values(), ids=BROKEN_EVENTS)
+def test_what_follows_a_broken_entry_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, block: int
+) -> None:
+    """Wherever it is, in one line or in many; and where its list ends with it, so does the list."""
+    monkeypatch.setattr(json_stream, "_BLOCK", block)
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", block)
+    events = [json.dumps(kernel(f"k{i}", i, 1, i)) for i in range(3)]
+    others = [json.dumps(kernel(f"other{i}", i, 1, i)) for i in range(2)]
+    path = tmp_path / "broken.json"
+    for comma, place in itertools.product((", ", ",\n"), range(4)):
+        if place == 0 and "process_name" in broken:
+            continue  # nothing shows how the others begin
+        entries = [*events[:place], broken, *events[place:]]
+        lists = [f'"key": [{comma.join(one)}]' for one in (entries, others)]
+        path.write_text("{" + comma.join((lists[0], f'"empty": []{comma}{lists[1]}')) + "}")
+        problems = Problems(path)
+        found = list(json_stream.items(path, "key", problems, every=True))
+        assert [json.dumps(entry) for _, entry in found] == events + others
+        rows = [row for row, _ in found]
+        assert rows == [row for row in range(1, 7) if row != place + 1]
+        assert problems.warnings()[0].startswith(f"left out {path}, row {place + 1}: no JSON (")
+        assert problems.count == 1
+
+
+def test_entries_that_can_not_be_found_after_a_broken_one(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"key": [1, -inf, 3, {"a": 4}]}')
+    problems = Problems(path)
+    assert list(json_stream.items(path, "key", problems)) == [(1, 1)]
+    assert problems.warnings()[0].endswith(
+        "row 2: no JSON (Expecting value), nor any entry after it"
+    )
 
 
 # A million events.

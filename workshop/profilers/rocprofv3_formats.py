@@ -161,7 +161,7 @@ def _joined(names: Iterable[Any]) -> str | None:
 # --- JSON ---
 
 _NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What reading a field raises where a JSON entry is not of the form that it should be."""
+"""Errors of reading a field where a JSON entry is not of the form that it should be."""
 _GPU = 2
 """The type of an agent in JSON."""
 
@@ -205,17 +205,19 @@ class _Json:
         self._messages = self._names(
             "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
         )
-        self._operations = [
-            entry.get("operations") if isinstance(entry, dict) else None
-            for entry in self._first("buffer_records")
-        ]
+        kinds = json_stream.items(path, "buffer_records", Problems(path))
+        self._operations: dict[int, Any] = {
+            number - 1: entry.get("operations")
+            for number, entry in kinds
+            if isinstance(entry, dict)
+        }
 
     def _first(self, key: str) -> Iterator[Any]:
         """The entries of the first list under `key`."""
         return (entry for _, entry in json_stream.items(self._path, key, Problems(self._path)))
 
     def rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
-        """Of all lists under `key`; None where they are all empty."""
+        """The rows of all lists under `key`; None where they are all empty."""
         problems = Problems(self._path)
         entries = json_stream.items(self._path, key, problems, every=True)
         first = next(entries, None)
