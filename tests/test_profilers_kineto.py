@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, kineto, reading
+from workshop.profilers import json_stream, kineto, reading, timeline
+from workshop.profilers.advisor import advise
 from workshop.profilers.reading import Problems
 from workshop.profilers.table import KernelTable
 
 H200 = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
 MAIN, AUTOGRAD = 770, 806
 """Threads of the host."""
-
+SECOND, DAY = 1e6, 24 * 3600e6
 
 CATEGORIES_OF_2022 = {
     "kernel": "Kernel",
@@ -180,6 +181,29 @@ def test_a_trace_of_2022_reads_as_todays(tmp_path: Path) -> None:
     assert read(tmp_path, *trace["traceEvents"]) == today and today.phases_ns and today.launches
 
 
+MI300X, RADEON = "AMD Instinct MI300X", "AMD Radeon Graphics"
+
+
+@pytest.mark.parametrize(
+    ("listed", "device", "name"),
+    [
+        (["H100", "A100"], 1, "A100"),
+        (["H100", "A100"], 2, None),
+        # Those of AMD are numbered after the host's sockets.
+        ([MI300X], 2, MI300X),
+        ([MI300X] * 4, 2, MI300X),
+        ([MI300X, MI300X, RADEON], 2, None),
+    ],
+)
+def test_a_device_has_its_own_name_or_none(
+    tmp_path: Path, listed: list[str], device: int, name: str | None
+) -> None:
+    properties = [{"id": index, "name": name} for index, name in enumerate(listed)]
+    path = write(tmp_path, [kernel("k", 0, 10, 1, device=device)], deviceProperties=properties)
+    assert kineto.read(path).device == name
+    assert kineto.device_name(timeline.read(path).devices, device) == name
+
+
 def test_several_devices(tmp_path: Path) -> None:
     table = read(
         tmp_path,
@@ -208,6 +232,8 @@ def test_an_amd_trace(tmp_path: Path) -> None:
         event("gpu_memcpy", "Memcpy HtoD (Host -> Device)", ts + 50, 2, device=2, bytes=4096),
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", ts + 52, 2, device=2, bytes=4096),
         event("gpu_memset", "Memset (Device)", ts + 54, 1, device=2),
+        event("gpu_memcpy", "CopyHostToHost", ts + 55, 1, device=2),
+        event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", ts + 56, 2, device=2, bytes=4096),
     ]
     path = tmp_path / "rank0.pt.trace.json"
     path.write_text("\n " + json.dumps(events, indent=1))
@@ -216,15 +242,30 @@ def test_an_amd_trace(tmp_path: Path) -> None:
     first = table.kernels[0]
     assert (first.name, first.category, first.calls, first.total_ns) == (gemm, "GEMM", 2, 16e3)
     assert (first.min_ns, first.max_ns, first.bytes) == (7e3, 9e3, None)
-    copies = {kernel.name: kernel.bytes for kernel in table.kernels if kernel.category == "copy"}
+    copies = {kernel.name: (kernel.category, kernel.bytes) for kernel in table.kernels[1:]}
     assert copies == {
-        "Memcpy HtoD (Host -> Device)": 4096,
-        "Memcpy DtoD (Device -> Device)": 8192,
-        "Memset (Device)": None,
+        "Memcpy HtoD (Host -> Device)": ("copy", 4096),
+        "Memcpy DtoD (Device -> Device)": ("copy", 8192),
+        "Memset (Device)": ("copy", None),
+        "CopyHostToHost": ("copy", None),
+        "Memcpy PtoP (Device -> Device)": ("communication", 4096),
+    }
+    drawn = timeline.read(path).slices([timeline.KERNELS])
+    assert {(one.name, one.category) for one in drawn} == {
+        (kernel.name, kernel.category) for kernel in table.kernels
     }
     assert table.phases_ns == {"forward": 9e3}
     assert list(table.host_calls) == ["hipLaunchKernel", "hipExtModuleLaunchKernel"]
-    assert table.timeline is not None and table.timeline.span_ns == 35e3
+    assert table.timeline is not None and table.timeline.span_ns == 38e3
+
+
+def test_copies_between_gpus_can_bound_a_run(tmp_path: Path) -> None:
+    name = "Memcpy PtoP (Device -> Device)"
+    copies = [event("gpu_memcpy", name, 20 * i, 11, bytes=1e6, device=0) for i in range(200)]
+    table = read(tmp_path, *copies, *(kernel("gemm", 20 * i + 11, 9, i) for i in range(200)))
+    assert table.category_ns() == {"communication": 2.2e6, "GEMM": 1.8e6}
+    found = [advice.finding for advice in advise(table)]
+    assert "communication-bound" in found and "copy" not in found
 
 
 def test_the_h200s_phases_are_known_without_the_workshops_marks(tmp_path: Path) -> None:
@@ -244,7 +285,7 @@ def test_the_h200s_phases_are_known_without_the_workshops_marks(tmp_path: Path) 
 
 
 def profiled_training(steps: int) -> profile:
-    """Of a tiny model, on the CPU."""
+    """The profile of a tiny model on the CPU."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -308,7 +349,7 @@ def test_own_times_count_every_instant_once(operators, tmp_path_factory) -> None
     for thread in (1, 2):
         for instant in range(50):
             running = [
-                # Of those that start together the longest calls the others; of equals the first.
+                # The longest of those that start together calls the others; the first of equals.
                 (ts, -dur, index, name)
                 for index, (ts, dur, name, tid) in enumerate(operators)
                 if tid == thread and ts <= instant < ts + dur
@@ -332,31 +373,58 @@ def test_a_folders_newest_trace(tmp_path: Path) -> None:
     assert table.warnings == [f"{tmp_path} has 2 traces; this is the newest, a.pt.trace.json"]
 
 
-# What is broken.
+# Broken events and files.
 
 
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
-        ("text", "row 2: a str is no event"),
-        (kernel("k", 1, -1, 1), "row 2: its duration (dur): -1 is no duration"),
-        (kernel("k", 1, float("nan"), 1), "row 2: its duration (dur): nan is no finite number"),
-        (kernel("k", 1, 10**400, 1), "row 2: its duration (dur)"),
-        (kernel("k", 1, 10**18, 1), "row 2: its duration (dur)"),
-        (kernel("k", None, 1, 1), "row 2: its start (ts): None is no number"),
-        (kernel("k", -1e300, 1, 1), "row 2: its start (ts): -1e+300 is years from the first"),
-        (kernel(17, 1, 1, 1), "row 2: it has no name"),
-        ({"ph": "X", "cat": "kernel", "name": "k", "ts": 1}, "row 2: its duration (dur): None"),
-        (
-            {"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 1, "dur": []},
-            "row 2: its",
-        ),
+        ("text", "a str is no event"),
+        (kernel("k", 1, -1, 1), "its duration (dur): -1 is no duration"),
+        (kernel("k", 1, float("nan"), 1), "its duration (dur): nan is no finite number"),
+        (kernel("k", 1, 10**400, 1), "its duration (dur)"),
+        (kernel("k", 1, 10**18, 1), "its duration (dur)"),
+        (kernel("k", 1, 8 * DAY, 1), "its duration (dur): 691,200 s are more than a week"),
+        (kernel("k", None, 1, 1), "its start (ts): None is no number"),
+        (kernel("k", -1e300, 1, 1), "its start (ts): -1e+300 is years from the others"),
+        (kernel("k", -1.7e15, 1, 1), "its start (ts): -1.7e+15 is years from the others"),
+        (kernel(17, 1, 1, 1), "it has no name"),
+        ({"ph": "X", "cat": "kernel", "name": "k", "ts": 1}, "its duration (dur): None"),
+        ({"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 1, "dur": []}, "its"),
     ],
 )
 def test_an_event_that_makes_no_sense_is_left_out(tmp_path: Path, broken, what: str) -> None:
-    table = read(tmp_path, kernel("good", 0, 1, 1), broken, kernel("good", 5, 1, 2))
-    assert [(row.name, row.calls) for row in table.kernels] == [("good", 2)]
-    assert what in table.warnings[0] and len(table.warnings) == 1
+    """Wherever it is in the file."""
+    for place in range(3):
+        events = [kernel("good", 0, 1, 1), kernel("good", 5, 1, 2)]
+        events.insert(place, broken)
+        table = read(tmp_path, *events)
+        assert [(row.name, row.calls) for row in table.kernels] == [("good", 2)]
+        assert f"row {place + 1}: {what}" in table.warnings[0] and len(table.warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "seconds", "is_left_out"),
+    [
+        ([], 3600, False),
+        ([launch(0, 1)], 9, False),
+        ([launch(0, 1)], 11, True),
+        ([launch(0, 1), mark("forward", 5, 3590 * SECOND)], 3600, True),
+        ([launch(0, 1), launch(3600 * SECOND, 0, name="cudaDeviceSynchronize")], 3600, False),
+        ([launch(0, 1), event("Trace", "PyTorch Profiler (0)", 0, 3601 * SECOND)], 3600, False),
+    ],
+)
+def test_a_kernel_that_outlasts_all_that_the_host_did_is_left_out(
+    tmp_path: Path, host: list, seconds: int, is_left_out: bool
+) -> None:
+    long = kernel("long", 20, seconds * SECOND, 1)
+    path = write(tmp_path, [kernel("good", 10, 1, 1), long, *host])
+    table, drawn = kineto.read(path), timeline.read(path)
+    names = ["good"] if is_left_out else ["good", "long"]
+    assert sorted(row.name for row in table.kernels) == names
+    assert [one.name for one in drawn.slices([timeline.KERNELS])] == names
+    assert table.warnings == drawn.warnings and len(table.warnings) == is_left_out
+    assert not is_left_out or f"row 2: its duration (dur): {seconds:,} s" in table.warnings[0]
 
 
 @pytest.mark.parametrize("in_one_line", [False, True])
