@@ -384,7 +384,7 @@ def test_a_folders_newest_trace(tmp_path: Path) -> None:
         (kernel("k", 1, float("nan"), 1), "its duration (dur): nan is no finite number"),
         (kernel("k", 1, 10**400, 1), "its duration (dur)"),
         (kernel("k", 1, 10**18, 1), "its duration (dur)"),
-        (kernel("k", 1, 8 * DAY, 1), "its duration (dur): 691,200 s are more than a week"),
+        (kernel("k", 1, 8 * DAY, 1), "its duration (dur): 691,200 s, more than a week"),
         (kernel("k", None, 1, 1), "its start (ts): None is no number"),
         (kernel("k", -1e300, 1, 1), "its start (ts): -1e+300 is years from the others"),
         (kernel("k", -1.7e15, 1, 1), "its start (ts): -1.7e+15 is years from the others"),

@@ -175,7 +175,7 @@ def read_events(path: Path, reader: Reader) -> Problems:
         except (NoNumber, NoEvent) as error:
             problems.add(row, str(error))
     if late:
-        reader.clock.longest_ns = max(_UNSEEN_NS, _host_ns(path, reader.clock))
+        reader.clock.longest_ns = min(max(_UNSEEN_NS, _host_ns(path, reader.clock)), _WEEK_NS)
     for row, event in late:
         with problems.noted(row):
             reader.add(event)
@@ -272,10 +272,12 @@ class Clock:
             duration = nanoseconds(event.get("dur"), _NS_PER_US)
         except NoNumber as error:
             raise NoNumber(f"its duration (dur): {error}") from None
-        if duration > _WEEK_NS:
-            raise NoNumber(f"its duration (dur): {duration / 1e9:,.0f} s are more than a week")
-        if duration > self.longest_ns and category(event) in ON_GPU:
-            raise TooLong(f"its duration (dur): {duration / 1e9:,.0f} s, more than the host's part")
+        if duration > self.longest_ns:
+            seconds = f"its duration (dur): {duration / 1e9:,.0f} s"
+            if duration > _WEEK_NS:
+                raise NoNumber(f"{seconds}, more than a week")
+            if category(event) in ON_GPU:
+                raise TooLong(f"{seconds}, longer than all that the host did")
         start = (start_us - self._origin_us) * _NS_PER_US
         if abs(start) > MOST_NS:
             raise NoNumber(f"its start (ts): {start_us:g} is years from the others'")
