@@ -10,11 +10,11 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, filterfalse, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
 from workshop.profilers import json_stream, reading, step_time
@@ -140,21 +140,12 @@ def read_communication(path: Path) -> list[step_time.Communication]:
 def _read(path: Path) -> tuple["_Trace", Problems]:
     """A trace, and the events that make no sense."""
     trace = _Trace()
-    problems = read_events(path, trace)
-    return trace, problems
+    return trace, read_events(path, trace.clock, trace.add)
 
 
-class Reader(Protocol):
-    """Takes a trace event by event, with the times that its clock reads."""
-
-    clock: "Clock"
-
-    def add(self, event: Any) -> None: ...
-
-
-def read_events(path: Path, reader: Reader) -> Problems:
-    """Gives every event of a trace to a reader; returns those that make no sense. A kernel that
-    takes longer than all that the host did, if that is in the trace, is one of them.
+def read_events(path: Path, clock: "Clock", add: Callable[[Any], None]) -> Problems:
+    """Gives every event of a trace to `add`, which reads its times from the clock; returns those
+    that make no sense. A kernel that outlasts all that the host did in the trace is one of them.
 
     Raises:
         WorkshopError: the file can't be read, or has no events.
@@ -166,19 +157,19 @@ def read_events(path: Path, reader: Reader) -> Problems:
         raise WorkshopError(
             f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
         )
-    reader.clock.set_origin(event for _, event in first)
+    clock.set_origin(event for _, event in first)
     for row, event in chain(first, events):
         try:
-            reader.add(event)
+            add(event)
         except TooLong:
             late.append((row, event))
         except (NoNumber, NoEvent) as error:
             problems.add(row, str(error))
     if late:
-        reader.clock.longest_ns = min(max(_UNSEEN_NS, _host_ns(path, reader.clock)), _WEEK_NS)
+        clock.longest_ns = min(max(_UNSEEN_NS, _host_ns(path, clock)), _WEEK_NS)
     for row, event in late:
         with problems.noted(row):
-            reader.add(event)
+            add(event)
     return problems
 
 

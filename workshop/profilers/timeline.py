@@ -181,7 +181,7 @@ def read(path: Path) -> Trace:
     if not kineto.recognises_json(reading.head(path)):
         raise WorkshopError(f"{path}: no trace of torch.profiler, the only one that can be drawn")
     trace = Trace(path, warnings=others)
-    problems = kineto.read_events(path, trace)
+    problems = kineto.read_events(path, trace.clock, trace.add)
     if not trace.tracks:
         raise problems.error("ranges, operators or kernels")
     trace.devices = kineto.device_names(path)
