@@ -1,6 +1,7 @@
 """Files of every profiler that are empty, cut off or full of junk: one line says what is wrong, or
 the valid part is read."""
 
+import copy
 import gzip
 import json
 import math
@@ -105,6 +106,26 @@ def test_any_bytes_give_a_sane_table_or_one_line(
         check_refused_or_sane(load.load, valid / tool)
     finally:
         path.write_bytes(whole)
+
+
+# --- one entry -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["kernel_dispatch", "hip_api", "marker_api", "memory_copy"])
+def test_a_broken_record_loses_no_other(key: str, tmp_path: Path) -> None:
+    """Wherever it is in its list, after which other lists hold records of the same form."""
+    path = tmp_path / "results.json"
+    path.write_text(amd.json_text(amd.JSON_STEP))
+    whole = rocprofv3.read(path)
+    for place in range(1 + len(amd.JSON_STEP["buffer_records"][key])):
+        process = copy.deepcopy(amd.JSON_STEP)
+        process["buffer_records"][key].insert(place, {"size": "broken"})
+        process["strings"]["buffer_records"][0] = {"kind": "broken"}
+        process["kernel_symbols"][0] = {"kernel_id": "broken"}
+        path.write_text(amd.json_text(process).replace('"broken"', "-nan"))
+        table = rocprofv3.read(path)
+        assert "no JSON (Expecting value)" in table.warnings.pop()
+        assert table == whole
 
 
 # --- one line ------------------------------------------------------------------------------------

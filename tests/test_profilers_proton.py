@@ -193,7 +193,13 @@ def test_scopes_bytes_and_operations(read) -> None:
         leaf("between", 1, 5),
         count=2,
     )
-    table = read(step, node("__proton_launch_metadata", leaf("torch_sum", 9, 900)))
+    proton_launches = [leaf("torch_sum", 9, 900)]
+    table = read(
+        step,
+        node("__proton_launch_metadata", *proton_launches),
+        node("__proton_launch_metadata:gemm", *proton_launches),
+        leaf("<metric>", 9, 900),
+    )
     assert table.phases_ns == {"forward": 110, "backward": 210, "optimizer": 30}
     assert (table.steps, table.total_ns) == (2, 355)
     assert table.device == "HIP, architecture gfx942, 304 compute units"

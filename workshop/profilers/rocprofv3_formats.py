@@ -259,10 +259,12 @@ class _Json:
         self._messages = self._names(
             "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
         )
-        self._operations = [
-            entry.get("operations") if isinstance(entry, dict) else None
-            for entry in self._first("buffer_records")
-        ]
+        kinds = json_stream.items(path, "buffer_records", Problems(path))
+        self._operations: dict[int, Any] = {
+            number - 1: entry.get("operations")
+            for number, entry in kinds
+            if isinstance(entry, dict)
+        }
 
     def _first(self, key: str) -> Iterator[Any]:
         """The entries of the first list under `key`."""
