@@ -1,5 +1,6 @@
 """The sheets: which exercises there are, what their heads say, their hints."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,9 @@ def read_all(root: Path = ROOT) -> tuple[list[Sheet], list[str]]:
             sheets.append(read(folder))
         except WorkshopError as error:
             problems.append(str(error))
+    for first, second in itertools.pairwise(sorted(sheets, key=lambda one: one.name)):
+        if first.name == second.name:
+            problems.append(f"{first.folder} and {second.folder}: two exercises of one name")
     return sorted(sheets, key=_place), problems
 
 
