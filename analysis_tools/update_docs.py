@@ -66,7 +66,7 @@ PREDICTIONS, FLOAT8 = "predictions", "float8"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
-"""What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
+"""The profiles that the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
 HOT_KERNELS = 6
 FULL_REPORT = REFERENCE / "report.md"
 INTRODUCTION = """Written by `make docs` from the result files in this folder, which hold every
@@ -168,7 +168,7 @@ def with_parts(document: Path, parts: Mapping[str, str]) -> str:
 
 
 def _split(text: str, part: str, document: Path) -> tuple[str, str, str]:
-    """What is before, between and after a part's markers."""
+    """The text before, between and after a part's markers."""
     begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         name = document.relative_to(ROOT)

@@ -135,7 +135,7 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_max[:, None])
-        # What has been gathered so far was weighted against the old maximum.
+        # The sums so far were weighted against the old maximum.
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]

@@ -71,7 +71,7 @@ BENCH = "python torch_tensor_ops_bench.py --run-predefined"
 def parts(
     runs: Iterable[LabRun], benches: Iterable[Bench], old_techniques: str
 ) -> dict[Path, dict[str, str]]:
-    """What goes between the markers of the documents.
+    """The text between the markers of the documents.
 
     Args:
         runs: of any labs.
@@ -254,7 +254,7 @@ def _changes(groups: Groups) -> str:
 
 
 def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:
-    """Of each device and change of the ladders: the gain over the rung before, by batch."""
+    """For each device and change of the ladders, the gain over the rung before, by batch."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for batch, (subject, _) in LADDERS.items():
         for rows in groups.get(subject, ()):

@@ -14,7 +14,7 @@ _ACTIVE = re.compile(
     r"|(?<=\w):(?=//)|(?<=www)\.",
     re.IGNORECASE,
 )
-"""What Markdown, GitHub's included, takes for markup inside of a line."""
+"""Characters that Markdown, GitHub's included, takes for markup inside of a line."""
 _OPENING = re.compile(r"^(?:\d+(?=[.)])|(?=[-+=#]))")
 """The start of a line that Markdown takes for a list's item or a heading."""
 
@@ -53,7 +53,7 @@ def table(
 
 
 def fill_last_column(block: str, cell: Callable[[str], str | None]) -> str:
-    """The table in a block of text, empty where there is none; the last cell of each row is what
+    """The table in a block of text, empty without one; the last cell of each row is what
     `cell` gives for the row, or stays."""
     lines = [line for line in block.splitlines() if line.startswith("|")]
     for i, row in enumerate(lines[2:], start=2):
