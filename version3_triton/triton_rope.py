@@ -65,11 +65,12 @@ def _rotate(
     HALF: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Rotates the rows t of one head, pair (x[d], x[d + D/2]) by pair."""
-    source = x + t[:, None] * stride_xt + d[None, :]
+    t = t[:, None].to(tl.int64)
+    source = x + t * stride_xt + d[None, :]
     x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
-    target = y + t[:, None] * stride_yt + d[None, :]
+    target = y + t * stride_yt + d[None, :]
     tl.store(target, y1.to(y.dtype.element_ty), mask=inside)
     tl.store(target + HALF, y2.to(y.dtype.element_ty), mask=inside)
 
@@ -86,7 +87,7 @@ def _rope_kernel(
     """A tile of tokens of BLOCK_H heads, which share its angles. The heads are those of q, then
     those of k. A program writes what it alone has read: an output may be its input."""
     begin_early()
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     b = tl.program_id(2)
     inside = (t[:, None] < T) & (d[None, :] < HALF)

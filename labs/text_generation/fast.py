@@ -89,8 +89,8 @@ def operations(kernels: bool) -> ModuleType:
 
 
 def padding_mask(pads: Tensor, length: int) -> Tensor:
-    """The tokens that each token of the prompts may see (B, 1, T, T). A padding token sees itself: a
-    row that sees nothing would be NaN."""
+    """The tokens that each token of the prompts may see (B, 1, T, T). A padding token sees itself:
+    a row that sees nothing would be NaN."""
     places = torch.arange(length, device=pads.device)
     real = (places >= pads[:, None])[:, None, None]
     return (real | torch.eye(length, dtype=torch.bool, device=pads.device)).tril()
@@ -111,8 +111,8 @@ def attend_prompts(q: Tensor, cache: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Session:
-    """The tensors that a step reads and writes, at fixed addresses, for one batch size and one cache
-    size."""
+    """The tensors that a step reads and writes, at fixed addresses, for one batch size and one
+    cache size."""
 
     def __init__(self, model: "FastLlama", batch: int, slots: int, sampled: bool) -> None:
         config, device = model.config, model.device
