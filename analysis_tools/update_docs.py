@@ -32,6 +32,7 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
+from workshop.compare.markdown import fill_last_column  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
 from workshop.compare.rows import (  # noqa: E402
     Row,
@@ -65,7 +66,7 @@ PREDICTIONS, FLOAT8 = "predictions", "float8"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
-"""What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
+"""The profiles that the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
 HOT_KERNELS = 6
 FULL_REPORT = REFERENCE / "report.md"
 INTRODUCTION = """Written by `make docs` from the result files in this folder, which hold every
@@ -167,7 +168,7 @@ def with_parts(document: Path, parts: Mapping[str, str]) -> str:
 
 
 def _split(text: str, part: str, document: Path) -> tuple[str, str, str]:
-    """What is before, between and after a part's markers."""
+    """The text before, between and after a part's markers."""
     begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         name = document.relative_to(ROOT)
@@ -336,14 +337,13 @@ def _startup(rows: list[Row]) -> str:
 
 def _ideas(document: Path, version: str, falls: Sequence[Waterfall]) -> str:
     """The table of a version's README, its last column filled in: what each idea gained in the
-    waterfalls, found by the flag in its line that switches it off."""
+    waterfalls, found by the flag in its line that switches it off. Empty without a table."""
     _, old, _ = _split(_read(document), IDEAS, document)
-    header, line, *rows = [row for row in old.splitlines() if row.startswith("|")]
-    filled = [f"{row.rsplit(' | ', 1)[0]} | {_gains(row, version, falls)} |" for row in rows]
+    filled = fill_last_column(old, lambda row: _gains(row, version, falls))
     places = dict.fromkeys(f"{one.precision}, {one.device}" for one in falls)
     where = "; ".join(places)
     note = f"Measured: times as fast as without it, {where}; ~1: no significant difference."
-    return "\n".join([header, line, *filled, "", note])
+    return f"{filled}\n\n{note}" if filled else ""
 
 
 def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-from triton_rope import load_angles, turn
+from triton_rope import head_of, load_angles, turn
 
 HEAD_SIZES = (32, 64, 128)
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x log2(e)), and exp2 is what the hardware has
@@ -58,7 +58,7 @@ def _load_tile(
         tile = x.load([b, h, first, 0]).reshape(ROWS, D)
     else:
         t = first + tl.arange(0, ROWS)
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        base = head_of(x, stride_b, stride_h, b, h)
         offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
         tile = tl.load(base + offsets, mask=t[:, None] < T, other=0.0)
     return tile
@@ -70,7 +70,7 @@ def _store_tile(
 ):
     """Writes the rows of a tile that lie below T."""
     t = first + tl.arange(0, ROWS)
-    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    base = head_of(x, stride_b, stride_h, b, h)
     offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
     tl.store(base + offsets, tile.to(x.dtype.element_ty), mask=t[:, None] < T)
 
@@ -92,7 +92,7 @@ def _store_gradient(
         )
         x1, x2 = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
         y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, True)
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        base = head_of(x, stride_b, stride_h, b, h)
         target = base + t[:, None] * stride_t + d[None, :]
         tl.store(target, y1.to(x.dtype.element_ty), mask=inside)
         tl.store(target + HALF, y2.to(x.dtype.element_ty), mask=inside)
@@ -135,7 +135,7 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_max[:, None])
-        # What has been gathered so far was weighted against the old maximum.
+        # The sums so far were weighted against the old maximum.
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
@@ -553,7 +553,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        if dout.stride(-1) != 1:
+        if dout.stride(-1) != 1 or dout.shape[2] * dout.stride(2) > MAX_OFFSET:
             dout = dout.contiguous()
         gradients = flash_attention_backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale)
         return *gradients, None, None
@@ -606,7 +606,8 @@ def flash_attention(
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that
-            the kernels do not have; a stride in the last dimension; scale <= 0.
+            the kernels do not have; a stride in the last dimension; tokens of q, k, v or the
+            result more than MAX_OFFSET numbers apart; scale <= 0.
     """
     check("flash_attention", q=q, k=k, v=v)
     check_shape("flash_attention", "q", q, "B", "H", "T", "D")
@@ -623,7 +624,7 @@ def flash_attention(
         check_dtypes("flash_attention", q=q, k=k, v=v)
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError("flash_attention: the last dimension of q, k and v must be contiguous")
-    if any(T * x.stride(2) > MAX_OFFSET for x in (q, k, v)):
+    if T * max(H * D, *(x.stride(2) for x in (q, k, v))) > MAX_OFFSET:
         raise ValueError(f"flash_attention: {T} tokens lie more than {MAX_OFFSET} numbers apart")
     scale = D**-0.5 if scale is None else float(scale)
     if not scale > 0:

@@ -12,7 +12,7 @@ from labs.inference_benchmark import studies
 from labs.inference_benchmark.request import LAB
 from workshop import labs
 from workshop.compare import lab_table, tables
-from workshop.compare.markdown import code, escape
+from workshop.compare.markdown import code, escape, fill_last_column
 from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
@@ -71,7 +71,7 @@ BENCH = "python torch_tensor_ops_bench.py --run-predefined"
 def parts(
     runs: Iterable[LabRun], benches: Iterable[Bench], old_techniques: str
 ) -> dict[Path, dict[str, str]]:
-    """What goes between the markers of the documents.
+    """The text between the markers of the documents.
 
     Args:
         runs: of any labs.
@@ -256,7 +256,7 @@ def _changes(groups: Groups) -> str:
 
 
 def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:
-    """Of each device and change of the ladders: the gain over the rung before, by batch."""
+    """For each device and change of the ladders, the gain over the rung before, by batch."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for batch, (subject, _) in LADDERS.items():
         for rows in groups.get(subject, ()):
@@ -269,15 +269,12 @@ def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:
 def _techniques(groups: Groups, old: str) -> str:
     """The table with its last column filled in: what was measured, and the command."""
     wins = _cells(groups)
-    header, line, *rows = [row for row in old.splitlines() if row.startswith("|")]
-    names = [row.split(" | ")[0].removeprefix("| ") for row in rows]
-    if missing := sorted(wins.keys() - set(names)):
-        raise WorkshopError(f"{CHECKLIST.name}: no technique {missing[0]!r} in its table")
-    filled = [
-        f"{row.rsplit(' | ', 1)[0]} | {wins[name]} |" if name in wins else row
-        for name, row in zip(names, rows, strict=True)
-    ]
-    return "\n".join([header, line, *filled])
+    filled = fill_last_column(
+        old, lambda row: wins.pop(row.split(" | ")[0].removeprefix("| "), None)
+    )
+    if wins:
+        raise WorkshopError(f"{CHECKLIST.name}: no technique {min(wins)!r} in its table")
+    return filled
 
 
 def _cells(groups: Groups) -> dict[str, str]:
