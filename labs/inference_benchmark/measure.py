@@ -22,6 +22,7 @@ from labs.inference_benchmark.modes import (
     prepare,
 )
 from workshop.labs import LabRun
+from workshop.profilers.table import STEP
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
 from workshop.run.precision import set_arithmetic, untuned
@@ -59,6 +60,8 @@ class Bench:
     """fp32."""
     counts: counts.Counts
     run: LabRun
+    range_: Range = nullcontext
+    """Around each timed iteration."""
     iteration: Iteration = lambda index: None
 
 
@@ -183,7 +186,7 @@ def measure_inference(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _timed(inference, device, iterations, measured)
+    _timed(inference, device, iterations, measured, bench.range_)
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
     timed = inference.timed_samples(done)  # before another iteration takes the place of one
@@ -222,7 +225,7 @@ def measure_training(
     }
     count_peak_anew(device)
     before = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
-    _timed(iteration, device, iterations, measured)
+    _timed(iteration, device, iterations, measured, bench.range_)
     after = (parameter.detach().cpu() for parameter in model.parameters())
     stayed = list(map(torch.equal, before, after))
     measured.losses = [float(loss) for loss in losses]
@@ -293,14 +296,21 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
             iterate()
 
 
-def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
+def _timed(
+    iteration: Iteration,
+    device: torch.device,
+    count: int,
+    measured: Measured,
+    range_: Range = nullcontext,
+) -> None:
     """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
     is complete."""
     clock = StepClock(device)
     clock.mark()
     try:
         for index in range(count):
-            iteration(index)
+            with range_(STEP):
+                iteration(index)
             clock.mark()
     except KeyboardInterrupt:
         measured.interrupted = True

@@ -117,7 +117,7 @@ def newest(runs: Sequence[LabRun], what: str, flags: str) -> LabRun:
 
 def with_flag(flag: str) -> Callable[[LabRun], bool]:
     """Whether a run's command had a flag, with its value if one is given: "--iterations 5"."""
-    return lambda run: f" {flag} " in f" {' '.join(run.command)} ".replace("_", "-")
+    return lambda run: f" {flag} " in f" {' '.join(run.command)} "
 
 
 def text_option(run: LabRun, name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
@@ -26,10 +27,6 @@ ALL = "all"
 """As a name: each of the benchmark's networks."""
 Flags = tuple[str, ...]
 """Of the program, for one variant."""
-_OF_ONE_RUN = (
-    *("autograd_profiler", "kineto", "flops_prof_step"),
-    *("distributed_dataparallel", "dataparallel", "peer"),
-)
 _OF_A_VARIANT = (
     *("precision", "amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
     *("cuda_graph", "export"),
@@ -41,7 +38,8 @@ FREE_SHARE = 0.9
 def run(arguments: argparse.Namespace) -> int:
     """Does the study that was asked for; its exit status."""
     _refuse(arguments)
-    device = hardware.get_device(arguments.device)
+    device = groups.device_of(groups.find(arguments), arguments.device)
+    arguments.device = str(device)  # for the processes of the study
     if arguments.network == ALL:
         arguments.study = "all networks"
         errors.require("rich")
@@ -64,10 +62,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise WorkshopError(
             "--network all, --compare, --ladder, --find-max-batch: one at a time, and no torchrun"
         )
-    for name in _OF_ONE_RUN:
-        if getattr(arguments, name):
-            flag = name if name.startswith("d") else name.replace("_", "-")
-            raise WorkshopError(f"--{flag} is for a single run: leave it out of a study")
+    for flag in request.of_single_run(arguments):
+        raise WorkshopError(f"{flag} is for a single run: leave it out of a study")
     if everything or arguments.ladder:
         if arguments.mode == "training":
             raise WorkshopError("--network all and --ladder are for --mode inference")
