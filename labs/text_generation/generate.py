@@ -49,7 +49,7 @@ class Run:
 def run(arguments: argparse.Namespace) -> int:
     """Generates; the exit status."""
     request.check(arguments)
-    rank = int(os.environ.get("LOCAL_RANK", arguments.local_rank or 0))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank and arguments.device in ("auto", "cuda") and torch.cuda.is_available():
         arguments.device = f"cuda:{rank}"
     device = hardware.get_device(arguments.device)

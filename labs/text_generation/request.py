@@ -97,7 +97,7 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     add("--copy-gbs", type=float, help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 
 
