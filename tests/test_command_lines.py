@@ -155,7 +155,7 @@ NEEDS = {
         "target": ["out"],
     },
 }
-"""What a program or its subcommand can't do without, by argument."""
+"""The flags that a program or its subcommand can't do without, by argument."""
 FORCED = ["--baseline", "baseline.json", "--device", "cpu", "--force"]
 INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
@@ -276,7 +276,7 @@ def flag_of(action: argparse.Action) -> list[str]:
 
 
 def needed(command: str, parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """What a command line needs beside one of its arguments."""
+    """The words that a command line needs with one of its arguments."""
     instead = INSTEAD.get((command, name_of(action)))
     if instead is not None:
         return instead
@@ -342,7 +342,7 @@ def test_what_is_typed_wrong_is_refused_in_a_line(
 
 
 def complaint(status: object, lines: list[str], name: str, value: str) -> str | None:
-    """What is wrong with the end of a program that was typed wrong."""
+    """The fault in the end of a program that was typed wrong; None if there is none."""
     if status not in (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE):
         return f"ended with {status}"
     if len(lines) != 1 or "error: " not in lines[0]:

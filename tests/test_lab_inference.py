@@ -310,7 +310,7 @@ def test_training_that_does_other_work_is_red(
 
 
 def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its backward pass nothing is left but a few gradients."""
+    """Leaves nothing of the backward pass but a few gradients."""
     one, steps = bench(Variant(), training=True), itertools.count()
     true_step = modes.Training.step
 
@@ -631,7 +631,7 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], size: int) -> str:
-    """What the summary of a run says, of a group of this size."""
+    """The summary of a run of a group of this size."""
     one = bench(Variant())
     one.run.proof = results.Parity(status="pass")
     one.run.memory_mb, one.run.metrics["flop_per_byte"] = {"peak": 1e3}, 1.0

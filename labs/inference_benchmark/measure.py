@@ -31,7 +31,7 @@ from workshop.run.timing import StepClock
 BATCHES = 2
 """Different batches of images, which take turns: each iteration reads a new one."""
 KEPT_BYTES = 256e6
-"""Of logits that are kept of the timed iterations."""
+"""Most logits of the timed iterations that are kept."""
 PLAIN_ITERATIONS = 5
 Notify = Callable[[str], object]
 Iteration = Callable[[int], object]
@@ -40,13 +40,12 @@ WaitTurn = Callable[[], object]
 
 @dataclass
 class Measured:
-    """What one process measured. Times in ms."""
+    """Measurements of one process. Times in ms."""
 
     warmup_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of the warm-up iterations, then of the timed ones; of a timed one whose logits were not kept
-    NaN."""
+    """Warm-up iterations first, then timed ones; NaN for one whose logits were not kept."""
     interrupted: bool = False
 
 
@@ -128,7 +127,7 @@ class Inference:
         return self.weights_bytes + memory.tensor_bytes([*self._batches, self._input, *self._kept])
 
     def losses(self, done: int) -> list[float]:
-        """Of each iteration whose logits are kept, else NaN."""
+        """The loss of each iteration whose logits are kept; NaN for the others."""
         found = [math.nan] * done
         for index in range(max(0, done - self._ring), done):
             output = self._kept[index % self._ring].detach().cpu().float()
@@ -149,7 +148,7 @@ class Inference:
 
 
 def sample_of(bench: Bench) -> Tensor:
-    """Which images of each batch are compared."""
+    """The images of each batch that are compared."""
     return proof.sample_of(bench.setting.batch_size, bench.setting.seed)
 
 

@@ -1,4 +1,4 @@
-"""What profilers see of a run: after the timed iterations, which they would slow."""
+"""Profilers of a run, after the timed iterations, which they would slow."""
 
 import contextlib
 import dataclasses
@@ -132,7 +132,7 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
 
 
 def _save_record(bench: Bench, path: Path) -> None:
-    """What `advise` reads beside a trace: the run, as the part of this process."""
+    """Writes the record that `advise` reads with a trace: the part of this process."""
     run, batch = bench.run, bench.setting.batch_size
     flops = (run.flops_per_step or 0.0) * batch / run.units_per_step
     record = dataclasses.replace(

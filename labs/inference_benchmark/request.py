@@ -194,7 +194,7 @@ def _add_studies(add: Add) -> None:
         help="go on with the newest session of the same batch, precision, mode, software and "
         "device in --output-dir, and keep the networks that are complete; of --network all",
     )
-    # What a study passes to its processes.
+    # A study passes these to its processes.
     add("--session", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--baseline", default="-", help=argparse.SUPPRESS)
