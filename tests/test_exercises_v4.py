@@ -412,3 +412,6 @@ def test_deploying_with_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(why, line)
     assert not (tmp_path / "latency.json").exists()
+    monkeypatch.setattr(deploy.trainer, "missing_for_compile", lambda device: "a compiler")
+    assert deploy.main(["--aot", "--output-dir", str(tmp_path)]) == 77
+    assert "--aot needs a compiler" in capsys.readouterr().err

@@ -493,12 +493,15 @@ def test_deepspeed_rounds_no_positions(typed, monkeypatch: pytest.MonkeyPatch) -
     """As DeepSpeed 0.19.8 does: all of the model becomes bf16, the rotary frequencies too."""
     made = []
 
-    def init_inference(model: Any, dtype: torch.dtype, **_: object) -> SimpleNamespace:
+    def init_inference(
+        model: Any, dtype: torch.dtype, *, replace_with_kernel_inject: bool, **_: object
+    ) -> SimpleNamespace:
+        assert replace_with_kernel_inject
         made.append(model.to(dtype))
         return SimpleNamespace(module=model)
 
     stand_in_for_deepspeed(monkeypatch, init_inference)
-    assert typed("--engine", "deepspeed", "--dtype", "bf16") == 0
+    assert typed("--engine", "deepspeed", "--kernel_inject", "--dtype", "bf16") == 0
     assert [model.model.rotary_emb.inv_freq.dtype for model in made] == [torch.float32]
 
 
@@ -532,6 +535,13 @@ def test_the_measured_model_says_one_token_after_another(tmp_path: Path) -> None
     ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     rows = engine.generate(ids, torch.ones_like(ids), 32).tokens.tolist()
     assert all(len(set(row)) > 16 for row in rows)
+
+
+def test_engines_of_several_processes_have_rows_of_their_own() -> None:
+    words = ["--engines", "fast", "hf, tensor parallel"]
+    for flags, kinds in ([], []), (["--processes", "2"], [("hf, tensor parallel", 2)]):
+        arguments = measure_engines.build_parser().parse_args([*words, *flags])
+        assert measure_engines._kinds(arguments) == [("fast", 1), *kinds]
 
 
 @pytest.mark.slow

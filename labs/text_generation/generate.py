@@ -43,13 +43,13 @@ class Run:
     done: list[dict[str, Any]] = field(default_factory=list)
     """A line of the JSON file for each prompt."""
     answers: list[Answer] = field(default_factory=list)
-    """Of the batches that are done."""
+    """The answers of the batches that are done."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates; the exit status."""
     request.check(arguments)
-    rank = int(os.environ.get("LOCAL_RANK", arguments.local_rank or 0))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank and arguments.device in ("auto", "cuda") and torch.cuda.is_available():
         arguments.device = f"cuda:{rank}"
     device = hardware.get_device(arguments.device)
@@ -358,7 +358,7 @@ def _finish(ready: Run) -> int:
 
 
 def summary(ready: Run) -> list[str]:
-    """What is printed at the end. Without a passed gate no speed."""
+    """The lines at the end; without a passed gate there is no speed among them."""
     record = ready.record
     m = {key: value for key, value in record.metrics.items() if isinstance(value, (int, float))}
     where = "the device" if ready.loaded.device.type == "cuda" else "the process"

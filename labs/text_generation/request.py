@@ -93,11 +93,11 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     )
     for flag in ("--session", "--baseline"):  # runs of one session are compared
         add(flag, default="", help=argparse.SUPPRESS)
-    # Of a study, whose runs then have one floor: a busy minute would give one of them another.
+    # The runs of a study have one floor: a busy minute would give one of them another.
     add("--copy-gbs", type=float, help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 
 
@@ -155,5 +155,5 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def processes() -> int:
-    """That torchrun or the deepspeed launcher has started."""
+    """The number of processes that torchrun or the deepspeed launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
