@@ -213,7 +213,7 @@ class SetUp:
     # --- What is there ----------------------------------------------------------------------------
 
     def state(self) -> str:
-        """What is to be done. Without --recreate nothing is deleted that somebody may miss."""
+        """The next thing to do. Without --recreate nothing is deleted that somebody may miss."""
         stamp, venv = self.stamp, self.venv
         if not stamp:
             if venv.is_symlink() and not venv.exists():
@@ -265,7 +265,7 @@ class SetUp:
         return asked + [f"{name}=={gone[name]}" for name in gone if name not in names]
 
     def follows(self) -> list[str]:
-        """What the environment is made after: if this changes, it is to be added to."""
+        """The versions that the environment is made from: it is added to when these change."""
         return [TORCH_VERSION, *self.lines("", "-triton", "-labs", *sorted(self.extras))]
 
     def lines(self, *names: str) -> list[str]:
@@ -333,7 +333,7 @@ class SetUp:
 
     def pip(self, what: str, *words: str) -> bool:
         say(f"Installing {what}", "==>")
-        command = [self.python, "-m", "pip", "install", "-c", self.constraints, *words]
+        command = [str(self.python), "-m", "pip", "install", "-c", str(self.constraints), *words]
         if subprocess.run(command, stdout=self.output, stderr=self.output).returncode == 0:
             return True
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]

@@ -34,12 +34,12 @@ NO_NETWORK = {"https_proxy": "http://127.0.0.1:9", "no_proxy": "", "PIP_NO_INDEX
 Run = subprocess.CompletedProcess[str]
 
 
-# What the user, or the `make test` that runs the tests, has set for the programs under test.
+# Set by the user, or by the `make test` that runs the tests, for the programs under test.
 OF_THIS_SESSION = re.compile(r"(PIP_|PYTHON|ROCM_|MAKE|MFLAGS$|(ARGS|BUILD|VENV)$)")
 
 
 def offline(environment: dict[str, str] | None = None) -> dict[str, str]:
-    """What a command runs in: no network, and nothing of this session's settings."""
+    """Variables of a command: no network, and nothing of this session's settings."""
     kept = {name: value for name, value in os.environ.items() if not OF_THIS_SESSION.match(name)}
     return {**kept, **NO_NETWORK, **(environment or {})}
 
@@ -233,7 +233,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("2.5.1+rocm6.2", "rocm", "auto", (False, "here"), "--build auto asks for 2.6 or newer"),
         ("2.9.0", "rocm", "cpu", (False, "cpu"), "--build cpu asks for"),
         ("2.13.0+cpu", "cpu", "auto", (False, "here"), ""),
-        ("0.0", "cpu", "rocm", (False, "rocm"), ""),  # there is none
+        ("0.0", "cpu", "rocm", (False, "rocm"), ""),  # none is there
     ],
 )
 def test_a_build_that_is_there_is_used_if_it_fits(
@@ -361,10 +361,12 @@ def story(bare_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     make_distribution(packages, "absent-one", "0.9", "absent_one.py")
 
     runs = {"made": first.set_up("--python", bare_python, "--build", "cpu", "--with-tests")}
-    runs["imports"] = first.runs("import torch, torchvision, triton, absent_two, a_lab, workshop")
     program = first.root / "setup" / "environment_setup.py"
     program.write_text(program.read_text().replace("2.13.0", "2.14.0"))
     runs["newer"] = first.set_up()
+    names = ("torch", "torchvision", "triton", "absent_two", "a_lab")
+    code = f"import {', '.join(names)}, workshop; from importlib.metadata import version"
+    runs["imports"] = first.runs(f"{code}; print(*map(version, {names}))")
     before = contents(first.venv)
     runs["refused"] = second.set_up("--python", below)
     runs["planned"] = second.set_up("--python", below, "--recreate", "--dry-run")
@@ -373,17 +375,19 @@ def story(bare_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
     recreate = ("--python", below, "--recreate", "--with-tests")
     runs["failed"] = second.set_up(*recreate, environment=no_wheels)
     runs["refused in return"] = first.set_up()
-    runs["finished"] = second.set_up("--python", below, environment={"PIP_USER": "1"})
+    no_wheels["PIP_USER"] = "1"  # as some sites set it
+    runs["finished"] = second.set_up("--python", below, environment=no_wheels)
     return Story(first, second, below, runs)
 
 
 def test_a_new_environment_has_pytorch_and_what_belongs_to_it(story: Story) -> None:
+    """And gets what belongs to the next PyTorch, if its checkout asks for that."""
     made, imports, newer = (story.runs[name] for name in ("made", "imports", "newer"))
     assert made.returncode == 0, made.stderr
-    assert "Creating" in made.stdout and "Deleting" not in made.stdout
-    assert imports.returncode == 0, imports.stderr
-    assert newer.returncode == 0, newer.stderr  # the checkout's next version asks for another one
+    assert "Creating" in made.stdout and "PyTorch 2.13.0+cpu (cpu build)" in made.stdout
+    assert newer.returncode == 0, newer.stderr
     assert "Adding to" in newer.stdout and "PyTorch 2.14.0+cpu (cpu build)" in newer.stdout
+    assert imports.stdout == "2.14.0+cpu 0.29.0 3.7.1 2.0 1.0\n", imports.stderr
 
 
 def test_another_checkouts_environment_is_deleted_only_if_asked_to(story: Story) -> None:
@@ -403,6 +407,7 @@ def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(story
     assert "No matching distribution found for absent-two==2.0" in failed.stderr
     assert failed.stderr.endswith("run this again\n")
     assert finished.returncode == 0, finished.stderr
+    assert "the inference lab will be skipped" in finished.stderr  # nothing else needs a network
     assert "Deleting what an unfinished set-up has left, and creating" in finished.stdout
     assert "PyTorch 2.9.0+rocm7.2 (rocm build)" in finished.stdout
     before = {path: path.stat().st_mtime_ns for path in second.venv.iterdir()}
@@ -412,9 +417,21 @@ def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(story
     assert {path: path.stat().st_mtime_ns for path in second.venv.iterdir()} == before
 
 
+@pytest.mark.parametrize("options", [[], ["--system-site-packages"]])
+def test_what_a_python_sees_is_known(
+    options: list[str], program: ModuleType, tmp_path: Path
+) -> None:
+    python = make_python(tmp_path, *options)
+    seen = json.loads(run([python, "-c", "import json, sys; print(json.dumps(sys.path))"]).stdout)
+    folders = program.ask(python, "facts")["folders"]
+    assert {path for path in folders if Path(path).is_dir()} == {
+        path for path in seen if path.endswith("-packages")
+    }
+
+
 def test_the_environment_sees_the_sites_packages_and_the_workshop(story: Story) -> None:
     second = story.second
-    seen = second.runs("import torch, absent_one, torchvision, workshop; print(torch.__file__)")
+    seen = second.runs("import torch, absent_one, workshop; print(torch.__file__)")
     assert seen.stdout == f"{story.packages}/torch/__init__.py\n", seen.stderr
     assert second.runs("import of_old").returncode == 1
     pins = (second.venv / "workshop-constraints.txt").read_text().split()
@@ -435,6 +452,8 @@ def test_an_extra_is_added_once_and_then_belongs_to_the_environment(story: Story
         assert story.second.runs(f"import {module}").returncode == 0
         assert "is ready" in story.second.set_up(extra).stdout
     assert "is ready" in story.second.set_up().stdout
+    code = "from importlib.metadata import version; print(version('torchvision'))"
+    assert story.second.runs(code).stdout == "0.24.0\n"  # it goes with PyTorch 2.9.0
 
 
 def test_a_package_that_has_gone_is_noticed_and_comes_back(story: Story) -> None:
@@ -765,7 +784,7 @@ def test_ci_runs_both_and_fails_if_one_does(
 ) -> None:
     body = f'for last; do :; done; echo "$last"; test "$last" = lint && exit {lint}; exit {tests}'
     make_program(tmp_path, "make", body)
-    # A browser that is missing and can't be had changes nothing, and prints nothing.
+    # A browser that is missing and can't be installed changes nothing, and prints nothing.
     make_program(tmp_path, "apt-get", 'echo "E: no network"; echo "E: no network" >&2; exit 100')
     make_program(tmp_path, "id", "echo 0")
     for name in ("bash", "dirname", "timeout"):
