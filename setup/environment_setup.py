@@ -200,6 +200,7 @@ class SetUp:
             folders = self.choose() if state != "Adding to" else []
             say(f"{state} {self.venv}", "==>")
             if self.options.dry_run:
+                say("(a dry run: nothing is changed)")
                 return
             self.lock()
             if state != "Adding to":

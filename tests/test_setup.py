@@ -88,6 +88,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{module}/__init__.py", "")
+        archive.writestr(f"{module}/version.py", f"__version__ = {version!r}")  # PyTorch's has it
         archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", f"{module}/__init__.py,,\n{info}/METADATA,,\n")
