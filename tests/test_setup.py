@@ -325,6 +325,11 @@ class Checkout:
         command = ["bash", script, "--venv", self.venv, *arguments]
         return run(command, {**wheels, **(environment or {})})
 
+    def is_ready(self, *arguments: str | Path) -> bool:
+        """Whether the set-up finds nothing to do."""
+        result = self.set_up(*arguments)
+        return "is ready" in result.stdout and result.stdout.count("\n") == 1
+
     def runs(self, code: str) -> Run:
         """Python code in the environment, in a locale that has ASCII alone."""
         return run(["env", "-C", "/", self.python, "-c", code], {"LC_ALL": "C"})
@@ -412,9 +417,7 @@ def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(story
     assert "Deleting what an unfinished set-up has left, and creating" in finished.stdout
     assert "PyTorch 2.9.0+rocm7.2 (rocm build)" in finished.stdout
     before = {path: path.stat().st_mtime_ns for path in second.venv.iterdir()}
-    again = second.set_up()
-    assert (again.returncode, again.stdout.count("\n")) == (0, 1), again.stderr
-    assert "is ready" in again.stdout
+    assert second.is_ready()
     assert {path: path.stat().st_mtime_ns for path in second.venv.iterdir()} == before
 
 
@@ -451,8 +454,8 @@ def test_an_extra_is_added_once_and_then_belongs_to_the_environment(story: Story
         added = story.second.set_up(extra)
         assert (added.returncode, "Adding to" in added.stdout) == (0, True), added.stderr
         assert story.second.runs(f"import {module}").returncode == 0
-        assert "is ready" in story.second.set_up(extra).stdout
-    assert "is ready" in story.second.set_up().stdout
+        assert story.second.is_ready(extra)
+    assert story.second.is_ready()
     code = "from importlib.metadata import version; print(version('torchvision'))"
     assert story.second.runs(code).stdout == "0.24.0\n"  # it goes with PyTorch 2.9.0
 
@@ -460,7 +463,7 @@ def test_an_extra_is_added_once_and_then_belongs_to_the_environment(story: Story
 def test_a_package_that_has_gone_is_noticed_and_comes_back(story: Story) -> None:
     """The files of it, what it needs, one that the site had, and one of PyTorch's own index."""
     second = story.second
-    assert "is ready" in second.set_up("--with-tests").stdout
+    assert second.is_ready("--with-tests")
     own = packages_of(second.python)
     for path in (own / "absent_two", own / "absent_three", own / "torchvision"):
         shutil.rmtree(path)
@@ -471,7 +474,7 @@ def test_a_package_that_has_gone_is_noticed_and_comes_back(story: Story) -> None
     again = second.set_up()
     assert (again.returncode, "Adding to" in again.stdout) == (0, True), again.stderr
     assert second.runs("import absent_one, absent_two, absent_three, torchvision").returncode == 0
-    assert "is ready" in second.set_up().stdout
+    assert second.is_ready()
 
 
 def test_of_two_at_once_the_second_waits(story: Story) -> None:
@@ -487,7 +490,8 @@ def test_of_two_at_once_the_second_waits(story: Story) -> None:
         lines = iter(waiting.stdout.readline, "")
         assert any("another set-up is at work" in line for line in lines)
         second.stamp.write_text(stamp)  # as it leaves it
-    assert "is ready" in waiting.communicate()[0]
+    rest = waiting.communicate()[0]
+    assert "is ready" in rest and rest.count("\n") == 1
     assert waiting.returncode == 0
 
 
@@ -514,7 +518,7 @@ def test_lost_module_is_named_and_nothing_is_installed_instead(
 
 def test_an_activated_environment_is_made_anew_from_the_python_below_it(story: Story) -> None:
     words = ("--python", story.second.python)
-    assert "is ready" in story.second.set_up(*words).stdout
+    assert story.second.is_ready(*words)
     planned = story.second.set_up(*words, "--recreate", "--dry-run")
     assert f" in {story.below.parents[1]}; PyTorch 2.9.0" in planned.stdout, planned.stderr
 
