@@ -16,7 +16,6 @@ import shutil
 import site
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,6 +159,8 @@ def choose_index(build: str) -> list[str]:
     +rocm, and pip takes them before the same ones of its default index."""
     if build not in TORCH_FOLDERS:
         return []
+    import urllib.request  # it takes longer than all else of a set-up that is ready
+
     index = f"{TORCH_INDEX}/{TORCH_FOLDERS[build]}"
     try:
         urllib.request.urlopen(f"{index}/torch/", timeout=5).close()

@@ -254,7 +254,8 @@ def test_a_build_that_is_there_is_used_if_it_fits(
         (True, True, "exit 9", "rocm"),
         (True, False, "exit 9", "cpu"),
         (False, True, "echo 'GPU 0: Test GPU (UUID: 1)'", "cuda"),
-        (False, False, "echo 'Failed to initialize NVML' && exit 9", "cpu"),
+        (False, False, "echo 'No devices were found'", "cpu"),
+        (False, False, "echo 'GPU 0: lost' && exit 9", "cpu"),
     ],
 )
 def test_hardware_decides(
@@ -278,7 +279,7 @@ def test_pytorchs_own_index_is_taken_where_it_can_be_reached(
     assert [program.choose_index(build) for build in ("cpu", "rocm", "cuda")] == [[], [], []]
     asked: list[str] = []
     opened = lambda url, timeout: asked.append(url) or io.BytesIO()  # noqa: E731
-    monkeypatch.setattr(program.urllib.request, "urlopen", opened)
+    monkeypatch.setattr("urllib.request.urlopen", opened)
     for build, folder in (("cpu", "cpu"), ("rocm", "rocm7.2")):
         index = f"https://download.pytorch.org/whl/{folder}"
         assert program.choose_index(build) == ["--extra-index-url", index]
