@@ -41,7 +41,7 @@ from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERNAL = {
-    "setup/environment_probe.py",  # environment_setup.sh starts it
+    "setup/environment_setup.py",  # environment_setup.sh starts it
     "workshop/exercises/runner.py",  # python -m workshop.exercises starts it
     "workshop/profilers/proton_app.py",  # run_proton.sh starts it
 }
