@@ -651,7 +651,7 @@ def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
     (v3,) = (run for run in runs if run.version == "v3")
     assert (v3.warmup_steps, v3.options["num_steps"]) == (1, 1)
     v1 = next(run for run in runs if run.version == "v1")
-    assert v3.losses == pytest.approx(v1.losses[:3], rel=1e-4)  # the same text, the same math
+    assert v3.losses == pytest.approx(v1.losses[:2], rel=1e-4)  # the same text, the same math
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     assert (found["v3"]["status"], found["v3"]["parity"]) == ("interpreted", "pass")
     assert [found["v3"][name] for name in TIMES] == [None] * len(TIMES)

@@ -92,13 +92,13 @@ class Row:
     def step_parts(self) -> dict[str, float]:
         """The median step, divided as forward, backward and optimizer were in the pass that timed
         them apart, for a picture: their own medians may sum to more or less than the step. By the
-        names of the fields; empty if one is missing."""
+        names of the fields; empty without them."""
         names = ("forward_ms", "backward_ms", "optimizer_ms")
         parts = {name: ms for name in names if (ms := getattr(self, name)) is not None}
-        if self.step_ms is None or len(parts) < len(names):
+        total = sum(parts.values())
+        if self.step_ms is None or len(parts) < len(names) or total <= 0:  # of a broken file
             return {}
-        scale = self.step_ms / sum(parts.values())
-        return {name: scale * ms for name, ms in parts.items()}
+        return {name: self.step_ms / total * ms for name, ms in parts.items()}
 
     @property
     def group(self) -> tuple[str, str, int, int, str]:
