@@ -145,10 +145,8 @@ def test_the_estimates_are_near_what_is_measured() -> None:
         fp32 = precision.get_precision("fp32", cpu)
         runner = trainer.Runner(net, optimizer, batches, fp32, cuda_graph=False)
         runner.advance()
-        runner.profile_cpu_peak()
-        assert sweep.estimate_mb(key, model, *shape) == pytest.approx(
-            runner.peak_bytes() / 1e6, rel=0.2
-        )
+        peak_mb = runner.memory_mb()["peak"]
+        assert sweep.estimate_mb(key, model, *shape) == pytest.approx(peak_mb, rel=0.2)
     setting = parity.Setting(config, fp32, cpu, 0, *shape)
     peak = memory.cpu_step_peak(lambda: parity.check_model(net, setting), lambda: 0)
     margin = gate_size._MARGIN

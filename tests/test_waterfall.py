@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from analysis_tools import compare_versions
 from workshop import cli, results, versions
 from workshop.classroom import instructor
 from workshop.collection import Collection
-from workshop.compare import rows, sessions, tables, waterfall
+from workshop.compare import figures, rows, sessions, tables, waterfall
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
@@ -313,8 +314,31 @@ def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
     assert not one.failed
 
 
+def test_what_has_no_interval_does_not_look_like_what_has_no_effect() -> None:
+    by_change = {
+        "fused QKV": (50.0, 51.0),
+        "fused gate-up": (50.2, 50.9),
+        "F.rms_norm": (90.0, 91.0),
+        "SDPA": (40.0,),
+    }
+    found = [rung for rung in rungs("v4", on_gpu=False) if rung.title in ("V1, plain", *by_change)]
+    runs = [run_of(rung, ms) for rung in found for ms in by_change.get(rung.title, (100.0, 101.0))]
+    figure = figures.draw_waterfalls(waterfall.build(runs))
+    drawn = [look(bar) for bars in figure.axes[0].containers for bar in bars]
+    entries = zip(figure.legends[0].texts, figure.legends[0].get_patches(), strict=True)
+    legend = {text.get_text(): look(patch) for text, patch in entries}
+    assert len(set(legend.values())) == len(legend)
+    words = ("the whole step", "saved", "no significant difference", "lost", "the whole step",
+             "1 process: no verdict")  # fmt: skip
+    assert drawn == [legend[one] for one in words]
+
+
+def look(patch: Any) -> tuple[object, ...]:
+    return patch.get_facecolor(), patch.get_hatch()
+
+
 def crashed(rung: Rung, **changes: object) -> RunResult:
-    """What is recorded for a process that left nothing: of its options what differs."""
+    """The record of a process that left nothing, with those options that differ."""
     nothing = {"step_ms": [], "losses": [], "memory_mb": {}, "parity": results.Parity()}
     given = {"status": "failed", "error": "crashed", "options": dict(rung.options(on_gpu=False))}
     return run_of(rung, 1.0, **{**nothing, **given, **changes})

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass
 class Gradients:
-    """What the last timed step's backward pass reached: tensors under V1's names, and weights."""
+    """The reach of the last timed step's backward pass: tensors under V1's names, and weights."""
 
     tensors_total: int
     tensors_with_grad: int
@@ -144,8 +144,8 @@ class RunResult:
     """Other processes that prepared at the same time, which lengthens `setup_s`."""
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
-    """Of every step up to the last timed one, warm-up first (on the CPU with the step that measured
-    memory); null where it was not finite."""
+    """Losses of all steps, from step 1, the first of the warm-up, to the last timed one; null where
+    one was not finite."""
     gradients: Gradients | None = None
     parity: Parity = field(default_factory=Parity)
     audit: Audit = field(default_factory=Audit, metadata=NEWER)

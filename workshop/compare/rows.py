@@ -26,9 +26,9 @@ class Row:
 
     Only a row whose `status` is "timed" has times. A "failed" one (its gate or audit failed, or it
     ended in an error) has no numbers, nor has a "skipped" one, which this machine can't run; an
-    "interpreted" one has no times and no ratios. `note` says why. `speedup` is V1's median step
-    over this one's in the same session; `speedup_ci`, its 95% interval, is None with one process
-    of either.
+    "interpreted" one has the gradients alone: no times, no losses, as it trains fewer steps, and no
+    memory, which is the interpreter's. `note` says why. `speedup` is V1's median step over this
+    one's in the same session; `speedup_ci`, its 95% interval, is None with one process of either.
     """
 
     version: str
@@ -61,7 +61,10 @@ class Row:
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     memory_reduction: float | None = None
     loss_first: float | None = None
+    """Loss of step 1, the first of the warm-up."""
     loss_last: float | None = None
+    """Loss of the last timed step, whose number is `steps`."""
+    steps: int | None = None
     params_total: int | None = None
     params_with_grad: int | None = None
     tensors_total: int | None = None
@@ -84,6 +87,18 @@ class Row:
     @property
     def label(self) -> str:
         return f"{self.version} {self.variant}".strip()
+
+    @property
+    def step_parts(self) -> dict[str, float]:
+        """The median step, divided as forward, backward and optimizer were in the pass that timed
+        them apart, for a picture: their own medians may sum to more or less than the step. By the
+        names of the fields; empty without them."""
+        names = ("forward_ms", "backward_ms", "optimizer_ms")
+        parts = {name: ms for name in names if (ms := getattr(self, name)) is not None}
+        total = sum(parts.values())
+        if self.step_ms is None or len(parts) < len(names) or total <= 0:  # of a broken file
+            return {}
+        return {name: self.step_ms / total * ms for name, ms in parts.items()}
 
     @property
     def group(self) -> tuple[str, str, int, int, str]:
@@ -240,8 +255,8 @@ def _group(run: RunResult) -> tuple[object, ...]:
 
 
 def variant(run: RunResult) -> str:
-    """What of a run differs from its version's defaults, for example `no-fuse-qkv`; where more of
-    its switches are off than on, what is left: `only fuse-qkv`, or `unfused`."""
+    """A run's differences from its version's defaults, for example `no-fuse-qkv`; where more of
+    its switches are off than on, those that are on: `only fuse-qkv`, or `unfused`."""
     version, options = ALL[run.version], run.options
     switches = {n.replace("_", "-"): on for n, on in options.items() if n.startswith("fuse_")}
     left = [name for name, on in switches.items() if on]
@@ -298,9 +313,13 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     _fill_proof(row, timed)
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
-        why = f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, and took memory of its own"
+        why = (
+            f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, for fewer steps and with "
+            "memory of its own"
+        )
         row.note = join(why, row.note)
         return row
+    _fill_training(row, timed)
     used = steady(timed)
     _fill_times(row, used)
     if disturbed := sum(run.disturbed for run in timed):
@@ -352,19 +371,24 @@ def without_interval(rows: Iterable[Row]) -> list[str]:
 
 
 def _fill_proof(row: Row, timed: list[RunResult]) -> None:
-    """Memory, losses, gradients and plausibility."""
+    """Gradients and plausibility."""
     first = timed[0]
-    measured = [run.memory_mb for run in timed if run.memory_mb]
-    if measured:
-        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
-        row.peak_memory_mb = float(row.memory_mb["peak"])
-    row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
     if first.gradients is not None:
         for name, value in dataclasses.asdict(first.gradients).items():
             setattr(row, name, value)
     row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
     if interrupted := sum(run.status == "interrupted" for run in timed):
         row.note = f"{interrupted} of {len(timed)} runs interrupted"
+
+
+def _fill_training(row: Row, timed: list[RunResult]) -> None:
+    """Memory and losses."""
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
+    losses = timed[0].losses
+    row.loss_first, row.loss_last, row.steps = losses[0], losses[-1], len(losses)
 
 
 def _fill_times(row: Row, timed: list[RunResult]) -> None:
@@ -428,8 +452,8 @@ def join(*notes: str) -> str:
 
 
 def trained_differently(runs: Iterable[RunResult]) -> list[str]:
-    """In which of seed, learning rate and data some runs differ: none if all started from the same
-    weights and saw the same batches, so that their losses may be compared step by step."""
+    """Those of seed, learning rate and data in which some runs differ: none if all started from the
+    same weights and saw the same batches, so that their losses may be compared step by step."""
     runs = list(runs)
     values = {
         "seed": {str(run.options.get("seed")) for run in runs},

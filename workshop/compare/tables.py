@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -107,8 +108,8 @@ def markdown(tables: Iterable[Table], heading: str = "###") -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown and written of a comparison: `name` is the key of its `items` in JSON, and
-    `records` are the lines of its CSV."""
+    """The forms in which a comparison is shown and written: `name` is the key of its `items` in
+    JSON, and `records` are the lines of its CSV."""
 
     name: str
     tables: list[Table]
@@ -177,9 +178,15 @@ def title(group: list[Row]) -> str:
 def group_tables(group: list[Row]) -> list[Table]:
     """Speed, then verdict and memory."""
     tables: list[Table] = []
+    steps = {row.steps for row in group if row.steps}
     for name, header, cells, notes in (
         (title(group), SPEED_HEADER, _speed_cells, []),
-        ("verdict and cost", PROOF_HEADER, _proof_cells, _row_notes(group)),
+        (
+            "verdict and cost",
+            PROOF_HEADER,
+            functools.partial(_proof_cells, differ=len(steps) > 1),
+            [*_loss_note(steps), *_row_notes(group)],
+        ),
     ):
         lines = [Line(cells(row), _STYLES.get(row.status)) for row in group]
         tables.append(Table(name, header, lines, notes, continues=bool(tables)))
@@ -199,9 +206,11 @@ def _speed_cells(row: Row) -> list[str]:
     ]
 
 
-def _proof_cells(row: Row) -> list[str]:
+def _proof_cells(row: Row, differ: bool) -> list[str]:
+    """`differ` says that not all rows of the table trained the same number of steps."""
     gradients = "-" if row.tensors_total is None else f"{row.tensors_with_grad}/{row.tensors_total}"
     losses = f"{number(row.loss_first, '.3f')} → {number(row.loss_last, '.3f')}"
+    losses += f" in step {row.steps}" * differ
     compared = row.memory_reduction and row.speedup_text() != "baseline"
     return [
         row.label,
@@ -215,8 +224,15 @@ def _proof_cells(row: Row) -> list[str]:
     ]
 
 
+def _loss_note(steps: Collection[int]) -> list[str]:
+    """The steps of the losses in the table, in a sentence; nothing without losses."""
+    last = f", {max(steps)}" if len(steps) == 1 else ""
+    note = f"loss: in step 1, the first of the warm-up, and in the last timed step{last}"
+    return [note] if steps else []
+
+
 def _row_notes(group: list[Row]) -> list[str]:
-    """What the numbers alone do not say."""
+    """Explanations below the table, for numbers that need one."""
     lines = [f"{row.label}: {row.note}" for row in group if row.note]
     lines += [f"IMPLAUSIBLE: {sentence}" for row in group for sentence in row.plausibility]
     lines += [f"{row.label}: {_startup(row)}" for row in group if row.startup_s]
