@@ -377,8 +377,72 @@ def test_switches_are_shown_with_their_version(tmp_path: Path) -> None:
     snapshot = snapshot_of(tmp_path)
     found = {b.key: b for b in blocks.view("Ladder", snapshot, snapshot.settle(Choice()))}
     figure = found["switches-v2"].figure
-    assert figure is not None and list(figure.data[0].y) == ["no-fuse-qkv"]
+    assert figure is not None and figure.layout.yaxis.ticktext == ("no-fuse-qkv",)
     assert figure.data[0].x[0] == pytest.approx(1.0)
+
+
+def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
+    content = stored_runs.reference()
+    for key, session, ms in (
+        ("v1", "2", 80.0), ("v2", "2", 40.0), ("v3", "1", 10.0), ("v4", "2", 30.0), ("hf", "2", 5.0)
+    ):  # fmt: skip
+        changes = {"version": key, "session": session, "step_ms": [ms] * 20, "options": {}}
+        stored_runs.write(tmp_path, content, **changes)
+    stored_runs.write(tmp_path, content, session="1", step_ms=[90.0] * 20)
+    snapshot = snapshot_of(tmp_path)
+    fall, parts = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
+    assert fall.figure is not None and parts.figure is not None
+    assert fall.figure.data[0].x == ("v1", "v1 → v2", "v2 → v4", "left")
+    assert fall.figure.data[0].y == (80, -40, -10, 0)
+    assert parts.figure.data[0].x == ("v2", "v4")
+    assert fall.after == ["Left out: v3 (another comparison), hf (a peer)."]
+
+
+def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -> None:
+    labs = REFERENCE / "nvidia_h200" / "inference_benchmark" / "profiles"
+    shutil.copytree(labs, tmp_path / "lab" / "profiles")
+    record = json.loads((PROFILE / "run.json").read_text())
+    for place, changes in (
+        ("a/v1/tool", {}),
+        ("b/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
+        ("c/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
+        ("d/v1/tool", {"options": record["options"] | {"compile": "default"}}),
+    ):
+        shutil.copytree(PROFILE, tmp_path / "profiles" / place)
+        path = tmp_path / "profiles" / place / "run.json"
+        path.write_text(json.dumps(record | changes))
+    snapshot = snapshot_of(tmp_path)
+    shown = []
+    for key, profile in snapshot.profiles.items():
+        bars, hot, *_ = blocks.view(KERNELS, snapshot, Choice(profile=key))
+        assert bars.figure is not None and hot.table is not None
+        names = bars.figure.layout.yaxis.ticktext
+        assert len(set(names)) == len(names) and snapshot.profile_labels[key] in hot.title
+        assert {trace.y for trace in bars.figure.data} == {None}, "a place for each name"
+        lengths = [sum(ms) for ms in zip(*(t.x for t in bars.figure.data), strict=True)]
+        _, _, _, ms, *_ = hot.table.rows[-1]
+        assert hot.table.header[3] == "ms a step" and profile.table.steps
+        assert float(str(ms).replace(",", "")) == pytest.approx(
+            profile.table.total_ns / profile.table.steps / 1e6, abs=1e-3
+        )
+        assert len(lengths) == len(names)
+        assert any(length == pytest.approx(float(str(ms)), abs=1e-3) for length in lengths)
+        shown.append(names)
+    later = "v1, 2027-01-01 10:11"
+    assert shown[:2] == [("fp16", "fp32")] * 2
+    assert (
+        shown[2:]
+        == [
+            (
+                "v1, 2026-11-26 07:41",
+                f"{later}, b/v1/tool",
+                f"{later}, c/v1/tool",
+                "v1, compile=default",
+            )
+        ]
+        * 4
+    )
+    assert len(set(snapshot.profile_labels.values())) == len(snapshot.profiles)
 
 
 def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:

@@ -6,14 +6,17 @@ is listed, and harms no other.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import labs, operators, results
+from workshop.compare.rows import size_name, variant
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.profilers import kernel_file
+from workshop.profilers.names import printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
@@ -64,6 +67,11 @@ class Profile:
     lab: LabRun | None = None
 
     @property
+    def name(self) -> str:
+        """The version, or how the lab ran; else the folder's name."""
+        return printable(self.version or (self.lab.variant if self.lab else "") or self.folder.name)
+
+    @property
     def record(self) -> RunResult | LabRun | None:
         return self.run or self.lab
 
@@ -71,6 +79,41 @@ class Profile:
     def device(self) -> str:
         recorded = self.record.device.get("name") if self.record else None
         return str(recorded or self.table.device or "unknown device")
+
+
+def distinct_names(profiles: Sequence[Profile], names: Iterable[str] | None = None) -> list[str]:
+    """A name for each profile that none of the others has: where names are alike, what differs is
+    added to them (size, precision, device, switches, time, and at last the folder).
+
+    Args:
+        names: what they begin with (default: `Profile.name`).
+    """
+    found = [profile.name for profile in profiles] if names is None else list(names)
+    top = os.path.commonpath([profile.folder for profile in profiles] or ["."])
+    for facts in zip(*(_facts(profile, top) for profile in profiles), strict=True):
+        alike = defaultdict(list)
+        for index, name in enumerate(found):
+            alike[name].append(index)
+        for its in alike.values():
+            if len({facts[index] for index in its}) > 1:
+                for index in its:
+                    found[index] += f", {facts[index]}" if facts[index] else ""
+    return found
+
+
+def _facts(profile: Profile, top: str) -> list[str]:
+    run, lab = profile.run, profile.lab
+    size = f"{size_name(run)} {run.batch_size} x {run.seq_len}" if run else ""
+    record = profile.record
+    facts = (
+        lab.subject if lab else size,
+        run.precision if run else "",
+        profile.device,
+        lab.variant if lab else variant(run) if run else "",
+        record.created[:16].replace("T", " ") if record else "",
+        os.path.relpath(profile.folder, top),
+    )
+    return list(map(printable, facts))
 
 
 @dataclass(frozen=True)

@@ -272,26 +272,35 @@ def savings(baseline: Row, others: Sequence[Row]) -> go.Figure:
     return figure
 
 
-def _horizontal(x: str, height: int, *, legend: bool) -> go.Figure:
+def _horizontal(x: str, names: Sequence[str], height: int, *, legend: bool) -> go.Figure:
+    """An empty figure with a place for each name, 0 for the first: plotly stacks bars at one name,
+    and `text` may cut two to the same."""
     figure = _figure(x=x, height=height, legend=legend)
-    return figure.update_yaxes(type="category", autorange="reversed", ticksuffix="  ")
+    return figure.update_yaxes(
+        tickvals=list(range(len(names))),
+        ticktext=list(map(text, names)),
+        autorange="reversed",
+        ticksuffix="  ",
+        showgrid=False,
+        zeroline=False,
+    )
 
 
 def switches(whole: Row, variants: Sequence[Row]) -> go.Figure:
     """What each switch of a version is worth: the step without it, less the step with all."""
     height = 150 + 55 * len(variants)
-    figure = _horizontal("ms a step longer without it", height, legend=False)
+    names = [row.variant for row in variants]
+    figure = _horizontal("ms a step longer without it", names, height, legend=False)
     base = whole.step_ms or 0.0
     longer = [(row.step_ms or 0.0) - base for row in variants]
     figure.add_bar(
-        y=[text(row.variant) for row in variants],
         x=longer,
         orientation="h",
         marker_color=[SAVED if x > 0 else LOST for x in longer],
         text=[f"<b>{x:+,.3g} ms</b> ({x / base:+.0%})" for x in longer],
         textposition="outside",
         cliponaxis=False,
-        hovertemplate="%{y}: %{x:+,.2f} ms<extra></extra>",
+        hovertemplate="%{x:+,.2f} ms<extra></extra>",
     )
     span = max(map(abs, longer))
     figure.update_xaxes(range=[1.5 * min(0.0, *longer) - 0.02 * span, 1.5 * max(longer)])
@@ -324,16 +333,17 @@ def sweep(
 
 
 def categories(tables: Sequence[tuple[str, KernelTable]]) -> go.Figure:
-    """Where the time of each profile goes, in ms a step where the steps are known."""
-    steps_known = all(table.steps for _, table in tables)
-    unit = "ms a step" if steps_known else "ms in all"
-    figure = _horizontal(unit, 170 + 60 * len(tables), legend=True)
+    """Where the time of each profile goes, in ms a step where the steps are known: of all profiles,
+    or of none."""
+    unit = "ms a step" if tables[0][1].steps else "ms in all"
+    names = [name for name, _ in tables]
+    figure = _horizontal(unit, names, 170 + 60 * len(tables), legend=True)
     sums = [table.category_ns() for _, table in tables]
-    divisors = [1e6 * ((table.steps or 1) if steps_known else 1) for _, table in tables]
+    divisors = [1e6 * (table.steps or 1) for _, table in tables]
     for category in CATEGORIES:
         times = [own.get(category, 0.0) / d for own, d in zip(sums, divisors, strict=True)]
         if any(times):
-            figure.add_bar(y=[text(name) for name, _ in tables], x=times, name=category,
+            figure.add_bar(x=times, name=category,
                            orientation="h", marker_color=CATEGORY_COLOURS[category],
                            hovertemplate="%{x:,.3g} ms")  # fmt: skip
     figure.update_xaxes(showgrid=True, gridcolor=_GRID)
@@ -344,17 +354,17 @@ def lab_rates(rows: Sequence[LabRow]) -> go.Figure:
     """Units a second of a lab's variants that have a time, coloured by their verdicts."""
     timed = [row for row in rows if row.times]
     unit = text(rows[0].first.unit)
-    figure = _horizontal(f"{unit} a second", 150 + 55 * len(timed), legend=False)
+    names = [row.label for row in timed]
+    figure = _horizontal(f"{unit} a second", names, 150 + 55 * len(timed), legend=False)
     rates = [row.units_per_s or 0.0 for row in timed]
     figure.add_bar(
-        y=[text(row.label) for row in timed],
         x=rates,
         orientation="h",
         marker_color=list(map(_verdict_colour, timed)),
         text=[f"<b>{rate:,.4g}</b>" if rate < 1e4 else f"<b>{rate:,.0f}</b>" for rate in rates],
         textposition="outside",
         cliponaxis=False,
-        hovertemplate=f"%{{y}}: %{{x:,.1f}} {unit}/s<extra></extra>",
+        hovertemplate=f"%{{x:,.1f}} {unit}/s<extra></extra>",
     )
     return figure.update_xaxes(range=[0, 1.2 * max(rates)], showgrid=True, gridcolor=_GRID)
 

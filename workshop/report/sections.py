@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from workshop import results
-from workshop.collection import Collection, Profile
+from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
 from workshop.kernels import benchmark
@@ -117,7 +117,7 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
             f"{anchor}-categories-{len(pictures) + 1}",
             f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}",
             f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}",
-            [found.version or found.folder.name for found in own],
+            distinct_names(own),
             [(kind, CATEGORY_COLOURS[kind], [one.get(kind, 0.0) / 1e6 for one in sums])
              for kind in CATEGORIES],
             tuple(found.folder / kernel_file.JSON_FILE for found in own),
