@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workshop import results
+from workshop import file_kinds, results
 from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
@@ -18,7 +18,6 @@ from workshop.profilers.table import KernelTable
 from workshop.report import charts, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
-from workshop.roofline import ceilings
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
@@ -141,7 +140,7 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
         try:
             if path in costs:
                 found.append(_harness_cost(f"harness-{len(found) + 1}", path))
-            elif ceilings.is_benchmark(results.read_json(path)):
+            elif file_kinds.kind_of(path) == file_kinds.BENCHMARK:
                 found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
         except WorkshopError as error:
             broken.append((path, str(error)))
