@@ -18,6 +18,7 @@ from workshop.kernels.measure import Row as KernelRow
 from workshop.profilers import load as profiles
 from workshop.profilers import metrics, rocprof_compute
 from workshop.profilers.categories import categorize
+from workshop.profilers.metrics import duration
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import Kernel, KernelTable
@@ -96,13 +97,19 @@ def load(
     for path in paths:
         _collect(path, found)
     roofline = Roofline(", ".join(printable(str(path)) for path in paths), None, [])
+    roofline.notes.append(model.RULE)
     _add_runs(roofline, found.runs, precision, config)
     for table, run in found.tables:
         _add_table(roofline, table, run, precision)
+        if line := table.timeline:
+            roofline.notes.append(
+                f"the GPU was idle for {line.idle_ns / line.span_ns:.0%} of the profile's "
+                f"{duration(line.span_ns)}; a profiler slows the host"
+            )
     for path in found.benchmarks:
         _add_benchmark(roofline, path)
     if not roofline.points:
-        reason = "; ".join(roofline.notes) or "no timed run, no kernel with counters"
+        reason = "; ".join(roofline.notes[1:]) or "no timed run, no kernel with counters"
         raise WorkshopError(f"{roofline.title}: nothing for a roofline: {reason}")
     roofline.notes = list(dict.fromkeys(roofline.notes))
     roofline.ceilings += found.ceilings
@@ -131,7 +138,7 @@ def from_numbers(
         Point(label, PLAIN_NUMBERS, precision, rate * 1e9, rate * 1e9 / intensity)
         for label, rate, intensity in zip(texts, gflops, intensities, strict=True)
     ]
-    return Roofline(", ".join(texts), None, points)
+    return Roofline(", ".join(texts), None, points, notes=[model.RULE])
 
 
 def given_ceilings(
