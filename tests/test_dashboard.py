@@ -19,6 +19,7 @@ import stored_runs
 from analysis_tools import performance_dashboard
 from workshop import results, versions
 from workshop.collection import Collection
+from workshop.compare.figures import NEITHER, SAVED
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, export, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
@@ -383,19 +384,28 @@ def test_switches_are_shown_with_their_version(tmp_path: Path) -> None:
 
 def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
     content = stored_runs.reference()
-    for key, session, ms in (
-        ("v1", "2", 80.0), ("v2", "2", 40.0), ("v3", "1", 10.0), ("v4", "2", 30.0), ("hf", "2", 5.0)
+    for key, session, medians in (
+        ("v1", "2", (80, 81)), ("v2", "2", (80, 82)), ("v3", "2", (40, 41)), ("v4", "1", (20, 20)),
+        ("hf", "2", (5, 5)), ("v1", "1", (90, 90)),
     ):  # fmt: skip
-        changes = {"version": key, "session": session, "step_ms": [ms] * 20, "options": {}}
-        stored_runs.write(tmp_path, content, **changes)
-    stored_runs.write(tmp_path, content, session="1", step_ms=[90.0] * 20)
+        for number, ms in enumerate(medians):
+            changes = {"version": key, "session": session, "step_ms": [ms] * 20, "options": {}}
+            stored_runs.write(tmp_path, content, str(number), **changes)
     snapshot = snapshot_of(tmp_path)
-    fall, parts = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
+    choice = snapshot.settle(Choice())
+    fall, parts = blocks.view("Ladder", snapshot, choice)
     assert fall.figure is not None and parts.figure is not None
-    assert fall.figure.data[0].x == ("v1", "v1 → v2", "v2 → v4", "left")
-    assert fall.figure.data[0].y == (80, -40, -10, 0)
-    assert parts.figure.data[0].x == ("v2", "v4")
-    assert fall.after == ["Left out: v3 (another comparison), hf (a peer)."]
+    bars = fall.figure.data[0]
+    assert bars.x == ("v1", "v1 → v2", "v2 → v3", "left")
+    assert (bars.base, bars.y) == ((0, 80.5, 40.5, 0), (80.5, 0.5, 40.5, 40.5))
+    grey = versions.ALL["v1"].colour
+    assert bars.marker.color == (grey, NEITHER, SAVED, grey)
+    assert bars.text[1] == "<b>+0.5 ms</b><br>+1%<br>no difference"
+    assert parts.figure.data[0].x == ("v3",), "as the table says of v2: no significant difference"
+    assert fall.after == ["Left out: v4 (another comparison), hf (a peer)."]
+    overview = {block.key: block for block in blocks.view(SPEED, snapshot, choice)}
+    speedups = overview["speedup"].figure
+    assert speedups is not None and speedups.data[0].error_y.array[0] is None, "of V1 over itself"
 
 
 def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -> None:

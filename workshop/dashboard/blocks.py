@@ -1,6 +1,7 @@
 """The content of each view, in blocks of sentences, a figure and a table, for the server and the
 exported page."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import plotly.graph_objects as go
 
 from workshop.collection import Profile, StoredOperators, distinct_names
 from workshop.compare import lab_table, tables
-from workshop.compare.rows import Row, without_interval
+from workshop.compare.rows import Row, build_row, without_interval
 from workshop.compare.sweep import AXES
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import Choice, Group, Snapshot
@@ -126,7 +127,7 @@ def _part(title: str, where: str, header: Sequence[str], lines: list[Cells], tex
 def _group_line(group: Group, rows: list[Row]) -> Cells:
     best = data.headline(rows)
     timed = ", ".join(printable(row.label) for row in rows if row.step_ms)
-    verdict = Cell(best, GOOD) if best else Cell("no speed-up with an interval", DIM)
+    verdict = Cell(best, GOOD) if best else Cell("no significant speed-up", DIM)
     return [Cell(" · ".join(group), "name"), timed, verdict]
 
 
@@ -251,11 +252,14 @@ def _ladder(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
         needs = "It needs V1 and another version of the same session, both with a green gate."
         blocks = [_note("waterfall", title, needs, *after)]
     else:
-        where = "Where it is saved: each version's parts against V1's"
-        blocks = [
-            Block("waterfall", title, figures.waterfall(rungs), after=after, wide=True),
-            Block("savings", where, figures.savings(rungs[0], rungs[1:]), wide=True),
-        ]
+        runs = [[s.run for s in snapshot.stored(choice.group, row)] for row in rungs]
+        gains = [build_row(its, before).speedup_ci for before, its in itertools.pairwise(runs)]
+        figure = figures.waterfall(rungs, gains)
+        blocks = [Block("waterfall", title, figure, after=after, wide=True)]
+        if proven := [row for row in rungs[1:] if figures.differs(row.speedup_ci)]:
+            where = "Where it is saved: the parts of each version that differs from V1"
+            figure = figures.savings(rungs[0], proven)
+            blocks.append(Block("savings", where, figure, wide=True))
     return blocks + _switches(snapshot.rows(choice.group))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workshop.compare.figures import LOST, MEMORY_COLOURS, NEITHER, PHASE_COLOURS, SAVED
-from workshop.compare.rows import Row
+from workshop.compare.rows import ONE_PROCESS, Row
 from workshop.compare.sweep import Axis, Point
 from workshop.dashboard.data import Curve
 from workshop.labs import LabRow
@@ -31,6 +31,8 @@ _LONGEST_LABEL, _SHORT_LABEL = 60, 4
 _ON_BOTH = {"#1A1F24": "#7F8790", "#222222": "#7F8790", "#9C2C77": _PINK}
 """Dark colours of a roofline, each with one that a dark page shows too."""
 _EMPTY_TEMPLATE = go.layout.Template()
+Interval = Sequence[float]
+"""The lower and the upper end."""
 
 
 def text(name: str) -> str:
@@ -104,9 +106,10 @@ def speedups(rows: Sequence[Row]) -> go.Figure:
     """How many times as fast as V1, with the 95% interval as a bar, for rows with a green gate."""
     figure = _by_version(rows, "times as fast as V1", legend=False)
     shown = {row.label: (row, row.speedup) for row in rows if row.speedup}
-    lows, highs = (
-        [ci[i] if (ci := row.speedup_ci) else None for row, _ in shown.values()] for i in (0, 1)
-    )
+    intervals = [
+        row.speedup_ci if row.verdict() != "baseline" else None for row, _ in shown.values()
+    ]
+    lows, highs = ([ci[i] if ci else None for ci in intervals] for i in (0, 1))
     ratios = [ratio for _, ratio in shown.values()]
     errors = {
         "array": [high and high - r for high, r in zip(highs, ratios, strict=True)],
@@ -229,31 +232,36 @@ def losses(curves: Sequence[Curve]) -> go.Figure:
     return figure
 
 
-def waterfall(rows: Sequence[Row]) -> go.Figure:
-    """From the first row's step to the last one's: what each version saves of the one before it."""
+def waterfall(rows: Sequence[Row], gains: Sequence[Interval | None]) -> go.Figure:
+    """From the first row's step to the last one's: what each version saves of the one before it.
+
+    Args:
+        gains: of each row but the first, the interval of its speed-up over the row before.
+    """
     figure = _figure(y="ms a step", height=470, legend=False, type="category")
     steps = [row.step_ms or 0.0 for row in rows]
-    changes = [b - a for a, b in itertools.pairwise(steps)]
     names = [text(row.label) for row in rows]
-    words = [
-        f"<b>{change:+,.3g} ms</b><br>{change / before:+.0%}"
-        for change, before in zip(changes, steps, strict=False)
-    ]
-    figure.add_waterfall(
-        x=[names[0], *(f"{a} → {b}" for a, b in itertools.pairwise(names)), "left"],
-        y=[steps[0], *changes, 0],
-        measure=["absolute", *("relative" for _ in changes), "total"],
-        text=[f"<b>{steps[0]:,.4g} ms</b>", *words, f"<b>{steps[-1]:,.4g} ms</b>"],
-        textposition="outside",
-        cliponaxis=False,
-        decreasing={"marker": {"color": SAVED}},
-        increasing={"marker": {"color": LOST}},
-        totals={"marker": {"color": ALL[BASELINE].colour}},
-        connector={"line": {"color": _GREY, "width": 1}},
-        hovertemplate="%{x}: %{delta:,.2f} ms<extra></extra>",
-    )
-    figure.layout.yaxis.range = [0, 1.2 * max(steps)]
+    whole = ALL[BASELINE].colour
+    bars = [(names[0], 0.0, steps[0], f"<b>{steps[0]:,.4g} ms</b>", whole)]
+    for (a, b), (x, y), gain in zip(
+        itertools.pairwise(names), itertools.pairwise(steps), gains, strict=True
+    ):
+        words = [f"<b>{y - x:+,.3g} ms</b>", f"{y / x - 1:+.0%}"]
+        words += [] if differs(gain) else [ONE_PROCESS if gain is None else "no difference"]
+        colour = NEITHER if not differs(gain) else SAVED if y < x else LOST
+        bars.append((f"{a} → {b}", min(x, y), abs(y - x), "<br>".join(words), colour))
+    bars.append(("left", 0.0, steps[-1], f"<b>{steps[-1]:,.4g} ms</b>", whole))
+    places, bases, heights, texts, colours = zip(*bars, strict=True)
+    figure.add_bar(x=places, base=bases, y=heights, text=texts, marker_color=colours,
+                   textposition="outside", cliponaxis=False,
+                   hovertemplate="%{x}: %{y:,.2f} ms<extra></extra>")  # fmt: skip
+    figure.layout.yaxis.range = [0, 1.25 * max(steps)]
     return figure
+
+
+def differs(ratio: Interval | None) -> bool:
+    """Whether the interval of a ratio is known, and shows a difference."""
+    return ratio is not None and not ratio[0] <= 1 <= ratio[1]
 
 
 def savings(baseline: Row, others: Sequence[Row]) -> go.Figure:
@@ -280,7 +288,7 @@ def _horizontal(x: str, names: Sequence[str], height: int, *, legend: bool) -> g
         tickvals=list(range(len(names))),
         ticktext=list(map(text, names)),
         autorange="reversed",
-        ticksuffix="  ",
+        ticklabelstandoff=8,
         showgrid=False,
         zeroline=False,
     )
