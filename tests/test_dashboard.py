@@ -453,6 +453,8 @@ def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -
         * 4
     )
     assert len(set(snapshot.profile_labels.values())) == len(snapshot.profiles)
+    *_, contents = blocks.view(blocks.CONTENTS, snapshot, Choice())
+    assert contents.title == "Profiles: 6"
 
 
 def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:

@@ -107,27 +107,30 @@ def _contents(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
     ladder = [_group_line(group, snapshot.rows(group)) for group in groups]
     profiles = Counter((printable(p.device), p.tool) for p in snapshot.profiles.values())
     found = [
-        _part("Versions beside V1", f'the views from "{OVERVIEW}" to "{ROOFLINE}"',
+        _part(f"Versions beside V1: {len(ladder)}", f'the views from "{OVERVIEW}" to "{ROOFLINE}"',
               ("device, size, precision, batch × sequence", "versions", "best"), ladder, 3),
-        _part("Labs", f'the view "{LABS}"',
+        _part(f"Labs: {len(snapshot.labs)}", f'the view "{LABS}"',
               ("lab and subject", "fastest", "rows", "proof green"),
               [_lab_line(title, own) for title, own in snapshot.labs.items()], 2),
-        _part("Profiles", f'the view "{KERNELS}"', ("device", "tool", "profiles"),
+        _part(f"Profiles: {len(snapshot.profiles)}", f'the view "{KERNELS}"',
+              ("device", "tool", "profiles"),
               [[*key, str(count)] for key, count in profiles.items()], 2),
     ]  # fmt: skip
     return [block for block in found if block.table and block.table.rows] or [_nothing()]
 
 
 def _part(title: str, where: str, header: Sequence[str], lines: list[Cells], texts: int) -> Block:
-    key = f"contents-{title.split()[0].lower()}"
+    key = f"contents-{title.split()[0].strip(':').lower()}"
     after = [f"Shown by {where}."]
-    return Block(key, f"{title}: {len(lines)}", None, Table(header, lines, texts), (), after, True)
+    return Block(key, title, None, Table(header, lines, texts), (), after, True)
 
 
 def _group_line(group: Group, rows: list[Row]) -> Cells:
     best = data.headline(rows)
     timed = ", ".join(printable(row.label) for row in rows if row.step_ms)
-    verdict = Cell(best, GOOD) if best else Cell("no significant speed-up", DIM)
+    tested = any(row.speedup_ci and row.version != BASELINE for row in rows)
+    without = "no significant speed-up" if tested else "no speed-up with an interval"
+    verdict = Cell(best, GOOD) if best else Cell(without, DIM)
     return [Cell(" · ".join(group), "name"), timed, verdict]
 
 
