@@ -71,7 +71,7 @@ lint: test-environment ## check style, formatting and types
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
-docs: environment ## write the documentation's tables from results/reference
+docs: test-environment ## write the documentation's tables and pictures from results/reference
 	@$(RUN) analysis_tools/update_docs.py $(ARGS)
 
 clean: ## delete caches; results and the environment stay

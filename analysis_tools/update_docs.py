@@ -1,8 +1,9 @@
-"""Writes the documentation's tables: what was measured from the result files in results/reference/,
-and the exercises from their sheets.
+"""Writes the documentation's tables and pictures: what was measured from the result files in
+results/reference/, and the exercises from their sheets.
 
 PERFORMANCE_RESULTS.md is written whole; of the other documents the parts between markers are. No
-figure there is typed by hand. `--check` changes nothing and exits 1 if they are stale.
+figure there is typed by hand. Pictures of pages take Chromium; without it they are left, and named.
+`--check` changes nothing and exits 1 if something is stale; it needs no browser.
 """
 
 import argparse
@@ -44,12 +45,12 @@ from workshop.compare.rows import (  # noqa: E402
     variant,
 )
 from workshop.compare.waterfall import Waterfall  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
 from workshop.kernels import benchmark  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
-from workshop.report import content, pages, sections  # noqa: E402
+from workshop.report import content, doc_images, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import chips, float8_cost, presets  # noqa: E402
 from workshop.run import precision as precisions  # noqa: E402
@@ -97,21 +98,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _update(*, check: bool) -> int:
-    documents = render()
-    stale = [path for path, text in documents.items() if _read(path) != text]
-    for path in stale:
-        if check:
-            print(f"{path.relative_to(ROOT)} is not what its result files say: run make docs")
-        else:
-            results.write_text(path, documents[path])
-            print(f"Written: {path.relative_to(ROOT)}")
-    return errors.ANSWER_IS_NO if check and stale else errors.DONE
-
-
-def render() -> dict[Path, str]:
-    """The documents as the result files would have them."""
     collection = Collection([REFERENCE])
     collection.refresh()
+    documents = render(collection)
+    stale = [path for path, text in documents.items() if _read(path) != text]
+    images = doc_images.find(collection, documents[FULL_REPORT])
+    images = [image for image in images if image.stale]
+    if check:
+        for path in (*stale, *(image.path for image in images)):
+            print(f"{path.relative_to(ROOT)} is not what its result files say: run make docs")
+        return errors.ANSWER_IS_NO if stale or images else errors.DONE
+    for path in stale:
+        results.write_text(path, documents[path])
+        print(f"Written: {path.relative_to(ROOT)}")
+    for image in images:
+        name = image.path.relative_to(ROOT)
+        try:
+            doc_images.make(image)
+            print(f"Written: {name}")
+        except NotOnThisMachine as error:
+            print(f"{name} is left as it was: {error}")
+    return errors.DONE
+
+
+def render(collection: Collection) -> dict[Path, str]:
+    """The documents as the result files would have them."""
     sheets, problems = sheet.read_all()
     if problems:
         raise WorkshopError(problems[0])

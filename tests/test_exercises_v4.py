@@ -261,7 +261,9 @@ def deployed(tmp_path: Path) -> Path:
     ]
     folder = tmp_path / "exercises" / DEPLOYMENT
     folder.mkdir(parents=True)
-    results.write_json(folder / "latency.json", {"schema_version": 1, "rows": rows})
+    results.write_json(
+        folder / "latency.json", {"schema_version": 1, "created": "", "device": {}, "rows": rows}
+    )
     return tmp_path
 
 

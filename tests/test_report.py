@@ -194,7 +194,7 @@ def test_each_kind_of_result_is_in_both_forms(written: Written) -> None:
     for text in (html, markdown):
         assert f"torch {run['software']['torch']}" in text and run["git_commit"] in text
         assert "GEMM-bound: matrix products take" in text  # the advisor
-        assert re.search(r"v3: compute-bound: 48\d of 989 TFLOP/s \(bf16\), 49% of its roof", text)
+        assert re.search(r"v3: compute roof: 48\d of 989 TFLOP/s \(bf16\), 49% \(62% of", text)
         assert "Largest difference from V1 at any step" in text  # the loss curves, in words
         assert text.count("scales the loss") == 1  # of fp16 alone
     commands = page.tables["device-1", "Command lines"][1:]

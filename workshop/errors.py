@@ -171,7 +171,7 @@ _OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "pptx": "pytho
 
 
 _NOT_IN_SETUP = ("transformers", "tokenizers", "safetensors", "deepspeed", "accelerate",
-                 "bitsandbytes", "vllm")  # fmt: skip
+                 "bitsandbytes", "vllm", "selenium")  # fmt: skip
 """Packages that are large, or of few."""
 
 

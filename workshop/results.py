@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workshop import file_kinds
 from workshop.errors import WorkshopError
 from workshop.run import flops
 from workshop.versions import ALL, ROOT, available
@@ -43,13 +43,6 @@ PASS, NOT_AUDITED, FAIL, SKIPPED = "pass", "not audited", "FAIL", "skipped"
 not compared with V1's; a check failed, or the run did; this machine can't run it."""
 DEFAULT_FOLDER = (ROOT if available() else Path()) / "results"
 """In the checkout; without one, in the working folder, as ROOT is where pip installs packages."""
-DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
-"""Files that tools write beside runs, made from them."""
-LAB = "lab"
-"""The second key of a lab's result file; workshop.labs reads it."""
-_SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
-_START = 4096
-"""Characters of a file that are read to find its kind."""
 
 NEWER = {"newer": True}
 """Marks a field that older files don't have."""
@@ -316,6 +309,7 @@ def write_json(target: Path, content: dict[str, Any]) -> None:
 
 def json_text(content: dict[str, Any]) -> str:
     """As `write_json` writes it."""
+    file_kinds.check(content)
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
@@ -408,7 +402,7 @@ def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
 
 def load_folder(folder: Path) -> list[RunResult]:
     """All runs of a folder, oldest session first: `folder/*.json` and what lies in any `runs`
-    folder below it. Comparisons, which are derived from runs, and runs of labs are passed over.
+    folder below it. Other files of the workshop are passed over.
 
     Raises:
         WorkshopError: there is none, or one of them is broken.
@@ -420,27 +414,13 @@ def load_folder(folder: Path) -> list[RunResult]:
     found = set(folder.glob("*.json"))
     for runs in [folder] if folder.name == "runs" else folder.rglob("runs"):
         found |= set(runs.rglob("*.json"))
-    named = (path for path in sorted(found) if path.name not in DERIVED and path.name[0] != ".")
-    paths = [path for path in named if second_key(path) != LAB]
+    named = (path for path in sorted(found) if path.name[0] != ".")
+    paths = [path for path in named if file_kinds.kind_of(path) in (file_kinds.RUN, "")]
     if not paths:
         raise WorkshopError(
             f"results {folder}: no result files (*.json, runs/SESSION/*.json) in it"
         )
     return sorted(map(load, paths), key=lambda result: result.session)
-
-
-def second_key(path: Path) -> str:
-    """The key after `schema_version`, by which files of this workshop differ; empty in another's.
-
-    Raises:
-        WorkshopError: it can't be read.
-    """
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            match = _SECOND_KEY.match(file.read(_START))
-    except OSError as error:
-        raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
-    return match[1] if match else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -165,13 +165,13 @@ def _half_width(scatter: float, kept: Sequence[int], tail: float) -> float:
 class Baseline:
     """Runs of one device and software to check others against, with their raw samples."""
 
+    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
     created: str
     git_commit: str | None
     device: dict[str, str | int | float | None]
     software: dict[str, str | None]
     command: list[str]
     runs: list[RunResult]
-    schema_version: int = SCHEMA_VERSION
 
 
 def make_baseline(

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workshop import results
-from workshop.collection import Collection, Profile
+from workshop import file_kinds, results
+from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
 from workshop.kernels import benchmark
@@ -19,7 +19,6 @@ from workshop.report import charts, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
 from workshop.results import FAIL, SKIPPED
-from workshop.roofline import ceilings
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
@@ -118,7 +117,7 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
             f"{anchor}-categories-{len(pictures) + 1}",
             f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}",
             f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}",
-            [found.version or found.folder.name for found in own],
+            distinct_names(own),
             [(kind, CATEGORY_COLOURS[kind], [one.get(kind, 0.0) / 1e6 for one in sums])
              for kind in CATEGORIES],
             tuple(found.folder / kernel_file.JSON_FILE for found in own),
@@ -142,7 +141,7 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
         try:
             if path in costs:
                 found.append(_harness_cost(f"harness-{len(found) + 1}", path))
-            elif ceilings.is_benchmark(results.read_json(path)):
+            elif file_kinds.kind_of(path) == file_kinds.BENCHMARK:
                 found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
         except WorkshopError as error:
             broken.append((path, str(error)))

@@ -249,7 +249,7 @@ def cache_bytes(device: torch.device) -> int:
 
 # --- showing -------------------------------------------------------------------------------------
 
-HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "bound", "error (allowed)",
+HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "roof", "error (allowed)",
           "verdict")  # fmt: skip
 WIDTH = 100
 """Columns of a terminal that the table takes at most."""
@@ -310,7 +310,7 @@ class Report:
             f"{row.seconds * 1e3:,.4g} ±{half:.{1 if half < 0.1 else 0}%}",
             model.rate_text(row.rate, row.kind),
             *("-" if share is None else f"{share:.1%}" for share in shares),
-            model.bound(self.limits, self.point(row)),
+            roof.kind if (roof := self.limits.roof(self.point(row))) else "",
             error,
             self.status(row),
         ]
