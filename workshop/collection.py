@@ -89,7 +89,7 @@ def distinct_names(profiles: Sequence[Profile], names: Iterable[str] | None = No
         names: what they begin with (default: `Profile.name`).
     """
     found = [profile.name for profile in profiles] if names is None else list(names)
-    top = os.path.commonpath([profile.folder for profile in profiles] or ["."])
+    top = os.path.commonpath([profile.folder for profile in profiles] or [Path()])
     for facts in zip(*(_facts(profile, top) for profile in profiles), strict=True):
         alike = defaultdict(list)
         for index, name in enumerate(found):
