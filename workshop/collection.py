@@ -89,7 +89,7 @@ def distinct_names(profiles: Sequence[Profile], names: Iterable[str] | None = No
         names: what they begin with (default: `Profile.name`).
     """
     found = [profile.name for profile in profiles] if names is None else list(names)
-    top = os.path.commonpath([profile.folder for profile in profiles] or ["."])
+    top = os.path.commonpath([profile.folder for profile in profiles] or [Path()])
     for facts in zip(*(_facts(profile, top) for profile in profiles), strict=True):
         alike = defaultdict(list)
         for index, name in enumerate(found):
@@ -186,7 +186,7 @@ class Collection:
             return Broken(path, str(error))
 
     def _kind(self, path: Path) -> str:
-        """Of a file of this workshop by its first keys, or by its place; empty for another's.
+        """The kind of a file, by its first keys or else by its place; empty for another's.
 
         Raises:
             WorkshopError: it has the place of a result file, and is not even JSON.
@@ -247,7 +247,7 @@ def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
 
 
 def _benchmark(path: Path) -> Benchmark | None:
-    """None for one of Triton's interpreter, which measured no ceilings."""
+    """The benchmark; None for one in Triton's interpreter, which measured no ceilings."""
     if not results.read_json(path).get("ceilings"):
         return None
     return Benchmark(path, str(ceilings.load(path).device.get("name")))

@@ -20,7 +20,7 @@ KINDS = {
     ("session", "created"): BENCHMARK,
     ("kernel_table",): KERNEL_TABLE,
     ("ceilings",): CEILINGS,
-    # What follows is made from those, or is no measurement: no page shows it.
+    # No page shows the rest: it is made from those above, or is no measurement.
     ("version", "config_name"): "count of operations",
     ("created", "rows"): "comparison",
     ("created", "waterfalls"): "waterfall",
@@ -59,7 +59,7 @@ def kind_of(path: Path) -> str:
 
 
 def check(content: Iterable[str]) -> None:
-    """Checks the keys of a content that has a schema_version; ValueError if KINDS lacks them."""
+    """Raises ValueError for a content with a schema_version whose keys are not in KINDS."""
     first, *keys = [*content, ""][:3]
     if first == "schema_version" and not _kind(keys):
         raise ValueError(f"no kind of file begins with {keys}: list it in {__name__}.KINDS")

@@ -21,7 +21,7 @@ NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 @contextmanager
 def opened(profile: Path, *, size: tuple[int, int] = (1280, 1000)) -> Iterator[Any]:
-    """A browser that can reach this machine alone, with a profile of its own in a new folder.
+    """A browser that can reach this machine alone, with its profile in a new folder.
 
     Raises:
         NotOnThisMachine: the browser, its driver or selenium is missing.

@@ -32,7 +32,7 @@ _DRAWN_TRACE = re.compile(r"^python -m workshop\.profilers draw (tests/.*)$", re
 _DASHBOARD_SIZE, _REPORT_SIZE = (1280, 1450), (1440, 1225)
 """In pixels: what a screen shows of the page."""
 _SHOWN_BLOCKS = 3
-"""Of the dashboard's view, in its picture: the table and the first two figures."""
+"""The first blocks of the dashboard's view: the table and two figures."""
 _WAIT_S = 60
 
 

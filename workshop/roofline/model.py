@@ -51,20 +51,20 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Point:
-    """What one kernel, or one part of a training step, achieved. A rate that was not counted is
+    """The rates of one kernel, or of one part of a training step. A rate that was not counted is
     None; 0 is one that was counted."""
 
     label: str
     category: str
     """A kernel's is one of profilers.categories.CATEGORIES."""
     precision: str
-    """Whose compute ceiling is its roof."""
+    """The one whose compute ceiling is its roof."""
     flops_per_s: float | None
     bytes_per_s: float | None
     seconds: float | None = None
-    """Of all its calls."""
+    """The sum over all its calls."""
     share: float | None = None
-    """Of the time of everything that was seen, from 0 to 1."""
+    """Its part of the time of everything that was seen, from 0 to 1."""
     calls: int | None = None
     at_least: bool = False
     """Whether its bytes are a lower bound, so that its intensity is an upper one."""
@@ -94,7 +94,7 @@ def point(
     moved: float | None,
     **more: Any,
 ) -> Point:
-    """What did some operations and moved some bytes in a time; None for what was not counted."""
+    """The point of some operations and bytes in a time; None for what was not counted."""
     flops_per_s, bytes_per_s = (
         None if amount is None else amount / seconds for amount in (operations, moved)
     )
@@ -114,7 +114,7 @@ class Roofline:
     warnings: list[str] = field(default_factory=list)
     """Sentences: numbers that can't be true."""
     threads: object = None
-    """Of a CPU, where they are known: with others it has other ceilings."""
+    """The number on a CPU, where it is known: with others it has other ceilings."""
 
     @property
     def heading(self) -> str:
@@ -134,13 +134,14 @@ class Roofline:
         return max(known, key=lambda ceiling: share(point, ceiling), default=None)
 
     def measured(self, point: Point, kind: str) -> Ceiling | None:
-        """What was measured of a kind, where that is not its limit anyway."""
+        """The measured ceiling of a kind, where that is not its limit anyway."""
         ceiling = self.limit(point, kind, (MEASURED,))
         return None if ceiling == self.limit(point, kind) else ceiling
 
 
 def share(point: Point, ceiling: Ceiling | None) -> float:
-    """Of a ceiling, from 0 to 1, and above where the numbers can't be true; 0 without one."""
+    """The part of a ceiling that was reached: above 1 where the numbers can't be true; 0 without
+    a ceiling."""
     return (point.rate(ceiling.kind) or 0.0) / ceiling.rate if ceiling else 0.0
 
 
