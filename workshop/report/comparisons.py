@@ -169,8 +169,7 @@ def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
         lines.append(Line([first, *others], BAD if bad else ""))
     header = ["size", *(f"{key}: {ALL[key].title}" for key in keys)]
     caption = (
-        "Each version's median step, and its speed-up over the line's V1; of a version from "
-        "another session over the V1 of that session, whose step is named, or none without it"
+        "Median step and speed-up over V1; where V1 is not that of the line, its step is named"
     )
     return Table(caption, header, lines)
 
