@@ -4,6 +4,7 @@
 #   make compare ARGS="--config medium"     options for the tool behind the target
 #   make setup BUILD=rocm                   PyTorch's build: auto, cpu, cuda, rocm
 #   make setup PYTHON=python3.12 VENV=/scratch/me/venv
+#   make setup ARGS=--recreate              delete the environment that is there, and make it anew
 #   make notebook NOTEBOOK=labs/data_pipeline/where_does_the_step_wait.ipynb
 
 VENV ?= .venv
@@ -27,7 +28,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo 'Options go into ARGS: make compare ARGS="--help"'
 
-setup: environment ## prepare the Python environment (VENV, BUILD, PYTHON)
+setup: ## prepare the Python environment (VENV, BUILD, PYTHON, ARGS=--recreate)
+	@$(PREPARE) $(ARGS)
 
 compare: environment ## time the versions against each other, after proving that they agree
 	@$(RUN) analysis_tools/compare_versions.py $(ARGS)
@@ -69,7 +71,7 @@ lint: test-environment ## check style, formatting and types
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
-docs: environment ## write the documentation's tables from results/reference
+docs: test-environment ## write the documentation's tables and pictures from results/reference
 	@$(RUN) analysis_tools/update_docs.py $(ARGS)
 
 clean: ## delete caches; results and the environment stay

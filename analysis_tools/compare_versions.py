@@ -42,7 +42,7 @@ STEPS, WARMUP_STEPS, REPEATS = USUAL.timed, USUAL.warmup, 3
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
-        epilog="Exit status: 0 done, 1 a gate is red or a version failed, 2 wrong usage, "
+        epilog="Exit status: 0 done, 1 a check or a version failed, 2 wrong usage, "
         "77 this machine can run none of them, 130 interrupted by Ctrl-C or SIGTERM (what was "
         "completed is saved and shown). A size at which memory runs out is no failure of a sweep.",
     )

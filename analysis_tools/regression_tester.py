@@ -10,7 +10,6 @@ and memory. docs/regression.md says how they come about and how to use them in C
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -372,7 +371,7 @@ def as_json(report: Report) -> str:
         },
         "findings": [dataclasses.asdict(finding) for finding in report.findings],
     }
-    return json.dumps(content, indent=1, allow_nan=False)
+    return results.json_text(content).rstrip()
 
 
 def as_junit(report: Report) -> str:

@@ -1,8 +1,9 @@
-"""Writes the documentation's tables: what was measured from the result files in results/reference/,
-and the exercises from their sheets.
+"""Writes the documentation's tables and pictures: what was measured from the result files in
+results/reference/, and the exercises from their sheets.
 
 PERFORMANCE_RESULTS.md is written whole; of the other documents the parts between markers are. No
-figure there is typed by hand. `--check` changes nothing and exits 1 if they are stale.
+figure there is typed by hand. Pictures of pages take Chromium; without it they are left, and named.
+`--check` changes nothing and exits 1 if something is stale; it needs no browser.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
 from workshop.compare import sweep, tables, waterfall  # noqa: E402
+from workshop.compare.markdown import fill_last_column  # noqa: E402
 from workshop.compare.markdown import table as markdown_table  # noqa: E402
 from workshop.compare.rows import (  # noqa: E402
     Row,
@@ -43,12 +45,12 @@ from workshop.compare.rows import (  # noqa: E402
     variant,
 )
 from workshop.compare.waterfall import Waterfall  # noqa: E402
-from workshop.errors import WorkshopError  # noqa: E402
+from workshop.errors import NotOnThisMachine, WorkshopError  # noqa: E402
 from workshop.exercises import index, sheet  # noqa: E402
 from workshop.kernels import benchmark  # noqa: E402
 from workshop.profilers import advisor, show  # noqa: E402
 from workshop.profilers.load import load, recorded_run  # noqa: E402
-from workshop.report import content, pages, sections  # noqa: E402
+from workshop.report import content, doc_images, pages, sections  # noqa: E402
 from workshop.results import RunResult  # noqa: E402
 from workshop.run import chips, float8_cost, presets  # noqa: E402
 from workshop.run import precision as precisions  # noqa: E402
@@ -65,7 +67,7 @@ PREDICTIONS, FLOAT8 = "predictions", "float8"
 WATERFALLS, SWEEPS, STARTUP = "waterfalls", "sweeps", "startup"
 """Parts of documents between two markers that name them."""
 SHOWN_PROFILES = "*/profiles/{version}/pytorch_profiler"
-"""What the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
+"""The profiles that the versions' READMEs show; all are in PERFORMANCE_RESULTS.md."""
 HOT_KERNELS = 6
 FULL_REPORT = REFERENCE / "report.md"
 INTRODUCTION = """Written by `make docs` from the result files in this folder, which hold every
@@ -96,21 +98,31 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _update(*, check: bool) -> int:
-    documents = render()
-    stale = [path for path, text in documents.items() if _read(path) != text]
-    for path in stale:
-        if check:
-            print(f"{path.relative_to(ROOT)} is not what its result files say: run make docs")
-        else:
-            results.write_text(path, documents[path])
-            print(f"Written: {path.relative_to(ROOT)}")
-    return errors.ANSWER_IS_NO if check and stale else errors.DONE
-
-
-def render() -> dict[Path, str]:
-    """The documents as the result files would have them."""
     collection = Collection([REFERENCE])
     collection.refresh()
+    documents = render(collection)
+    stale = [path for path, text in documents.items() if _read(path) != text]
+    images = doc_images.find(collection, documents[FULL_REPORT])
+    images = [image for image in images if image.stale]
+    if check:
+        for path in (*stale, *(image.path for image in images)):
+            print(f"{path.relative_to(ROOT)} is not what its result files say: run make docs")
+        return errors.ANSWER_IS_NO if stale or images else errors.DONE
+    for path in stale:
+        results.write_text(path, documents[path])
+        print(f"Written: {path.relative_to(ROOT)}")
+    for image in images:
+        name = image.path.relative_to(ROOT)
+        try:
+            doc_images.make(image)
+            print(f"Written: {name}")
+        except NotOnThisMachine as error:
+            print(f"{name} is left as it was: {error}")
+    return errors.DONE
+
+
+def render(collection: Collection) -> dict[Path, str]:
+    """The documents as the result files would have them."""
     sheets, problems = sheet.read_all()
     if problems:
         raise WorkshopError(problems[0])
@@ -167,7 +179,7 @@ def with_parts(document: Path, parts: Mapping[str, str]) -> str:
 
 
 def _split(text: str, part: str, document: Path) -> tuple[str, str, str]:
-    """What is before, between and after a part's markers."""
+    """The text before, between and after a part's markers."""
     begin, end = f"<!-- {part}: begin, written by make docs -->", f"<!-- {part}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         name = document.relative_to(ROOT)
@@ -242,7 +254,7 @@ def _beside_peers(rows: list[Row], runs: list[RunResult]) -> str:
         return [run for run in ordinary(same) if not variant(run)]
 
     ratios = [
-        f"{row.version.upper()} {build_row(of(row), of(best)).verdict()}"
+        f"{row.version.upper()} {build_row(of(row), of(best)).speedup_text()}"
         for row in rows
         if row.version in ("v3", "v4") and row.session == best.session
     ]
@@ -253,7 +265,7 @@ def _ladder_cells(row: Row | None) -> list[str]:
     if row is None or row.step_ms is None:
         return ["-", "-", "-"]
     memory = f"{row.peak_memory_mb:,.0f} MB"
-    return [f"{row.step_ms:.2f} ms", row.verdict(), memory]
+    return [f"{row.step_ms:.2f} ms", row.speedup_text(), memory]
 
 
 def _spreads(runs: list[RunResult], configs: list[str]) -> list[str]:
@@ -336,14 +348,13 @@ def _startup(rows: list[Row]) -> str:
 
 def _ideas(document: Path, version: str, falls: Sequence[Waterfall]) -> str:
     """The table of a version's README, its last column filled in: what each idea gained in the
-    waterfalls, found by the flag in its line that switches it off."""
+    waterfalls, found by the flag in its line that switches it off. Empty without a table."""
     _, old, _ = _split(_read(document), IDEAS, document)
-    header, line, *rows = [row for row in old.splitlines() if row.startswith("|")]
-    filled = [f"{row.rsplit(' | ', 1)[0]} | {_gains(row, version, falls)} |" for row in rows]
+    filled = fill_last_column(old, lambda row: _gains(row, version, falls))
     places = dict.fromkeys(f"{one.precision}, {one.device}" for one in falls)
     where = "; ".join(places)
     note = f"Measured: times as fast as without it, {where}; ~1: no significant difference."
-    return "\n".join([header, line, *filled, "", note])
+    return f"{filled}\n\n{note}" if filled else ""
 
 
 def _gains(row: str, version: str, falls: Sequence[Waterfall]) -> str:
@@ -443,7 +454,7 @@ def _performance(collection: Collection) -> dict[Path, str]:
     parts = [
         f"# {report.title}\n\n{SHORT}",
         *(f"![Throughput, time and memory]({path})" for path in sorted(pictures)),
-        f"**{report.proof}**",
+        f"**{report.verdicts}**",
         "## How to read the tables",
         # The columns after the third are in the full report alone.
         "\n".join(f"- **{what}** {text}" for what, text in pages.HOW_TO_READ[:3]),

@@ -1,4 +1,4 @@
-"""What the slides show: each function is a directive of the decks' files.
+"""The charts of the slides: each function is a directive of the decks' files.
 
 `!rows small | step_ms` calls `rows` with the results and these arguments. It returns what to draw,
 and values for the braces in the slide's title and caption.
@@ -44,7 +44,7 @@ LABS = {
     "text_generation": "",
     "scale_out": "",
 }
-"""Of each lab the subject whose gain is shown."""
+"""The subject of each lab whose gain is shown."""
 
 
 def ms(value: float | None) -> str:
@@ -77,7 +77,7 @@ def _bars(
 
 def rows(measured: Measured, size: str, field: str, who: str = "versions") -> Shown:
     """One of FIELDS of the versions, of "all" (the peers too) or of some, as "v1 v2"; the lowest
-    and highest, and the verdict of the lowest against V1.
+    and highest, and the speed-up of the lowest over V1.
     """
     its = measured.ladder(size).rows
     keys = {"versions": list(VERSIONS), "all": list(its)}.get(who, who.split())
@@ -88,7 +88,7 @@ def rows(measured: Measured, size: str, field: str, who: str = "versions") -> Sh
     values = [scale * getattr(row, field) for row in shown]
     low, high = (shown[values.index(pick(values))] for pick in (min, max))
     words = {"size": low.config, "v1": values[0], "v1_ms": ms(values[0]), "most": max(values)}
-    words |= {"low": name(low.version), "low_ms": ms(min(values)), "verdict": low.verdict()}
+    words |= {"low": name(low.version), "low_ms": ms(min(values)), "speedup": low.speedup_text()}
     words |= {"high": name(high.version), "break_even": high.break_even}
     if who == "all":
         rivals = [value for row, value in zip(shown, values, strict=True) if row.version in PEERS]
@@ -97,8 +97,12 @@ def rows(measured: Measured, size: str, field: str, who: str = "versions") -> Sh
 
 
 def losses(measured: Measured) -> Shown:
-    its = measured.ladder(MEDIUM).versions
-    first, last = ([getattr(row, key) or 0.0 for row in its] for key in ("loss_first", "loss_last"))
+    its = [
+        row
+        for row in measured.ladder(MEDIUM).versions
+        if None not in (row.loss_first, row.loss_last)
+    ]
+    first, last = ([getattr(row, key) for row in its] for key in ("loss_first", "loss_last"))
     series = {"first step": first, "last step": last}
     labels = [name(row.version) for row in its]
     body = Bars(labels, series, "loss", (LIGHT, BLUE), "0.000")
@@ -106,13 +110,13 @@ def losses(measured: Measured) -> Shown:
 
 
 def parts(measured: Measured, what: str) -> Shown:
-    """What the peak memory or the step consists of; V1 against the version with the least."""
+    """The parts of the peak memory or of the step; V1 against the version with the least."""
     its = measured.ladder(MEDIUM).versions
     axis, of, scale = {
         "memory": ("GB at the peak", MEMORY_COLOURS, 1e-3),
         "phases": ("ms a step", PHASE_COLOURS, 1.0),
     }[what]
-    values = [row.memory_mb if what == "memory" else vars(row) for row in its]
+    values = [row.memory_mb if what == "memory" else row.step_parts for row in its]
     series = {label: [scale * float(own.get(key) or 0.0) for own in values] for key, label, _ in of}
     sums, labels = (
         list(map(sum, zip(*series.values(), strict=True))),
@@ -244,7 +248,7 @@ def spread(measured: Measured) -> Shown:
 
 
 def intervals(measured: Measured, size: str) -> Shown:
-    """Of the speed-ups over V1."""
+    """The intervals of the speed-ups over V1."""
     its = measured.ladder(size).versions[1:]
     found = [(row, row.speedup or 0.0, row.speedup_ci) for row in its if row.speedup_ci]
     if not found:
@@ -381,7 +385,7 @@ def lab(measured: Measured, lab: str, subject: str, variants: str = "") -> Shown
     best = its[rates.index(max(rates))]
     words = {"unit": best.first.unit, "slow": first.units_per_s, "fast": max(rates)}
     words |= {"best": best.first.variant, "first": first.first.variant}
-    words |= {"subject": first.first.subject.split(",")[0], "verdict": lab_table.verdict(best)}
+    words |= {"subject": first.first.subject.split(",")[0], "speedup": lab_table.speedup_text(best)}
     return _bars(labels, rates, f"{best.first.unit} a second", [BLUE] * len(its)), words
 
 

@@ -106,14 +106,15 @@ def tables(T: int, D: int) -> dict[str, Tensor]:
 
 
 def rope_cases() -> Iterator[Case]:
-    for B, H, K, T, D in ((1, 2, 1, 1, 64), (2, 6, 2, 63, 32), (1, 4, 4, 129, 24)):
+    sizes = ((1, 2, 1, 1, 64), (2, 6, 2, 63, 32), (1, 4, 4, 129, 24), (3, 3, 3, 5, 32))
+    for B, H, K, T, D in sizes:
         make = drawn((B, H, T, D), (B, K, T, D), how=heads)
         yield Case("apply_rope", f"B{B} H{H} K{K} T{T} D{D}", make, tables(T, D))
 
 
 def qkv_attention_cases() -> Iterator[Case]:
     sizes = ((1, 2, 1, 2, 64, 40), (2, 6, 2, 63, 32, 72), (1, 2, 2, 129, 32, 64))
-    for B, H, K, T, D, C in sizes:
+    for B, H, K, T, D, C in (*sizes, (3, 1, 1, 5, 32, 8)):
         x, w = (B, T, C), ((H + 2 * K) * D, C)
         name = f"B{B} H{H} K{K} T{T} D{D} C{C}"
         fixed = {**tables(T, D), "num_heads": H, "num_kv_heads": K}
@@ -137,7 +138,7 @@ def attention_cases() -> Iterator[Case]:
     sizes = (
         *((1, 2, 1, 2, 32, True), (2, 4, 2, 63, 32, True), (1, 3, 1, 129, 64, True)),
         *((1, 2, 2, 200, 128, True), (1, 2, 1, 129, 32, False), (1, 2, 1, 1, 64, False)),
-        (1, 3, 3, 65, 64, True),
+        *((1, 3, 3, 65, 64, True), (3, 3, 3, 5, 32, True)),
     )
     for B, H, K, T, D, causal in sizes:
         q, k = (B, H, T, D), (B, K, T, D)

@@ -85,12 +85,12 @@ def test_without_a_gpu_all_kernels_are_checked_and_none_is_timed(type_command, t
     ours = [row for row in content["rows"] if row["contender"] == OURS]
     assert [row["op"] for row in ours] == list(cases.OPS)
     for row in ours:
-        assert row["status"] == "ok" and row["errors"]
+        assert row["status"] == "pass" and row["errors"]
         assert all(0 <= error < 1e-5 for error in row["errors"].values()), row
     assert not any(row["samples"] for row in content["rows"])
-    absent = {row["contender"] for row in content["rows"] if row["status"] == "absent"}
-    assert {"Liger", "torch.compile"} <= absent
-    assert all(row["note"] for row in content["rows"] if row["status"] == "absent")
+    skipped = {row["contender"] for row in content["rows"] if row["status"] == "skipped"}
+    assert {"Liger", "torch.compile"} <= skipped
+    assert all(row["note"] for row in content["rows"] if row["status"] == "skipped")
 
 
 @NO_GPU
@@ -103,10 +103,10 @@ def test_every_wrong_kernel_in_the_file_is_found(type_command, tmp_path) -> None
     command = (*COMMAND, "--quick", "--op", "swiglu", "swiglu_fused", "--output-dir")
     finished = type_command(*command, tmp_path / "out", folder=root, **INTERPRETER)
     assert finished.returncode == 1, finished.stderr
-    assert f"{OURS} WRONG: y is off by " in finished.stdout
+    assert f"{OURS} FAIL: y is off by " in finished.stdout
     rows = json.loads((tmp_path / "out" / "kernels.json").read_text())["rows"]
     ours = {row["op"]: row["status"] for row in rows if row["contender"] == OURS}
-    assert ours == {"swiglu": "WRONG", "swiglu_fused": "ok"}
+    assert ours == {"swiglu": "FAIL", "swiglu_fused": "pass"}
 
 
 def test_without_triton_nothing_runs(type_command, tmp_path) -> None:
@@ -235,14 +235,14 @@ def test_a_wrong_kernel_turns_its_row_red_and_is_not_timed(fault: str, v3, monke
         timer = Timer()
         monkeypatch.setattr(v3, op, getattr(v3, f"{op}_reference"))
         before = measure.measure_case(case, make_setting(precision), timer)
-        assert before[0].status == "ok" and timer.asked[:2] == [OURS, cases.PLAIN]
+        assert before[0].status == "pass" and timer.asked[:2] == [OURS, cases.PLAIN]
         monkeypatch.setattr(v3, op, plant(getattr(v3, f"{op}_reference")))
         ours, *others = measure.measure_case(case, make_setting(precision), timer)
-        assert (ours.contender, ours.status, ours.failed) == (OURS, "WRONG", True)
+        assert (ours.contender, ours.status, ours.failed) == (OURS, "FAIL", True)
         assert note in ours.note
         assert not ours.samples and OURS not in timer.asked
         assert {row.contender for row in others if row.samples} == set(timer.asked)
-        assert "WRONG" not in {row.status for row in others}
+        assert "FAIL" not in {row.status for row in others}
 
 
 def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
@@ -255,7 +255,7 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
     crash = raising(RuntimeError("CUDA error\nand a long story"))
     ours = dataclasses.replace(small_case("swiglu"), kernel=crash)
     row = measure.measure_case(ours, make_setting(), Timer())[0]
-    assert (row.status, row.failed, row.note) == ("failed", True, "RuntimeError: CUDA error")
+    assert (row.status, row.failed, row.note) == ("FAIL", True, "RuntimeError: CUDA error")
 
     rivals = {
         "a": lambda gate, up: gate.relu() * up,
@@ -268,9 +268,9 @@ def test_only_a_kernel_of_ours_that_is_wrong_or_crashes_has_failed(v3) -> None:
     rows = measure.measure_case(case, make_setting(), timer)
     found = {row.contender: (row.status, row.note) for row in rows}
     assert not any(row.failed for row in rows) and timer.asked == [OURS, cases.PLAIN]
-    assert found["a"][0] == "WRONG"
+    assert found["a"][0] == "FAIL"
     assert [found[name] for name in ("b", "c", "d", "torch.compile")] == [
-        ("absent", note)
+        ("skipped", note)
         for note in ("not installed", "RuntimeError: CUDA error", "out of memory", "needs a GPU")
     ]
 
@@ -286,8 +286,8 @@ def test_a_rival_may_overwrite_its_arguments_without_harm_to_others(v3) -> None:
     rivals = {"a": overwriting, "b": lambda gate, up: gate * up.detach(), "c": v3.swiglu}
     case = dataclasses.replace(small_case("swiglu"), rivals=rivals)
     rows = {row.contender: row for row in measure.measure_case(case, make_setting(), None)}
-    assert rows["a"].errors["y"] < 1e-6 and rows["a"].status == "WRONG"  # for its gradients
-    assert rows["c"].status == "ok" and not rows["c"].note
+    assert rows["a"].errors["y"] < 1e-6 and rows["a"].status == "FAIL"  # for its gradients
+    assert rows["c"].status == "pass" and not rows["c"].note
 
     def stamp(gate: Tensor, up: Tensor) -> Tensor:
         result: Tensor = v3.swiglu(gate, up.clone())
@@ -296,7 +296,7 @@ def test_a_rival_may_overwrite_its_arguments_without_harm_to_others(v3) -> None:
 
     case = dataclasses.replace(case, rivals={"a": stamp})
     rows = {row.contender: row for row in measure.measure_case(case, make_setting(), None)}
-    assert (rows["a"].status, rows["a"].note[:10]) == ("ok", "overwrites")
+    assert (rows["a"].status, rows["a"].note[:10]) == ("pass", "overwrites")
 
 
 @pytest.mark.parametrize("op", cases.OPS)
@@ -404,7 +404,7 @@ def mode(gpu) -> str:
 def test_all_phases_of_all_right_contenders_are_timed(op: str, v3, pretended_gpu) -> None:
     case, setting = small_case(op), make_setting()
     rows = measure.measure_case(case, setting, measure.time_contenders)
-    right = [row for row in rows if row.status == "ok"]
+    right = [row for row in rows if row.status == "pass"]
     assert len(right) >= 2 and not any(row.note for row in right)
     for row in right:
         assert set(row.samples) == set(case.phases)
@@ -431,10 +431,10 @@ def test_a_run_with_a_gpu_shows_and_writes_what_it_timed(
     monkeypatch.setattr(v3, "rms_norm", lambda x, weight, eps: x * weight)
     assert tool.main(["--output-dir", str(tmp_path)]) == 1
     printed = capsys.readouterr().out
-    assert f"{OURS} WRONG: y is off" in printed and tool.NOTHING_TIMED not in printed
+    assert f"{OURS} FAIL: y is off" in printed and tool.NOTHING_TIMED not in printed
     content = json.loads((tmp_path / "kernels.json").read_text())
     for row in content["rows"]:
-        wanted = set(row["amounts"]) if row["status"] == "ok" else set()
+        wanted = set(row["amounts"]) if row["status"] == "pass" else set()
         assert set(row["samples"]) == wanted
 
 
@@ -454,7 +454,7 @@ def test_a_contender_that_waits_for_the_device_is_timed_launch_by_launch(v3, pre
     notes = {row.contender: row.note for row in rows}
     assert notes["a"] == "forward timed launch by launch: it waits for the device"
     assert notes["b"] == "forward not timed: RuntimeError: CUDA error: of its own"
-    assert all(row.host_us for row in rows if row.status == "ok")
+    assert all(row.host_us for row in rows if row.status == "pass")
     samples = {row.contender: set(row.samples) for row in rows}
     assert samples["a"] == samples[OURS] == {FORWARD, BACKWARD}
     assert samples["b"] == {BACKWARD}
@@ -501,7 +501,7 @@ def canned_row(
         middle = amount / rate / cases.UNITS[case.unit] * 1e3
         samples[phase] = [middle * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02)]
     row = Row(op, case.size, contender, case.unit, amounts, samples=samples, **changes)
-    if row.status == "ok":
+    if row.status == "pass":
         row.errors = {"y": 1.7e-3, "gradient of x": 2.1e-3}
         row.allowed = {"y": 1.1e-2, "gradient of x": 1.2e-2}
     return row
@@ -519,8 +519,8 @@ def canned() -> list[Row]:
         ),
         canned_row("rms_norm", (8192, 1024), "Liger", (495.0, 312.0)),
         canned_row("rms_norm", norm, "F.rms_norm", (5191.0, 1804.0)),
-        canned_row("rms_norm", norm, "Liger", (), status="absent", note="not installed"),
-        canned_row("flash_attention", long, OURS, (), status="WRONG", note="out is off by 3e-1"),
+        canned_row("rms_norm", norm, "Liger", (), status="skipped", note="not installed"),
+        canned_row("flash_attention", long, OURS, (), status="FAIL", note="out is off by 3e-1"),
         canned_row("flash_attention", long, "SDPA cuDNN", (434.0, 428.0)),
         canned_row(*head, OURS, (450.0,), peak_mb=550.0),
         canned_row(*head, "Liger", (210.0,), peak_mb=410.0, note=waits),
@@ -549,16 +549,16 @@ def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
     ]
     assert tool.cells(canned[0], RUN) == [
         *("8192 x 1024", OURS, "2,900 ±1.0%", "1,500 ±1.0%", "68% / 35%", "45 / 380"),
-        *("2.1e-03 (1.2e-02)", "ok"),
+        *("2.1e-03 (1.2e-02)", "pass"),
     ]
     assert tool.cells(canned[1], RUN)[5] == "229 / -"  # of a result without the host's times
-    assert tool.cells(canned[3], RUN)[2:] == ["-", "-", "-", "-", "-", "absent"]
-    assert tool.cells(canned[4], RUN)[2:] == ["-", "-", "-", "-", "-", "WRONG"]
+    assert tool.cells(canned[3], RUN)[2:] == ["-", "-", "-", "-", "-", "skipped"]
+    assert tool.cells(canned[4], RUN)[2:] == ["-", "-", "-", "-", "-", "FAIL"]
     assert tool.header(canned[6:], RUN)[2:5] == ["TFLOP/s", "peak MB", "of ceiling"]
     assert tool.cells(canned[6], RUN)[2:6] == ["450 ±1.0%", "550", "56%", "3,579 / -"]
     checked = dataclasses.replace(RUN, interpreted=True, ceilings={})
     assert tool.header(canned, checked) == ["size", "contender", "error (allowed)", "status"]
-    assert tool.cells(canned[0], checked)[2:] == ["2.1e-03 (1.2e-02)", "ok"]
+    assert tool.cells(canned[0], checked)[2:] == ["2.1e-03 (1.2e-02)", "pass"]
 
     slower = canned_row("rms_norm", (5, 1024), OURS, (100.0, 100.0))
     fast = canned_row("rms_norm", (5, 1024), "Liger", (200.0, 200.0))
@@ -566,8 +566,8 @@ def test_the_table_has_rates_shares_errors_and_status(canned, capsys) -> None:
     printed = capsys.readouterr().out
     for line in (
         "rms_norm, bf16, NVIDIA H200",
-        "Liger at 16384 x 4096 absent: not installed",
-        f"{OURS} WRONG: out is off by 3e-1",
+        "Liger at 16384 x 4096 skipped: not installed",
+        f"{OURS} FAIL: out is off by 3e-1",
         "Liger: forward + backward timed launch by launch: it waits for the device",
         "IMPLAUSIBLE: F.rms_norm at 16384 x 4096, forward: 5,191 GB/s, more than the chip's 4,800",
         "ceilings of this run: copy 4,242 GB/s, bf16 product 809 TFLOP/s",
@@ -599,12 +599,12 @@ def test_every_kernel_is_right_and_timed_at_a_plausible_rate(type_command, tmp_p
     assert "IMPLAUSIBLE" not in finished.stdout
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     for row in rows:
-        if row["status"] == "ok":
+        if row["status"] == "pass":
             assert set(row["samples"]) == set(row["amounts"]), row["note"]
             in_place = "overwrites" in row["note"]
             assert (row["peak_mb"] > 0 or in_place) and row["host_us"]
     statuses = {(row["op"], row["contender"]): row["status"] for row in rows}
-    assert {statuses[op, name] for op in cases.OPS for name in (OURS, "plain")} == {"ok"}
+    assert {statuses[op, name] for op in cases.OPS for name in (OURS, "plain")} == {"pass"}
     notes = [row["note"] for row in rows if row["contender"] in (OURS, "plain", "torch.compile")]
     assert not any(notes), notes  # all captured, none overwrites
 

@@ -61,7 +61,7 @@ def the_run(output: Path) -> RunResult:
 
 # --- wrong input ------------------------------------------------------------------------------
 
-# What is typed after a good command, and what the answer must name. FOLDER is the test's own.
+# Words typed after a good command, and what the answer must name. FOLDER is the test's own.
 WRONG = {
     "heads do not divide": ("--num-heads 3", "hidden_dim 64 is not divisible by num_heads 3"),
     "kv heads do not divide": ("--num-kv-heads 3", "num_heads 4 .* by num_kv_heads 3"),
@@ -335,9 +335,7 @@ PathFinder.find_spec = find_present
 """
 
 STEP_LINE = re.compile(
-    r"^step +(\d+)/3  loss +([\d.]+) +([\d,.]+) samples/s +([\d,]+) tokens/s +([\d.]+) ms"
-    r"  peak [\d,]+ MB$",
-    re.M,
+    r"^step +(\d+)/4  loss +([\d.]+) +([\d,.]+) samples/s +([\d,]+) tokens/s +([\d.]+) ms$", re.M
 )
 
 
@@ -370,7 +368,7 @@ def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: 
     assert (saved.setup_s["compile"] > 0) == (compile_mode != "none")
 
     steps = [tuple(map(number, line)) for line in STEP_LINE.findall(finished.stdout)]
-    assert [step for step, *_ in steps] == [1, 2, 3]
+    assert [step for step, *_ in steps] == [2, 3, 4] and len(saved.losses) == 4
     for (_, loss, samples, tokens, ms), saved_loss, saved_ms in zip(
         steps, saved.losses[-3:], saved.step_ms, strict=True
     ):
@@ -385,7 +383,7 @@ def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: 
     for phase in ("forward", "backward", "optimizer"):
         median = statistics.median(getattr(saved, f"{phase}_ms"))
         assert shown[phase] == f"{median:.2f} ms"
-    assert shown["loss"] == f"{saved.losses[0]:.4f} first, {saved.losses[-1]:.4f} final"
+    assert shown["loss"] == f"{saved.losses[0]:.4f} in step 1, {saved.losses[-1]:.4f} in step 4"
     memory = saved.memory_mb
     assert shown["memory"] == (
         f"{memory['peak']:,.0f} MB peak (weights {memory['weights']:,.0f}, gradients "
@@ -411,9 +409,9 @@ def test_an_interpreted_run_shows_that_it_is_right_and_no_speed(run: Call, tmp_p
     assert re.search(r"^gate: pass: gradients 11/11; worst .*allowed$", finished.stdout, re.M)
     assert "with V1, at 2 x 16 tokens only ...\n" in finished.stdout
     assert "  kernels            in Triton's interpreter" in finished.stdout
-    step = r"^step (\d)/3  loss +([\d.]+)  interpreted, not comparable  peak [\d,]+ MB$"
+    step = r"^step (\d)/4  loss +([\d.]+)  interpreted, not comparable$"
     steps = re.findall(step, finished.stdout, re.M)
-    assert [number for number, _ in steps] == ["1", "2", "3"]
+    assert [number for number, _ in steps] == ["2", "3", "4"]
     shown = summary(finished)
     assert shown["speed"] == "interpreted, not comparable"
     assert list(shown) == ["speed", "loss", "memory", "gradients", "gate", "audit"]
@@ -466,7 +464,7 @@ def test_nothing_but_torch_is_needed(start: Call, tmp_path: Path) -> None:
 
 def test_the_loss_falls_on_text(run: Call, tmp_path: Path) -> None:
     finished = run("v1", "--num-steps", "60", "--learning-rate", "3e-3", "--no-gate")
-    match = re.fullmatch(r"([\d.]+) first, ([\d.]+) final", summary(finished)["loss"])
+    match = re.fullmatch(r"([\d.]+) in step 1, ([\d.]+) in step 61", summary(finished)["loss"])
     assert match, finished.stdout
     assert 5.4 < float(match[1]) < 6.2  # ln(300) is 5.7
     assert float(match[2]) < 4
@@ -522,12 +520,13 @@ def test_a_preset_with_its_own_values_keeps_its_name(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_printed_and_saved(run: Call, tmp_path: Path) -> None:
-    assert "not finite final" in run("v1", "--no-gate", "--learning-rate", "9e29").stdout
+    finished = run("v1", "--no-gate", "--learning-rate", "9e29")
+    assert summary(finished)["loss"].endswith(", not finite in step 4")
     assert the_run(tmp_path).losses[-1] is None
 
 
 def triton_request(monkeypatch: pytest.MonkeyPatch, device: str, *words: str) -> Request:
-    """What a Triton version's arguments come to on a device that need not be here. V2's
+    """The request of a Triton version's arguments on a device that need not be here. V2's
     module replaces V3's: only sizes and switches are read from it."""
     monkeypatch.setattr(hardware, "get_device", torch.device)
     fp32 = precision.PRECISIONS["fp32"]
@@ -610,7 +609,7 @@ def test_ctrl_c_or_sigterm_saves_the_completed_steps(
     run = the_run(tmp_path)  # valid, and no temporary file beside it
     assert run.status == "interrupted"
     assert 1 <= len(run.step_ms) < 100_000
-    assert len(run.losses) == 2 + len(run.step_ms)  # the warm-up's and the profiled step's too
+    assert len(run.losses) == 1 + len(run.step_ms)  # the warm-up's too
     assert "Summary of an interrupted run" in finished.stdout
     assert f"(median of {len(run.step_ms)}, " in finished.stdout
     assert run.plausibility == []  # a backward pass cut short is no severed one

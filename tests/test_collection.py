@@ -11,6 +11,7 @@ import stored_runs
 from workshop import results
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
+from workshop.file_kinds import KERNEL_TABLE, KINDS, LAB, OPERATORS, RUN, kind_of
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
@@ -106,19 +107,34 @@ def test_a_broken_file_is_named_and_harms_no_other(folder: Path, place: str, tex
     assert found.refresh() and not found.broken
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "comparison.json",
-        *(f"runs/s/{name}" for name in results.DERIVED),
-        "settings.json",
-        "harness/x.json",
-        "runs/.a.json",
-    ],
-)
-def test_a_file_of_others_is_passed_over(folder: Path, place: str) -> None:
-    (folder / place).parent.mkdir(parents=True, exist_ok=True)
-    (folder / place).write_text('{"schema_version": 1, "created": "today", "rows": []}')
+@pytest.mark.parametrize("keys", KINDS)
+def test_every_kind_of_file_is_known_by_its_first_keys(folder: Path, keys: tuple[str, ...]) -> None:
+    """What no page shows is passed over, wherever it is; of the others, broken here, each is named
+    by its own reader."""
+    places = [folder / name for name in ("a.json", "runs/s/a.json", "profiles/v1/a.json")]
+    for place in (*places, folder / "runs" / ".a.json"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        results.write_json(place, {"schema_version": 1} | dict.fromkeys(keys, "x"))
+        assert kind_of(place) == KINDS[keys]
+    found = Collection([folder])
+    found.refresh()
+    is_read = KINDS[keys] in (RUN, LAB, OPERATORS, KERNEL_TABLE)
+    assert {one.path for one in found.broken} == (set(places) if is_read else set())
+    assert (len(found.runs), len(found.profiles)) == (1, 1)
+    if KINDS[keys] != RUN:
+        assert len(results.load_folder(folder)) == 1
+
+
+def test_a_kind_of_file_that_is_not_listed_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"begins with \['version', 'batch_size'\]: list it"):
+        results.write_json(
+            tmp_path / "new.json", {"schema_version": 1, "version": "v1", "batch_size": 8}
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_others_is_passed_over(folder: Path) -> None:
+    (folder / "settings.json").write_text('{"color": "red"}')
     found = Collection([folder])
     found.refresh()
     assert (len(found.runs), len(found.profiles), found.broken) == (1, 1, [])

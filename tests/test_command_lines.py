@@ -15,25 +15,33 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stored_runs
 import torch
 
+from analysis_tools import compare_versions
+from labs.cifar10_roofline import loop as cifar_loop
 from labs.cifar10_roofline import networks as cifar_networks
+from labs.data_pipeline import make_dataset
 from labs.inference_benchmark import measure
+from labs.inference_benchmark.modes import Variant
 from workshop import errors, results
 from workshop import parity as gate_command
 from workshop.arguments import count
 from workshop.compare import regression
 from workshop.exercises import copies
 from workshop.gate import canonical, parity
+from workshop.report import content as report_content
+from workshop.roofline import figures
+from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
 from workshop.versions import PEERS, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERNAL = {
-    "setup/environment_probe.py",  # environment_setup.sh starts it
+    "setup/environment_setup.py",  # environment_setup.sh starts it
     "workshop/exercises/runner.py",  # python -m workshop.exercises starts it
     "workshop/profilers/proton_app.py",  # run_proton.sh starts it
 }
@@ -147,7 +155,7 @@ NEEDS = {
         "target": ["out"],
     },
 }
-"""What a program or its subcommand can't do without, by argument."""
+"""The flags that a program or its subcommand can't do without, by argument."""
 FORCED = ["--baseline", "baseline.json", "--device", "cpu", "--force"]
 INSTEAD = {
     (BENCHMARK, "--rank"): ["--network", "resnet18", "--distributed_dataparallel"],
@@ -268,7 +276,7 @@ def flag_of(action: argparse.Action) -> list[str]:
 
 
 def needed(command: str, parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """What a command line needs beside one of its arguments."""
+    """The words that a command line needs with one of its arguments."""
     instead = INSTEAD.get((command, name_of(action)))
     if instead is not None:
         return instead
@@ -334,7 +342,7 @@ def test_what_is_typed_wrong_is_refused_in_a_line(
 
 
 def complaint(status: object, lines: list[str], name: str, value: str) -> str | None:
-    """What is wrong with the end of a program that was typed wrong."""
+    """The fault in the end of a program that was typed wrong; None if there is none."""
     if status not in (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE):
         return f"ended with {status}"
     if len(lines) != 1 or "error: " not in lines[0]:
@@ -378,6 +386,157 @@ def test_the_gate_refuses_shapes_that_no_step_has(flags, status, message, capsys
 def test_the_gate_refuses_them_in_python_too(shape: dict[str, int], odd_config) -> None:
     with pytest.raises(errors.WorkshopError, match=f"{next(iter(shape))} "):
         parity.check(canonical.build_baseline, odd_config, **shape)
+
+
+# --- what a flag changes -------------------------------------------------------------------------
+
+
+class Reached(BaseException):
+    """A program has called what a flag is for."""
+
+    def __init__(self, given: list[Any]) -> None:
+        self.given = given
+
+
+SMALL_V1 = "--device cpu --hidden-dim 64 --num-heads 4 --num-kv-heads 2 --vocab-size 256"
+SHORT_V1 = "--num-layers 1 --batch-size 1 --seq-len 8"
+DIGITS = "--dataset digits --device cpu --epochs 1 --batch-size 64 --out-dir weights"
+GROUP = "--network resnet18 --distributed_dataparallel --world-size 2"
+OUT = "--output-dir out"
+REACHES = [
+    (
+        BENCHMARK,
+        f"--network resnet18 --precision bf16 --channels-last --fold-norms --fuse-relus {OUT}",
+        (measure, "make_bench"),
+        lambda _, variant, *__: (
+            variant == Variant("bf16", channels_last=True, fold=True, fuse=True)
+        ),
+    ),
+    (
+        BENCHMARK,
+        f"--network resnet18 --amp-opt-level 4 --seed 5 --batch-size 6 --mode training {OUT}",
+        (measure, "make_bench"),
+        lambda setting, variant, _, training: (
+            (setting.seed, setting.batch_size, variant, training)
+            == (5, 6, Variant("bf16", autocast=True), True)
+        ),
+    ),
+    (
+        BENCHMARK,
+        f"{GROUP} --dist-backend nccl {OUT}",
+        (torch.distributed, "init_process_group"),
+        lambda backend, **_: backend == "nccl",
+    ),
+    (
+        "labs/cifar10_roofline/train.py",
+        f"{DIGITS} --warmup 3 --label-smoothing 0.25 {OUT}",
+        (cifar_loop, "Problem"),
+        lambda schedule, smoothing, *_: (schedule.warmup, smoothing) == (3, 0.25),
+    ),
+    (
+        "labs/data_pipeline/measure_pipeline.py",
+        f"--steps resnet50 --resnet-images 8 {OUT}",
+        (make_dataset, "make"),
+        lambda asked: asked.images == 8,
+    ),
+    (
+        "labs/text_generation/train_and_export.py",
+        f"--version v1 --seed 5 --steps 1 {OUT}",
+        (canonical, "canonical_state"),
+        lambda config, seed: seed == 5 and "v1" in type(config).__module__,
+    ),
+    (
+        "analysis_tools/regression_tester.py",
+        "baseline save --baseline a.json --precision bf16 --warmup-steps 3 --seed 5",
+        (compare_versions, "make_plans"),
+        lambda asked: (asked.precision, asked.warmup_steps, asked.seed) == (["bf16"], 3, 5),
+    ),
+    (
+        "analysis_tools/regression_tester.py",
+        "baseline save --baseline a.json --jobs 2 --data synthetic",
+        (compare_versions, "make_plans"),
+        lambda asked: (asked.jobs, asked.data) == (2, "synthetic"),
+    ),
+    (
+        "analysis_tools/report_generator.py",
+        f"--results runs --top 3 {OUT}",
+        (report_content, "build"),
+        lambda _, top, **__: top == 3,
+    ),
+    (
+        "analysis_tools/roofline_analysis.py",
+        f"runs --top 3 {OUT}",
+        (figures, "page"),
+        lambda _, limit: limit == 3,
+    ),
+    (
+        PLOT,
+        "--ai 1 --gflops 1 --top 3 --out a.png",
+        (figures, "draw"),
+        lambda *_, labels: labels == 3,
+    ),
+    (
+        PLOT,
+        "--ai 1 --gflops 1 --precision bf16 --out a.png",
+        (roofline_inputs, "from_numbers"),
+        lambda *given: given[-1] == "bf16",
+    ),
+    (
+        "version3_triton/exercises/performance_debugging/run_all_stages.py",
+        f"--device cuda {OUT}",
+        (subprocess.Popen, "__init__"),
+        lambda _, command, **__: command[command.index("--device") + 1] == "cuda",
+    ),
+    (
+        "version1_pytorch_baseline/run_pytorch_profiler.py",
+        f"--stacks --steps 1 {OUT} -- {SMALL_V1} {SHORT_V1}",
+        (torch.profiler, "profile"),
+        lambda with_stack, **_: with_stack,
+    ),
+]
+"""Programs, flags, and what is called with their values."""
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "called", "right"), REACHES, ids=[f"{p} {w}" for p, w, *_ in REACHES]
+)
+def test_a_flag_reaches_what_it_is_for(
+    program: str,
+    flags: str,
+    called: tuple[object, str],
+    right: Callable[..., bool],
+    apart: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def reach(*given: Any, **named: Any) -> None:
+        raise Reached([given, named])
+
+    monkeypatch.setattr(*called, reach)
+    with pytest.raises(Reached) as reached:
+        assert start(program, flags.split(), monkeypatch) == errors.NOT_ON_THIS_MACHINE
+        pytest.skip("something that it needs is missing here")
+    given, named = reached.value.given
+    assert right(*given, **named)
+
+
+@pytest.mark.parametrize("program", ["labs/scale_out/train.py", GENERATION])
+def test_the_flag_of_deepspeed_s_launcher_is_taken(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = [word for words in NEEDS.get(program, {}).values() for word in words]
+    parser = parser_of(program, monkeypatch)
+    assert parser.parse_known_args([*needs, "--local_rank=1"])[1] == []
+
+
+def test_the_gate_prints_every_measure_if_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = parity.ParityReport("fp32", "cpu", 0, 3, 65, "fp64")
+    report.measures["loss"] = parity.Measure(1e-9, 1e-6, 1e-7)
+    monkeypatch.setattr(gate_command, "_check_version", lambda arguments: report)
+    for flags, printed in ((), False), (("--verbose",), True):
+        gate_command.main(["--version", "v1", *flags])
+        assert ("allowed 1.00e-06" in capsys.readouterr().out) == printed
 
 
 # --- Ctrl-C and `| head -1` ----------------------------------------------------------------------

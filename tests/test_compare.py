@@ -22,11 +22,11 @@ from test_results import files, make_result
 
 from analysis_tools import compare_versions
 from workshop import results, versions
-from workshop.compare import rows, sessions, sweep, tables, waterfall
+from workshop.compare import figures, rows, sessions, sweep, tables, waterfall
 from workshop.compare.rows import Row
 from workshop.dashboard import data
 from workshop.dashboard import figures as pages
-from workshop.report import comparisons
+from workshop.report import charts, comparisons
 from workshop.results import RunResult
 from workshop.versions import VERSIONS
 
@@ -67,11 +67,11 @@ def test_a_speed_up_is_the_ratio_of_the_medians_with_its_interval() -> None:
     )
     assert list(found) == ["v1", "v2"]
     v1, v2 = found.values()
-    assert (v1.runs, v1.parity, v1.speedup, v1.verdict()) == (2, "pass", 1.0, "baseline")
+    assert (v1.runs, v1.parity, v1.speedup, v1.speedup_text()) == (2, "pass", 1.0, "baseline")
     assert v2.speedup == 2.0 and v2.speedup_ci is not None
     low, high = v2.speedup_ci
     assert 1.97 < low < 2.0 <= high < 2.03
-    assert v2.verdict() == f"2.00x [{low:.2f}, {high:.2f}]"
+    assert v2.speedup_text() == f"2.00x [{low:.2f}, {high:.2f}]"
     assert (v2.step_ms, v2.samples_per_s, v2.tokens_per_s) == (50.0, 160.0, 160.0 * 128)
     assert (v2.forward_ms, v2.backward_ms, v2.optimizer_ms) == (30.0, 60.0, 10.0)
     assert (v2.loss_first, v2.loss_last) == (6.9, 3.0)
@@ -95,21 +95,21 @@ def test_a_verdict_needs_an_interval_without_1(
     v1: tuple[float, ...], v2: tuple[float, ...], verdict: str
 ) -> None:
     runs = [make_result(key, step_ms=[ms]) for key, side in (("v1", v1), ("v2", v2)) for ms in side]
-    assert by_label(runs)["v2"].verdict().startswith(verdict)
+    assert by_label(runs)["v2"].speedup_text().startswith(verdict)
 
 
 def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of either version: the scatter between its processes is unknown then."""
+    """The scatter between a version's processes is unknown then."""
     once = {"setup_s": {"compile": 20.0, "capture": 0.5}}
     slow, fast = make_result(), make_result("v2", step_ms=FASTER, **once)
     for runs in ([slow, fast], [slow, slow, fast], [slow, fast, fast]):
         row = by_label(runs)["v2"]
-        assert (row.speedup, row.speedup_ci, row.verdict()) == (2.0, None, "2.00x (1 process)")
+        assert (row.speedup, row.speedup_ci, row.speedup_text()) == (2.0, None, "2.00x (1 process)")
         assert (row.break_even, row.break_even_steps) == ("unknown", None)
     found = rows.build_rows([slow, fast])
-    note = "(1 process): no interval and no verdict"
+    note = "(1 process): no interval"
     report = tables.of_rows(found)
     for form in ("table", "markdown"):
         report.show(form)
@@ -118,7 +118,7 @@ def test_one_process_gives_a_ratio_and_no_verdict_in_any_form(
     assert report.as_json()["rows"][1]["speedup_ci"] is None
     _, line = csv.DictReader(io.StringIO(report.as_csv()))
     assert (line["speedup"], line["speedup_ci"]) == ("2.0", "")
-    assert found[1].short_verdict() == "2.00x\n1 process"  # on a bar
+    assert found[1].short_speedup_text() == "2.00x\n1 process"  # on a bar
     drawn = pages.speedups(found)
     assert "<b>2.00x<br>1 process</b>" in drawn.data[1].text
     assert list(drawn.data[0].error_y.array) == [None, None]
@@ -167,7 +167,7 @@ def test_no_speed_up_without_a_proven_baseline_of_the_same_kind(
     row = by_label(runs)["v2"]
     assert (row.speedup, row.speedup_ci, row.memory_reduction) == (None, None, None)
     assert note in row.note and "no speed-up" in row.note
-    assert row.verdict() == "-"
+    assert row.speedup_text() == "-"
     assert row.step_ms == 50.0 and not row.failed  # its own times remain
 
 
@@ -186,8 +186,15 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
     # V4's is not over the V1 of the table.
     assert found["v4"].note.endswith("speed-up over V1 of its own session, 100.00 ms")
     assert "own session" not in found["v2"].note
-    words = [comparisons._in_a_word(found[key], found["v1"]) for key in ("v1", "v2", "v4")]
-    assert words == ["150.00 ms", "3.00x (1 process)", "50.00 ms"]
+    without = dataclasses.replace(found["v4"], speedup=None)
+    shown = [*found.values(), without, None]
+    assert [comparisons._in_a_word(row, found["v1"]) for row in shown] == [
+        "150.00 ms",
+        "50.00 ms, 3.00x (1 process)",
+        "50.00 ms, 2.00x (1 process) over 100.00 ms",
+        "50.00 ms",
+        "-",
+    ]
     # A later session without V1 proves nothing about V2, so the older one is kept.
     found = by_label([*session("20260301", 150.0, "v2"), make_result("v2", session="20260401")])
     assert (found["v2"].session, found["v2"].speedup) == ("20260301", 3.0)
@@ -203,7 +210,7 @@ def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() 
     red = make_result("v2", gate="fail", step_ms=FASTER)
     red.parity.failures.append("loss is off")
     crash = make_result("v2", "not run", status="failed", error="out of memory on X", step_ms=[])
-    reason = "gate red: gradient of norm.weight is missing (and 1 more)"
+    reason = "gate failed: gradient of norm.weight is missing (and 1 more)"
     for bad, note in ((red, reason), (crash, "out of memory on X")):
         # One of two runs is bad: the other's times would speak for a version that fails.
         runs = [make_result(), make_result("v2", step_ms=FASTER), bad]
@@ -239,7 +246,7 @@ def test_what_differs_from_a_versions_defaults_gets_its_own_row() -> None:
         *("v1 cuda-graph", "v4 no-cuda-graph"),  # of the GPU, whose plain v4 shares a label
     ]
     assert found["v2 no-fuse-norm"].speedup == 2.0
-    assert found["v1 cuda-graph"].verdict() == "-"  # it is not the baseline
+    assert found["v1 cuda-graph"].speedup_text() == "-"  # it is not the baseline
 
 
 def test_an_interrupted_run_counts_and_says_so() -> None:
@@ -266,18 +273,64 @@ def interpreted(**changes: object) -> RunResult:
     [{}, {"options": {}}, {"device": GPU}, {"gate": "not run"}, {"status": "interrupted"}],
     ids=["CPU", "CPU, which the file does not say", "GPU", "no gate", "interrupted"],
 )
-def test_no_time_of_an_interpreted_run_is_anywhere(changes: dict[str, object]) -> None:
+def test_no_number_of_an_interpreted_run_is_beside_those_that_were_not(
+    changes: dict[str, object],
+) -> None:
     found = by_label([make_result(), make_result("v2", step_ms=FASTER), interpreted(**changes)])
-    row = found["v3"]
-    assert [getattr(row, name) for name in TIMES] == [None] * len(TIMES)
-    assert row.verdict() == "interpreted, not comparable"
+    row, report = found["v3"], tables.of_rows(list(found.values()))
+    names = [*TIMES, "loss_first", "loss_last", "peak_memory_mb", "step_parts"]
+    assert not any(getattr(row, name) for name in names) and not row.memory_mb
+    assert row.speedup_text() == "interpreted, not comparable"
     assert row.note.startswith("interpreted, not comparable: ")
     assert row.status == "interpreted" and not row.failed
     # All the rest is there.
-    assert (row.parity, row.loss_first, row.loss_last) == (changes.get("gate", "pass"), 6.9, 3.0)
+    assert row.parity == changes.get("gate", "pass")
     assert (row.params_with_grad, row.tensors_with_grad) == (4190464, 38)
-    assert row.peak_memory_mb == 150.0
     assert found["v2"].speedup == 2.0
+    proof = tables.group_tables(list(found.values()))[1]
+    assert proof.lines[2].cells[2:] == ["38/38", "-", "-", "-", "-", "-"]
+    for item in (report.items[2], report.records[2]):
+        assert {item[name] for name in names[:-1]} == {None}
+    _, time, memory = figures.draw_rows([list(found.values())]).axes
+    for axis in (time, memory):
+        (words,) = (text.get_text() for text in axis.texts if text.xy[0] == 2)
+        assert words == "interpreted,\nnot comparable"
+
+
+def test_losses_after_different_numbers_of_steps_say_so() -> None:
+    """`make_result` has 6 losses, from 6.9 to 3.0, in step 4 it is 4.0."""
+    whole = [make_result(), make_result("v2")]
+    briefer = dataclasses.replace(whole[1], losses=whole[1].losses[:4], step_ms=[50.0] * 3)
+    note = "loss: in step 1, the first of the warm-up, and in the last timed step"
+    for runs, cells, its in (
+        (whole, ["6.900 → 3.000", "6.900 → 3.000"], f"{note}, 6"),
+        ([whole[0], briefer], ["6.900 → 3.000 in step 6", "6.900 → 4.000 in step 4"], note),
+    ):
+        proof = tables.group_tables(rows.build_rows(runs))[1]
+        assert [line.cells[3] for line in proof.lines] == cells and proof.notes[0] == its
+    curves = {"v1": [6.9, 4.0, 3.0], "v2": [6.9, 4.0], "v3": [6.8, 4.1]}
+    said = charts.losses("", curves, {}, (), "").alt
+    assert "last of 3 steps: v1 6.900 to 3.000. Loss" in said
+    assert said.endswith("last of 2 steps: v2 6.900 to 4.000, v3 6.800 to 4.100.")
+
+
+def test_the_picture_shows_the_table_s_numbers() -> None:
+    """The parts of V2's step, timed apart, take 100 ms, the step 50 ms; V4's were not timed."""
+    unknown = {"forward_ms": [], "memory_mb": {"peak": 1234.0, "source": "allocator"}}
+    runs = [make_result(), make_result("v2", step_ms=FASTER), make_result("v4", **unknown)]
+    found = rows.build_rows(runs)
+    speed, proof = tables.group_tables(found)
+    _, time, memory = figures.draw_rows([found]).axes
+    for axis, table, column in ((time, speed, 3), (memory, proof, 4)):
+        shown = [text.get_text() for text in axis.texts]
+        assert shown == [line.cells[column].split(" ")[0] for line in table.lines]
+    heights = {b.get_label(): [bar.get_height() for bar in b] for b in time.containers}
+    assert heights == {
+        "forward": [30.0, 15.0, 0.0],
+        "backward": [60.0, 30.0, 0.0],
+        "optimizer": [10.0, 5.0, 0.0],
+        "not divided": [0.0, 0.0, 100.0],
+    }
 
 
 def test_a_compiled_run_of_v3_is_compared() -> None:
@@ -330,7 +383,7 @@ def test_notes_name_small_gates_and_implausible_numbers() -> None:
     ]
     why = "the backward pass takes 0.1 of the forward's"
     found = rows.build_rows([*runs, dataclasses.replace(runs[1], plausibility=[why])])
-    assert [row.proof(red="RED") for row in found] == ["pass *", "pass", "pass"]
+    assert [row.starred_verdict for row in found] == ["pass *", "pass", "pass"]
     assert found[1].plausibility == [why]
     text = markdown(found)
     assert text.count("pass *") == 1 and text.count(f"IMPLAUSIBLE: {why}") == 1
@@ -454,7 +507,7 @@ def test_a_version_that_cannot_run_here_is_skipped_and_not_failed(
     assert captured.err == f"v3: skipped: {why}\n" and f"v3: {why}" in captured.out
     (run,) = results.load_folder(tmp_path)
     (row,) = rows.build_rows([run])
-    assert (row.status, row.note, row.verdict()) == ("skipped", why, "skipped")
+    assert (row.status, row.note, row.speedup_text()) == ("skipped", why, "skipped")
     assert (run.kind, row.config, row.step_ms, row.failed) == ("run", "tiny", None, False)
     results.save(make_result(), tmp_path)
     assert compare_versions.main(["--from-results", str(tmp_path)]) == 0
@@ -574,7 +627,7 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed: Mixed) -> None:
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     v2, v4 = found["v2"], found["v4"]
     assert (v2["step_ms"], v2["speedup"], v2["parity"]) == (None, None, "fail")
-    assert v2["note"].startswith("gate red: ")
+    assert v2["note"].startswith("gate failed: ")
     assert (v4["step_ms"], v4["parity"]) == (None, "not run")
     assert v4["note"] == "RuntimeError: no such kernel"
     for label, reason in (("v2", v2["note"]), ("v4", v4["note"])):
@@ -598,7 +651,7 @@ def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
     (v3,) = (run for run in runs if run.version == "v3")
     assert (v3.warmup_steps, v3.options["num_steps"]) == (1, 1)
     v1 = next(run for run in runs if run.version == "v1")
-    assert v3.losses == pytest.approx(v1.losses[:3], rel=1e-4)  # the same text, the same math
+    assert v3.losses == pytest.approx(v1.losses[:2], rel=1e-4)  # the same text, the same math
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     assert (found["v3"]["status"], found["v3"]["parity"]) == ("interpreted", "pass")
     assert [found["v3"][name] for name in TIMES] == [None] * len(TIMES)
@@ -627,7 +680,7 @@ def test_results_alone_give_the_same_rows_again(
 def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it changes in its process, it changes in the gate's V1 as well."""
+    """A change that it makes in its process is one of the gate's V1 as well."""
     old = "import torch.nn.functional as F\n"
     fault = {V2: (old, f"{old}\nF.silu = F.relu  # V1's in this process, too\n")}
     code = copy_repository(tmp_path / "code", RED_V2 | fault)
@@ -641,7 +694,7 @@ def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     assert (v1["parity"], v1["audit"], v1["runs"]) == ("pass", "pass", 2)
     assert (v2["parity"], v2["audit"]) == ("pass", "fail")
     assert (v2["step_ms"], v2["speedup"]) == (None, None)
-    assert v2["note"].startswith("audit red: timed run: loss ")
+    assert v2["note"].startswith("audit failed: timed run: loss ")
     assert len(re.findall(r"^v2 tiny fp32, run", captured.err, re.MULTILINE)) == 1
     assert re.search(r"│ v2 +│ +FAIL │", captured.out)
     runs = {run.version: run for run in results.load_folder(tmp_path / "out")}

@@ -19,6 +19,7 @@ import stored_runs
 from analysis_tools import performance_dashboard
 from workshop import results, versions
 from workshop.collection import Collection
+from workshop.compare.figures import NEITHER, SAVED
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, export, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
@@ -377,8 +378,83 @@ def test_switches_are_shown_with_their_version(tmp_path: Path) -> None:
     snapshot = snapshot_of(tmp_path)
     found = {b.key: b for b in blocks.view("Ladder", snapshot, snapshot.settle(Choice()))}
     figure = found["switches-v2"].figure
-    assert figure is not None and list(figure.data[0].y) == ["no-fuse-qkv"]
+    assert figure is not None and figure.layout.yaxis.ticktext == ("no-fuse-qkv",)
     assert figure.data[0].x[0] == pytest.approx(1.0)
+
+
+def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
+    content = stored_runs.reference()
+    for key, session, medians in (
+        ("v1", "2", (80, 81)), ("v2", "2", (80, 82)), ("v3", "2", (40, 41)), ("v4", "1", (20, 20)),
+        ("hf", "2", (5, 5)), ("v1", "1", (90, 90)),
+    ):  # fmt: skip
+        for number, ms in enumerate(medians):
+            changes = {"version": key, "session": session, "step_ms": [ms] * 20, "options": {}}
+            stored_runs.write(tmp_path, content, str(number), **changes)
+    snapshot = snapshot_of(tmp_path)
+    choice = snapshot.settle(Choice())
+    fall, parts = blocks.view("Ladder", snapshot, choice)
+    assert fall.figure is not None and parts.figure is not None
+    bars = fall.figure.data[0]
+    assert bars.x == ("v1", "v1 → v2", "v2 → v3", "left")
+    assert (bars.base, bars.y) == ((0, 80.5, 40.5, 0), (80.5, 0.5, 40.5, 40.5))
+    grey = versions.ALL["v1"].colour
+    assert bars.marker.color == (grey, NEITHER, SAVED, grey)
+    assert bars.text[1] == "<b>+0.5 ms</b><br>+1%<br>no difference"
+    assert parts.figure.data[0].x == ("v3",), "as the table says of v2: no significant difference"
+    assert fall.after == ["Left out: v4 (another comparison), hf (a peer)."]
+    overview = {block.key: block for block in blocks.view(SPEED, snapshot, choice)}
+    speedups = overview["speedup"].figure
+    assert speedups is not None and speedups.data[0].error_y.array[0] is None, "of V1 over itself"
+
+
+def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -> None:
+    labs = REFERENCE / "nvidia_h200" / "inference_benchmark" / "profiles"
+    shutil.copytree(labs, tmp_path / "lab" / "profiles")
+    record = json.loads((PROFILE / "run.json").read_text())
+    for place, changes in (
+        ("a/v1/tool", {}),
+        ("b/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
+        ("c/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
+        ("d/v1/tool", {"options": record["options"] | {"compile": "default"}}),
+    ):
+        shutil.copytree(PROFILE, tmp_path / "profiles" / place)
+        path = tmp_path / "profiles" / place / "run.json"
+        path.write_text(json.dumps(record | changes))
+    snapshot = snapshot_of(tmp_path)
+    shown = []
+    for key, profile in snapshot.profiles.items():
+        bars, hot, *_ = blocks.view(KERNELS, snapshot, Choice(profile=key))
+        assert bars.figure is not None and hot.table is not None
+        names = bars.figure.layout.yaxis.ticktext
+        assert len(set(names)) == len(names) and snapshot.profile_labels[key] in hot.title
+        assert {trace.y for trace in bars.figure.data} == {None}, "a place for each name"
+        lengths = [sum(ms) for ms in zip(*(t.x for t in bars.figure.data), strict=True)]
+        _, _, _, ms, *_ = hot.table.rows[-1]
+        assert hot.table.header[3] == "ms a step" and profile.table.steps
+        assert float(str(ms).replace(",", "")) == pytest.approx(
+            profile.table.total_ns / profile.table.steps / 1e6, abs=1e-3
+        )
+        assert len(lengths) == len(names)
+        assert any(length == pytest.approx(float(str(ms)), abs=1e-3) for length in lengths)
+        shown.append(names)
+    later = "v1, 2027-01-01 10:11"
+    assert shown[:2] == [("fp16", "fp32")] * 2
+    assert (
+        shown[2:]
+        == [
+            (
+                "v1, 2026-11-26 07:41",
+                f"{later}, b/v1/tool",
+                f"{later}, c/v1/tool",
+                "v1, compile=default",
+            )
+        ]
+        * 4
+    )
+    assert len(set(snapshot.profile_labels.values())) == len(snapshot.profiles)
+    *_, contents = blocks.view(blocks.CONTENTS, snapshot, Choice())
+    assert contents.title == "Profiles: 6"
 
 
 def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
@@ -395,7 +471,7 @@ def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
     overview = {b.key: b for b in blocks.view(SPEED, snapshot, snapshot.settle(Choice()))}
     figure = overview["throughput"].figure
     assert figure is not None and list(figure.data[0].x) == ["v1"]
-    assert [note.text for note in figure.layout.annotations] == ["GATE RED"]
+    assert [note.text for note in figure.layout.annotations] == ["FAIL"]
     ladder = blocks.view("Ladder", snapshot, snapshot.settle(Choice()))
     assert [block.figure for block in ladder] == [None]
     proof = str(blocks.view("Same model?", snapshot, snapshot.settle(Choice())))
@@ -418,10 +494,10 @@ def test_a_gate_on_fewer_tokens_is_marked(tmp_path: Path) -> None:
     stored_runs.write(tmp_path, run)
     snapshot = snapshot_of(tmp_path)
     choice = snapshot.settle(Choice())
-    shown = ("green *", "the gate ran on fewer tokens than the run: 4 x 1024")
+    shown = ("pass *", "the gate ran on fewer tokens than the run: 4 x 1024")
     for view in ("Speed and memory", "Same model?"):
         tables = [block.table for block in blocks.view(view, snapshot, choice) if block.table]
-        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "proof"}
+        (gate,) = {row[1] for table in tables for row in table.rows if table.header[1] == "verdict"}
         assert (gate.text, gate.title) == shown
 
 

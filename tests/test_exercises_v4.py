@@ -261,7 +261,9 @@ def deployed(tmp_path: Path) -> Path:
     ]
     folder = tmp_path / "exercises" / DEPLOYMENT
     folder.mkdir(parents=True)
-    results.write_json(folder / "latency.json", {"schema_version": 1, "rows": rows})
+    results.write_json(
+        folder / "latency.json", {"schema_version": 1, "created": "", "device": {}, "rows": rows}
+    )
     return tmp_path
 
 
@@ -412,3 +414,6 @@ def test_deploying_with_a_mistake_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(why, line)
     assert not (tmp_path / "latency.json").exists()
+    monkeypatch.setattr(deploy.trainer, "missing_for_compile", lambda device: "a compiler")
+    assert deploy.main(["--aot", "--output-dir", str(tmp_path)]) == 77
+    assert "--aot needs a compiler" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from test_cli import ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_versions import ON_CPU
 
 from workshop import errors, results, versions
+from workshop.collection import Collection
 from workshop.gate import canonical
 from workshop.profilers import flop_counts, profile_run
 from workshop.profilers.flop_counts import DeepSpeedCount, Remark, TorchCount, Work
@@ -230,6 +231,9 @@ def run_script(
     assert report in answer.stdout
     assert max(map(len, report.splitlines())) <= 80, "it fits a terminal"
     record = json.loads((folder / "flops.json").read_text())
+    found = Collection([folder])
+    found.refresh()
+    assert (found.runs, found.broken) == ([], [])
     assert record["differences"] and all(found["explained"] for found in record["differences"])
     return " ".join(answer.stdout.split()), SimpleNamespace(**record)
 

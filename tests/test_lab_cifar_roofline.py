@@ -245,8 +245,8 @@ def test_every_kernel_at_every_level(
     assert markers == {"memory": "o", "L2": "s", "L1": "D"}
     areas = {mark.point.label: mark.area for mark in marks}
     assert areas["my_sum"] > areas["my_gemm"] > areas["my_gemm, L2"] == areas["my_sum, L1"]
-    assert "my_gemm: memory-bound: 1 of 2 GB/s, 50% of its roof" in printed
-    assert "my_gemm, L2: below the memory roof, and far from it: 4 of 9 GB/s" in printed
+    assert "my_gemm: memory roof: 1 of 2 GB/s, 50%" in printed
+    assert "my_gemm, L2: L2 roof: 4 of 9 GB/s, 44%" in printed
     assert "IMPLAUSIBLE" not in printed
 
 
@@ -264,7 +264,7 @@ def test_the_recorded_report_has_its_chip_s_roofs(
     tmp_path: Path, drawn: list[Roofline], capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, printed, _ = plotted(capsys, "--report", NCU_RAW, "--out", tmp_path / "a.png")
-    assert status == 0 and "compute-bound: 705 of 989 TFLOP/s (bf16)" in printed
+    assert status == 0 and "compute roof: 705 of 989 TFLOP/s (bf16)" in printed
     assert "the caches' take the metrics" in printed
     assert len(drawn[0].points) == 13 and drawn[0].device == "NVIDIA H200"
 

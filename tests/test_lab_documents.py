@@ -84,10 +84,10 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
     other = session(subject, {"fp32": 5.0}, lab="another_lab", session="2027")
     assert documents.parts([*old, *other, *runs], [], TABLE) == found
     first = cells(text, "fp32")
-    assert first[1:] == ["3,184", "10.050", "11.110", "-", "green"]
+    assert first[1:] == ["3,184", "10.050", "11.110", "-", "pass"]
     assert cells(text, "fp16")[4].startswith("2.00x [1.9")
     assert cells(text, "fp16, folded norms")[4].startswith("~1 [0.9")
-    assert cells(text, "fp16, wrong")[1:] == ["-", "-", "-", "-", "RED"]
+    assert cells(text, "fp16, wrong")[1:] == ["-", "-", "-", "-", "FAIL"]
     assert re.search(r"Fastest: `fp16, folded norms, graph`; over the first rung 6\.67x \[", text)
     changes = found[CHECKLIST]["wins"]
     assert "| change | batch 32 |" in changes
@@ -141,14 +141,14 @@ def test_all_networks_are_one_table_of_pairs() -> None:
 
 
 def test_the_newest_run_of_each_kind_of_the_operator_bench_is_quoted() -> None:
-    row = Operator("add", "64-1024", "fp32", "memory", "ok", "", 4100.0, 0.5, 0.95)
+    row = Operator("add", "64-1024", "fp32", "memory", "pass", "", 4100.0, 0.5, 0.95)
     benches = [
         Bench("NVIDIA H200", "1", (dataclasses.replace(row, gbs=1.0),)),
         Bench("NVIDIA H200", "2", (row,)),
         Bench("NVIDIA H200", "2", (row, row)),
     ]
     text = documents.parts([], benches, TABLE)[documents.OPERATORS]["operators"]
-    assert text.count("| add 64-1024 | green | 4,100 GB/s | 95.0% |") == 3
+    assert text.count("| add 64-1024 | pass | 4,100 GB/s | 95.0% |") == 3
     assert text.count("###") == 2
 
 

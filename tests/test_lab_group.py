@@ -1,5 +1,6 @@
 """The inference benchmark in two processes: each has its part of the batch, the remainder too."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -7,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from labs.inference_benchmark import group as groups
-from labs.inference_benchmark import networks
+from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
+from labs.inference_benchmark import modes, networks, request, single
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting
 from workshop import labs
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
+from workshop.run import hardware
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
@@ -43,6 +47,130 @@ def test_no_image_is_lost_and_each_counts_the_same(
 def test_a_url_where_nothing_can_meet_is_one_line(url: str) -> None:
     with pytest.raises(WorkshopError, match="--dist-url"):
         groups.join(Group(world_size=2, method=url), CPU, None)
+
+
+class Placed(BaseException):
+    """The process has chosen its GPU."""
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four GPUs, as far as the choice of one."""
+
+    def set_device(device: torch.device) -> None:
+        raise Placed(str(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """The environment that torchrun gives process "1 of 2", or "5 of 8, 4 a machine"."""
+    rank, world_size, *local = re.findall(r"\d+", place)
+    here = int(local[0]) if local else int(world_size)
+    values = (rank, int(rank) % here, world_size, here)
+    for name, value in zip((*groups.TORCHRUN, "LOCAL_WORLD_SIZE"), values, strict=True):
+        monkeypatch.setenv(name, str(value))
+
+
+BY_HAND = "--distributed_dataparallel --world-size"
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("flags", "place", "device"),
+    [
+        ("", "", "cuda:0"),
+        ("--device cuda:3", "", "cuda:3"),
+        ("--device_ids 1", "", "cuda:1"),
+        ("--device_ids 1 --device cuda", "", "cuda:1"),
+        ("--device_ids 1 --autograd_profiler", "", "cuda:1"),
+        ("--device_ids 1 --profile-steps 2", "", "cuda:1"),
+        ("--device_ids 1 --find-max-batch", "", "cuda:1"),
+        ("--device_ids 1 --compare precision", "", "cuda:1"),
+        ("--device_ids 1 --network all", "", "cuda:1"),
+        ("--device_ids 3,2 --dataparallel", "", "cuda:3"),
+        ("--dataparallel", "", "cuda:0"),
+        (f"{BY_HAND} 2 --rank 1", "", "cuda:1"),
+        (f"{BY_HAND} 2 --rank 0 --device_ids 2,3", "", "cuda:2"),
+        (f"{BY_HAND} 2 --rank 1 --device_ids 2,3", "", "cuda:3"),
+        (f"{BY_HAND} 8 --rank 6 --device_ids 2", "", "cuda:2"),  # another machine's numbers
+        ("", "1 of 2", "cuda:1"),
+        ("--device cuda", "1 of 2", "cuda:1"),
+        ("--device_ids 2,3", "0 of 2", "cuda:2"),
+        ("--device_ids 2,3", "1 of 2", "cuda:3"),
+        ("--device_ids 2,3 --distributed_dataparallel", "1 of 2", "cuda:3"),
+        ("--device_ids 3,2,1,0", "5 of 8, 4 a machine", "cuda:2"),
+    ],
+)
+def test_a_process_runs_on_the_gpu_that_is_named(
+    flags: str, place: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place:
+        torchrun(monkeypatch, place)
+    with pytest.raises(Placed, match=f"^{device}$"):
+        benchmark.main(["--network", "resnet18", *flags.split()])
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("flags", "place", "message"),
+    [
+        ("--device_ids 4", "", "PyTorch sees 4 GPUs"),
+        ("--device_ids 2,4", "0 of 2", "PyTorch sees 4 GPUs"),  # or its partner would wait for it
+        ("--device_ids 2,2", "0 of 2", "a GPU twice"),
+        ("--device_ids 2,3", "", "a GPU for each process, of which there are 1"),
+        ("--device_ids 1", "1 of 2", "a GPU for each process, of which there are 2"),
+        (f"{BY_HAND} 3 --rank 2 --device_ids 2,3", "", "of which there are 3"),
+        ("--device_ids 1 --device cuda:0", "", "have GPUs of their own"),
+        ("--device_ids 1 --device cpu", "", "have GPUs of their own"),
+        ("--device cuda:1", "1 of 2", "one GPU for 2 processes"),
+        ("--dataparallel --device_ids 1", "", "two GPUs or more"),
+        ("--dataparallel --device cuda:1", "", "have GPUs of their own"),
+        ("--dataparallel --device_ids 0,1", "1 of 2", "is for one process"),
+        ("--world-size 2 --rank 1", "", "go with --distributed_dataparallel"),
+        ("--world-size 4", "1 of 2", "torchrun has its own"),
+    ],
+)
+def test_a_gpu_that_is_named_wrongly_is_one_line(
+    flags: str,
+    place: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if place:
+        torchrun(monkeypatch, place)
+    assert benchmark.main(["--network", "resnet18", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def test_replicas_are_on_the_gpus_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(nn, "DataParallel", lambda model, ids: ids)
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", lambda model, **given: given)
+    device, model = torch.device("cuda", 2), nn.Linear(1, 1)
+    assert groups.wrapper(Group(1, 1, 2), device)(model) == {"device_ids": [2]}
+    words = ["--network", "resnet18", "--dataparallel", "--device_ids", "2,1"]
+    gpus = groups.find(request.build_parser().parse_args(words)).gpus
+    assert Setting(NETWORK, device, 5, 1, gpus=gpus).spread(model) == [2, 1]
+
+
+def test_the_processes_of_a_study_are_on_the_gpu_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def planned(flags: list[str]) -> None:
+        raise Placed(" ".join(flags))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(hardware, "get_device", torch.device)
+    monkeypatch.setattr(modes, "check_precision", lambda *_: None)
+    monkeypatch.setattr(single, "planned", planned)
+    flags = ["--network", "resnet18", "--ladder", "--device_ids", "1"]
+    with pytest.raises(Placed, match="--device cuda:1 "):
+        benchmark.main([*flags, "--output-dir", str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from labs.inference_benchmark.modes import Setting, Variant
 from workshop import labs, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
-from workshop.run import turns
+from workshop.run import markers, memory, turns
 from workshop.versions import ROOT
 
 PROGRAM = ROOT / "labs" / "inference_benchmark" / "micro_benchmarking_pytorch.py"
@@ -310,7 +310,7 @@ def test_training_that_does_other_work_is_red(
 
 
 def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its backward pass nothing is left but a few gradients."""
+    """Leaves nothing of the backward pass but a few gradients."""
     one, steps = bench(Variant(), training=True), itertools.count()
     true_step = modes.Training.step
 
@@ -582,6 +582,40 @@ def test_a_run_is_as_old_as_its_times(tmp_path: Path, monkeypatch: pytest.Monkey
     assert turns.Child(plan).measure().created > before
 
 
+@pytest.mark.parametrize("flags", ((), ("--mode", "training")), ids=str)
+def test_ranges_are_around_the_timed_iterations_and_no_profiler_starts(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside rocprofv3 a second profiler hangs."""
+    events: list[str] = []
+
+    def never(*_: object) -> None:
+        raise AssertionError("a profiler was started")
+
+    def watch(owner: type, name: str) -> None:
+        true = getattr(owner, name)
+
+        def watched(self: Any, *parts: Any) -> Any:
+            events.append("iteration")
+            return true(self, *parts)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("_prepare_profiler", "_enable_profiler"):
+        monkeypatch.setattr(torch.autograd.profiler, name, never)
+    monkeypatch.setattr(memory, "cpu_step_peak", lambda *_: 1)  # by a profiler; a GPU's is not
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", events.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end"))
+    monkeypatch.setattr(markers, "for_vendor_tools", lambda device: markers._pushed)
+    monkeypatch.setattr(networks, "get_network", lambda name: SMALL)
+    watch(measure.Inference, "__call__")
+    watch(modes.Training, "step")
+    counts = ["--batch-size", "4", "--iterations", "2", "--warmup-iterations", "3"]
+    words = [*counts, *flags, "--output-dir", str(tmp_path), "--autograd_profiler"]
+    assert single.run(arguments(*words)) == 0
+    assert events == [*3 * ["iteration"], *2 * ["step", "iteration", "end"]]
+
+
 def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     one = bench(Variant())
     measured = measure.measure_inference(one, iterations=2, warmup=1, say=print)
@@ -592,12 +626,12 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     one.run.proof = dataclasses.replace(one.run.proof, status="fail", failures=["other logits"])
     show.summary(print, one, measured, Group())
     output = capsys.readouterr().out
-    assert "PROOF RED, no throughput: other logits" in output
+    assert "FAIL, no throughput: other logits" in output
     assert not re.search(r"Throughput:|Latency|Achieved|per second", output)
 
 
 def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], size: int) -> str:
-    """What the summary of a run says, of a group of this size."""
+    """The summary of a run of a group of this size."""
     one = bench(Variant())
     one.run.proof = results.Parity(status="pass")
     one.run.memory_mb, one.run.metrics["flop_per_byte"] = {"peak": 1e3}, 1.0

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,31 @@ def test_the_loop_without_its_fault_trains_the_same(images: TensorDataset) -> No
     losses = [[loop.step(*batch) for _ in range(5)] for loop in (slow, fixed)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        ([], "2.00 ms a step"),
+        (["--fixed"], "1.00 ms a step"),
+        (["--record", "a.json.gz"], "Written: a.json.gz"),
+    ],
+)
+def test_the_loop_s_flags(
+    flags: list[str],
+    printed: str,
+    images: TensorDataset,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training_loop = loaded(TRACE, "training_loop")
+    monkeypatch.setattr(training_loop, "Folder", lambda folder: images)
+    monkeypatch.setattr(training_loop, "Loop", lambda *_, fixed: 1.0 if fixed else 2.0)
+    monkeypatch.setattr(training_loop, "timed", lambda loop, *_: loop)
+    monkeypatch.setattr(training_loop, "record", lambda *_: None)
+    monkeypatch.setattr(training_loop.kineto, "read", lambda _: SimpleNamespace(loading=None))
+    assert training_loop.main(flags) == 0
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fixed", [False, True])

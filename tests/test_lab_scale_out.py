@@ -1,7 +1,9 @@
 """The lab scale_out on the CPU: several processes train one model, and a training goes on."""
 
+import contextlib
 import fcntl
 import importlib.util
+import io
 import json
 import os
 import re
@@ -39,7 +41,7 @@ def free_port() -> str:
 
 @dataclass
 class Ended:
-    """What a group's processes left, by rank."""
+    """The outputs and exit statuses of a group's processes, by rank."""
 
     statuses: list[int]
     out: list[str]
@@ -188,20 +190,39 @@ def the_run(folder: Path) -> LabRun:
     return max(runs, key=lambda run: run.created)
 
 
+STEP_LINE = re.compile(r"^step +(\d+/\d+)  loss (?:of rank 0)? *([\d.]+)", re.M)
+LOSS_LINE = re.compile(r"^  loss +([\d.]+ in step 1, [\d.]+ in step \d+)", re.M)
+
+
 @pytest.fixture(scope="module")
-def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process, which is the version's own program."""
-    target = tmp_path_factory.mktemp("alone") / "run.json"
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
+    """The losses of one process, which is the version's own program, and what it printed."""
+    target, said = tmp_path_factory.mktemp("alone") / "run.json", io.StringIO()
     words = [*RUN, *of_steps(STEPS), "--result-file", str(target)]
-    assert cli.main(versions.load("v2"), words) == 0
-    return [loss for loss in results.load(target).losses if loss is not None][:STEPS]
+    with contextlib.redirect_stdout(said):
+        assert cli.main(versions.load("v2"), words) == 0
+    return [loss for loss in results.load(target).losses if loss is not None], said.getvalue()
 
 
-def test_one_process_trains_as_the_version_does(curve: list[float], tmp_path: Path) -> None:
+@pytest.fixture
+def curve(alone: tuple[list[float], str]) -> list[float]:
+    return alone[0]
+
+
+def test_one_process_trains_as_the_version_does(
+    alone: tuple[list[float], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train.main([*RUN, *of_steps(STEPS), "--output-dir", str(tmp_path)]) == 0
-    run = the_run(tmp_path)
-    assert run.losses == curve
+    run, (curve, said) = the_run(tmp_path), alone
+    assert run.losses == curve and len(curve) == STEPS
     assert (run.units_per_step, run.metrics["processes"], len(run.step_ms)) == (64, 1, STEPS - 2)
+    # Both programs number the steps in the same way, and print the same loss beside a number.
+    for text in (said, capsys.readouterr().out):
+        shown = {f"{step}/{STEPS}": f"{loss:.4f}" for step, loss in enumerate(curve, 1)}
+        lines = dict(STEP_LINE.findall(text))
+        assert lines == {step: shown[step] for step in [*shown][2:]}
+        ends = f"{curve[0]:.4f} in step 1, {curve[-1]:.4f} in step {STEPS}"
+        assert LOSS_LINE.findall(text) == [ends]
 
 
 def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
@@ -319,7 +340,7 @@ def job_of_attempt(number: int) -> dict[str, str]:
 
 
 def one_line(text: str) -> str:
-    """Of a stream that has no more."""
+    """The only line of a stream."""
     assert len(text.splitlines()) == 1, text
     return text
 

@@ -152,6 +152,15 @@ def test_the_corrected_program_and_the_answers_pass() -> None:
     assert not red(checked(FAULTS, **solution(FAULTS)))
 
 
+def test_the_group_is_as_large_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_group, asked = loaded(FAULTS).run_group, []
+    monkeypatch.setattr(run_group, "import_file", lambda _: None)
+    monkeypatch.setattr(run_group, "alone", lambda batches: None)
+    monkeypatch.setattr(run_group, "together", lambda _, *sizes: asked.append(sizes) or [])
+    assert run_group.main(["--batch-size", "6", "--processes", "3"]) == 0
+    assert asked == [(6, 3)]
+
+
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) -> None:
     changes, where = WRONG[fault]

@@ -279,14 +279,14 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     assert ":\n\n- `python measure.py`\n- `python measure.py --session 2030`\n\n" in text
     one, weak, strong, elsewhere = lines(text, "v2, ddp")
     assert elsewhere[4] == "50.00" and text.count("- efficiency: ") == 1
-    assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "green"]
+    assert one[1:] == ["1", "", "16", "34.17", "-", "2.0", "-", "-", "12.5", "pass"]
     assert weak[1:5] == ["2", "weak", "16", "40.20"]
-    assert weak[6:] == ["1.0", "25%", "75%", "12.5", "green"]
+    assert weak[6:] == ["1.0", "25%", "75%", "12.5", "pass"]
     assert weak[5].startswith("85.0% ")
     assert strong[2] == "strong" and strong[5].startswith("68.0% ")
     assert lines(text, "v2, p2p")[0][5].startswith("97.6% ")
     _, red = lines(text, "v2, fsdp")
-    assert red[4:] == ["-", "-", "-", "-", "-", "-", "RED"]
+    assert red[4:] == ["-", "-", "-", "-", "-", "-", "FAIL"]
     assert not lines(text, "v2, zero1") and "- v2, zero1: deepspeed is missing" in text
     assert lines(text, "1 MiB")[0][1:] == ["300.00", "67%"] * 3 and not lines(text, "64 KiB")
     # From 34.17 ms: beside the backward pass all is hidden but the last bucket, 25 MiB.

@@ -134,7 +134,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(family: str, engine: str, 
 def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("--batch_size", 2, "--temperature", 0.95, "--output_file", "made/out") == 0
     printed = capsys.readouterr().out
-    for part in ("loaded in", "proof green", "first token after", "(p99)", "tokens/s of the batch",
+    for part in ("loaded in", "pass: ", "first token after", "(p99)", "tokens/s of the batch",
                  "bytes read for a token", "GB/s", "KV cache:"):  # fmt: skip
         assert part in printed, printed
     made, run = lines("made/out.jsonl"), record()
@@ -242,7 +242,7 @@ def test_a_fault_turns_the_proof_red(
     if fault is None:
         assert status == 0 and run.proof.status == "pass", run.proof.failures
         return
-    assert status == 1 and run.status == "proof failed" and "PROOF RED" in printed
+    assert status == 1 and run.status == "proof failed" and "FAIL, so no speed" in printed
     assert "tokens/s" not in printed and not labs.build_rows([run])[0].times
 
 
@@ -493,12 +493,15 @@ def test_deepspeed_rounds_no_positions(typed, monkeypatch: pytest.MonkeyPatch) -
     """As DeepSpeed 0.19.8 does: all of the model becomes bf16, the rotary frequencies too."""
     made = []
 
-    def init_inference(model: Any, dtype: torch.dtype, **_: object) -> SimpleNamespace:
+    def init_inference(
+        model: Any, dtype: torch.dtype, *, replace_with_kernel_inject: bool, **_: object
+    ) -> SimpleNamespace:
+        assert replace_with_kernel_inject
         made.append(model.to(dtype))
         return SimpleNamespace(module=model)
 
     stand_in_for_deepspeed(monkeypatch, init_inference)
-    assert typed("--engine", "deepspeed", "--dtype", "bf16") == 0
+    assert typed("--engine", "deepspeed", "--kernel_inject", "--dtype", "bf16") == 0
     assert [model.model.rotary_emb.inv_freq.dtype for model in made] == [torch.float32]
 
 
@@ -534,6 +537,13 @@ def test_the_measured_model_says_one_token_after_another(tmp_path: Path) -> None
     assert all(len(set(row)) > 16 for row in rows)
 
 
+def test_engines_of_several_processes_have_rows_of_their_own() -> None:
+    words = ["--engines", "fast", "hf, tensor parallel"]
+    for flags, kinds in ([], []), (["--processes", "2"], [("hf, tensor parallel", 2)]):
+        arguments = measure_engines.build_parser().parse_args([*words, *flags])
+        assert measure_engines._kinds(arguments) == [("fast", 1), *kinds]
+
+
 @pytest.mark.slow
 def test_engines_are_measured_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -552,7 +562,7 @@ def test_engines_are_measured_in_turns(
     assert len({run.metrics["copy_gbs"] for run in done}) == 1  # one floor for each subject
     assert all("--wait-turn" in run.command for run in done)  # none of them tunes kernels
     assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]
-    assert (tmp_path / "engines.md").read_text().count("green") == 2
+    assert (tmp_path / "engines.md").read_text().count("| pass |") == 2
     assert (tmp_path / "engines.png").stat().st_size > 10_000
     found = documents.parts(runs, tmp_path)[documents.README]["engines"]
     assert found.count("| fp32, fast | ") == 2 and found.count("| skipped |") == 2

@@ -292,7 +292,6 @@ def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
             "is in no safetensors file",
         ),
         (changed(model_type="gpt2"), "model_type 'gpt2'"),
-        (changed(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type 'yarn'"),
         (changed(attention_bias=True), "attention_bias True"),
         (changed(vocab_size=310), r"is \(311, 96\), by config.json \(310, 96\)"),
         ({"config.json": b"{"}, "config.json can't be read"),
@@ -310,6 +309,60 @@ def test_what_it_can_not_load_is_one_line(case, tmp_path: Path) -> None:
         FastLlama.from_pretrained(tmp_path / "0", torch.float32, "cpu")
     with pytest.raises(WorkshopError, match=r"config\.json is missing"):
         FastLlama.from_pretrained(tmp_path / "none", torch.float32, "cpu")
+
+
+def llama3(**changes: Any) -> dict[str, Any]:
+    """LLAMA3 with some parameters of other values; of None, without them."""
+    return {name: value for name, value in (LLAMA3 | changes).items() if value is not None}
+
+
+LENGTH = "original_max_position_embeddings"
+BARE = llama3(**{LENGTH: None})
+ROPES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "theta alone": {"rope_theta": 500.0},
+    "an older file": {
+        "rope_theta": 300.0,
+        "rope_scaling": llama3(rope_type=None, rope_theta=None, type="llama3"),
+    },
+    "no length": {"rope_parameters": BARE, "max_position_embeddings": 512},
+    "no length anywhere": {"rope_parameters": BARE},
+    "a length outside": {"rope_parameters": LLAMA3, LENGTH: 32},
+    "two ropes": {"rope_parameters": LLAMA3, "rope_scaling": llama3(factor=4.0)},
+}
+REFUSED_ROPES: dict[str, dict[str, Any]] = {
+    "rope_type 'linear'": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "rope_type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+    "rope_type 'longrope'": {"rope_parameters": {"rope_type": "longrope"}},
+    "partial_rotary_factor 0.5": {"rope_parameters": llama3(partial_rotary_factor=0.5)},
+    "default rope's rope_theta is None": {"rope_theta": None},
+    "llama3 rope's factor is None": {"rope_parameters": llama3(factor=None)},
+    "llama3 rope's low_freq_factor is '1'": {"rope_parameters": llama3(low_freq_factor="1")},
+}
+
+
+def read_with(folder: Path, parts: dict[str, Any]) -> fast.Config:
+    sizes = {"vocab_size": 311, "hidden_size": 96, "intermediate_size": 152}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(sizes | parts))
+    return fast.read_config(folder)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_rope_turns_as_hugging_faces_does(name: str, tmp_path: Path) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    ours = fast.rope_frequencies(read_with(tmp_path, ROPES[name]))
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("words", REFUSED_ROPES)
+def test_a_rope_that_it_does_not_know_is_one_line(words: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkshopError, match=words) as caught:
+        read_with(tmp_path, REFUSED_ROPES[words])
+    assert "\n" not in str(caught.value)
 
 
 def shapes(batch: int) -> Iterator[tuple[str, tuple[Any, ...]]]:

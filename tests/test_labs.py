@@ -69,34 +69,33 @@ def test_a_speedup_is_per_unit_and_within_a_session() -> None:
     assert double is not None and double.value == pytest.approx(2.0)
     assert double.interval is not None and double.interval[0] < 2.0 < double.interval[1]
     assert [name for name, row in rows.items() if row.speedup] == ["batch 64", "once"]
-    verdicts = {name: lab_table.verdict(row) for name, row in rows.items()}
-    assert verdicts["fp32"] == "baseline" and verdicts["once"] == "2.01x (1 process)"
-    assert verdicts["batch 64"].startswith("2.00x [1.9") and verdicts["another day"] == "-"
+    texts = {name: lab_table.speedup_text(row) for name, row in rows.items()}
+    assert texts["fp32"] == "baseline" and texts["once"] == "2.01x (1 process)"
+    assert texts["batch 64"].startswith("2.00x [1.9") and texts["another day"] == "-"
 
 
-@pytest.mark.parametrize(("changes", "proof", "note"), [
-    ({"proof": RED, "status": "proof failed"}, "RED", "proof red: logits differ"),
-    ({"proof": RED}, "RED", "proof red: logits differ"),
-    ({"status": "failed", "error": "out of memory"}, "FAILED", "out of memory"),
+@pytest.mark.parametrize(("changes", "verdict", "note"), [
+    ({"proof": RED, "status": "proof failed"}, "FAIL", "gate failed: logits differ"),
+    ({"proof": RED}, "FAIL", "gate failed: logits differ"),
+    ({"status": "failed", "error": "out of memory"}, "FAIL", "out of memory"),
     ({"status": "skipped", "error": "no fp16", "step_ms": [], "proof": Parity()}, "skipped",
      "no fp16"),
-    ({"proof": Parity()}, "not run", "proof not run: no times"),
-    ({"status": "interrupted", "step_ms": []}, "green", "proof pass: no timed step"),
+    ({"proof": Parity()}, "not audited", "gate not run: no times"),
+    ({"status": "interrupted", "step_ms": []}, "pass", "gate pass: no timed step"),
 ])  # fmt: skip
-def test_without_proof_there_are_no_times(changes: dict[str, Any], proof: str, note: str) -> None:
+def test_without_a_pass_no_times(changes: dict[str, Any], verdict: str, note: str) -> None:
     """Nor where one process of several is without."""
     for others in ([], [lab_run("fp16", 5.0)] if changes.get("step_ms") != [] else []):
         rows = rows_of(lab_run(), lab_run("fp16", **changes), *others)
         row, line = rows["fp16"], lab_table.lab_table(list(rows.values())).lines[1]
         assert (row.units_per_s, row.step_ms, row.speedup) == (None, None, None)
-        assert lab_table.proof(row) == proof and row.note() == note
-        assert list(line.cells[1:7]) == [proof, "-", "-", "-", "-", "-"]
-        assert (line.cells[7] == "-") == row.failed == (proof in ("RED", "FAILED"))
-        rates = [blocks.figures.lab_rates(list(rows.values())).data[0]]
-        assert list(rates[0].y) == ["fp32"]
+        assert lab_table.verdict(row) == verdict and row.note() == note
+        assert list(line.cells[1:7]) == [verdict, "-", "-", "-", "-", "-"]
+        assert (line.cells[7] == "-") == row.failed == (verdict == "FAIL")
+        assert blocks.figures.lab_rates(list(rows.values())).layout.yaxis.ticktext == ("fp32",)
         # A baseline without a time is none.
         rows = rows_of(lab_run(**changes), *others, lab_run("faster", 5.0))
-        assert rows["faster"].speedup is None and lab_table.verdict(rows["fp32"]) == "-"
+        assert rows["faster"].speedup is None and lab_table.speedup_text(rows["fp32"]) == "-"
         notes = lab_table.lab_table(list(rows.values())).notes
         assert "faster: no speed-up, since fp32 has no time in this session" in notes
 
@@ -123,7 +122,7 @@ def test_the_subjects_of_one_session_are_one_table() -> None:
         "alexnet: fp16, channels-last", "alexnet: fp16, wrong", "vgg16: fp32",
     ]  # fmt: skip
     assert table.lines[4].cells[6].startswith("2.00x [1.9")
-    assert table.notes[0].startswith("alexnet: fp16, wrong: proof red")
+    assert table.notes[0].startswith("alexnet: fp16, wrong: gate failed")
 
 
 def test_sessions_of_other_precisions_stay_and_batches_are_in_order() -> None:
@@ -162,19 +161,19 @@ def test_the_table_has_each_number_once_and_all_forms() -> None:
     cells = dict(zip(table.header, table.lines[1].cells, strict=True))
     assert cells.pop("speed-up [95%]").startswith("2.00x [1.9")
     assert cells == {
-        "variant": "fp16, channels-last", "proof": "green", "images/s": "6,368.2",
+        "variant": "fp16, channels-last", "verdict": "pass", "images/s": "6,368.2",
         "p50 ms": "5.025", "p90": "5.555", "p99": "5.555", "peak MB": "2,000",
         "images/s per GB": "3,184.1", "of peak": "87.6%", "of ceiling": "99.5%",
     }  # fmt: skip
     assert table.notes[:2] == [
-        "fp16, wrong: proof red: logits: 0.3 of allowed 0.01",
+        "fp16, wrong: gate failed: logits: 0.3 of allowed 0.01",
         "IMPLAUSIBLE: odd: too fast",
     ]
     assert table.notes[-1] == "peak: 60 TFLOP/s (data sheet)"
     report = lab_table.of_labs([rows])
     assert report.items[1]["speedup_ci"][0] < 2 < report.items[1]["speedup_ci"][1]
     assert len(report.as_csv().splitlines()) == 5 and json.dumps(report.as_json())
-    assert "| fp16, wrong | RED | - |" in tables.markdown([table])
+    assert "| fp16, wrong | FAIL | - |" in tables.markdown([table])
 
 
 def test_the_table_fits_its_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +226,7 @@ def test_a_broken_file_is_named_with_its_field(
 
 def test_a_red_proof_says_why(tmp_path: Path) -> None:
     (path,) = write_lab(tmp_path, lab_run(proof=Parity(status="fail")))
-    with pytest.raises(WorkshopError, match=r"proof\.failures is empty, though the proof is red"):
+    with pytest.raises(WorkshopError, match=r"proof\.failures is empty, though the gate failed"):
         labs.load(path)
 
 
@@ -261,16 +260,17 @@ def dashboard(folder: Path) -> Snapshot:
 
 
 OPERATOR: dict[str, Any] = {
-    "op": "add", "shapes": "64-1024", "dtype": "fp32", "kind": "memory", "status": "ok", "note": "",
-    "gbs": 4100.0, "tflops": 0.5, "of_ceiling": 0.95, "samples_ms": [1.0], "allowed": 2.0,
+    "op": "add", "shapes": "64-1024", "dtype": "fp32", "kind": "memory", "status": "pass",
+    "note": "", "gbs": 4100.0, "tflops": 0.5, "of_ceiling": 0.95,
+    "samples_ms": [1.0], "allowed": 2.0,
 }  # fmt: skip
 
 
 def write_operators(folder: Path, **changes: Any) -> Path:
     """A run of the operator bench: a row of memory, a product, and a wrong one."""
     nothing = dict.fromkeys(("gbs", "tflops", "of_ceiling"))
-    wrong = OPERATOR | {"op": "norm", "status": "WRONG", "note": "off by 9 roundings"} | nothing
-    rows = [OPERATOR, OPERATOR | {"op": "mm", "kind": "compute", "status": "ok, cached"}, wrong]
+    wrong = OPERATOR | {"op": "norm", "status": "FAIL", "note": "off by 9 roundings"} | nothing
+    rows = [OPERATOR, OPERATOR | {"op": "mm", "kind": "compute", "status": "pass, cached"}, wrong]
     content = {"schema_version": 1, "operators": rows, "device": {"name": "NVIDIA H200"}}
     path = folder / "ops" / "ops.json"
     results.write_json(path, content | {"session": "2"} | changes)
@@ -288,9 +288,9 @@ def test_the_operator_bench_is_shown_beside_the_labs(tmp_path: Path) -> None:
     assert block.table is not None
     texts = [[getattr(cell, "text", cell) for cell in row] for row in block.table.rows]
     assert texts == [
-        ["add 64-1024", "green", "4,100 GB/s", "95.0%"],
-        ["mm 64-1024", "green, cached", "0.5 TFLOP/s", "95.0%"],
-        ["norm 64-1024", "RED", "-", "-"],
+        ["add 64-1024", "pass", "4,100 GB/s", "95.0%"],
+        ["mm 64-1024", "pass, cached", "0.5 TFLOP/s", "95.0%"],
+        ["norm 64-1024", "FAIL", "-", "-"],
     ]
     assert [getattr(row[1], "look", "") for row in block.table.rows] == ["good", "good", "bad"]
     assert "norm 64-1024: off by 9 roundings" in block.after
@@ -299,10 +299,10 @@ def test_the_operator_bench_is_shown_beside_the_labs(tmp_path: Path) -> None:
     assert "resnet50" in snapshot.settle(Choice()).lab and len(snapshot.lab_keys) == 2
     assert snapshot.settle(choice).lab == choice.lab
     report = content.build(collect(tmp_path), title="")
-    assert [alarm.text for alarm in report.alarms if alarm.kind == "WRONG"] == [
+    assert [alarm.text for alarm in report.alarms if alarm.kind == "FAIL"][1:] == [
         f"{choice.lab}: norm 64-1024: off by 9 roundings"
     ]
-    assert "| add 64-1024 | green | 4,100 GB/s | 95.0% |" in pages.markdown_page(report, tmp_path)
+    assert "| add 64-1024 | pass | 4,100 GB/s | 95.0% |" in pages.markdown_page(report, tmp_path)
     write_operators(tmp_path, operators=[OPERATOR | {"gbs": "many"}])
     (broken,) = collect(tmp_path).broken
     assert broken.path == path and "operators[0].gbs should be" in broken.reason
@@ -315,13 +315,13 @@ def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
     assert choice.lab in snapshot.labs
     assert "resnet50" in choice.lab and len(snapshot.labs) == 2
     summary, rates = blocks.view(LABS, snapshot, choice)
-    assert summary.before == [("fp16, wrong: proof red: logits: 0.3 of allowed 0.01", blocks.BAD)]
+    assert summary.before == [("fp16, wrong: gate failed: logits: 0.3 of allowed 0.01", blocks.BAD)]
     assert summary.table is not None and rates.figure is not None
     red = summary.table.rows[2][1]
-    assert isinstance(red, blocks.Cell) and (red.text, red.look) == ("RED", blocks.BAD)
+    assert isinstance(red, blocks.Cell) and (red.text, red.look) == ("FAIL", blocks.BAD)
     bars = rates.figure.data[0]
     assert list(bars.marker.color) == [versions.ALL["v1"].colour, SAVED]
-    assert dict(zip(bars.y, bars.x, strict=True)) == {
+    assert dict(zip(rates.figure.layout.yaxis.ticktext, bars.x, strict=True)) == {
         "fp32": pytest.approx(32 / 10.05e-3), "fp16, channels-last": pytest.approx(32 / 5.025e-3)
     }  # fmt: skip
     assert any(line.startswith("From 5 result files in") for line in summary.after)
@@ -366,16 +366,16 @@ def test_the_report_of_labs_alone(tmp_path: Path) -> None:
                       plausibility=["odd"]))  # fmt: skip
     write_lab(tmp_path, lab_run(session="0"))
     report = content.build(collect(tmp_path), title="Labs")
-    assert [alarm.kind for alarm in report.alarms] == ["IMPLAUSIBLE", "PROOF RED"]
+    assert [alarm.kind for alarm in report.alarms] == ["IMPLAUSIBLE", "FAIL"]
     html, markdown = pages.html_page(report, tmp_path), pages.markdown_page(report, tmp_path)
     for text in (html, markdown.replace("\\", "")):
-        assert "Labs: 3 of 4 rows passed their proof; 1 with implausible numbers." in text
+        assert "Labs: 3 pass, 1 FAIL of 4 rows; 1 with implausible numbers." in text
         assert "7 lab runs" in text and "No timed runs" not in text and "torch 2.13.0" in text
-        assert text.index("PROOF RED") < text.index("6,368.2")
+        assert text.index("FAIL") < text.index("6,368.2")
         assert all(str(path.relative_to(tmp_path)) in text for path in paths)
         assert "20261123-100000-aaaaaa: percentiles" in text and "session 0" not in text
     red = next(line for line in markdown.splitlines() if line.startswith("| fp16, wrong"))
-    assert red.split(" | ")[1:6] == ["RED", "-", "-", "-", "-"]
+    assert red.split(" | ")[1:6] == ["FAIL", "-", "-", "-", "-"]
     assert '<section class="part" id="lab-2">' in html and '<a id="lab-2">' in markdown
     assert report_generator.main(["--results", str(tmp_path), "--output-dir", str(tmp_path)]) == 0
 
@@ -387,7 +387,7 @@ def test_labs_do_not_change_what_is_said_of_versions(tmp_path: Path) -> None:
     after = content.build(collect(tmp_path), title="")
     assert (before.rows, before.glance) == (after.rows, after.glance)
     assert before.counts == [after.counts[0], *after.counts[2:]]
-    assert after.proof.startswith(before.proof)
+    assert after.verdicts.startswith(before.verdicts)
 
 
 def test_a_command_has_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

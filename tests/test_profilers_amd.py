@@ -3,6 +3,7 @@ is named or left out."""
 
 import csv
 import dataclasses
+import gzip
 import io
 import json
 import shutil
@@ -86,6 +87,7 @@ COUNTERS = (
     "Kernel_Name Workgroup_Size LDS_Block_Size Scratch_Size VGPR_Count Accum_VGPR_Count "
     "SGPR_Count Counter_Name Counter_Value Start_Timestamp End_Timestamp"
 )
+COUNTERS_6_2 = COUNTERS.removesuffix(" Start_Timestamp End_Timestamp")
 AGENTS = "Node_Id Logical_Node_Id Agent_Type Cu_Count Name Vendor_Name Product_Name Model_Name"
 
 
@@ -100,7 +102,7 @@ def dispatch(name: str, start: int, ns: int, correlation: int = 1) -> Row:
 
 def copy(direction: str, start: int, ns: int, correlation: int = 1) -> Row:
     row = {"Kind": "MEMORY_COPY", "Direction": direction, "Correlation_Id": correlation}
-    return row | span(start, ns)
+    return row | {"Source_Agent_Id": "Agent 0", "Destination_Agent_Id": "Agent 4"} | span(start, ns)
 
 
 def call(name: str, start: int, ns: int, correlation: int, domain: str = "HIP_RUNTIME_API") -> Row:
@@ -132,7 +134,7 @@ def test_every_version_of_a_kernel_trace_gives_the_same(
     assert figures(table) == {ADD: (2, 400, 100, 300), GEMM: (1, 400, 400, 400)}
     assert by_name(table)[GEMM].category == "GEMM"
     # 0 to 450 by two kernels that overlap, then 1000 to 1300.
-    assert table.timeline == Timeline(span_ns=1300, busy_ns=750)
+    assert table.timeline == Timeline(span_ns=1300, busy_ns=750, calls=3)
     assert (table.tool, table.what, table.warnings) == ("rocprofv3", "kernel", [])
     assert table.steps is None and not table.phases_ns and table.device is None
 
@@ -253,7 +255,7 @@ def test_a_folder_is_the_table_of_its_steps(tmp_path: Path) -> None:
     }
     assert table.steps == 1
     assert table.phases_ns == {"forward": 125, "backward": 500, "optimizer": 30}
-    assert table.timeline == Timeline(span_ns=1037, busy_ns=100 + 25 + 200 + 300 + 37)
+    assert table.timeline == Timeline(1037, 100 + 25 + 200 + 300 + 37, calls=7)
     assert table.host_calls == {
         LAUNCH: HostCall(4, 20),
         "hipMemcpyAsync": HostCall(1, 40),
@@ -292,7 +294,8 @@ def test_counters_of_other_runs_are_taken_by_the_call(tmp_path: Path) -> None:
     }
     for group, rows in groups.items():
         folder = tmp_path / "counters" / group
-        write_run(folder, "run_5_", counter_collection=(COUNTERS, rows))
+        columns = COUNTERS_6_2 if group == "read" else COUNTERS
+        write_run(folder, "run_5_", counter_collection=(columns, rows))
     table = rocprofv3.read(tmp_path)
     kernels = by_name(table)
     assert kernels[GEMM].bytes == 3 * (20 + 5) * 1024
@@ -391,7 +394,7 @@ def test_bytes_from_counters(counters: Mapping[str, float], moved: float | None)
         ({"SQ_INSTS_VALU_MFMA_MOPS_F64": 1, "SQ_INSTS_VALU_MFMA_MOPS_F8": 2}, 512 * 3),
         ({"SQ_INSTS_VALU_MFMA_MOPS_F6F4": 2, "SQ_INSTS_VALU_ADD_F32": 0}, 1024),
         (NO_PRODUCTS, 0),
-        # Of a product they would be a hundredth.
+        # In a product they would be a hundredth.
         ({"SQ_INSTS_VALU_ADD_F32": 9, "SQ_INSTS_VALU_FMA_F32": 9}, None),
         # All instructions, integers, waves: no operations.
         ({"SQ_INSTS_VALU": 7, "SQ_INSTS_VALU_MFMA_MOPS_I8": 7, "SQ_WAVES": 7}, None),
@@ -486,8 +489,8 @@ def record(kind: int, operation: int, start: int, ns: int, correlation: int, **m
     } | more
 
 
-def kernel_record(kernel: int, start: int, ns: int, correlation: int) -> Any:
-    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": 4}}
+def kernel_record(kernel: int, start: int, ns: int, correlation: int, agent: int = 44) -> Any:
+    info = {"kernel_id": kernel, "dispatch_id": correlation, "agent_id": {"handle": agent}}
     return record(4, 0, start, ns, correlation, dispatch_info=info)
 
 
@@ -512,7 +515,12 @@ def process(*, names: list[str], counts: Iterable[Any] = (), **records: list[Any
     markers = enumerate(("step", "forward", "backward"), start=100)
     return {
         "metadata": {"pid": 1, "init_time": 1, "fini_time": 2},
-        "agents": [{"type": 1, "name": "cpu"}, {"type": 2, "product_name": "AMD Instinct MI300X"}],
+        "agents": [{"type": 1, "name": "cpu", "id": {"handle": 40}, "node_id": 0}]
+        + [
+            {"type": 2, "product_name": "AMD Instinct MI300X", "id": {"handle": 40 + node}}
+            | {"node_id": node}
+            for node in (4, 5)
+        ],
         "counters": [
             {"id": {"handle": 50}, "name": "FETCH_SIZE"},
             {"id": {"handle": 51}, "name": "WRITE_SIZE"},
@@ -545,7 +553,8 @@ JSON_STEP = process(
              record(1, 1, 1600, 9, 4)],
     marker_api=[record(2, 0, 1000, 1000, 100), record(2, 0, 1000, 500, 101),
                 record(2, 0, 1500, 500, 102), record(2, 0, 1, 0, 999)],
-    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096)],
+    memory_copy=[record(3, 1, 5200, 25, 4, bytes=4096, src_agent_id={"handle": 40},
+                        dst_agent_id={"handle": 44})],
 )  # fmt: skip
 
 
@@ -566,7 +575,7 @@ def check_recorded_step(table: KernelTable) -> None:
         "MEMORY_COPY_HOST_TO_DEVICE": (1, 25, 25, 25),
     }
     assert by_name(table)["MEMORY_COPY_HOST_TO_DEVICE"].bytes == 4096
-    assert table.timeline == Timeline(225, 175)
+    assert table.timeline == Timeline(225, 175, calls=3)
 
 
 def test_json_of_counters_adds_their_instances_up(write: Write) -> None:
@@ -583,7 +592,8 @@ def test_broken_json_gives_its_valid_part(write: Write) -> None:
     text = json_text(JSON_STEP)
     cut = text[: text.index('"hip_api"') - 40]
     table = rocprofv3.read(write("cut_results.json", cut))
-    assert table.launches == 2 and "cut_results.json, row 3: no JSON" in table.warnings[-1]
+    assert table.launches == 2
+    assert table.warnings[-1].endswith("cut_results.json, row 3: the text ends here")
     unnamed = process(names=[], kernel_dispatch=[kernel_record(1, 0, 10, 1)])
     with pytest.raises(WorkshopError, match=r"row 1: no record of kernel_dispatch .KeyError: 1"):
         rocprofv3.read(write("results.json", json_text(unnamed)))
@@ -664,7 +674,7 @@ def test_database(tmp_path: Path) -> None:
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-# What the runtime launches while HSA is traced has the correlation of the call to HSA.
+# A kernel launched while HSA is traced has the correlation of the call to HSA.
 UNDER_HSA = (
     f"INSERT INTO regions{UUID} SELECT id + 100, 'HSA_CORE_API', 'hsa_signal_store_screlease', "
     f"start + 1, [end], stack_id * 10, '{{}}' FROM regions{UUID} WHERE category LIKE 'HIP%'",
@@ -794,11 +804,16 @@ def wide_row(number: int, start: int, ns: int, fma: object, name: str = ADD) -> 
     return row | counters | span(start, ns)
 
 
-def write_workload(folder: Path, **tables: tuple[str, list[Row]]) -> Path:
+def write_workload(folder: Path, packed: bool = False, **tables: tuple[str, list[Row]]) -> Path:
     folder.mkdir(parents=True)
     sysinfo = {"gpu_model": "MI210", "gpu_arch": "gfx90a", "command": "python x.py, y"}
-    for name, (columns, rows) in ({"sysinfo": (SYSINFO, [sysinfo])} | tables).items():
-        (folder / f"{name}.csv").write_text(table_text(columns, rows))
+    (folder / "sysinfo.csv").write_text(table_text(SYSINFO, [sysinfo]))
+    for name, (columns, rows) in tables.items():
+        text = table_text(columns, rows).encode()
+        if packed:
+            (folder / f"{name}.csv.gz").write_bytes(gzip.compress(text))
+        else:
+            (folder / f"{name}.csv").write_bytes(text)
     return folder
 
 
@@ -825,8 +840,11 @@ def long_rows(counter: str, values: Iterable[float], ns: int) -> list[Row]:
     ]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("files", [["pmc_perf"], ["pmc_perf_0", "pmc_perf_1"], ["results_a"]])
-def test_a_workload_with_a_row_for_each_counter(tmp_path: Path, files: list[str]) -> None:
+def test_a_workload_with_a_row_for_each_counter(
+    tmp_path: Path, files: list[str], packed: bool
+) -> None:
     """Whether `analyze` has merged the replays or not; a dispatch counts once."""
     replays = [long_rows("FETCH_SIZE", (1.0, 3.0), 100), long_rows("WRITE_SIZE", (1.0, 1.0), 120)]
     tables = dict.fromkeys(files, (LONG, replays[0]))
@@ -834,12 +852,54 @@ def test_a_workload_with_a_row_for_each_counter(tmp_path: Path, files: list[str]
         tables = {files[0]: (LONG, replays[0] + replays[1])}
     else:
         tables[files[1]] = (LONG, replays[1])
-    folder = write_workload(tmp_path / "w", **tables)
+    folder = write_workload(tmp_path / "w", packed, **tables)
     (folder / "results_of_mine.csv").write_text("name,value\n")
-    table = rocprof_compute.read(tmp_path)
+    table = load(tmp_path)
+    assert (table.tool, table.device) == ("rocprof-compute", "MI210 (gfx90a)")
     assert figures(table) == {ADD: (2, 200, 100, 100)}
     assert table.kernels[0].bytes == 2 * (2 + 1) * 1024
     assert table.warnings == []
+    for file in folder.iterdir():
+        assert load(file).kernels == table.kernels
+
+
+OWN_COUNTERS = (
+    "dispatch_id gpu_id kernel_id lds_per_workgroup counter_id counter_name counter_value"
+)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_workload_of_databases(tmp_path: Path, beside: bool) -> None:
+    """One for each process of each replay; the counters in them, or beside, where an instance of a
+    hardware block has a row of its own."""
+    folder = write_workload(tmp_path / "w")
+    for replay, counter, values in (
+        ("pmc_perf_0", "FETCH_SIZE", (1.0, 2.0)),
+        ("pmc_perf_1", "WRITE_SIZE", (0.5,)),
+    ):
+        for process in (77, 78):
+            path = folder / "out" / replay / "host" / f"{process}.db"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            others = f"DELETE FROM counters_collection{UUID} WHERE counter_name <> '{counter}'"
+            build_database(path, *(NO_COUNTERS if beside else (others,)))
+            rows = [
+                {"dispatch_id": dispatch, "counter_name": counter, "counter_value": value}
+                for dispatch in (11, 12, 13)
+                for value in values
+            ]
+            text = table_text(OWN_COUNTERS, [*rows, rows[0] | {"dispatch_id": 99}])
+            if beside:
+                file = folder / "out" / replay / f"{process}_native_counter_collection.csv.gz"
+                file.write_bytes(gzip.compress(text.encode()))
+    table = load(tmp_path)
+    assert (table.tool, table.device, table.timeline) == (
+        "rocprof-compute", "MI210 (gfx90a)", None,
+    )  # fmt: skip
+    assert figures(table) == {GEMM: (2, 200, 100, 100), ADD: (4, 110, 5, 50)}
+    assert {k.name: k.bytes for k in table.kernels} == {GEMM: 2 * 3584, ADD: 4 * 3584}
+    assert table.warnings[0] == "the kernels of 2 processes are added up"
+    lost = ["has no kernel name" in warning for warning in table.warnings[1:]]
+    assert lost == [True] * (4 if beside else 0)
 
 
 def test_times_from_the_table_of_times_where_the_counters_have_none(tmp_path: Path) -> None:

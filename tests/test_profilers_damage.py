@@ -1,10 +1,14 @@
 """Files of every profiler that are empty, cut off or full of junk: one line says what is wrong, or
 the valid part is read."""
 
+import copy
 import gzip
 import json
 import math
+import sqlite3
+import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
@@ -104,6 +108,26 @@ def test_any_bytes_give_a_sane_table_or_one_line(
         path.write_bytes(whole)
 
 
+# --- one entry -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["kernel_dispatch", "hip_api", "marker_api", "memory_copy"])
+def test_a_broken_record_loses_no_other(key: str, tmp_path: Path) -> None:
+    """Wherever it is in its list, after which other lists hold records of the same form."""
+    path = tmp_path / "results.json"
+    path.write_text(amd.json_text(amd.JSON_STEP))
+    whole = rocprofv3.read(path)
+    for place in range(1 + len(amd.JSON_STEP["buffer_records"][key])):
+        process = copy.deepcopy(amd.JSON_STEP)
+        process["buffer_records"][key].insert(place, {"size": "broken"})
+        process["strings"]["buffer_records"][0] = {"kind": "broken"}
+        process["kernel_symbols"][0] = {"kernel_id": "broken"}
+        path.write_text(amd.json_text(process).replace('"broken"', "-nan"))
+        table = rocprofv3.read(path)
+        assert "no JSON (Expecting value)" in table.warnings.pop()
+        assert table == whole
+
+
 # --- one line ------------------------------------------------------------------------------------
 
 TIME, READ, raw_page = nvidia.TIME, nvidia.READ, nvidia.raw_page
@@ -116,6 +140,16 @@ def traced(*rows: amd.Row) -> str:
     return amd.table_text(KERNEL_TRACE, rows)
 
 
+def database(statement: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.db"
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(statement)
+        return path.read_bytes()
+
+
+UNTIMED = amd.table_text(amd.COUNTERS_6_2, [amd.count(amd.ADD, "SQ_WAVES", 16, 1)])
+NO_PAGE = "==PROF== Connected to process 7 (/usr/bin/python3)\n{}\n==PROF== Disconnected\n"
 REFUSED: list[tuple[ModuleType, str, str | bytes, str]] = [
     (ncu, "raw.csv", "", "no header"),
     (ncu, "raw.csv", '"ID","Kernel Name"\n', "no kernels with a time in it; was ncu run with"),
@@ -153,6 +187,17 @@ REFUSED: list[tuple[ModuleType, str, str | bytes, str]] = [
     (load, "step.nsys-rep", b"\0", "its own tool reads it first: nsys stats"),
     (load, "my step's.ncu-rep", b"\0", """/my step'"'"'s.ncu-rep' --csv"""),
     (load, "step.pftrace", b"\0", "open it in https://ui.perfetto.dev"),
+    (load, "step.sqlite", database("CREATE TABLE StringIds (id, value)"),
+     "nsys's database, its own tool reads it first: nsys stats --report cuda_gpu_kern_sum"),
+    (load, "1_counter_collection.csv", UNTIMED, "no times in it, as ROCm 6.2 writes"),
+    (load, "ncu.csv", NO_PAGE.format("==ERROR== ERR_NVGPUCTRPERM - no permission"),
+     "administrators only: ask for NVreg_RestrictProfilingToAdminUsers=0"),
+    (load, "ncu.csv", NO_PAGE.format("==WARNING== No kernels were profiled."),
+     "ncu profiled no kernel: ==WARNING== No kernels were profiled; solve this"),
+    (load, "rep_cuda_gpu_sum.csv", nvidia.KERNELS.replace(",Name", ",Category,Operation"),
+     "take cuda_gpu_trace, or cuda_gpu_kern_sum"),
+    (load, "rep_cuda_api_sum.csv", nvidia.KERNELS.replace("Instances", "Num Calls"),
+     "take cuda_gpu_trace, or cuda_gpu_kern_sum"),
     (load, "run.db", b"SQLite format 3\0" + b"\1" * 200, "run.db"),
 ]  # fmt: skip
 
@@ -168,3 +213,13 @@ def test_what_can_not_be_read_gets_one_line(
         read(path)
     assert name in str(caught.value) and message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["step.nsys-rep", "ncu.csv"])
+def test_a_folder_says_what_to_do_with_the_files_in_it(name: str, tmp_path: Path) -> None:
+    _, _, content, message = next(case for case in REFUSED if case[1] == name)
+    assert isinstance(content, str | bytes)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(WorkshopError) as caught:
+        load.load(tmp_path)
+    assert f"{tmp_path / name}: " in str(caught.value) and message in str(caught.value)

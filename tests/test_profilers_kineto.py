@@ -2,9 +2,11 @@
 broken ones."""
 
 import gzip
+import itertools
 import json
 import os
 import random
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,15 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, kineto, reading
+from workshop.profilers import json_stream, kineto, reading, timeline
+from workshop.profilers.advisor import advise
 from workshop.profilers.reading import Problems
 from workshop.profilers.table import KernelTable
 
 H200 = Path(__file__).parent / "fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
 MAIN, AUTOGRAD = 770, 806
 """Threads of the host."""
-
+SECOND, DAY = 1e6, 24 * 3600e6
 
 CATEGORIES_OF_2022 = {
     "kernel": "Kernel",
@@ -178,6 +181,29 @@ def test_a_trace_of_2022_reads_as_todays(tmp_path: Path) -> None:
     assert read(tmp_path, *trace["traceEvents"]) == today and today.phases_ns and today.launches
 
 
+MI300X, RADEON = "AMD Instinct MI300X", "AMD Radeon Graphics"
+
+
+@pytest.mark.parametrize(
+    ("listed", "device", "name"),
+    [
+        (["H100", "A100"], 1, "A100"),
+        (["H100", "A100"], 2, None),
+        # Those of AMD are numbered after the host's sockets.
+        ([MI300X], 2, MI300X),
+        ([MI300X] * 4, 2, MI300X),
+        ([MI300X, MI300X, RADEON], 2, None),
+    ],
+)
+def test_a_device_has_its_own_name_or_none(
+    tmp_path: Path, listed: list[str], device: int, name: str | None
+) -> None:
+    properties = [{"id": index, "name": name} for index, name in enumerate(listed)]
+    path = write(tmp_path, [kernel("k", 0, 10, 1, device=device)], deviceProperties=properties)
+    assert kineto.read(path).device == name
+    assert kineto.device_name(timeline.read(path).devices, device) == name
+
+
 def test_several_devices(tmp_path: Path) -> None:
     table = read(
         tmp_path,
@@ -206,6 +232,8 @@ def test_an_amd_trace(tmp_path: Path) -> None:
         event("gpu_memcpy", "Memcpy HtoD (Host -> Device)", ts + 50, 2, device=2, bytes=4096),
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", ts + 52, 2, device=2, bytes=4096),
         event("gpu_memset", "Memset (Device)", ts + 54, 1, device=2),
+        event("gpu_memcpy", "CopyHostToHost", ts + 55, 1, device=2),
+        event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", ts + 56, 2, device=2, bytes=4096),
     ]
     path = tmp_path / "rank0.pt.trace.json"
     path.write_text("\n " + json.dumps(events, indent=1))
@@ -214,15 +242,30 @@ def test_an_amd_trace(tmp_path: Path) -> None:
     first = table.kernels[0]
     assert (first.name, first.category, first.calls, first.total_ns) == (gemm, "GEMM", 2, 16e3)
     assert (first.min_ns, first.max_ns, first.bytes) == (7e3, 9e3, None)
-    copies = {kernel.name: kernel.bytes for kernel in table.kernels if kernel.category == "copy"}
+    copies = {kernel.name: (kernel.category, kernel.bytes) for kernel in table.kernels[1:]}
     assert copies == {
-        "Memcpy HtoD (Host -> Device)": 4096,
-        "Memcpy DtoD (Device -> Device)": 8192,
-        "Memset (Device)": None,
+        "Memcpy HtoD (Host -> Device)": ("copy", 4096),
+        "Memcpy DtoD (Device -> Device)": ("copy", 8192),
+        "Memset (Device)": ("copy", None),
+        "CopyHostToHost": ("copy", None),
+        "Memcpy PtoP (Device -> Device)": ("communication", 4096),
+    }
+    drawn = timeline.read(path).slices([timeline.KERNELS])
+    assert {(one.name, one.category) for one in drawn} == {
+        (kernel.name, kernel.category) for kernel in table.kernels
     }
     assert table.phases_ns == {"forward": 9e3}
     assert list(table.host_calls) == ["hipLaunchKernel", "hipExtModuleLaunchKernel"]
-    assert table.timeline is not None and table.timeline.span_ns == 35e3
+    assert table.timeline is not None and table.timeline.span_ns == 38e3
+
+
+def test_copies_between_gpus_can_bound_a_run(tmp_path: Path) -> None:
+    name = "Memcpy PtoP (Device -> Device)"
+    copies = [event("gpu_memcpy", name, 20 * i, 11, bytes=1e6, device=0) for i in range(200)]
+    table = read(tmp_path, *copies, *(kernel("gemm", 20 * i + 11, 9, i) for i in range(200)))
+    assert table.category_ns() == {"communication": 2.2e6, "GEMM": 1.8e6}
+    found = [advice.finding for advice in advise(table)]
+    assert "communication-bound" in found and "copy" not in found
 
 
 def test_the_h200s_phases_are_known_without_the_workshops_marks(tmp_path: Path) -> None:
@@ -242,7 +285,7 @@ def test_the_h200s_phases_are_known_without_the_workshops_marks(tmp_path: Path) 
 
 
 def profiled_training(steps: int) -> profile:
-    """Of a tiny model, on the CPU."""
+    """The profile of a tiny model on the CPU."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -306,7 +349,7 @@ def test_own_times_count_every_instant_once(operators, tmp_path_factory) -> None
     for thread in (1, 2):
         for instant in range(50):
             running = [
-                # Of those that start together the longest calls the others; of equals the first.
+                # The longest of those that start together calls the others; the first of equals.
                 (ts, -dur, index, name)
                 for index, (ts, dur, name, tid) in enumerate(operators)
                 if tid == thread and ts <= instant < ts + dur
@@ -330,41 +373,74 @@ def test_a_folders_newest_trace(tmp_path: Path) -> None:
     assert table.warnings == [f"{tmp_path} has 2 traces; this is the newest, a.pt.trace.json"]
 
 
-# What is broken.
+# Broken events and files.
 
 
 @pytest.mark.parametrize(
     ("broken", "what"),
     [
-        ("text", "row 2: a str is no event"),
-        (kernel("k", 1, -1, 1), "row 2: its duration (dur): -1 is no duration"),
-        (kernel("k", 1, float("nan"), 1), "row 2: its duration (dur): nan is no finite number"),
-        (kernel("k", 1, 10**400, 1), "row 2: its duration (dur)"),
-        (kernel("k", 1, 10**18, 1), "row 2: its duration (dur)"),
-        (kernel("k", None, 1, 1), "row 2: its start (ts): None is no number"),
-        (kernel("k", -1e300, 1, 1), "row 2: its start (ts): -1e+300 is years from the first"),
-        (kernel(17, 1, 1, 1), "row 2: it has no name"),
-        ({"ph": "X", "cat": "kernel", "name": "k", "ts": 1}, "row 2: its duration (dur): None"),
-        (
-            {"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 1, "dur": []},
-            "row 2: its",
-        ),
+        ("text", "a str is no event"),
+        (kernel("k", 1, -1, 1), "its duration (dur): -1 is no duration"),
+        (kernel("k", 1, float("nan"), 1), "its duration (dur): nan is no finite number"),
+        (kernel("k", 1, 10**400, 1), "its duration (dur)"),
+        (kernel("k", 1, 10**18, 1), "its duration (dur)"),
+        (kernel("k", 1, 8 * DAY, 1), "its duration (dur): 691,200 s, more than a week"),
+        (kernel("k", None, 1, 1), "its start (ts): None is no number"),
+        (kernel("k", -1e300, 1, 1), "its start (ts): -1e+300 is years from the others"),
+        (kernel("k", -1.7e15, 1, 1), "its start (ts): -1.7e+15 is years from the others"),
+        (kernel(17, 1, 1, 1), "it has no name"),
+        ({"ph": "X", "cat": "kernel", "name": "k", "ts": 1}, "its duration (dur): None"),
+        ({"ph": "X", "cat": "user_annotation", "name": "forward", "ts": 1, "dur": []}, "its"),
     ],
 )
 def test_an_event_that_makes_no_sense_is_left_out(tmp_path: Path, broken, what: str) -> None:
-    table = read(tmp_path, kernel("good", 0, 1, 1), broken, kernel("good", 5, 1, 2))
-    assert [(row.name, row.calls) for row in table.kernels] == [("good", 2)]
-    assert what in table.warnings[0] and len(table.warnings) == 1
+    """Wherever it is in the file."""
+    for place in range(3):
+        events = [kernel("good", 0, 1, 1), kernel("good", 5, 1, 2)]
+        events.insert(place, broken)
+        table = read(tmp_path, *events)
+        assert [(row.name, row.calls) for row in table.kernels] == [("good", 2)]
+        assert f"row {place + 1}: {what}" in table.warnings[0] and len(table.warnings) == 1
 
 
-def test_a_truncated_gzip_gives_its_beginning(tmp_path: Path) -> None:
-    """Cut to three quarters: the operators of that part, and the kernels, with their phases."""
-    whole, path = kineto.read(H200), tmp_path / "cut.json.gz"
-    path.write_bytes(H200.read_bytes()[: H200.stat().st_size * 3 // 4])
-    table = kineto.read(path)
-    assert 0 < table.launches < whole.launches
-    assert {row.name for row in table.kernels} <= {row.name for row in whole.kernels}
-    assert any("cut.json.gz, row" in warning for warning in table.warnings)
+@pytest.mark.parametrize(
+    ("host", "seconds", "is_left_out"),
+    [
+        ([], 3600, False),
+        ([launch(0, 1)], 9, False),
+        ([launch(0, 1)], 11, True),
+        ([launch(0, 1), mark("forward", 5, 3590 * SECOND)], 3600, True),
+        ([launch(0, 1), launch(3600 * SECOND, 0, name="cudaDeviceSynchronize")], 3600, False),
+        ([launch(0, 1), event("Trace", "PyTorch Profiler (0)", 0, 3601 * SECOND)], 3600, False),
+    ],
+)
+def test_a_kernel_that_outlasts_all_that_the_host_did_is_left_out(
+    tmp_path: Path, host: list, seconds: int, is_left_out: bool
+) -> None:
+    long = kernel("long", 20, seconds * SECOND, 1)
+    path = write(tmp_path, [kernel("good", 10, 1, 1), long, *host])
+    table, drawn = kineto.read(path), timeline.read(path)
+    names = ["good"] if is_left_out else ["good", "long"]
+    assert sorted(row.name for row in table.kernels) == names
+    assert [one.name for one in drawn.slices([timeline.KERNELS])] == names
+    assert table.warnings == drawn.warnings and len(table.warnings) == is_left_out
+    assert not is_left_out or f"row 2: its duration (dur): {seconds:,} s" in table.warnings[0]
+
+
+@pytest.mark.parametrize("in_one_line", [False, True])
+def test_a_truncated_gzip_gives_its_beginning(tmp_path: Path, in_one_line: bool) -> None:
+    """Cut to three quarters: all that can be unpacked, as if it were a file of its own."""
+    packed = H200.read_bytes()
+    if in_one_line:
+        packed = gzip.compress(gzip.decompress(packed).replace(b"\n", b""))
+    packed = packed[: len(packed) * 3 // 4]
+    (tmp_path / "cut.json").write_bytes(zlib.decompressobj(wbits=31).decompress(packed))
+    (tmp_path / "cut.json.gz").write_bytes(packed)
+    expected, table = (kineto.read(tmp_path / name) for name in ("cut.json", "cut.json.gz"))
+    assert table.kernels == expected.kernels and table.phases_ns == expected.phases_ns
+    assert 100 < table.launches < kineto.read(H200).launches
+    assert table.warnings[-1].startswith(f"left out {tmp_path / 'cut.json.gz'}, row ")
+    assert table.warnings[-1].endswith(": the text ends here")
 
 
 # Reading a file block by block.
@@ -390,6 +466,57 @@ def test_a_text_cut_anywhere_gives_the_entries_before_the_cut(
     monkeypatch.setattr(json_stream, "_LONGEST_ENTRY", 1000)
     path.write_text('{"key": [1, "' + "never closed " * 10_000)
     assert list(json_stream.items(path, "key", problems)) == [(1, 1)]
+
+
+BROKEN_EVENTS = {
+    "infinity": '{"ph": "X", "dur": 0, "args": {"bandwidth (GB/s)": inf, "grid": [1, 1]}}',
+    "nan": '{"ph": "X", "args": {"occupancy %": -nan}}',
+    "no value": '{"ph": "X", "args": {"In split size": , "x": 1}}',
+    "control character": '{"ph": "X", "name": "config.py(0): \x01\x0b", "dur": 3}',
+    "quotes": '{"ph": "X", "name": "make("inner", ["a"], {"b"})\n(1): <module>", "dur": 3}',
+    "one quote": '{"ph": "X", "name": "a"b", "args": {"x": 1}}',
+    "backslash": r'{"ph": "X", "name": "pkg\sub\__init__.py(12): _lazy", "dur": 3}',
+    "backslash at the end": r'{"ph": "X", "name": "pkg\", "dur": 3}',
+    "no end": '{"ph": "X", "args": {"a": {"b": 1}, "dur": 3',
+    "other key first": '{"name": "process_name", "ph": "M", "args": {"name": "C:\\python"}}',
+    "other objects in it": '{"ph": "X", "args": {"list": [{"a": inf}, {"b": [{"a": 1}]}]}}',
+}
+
+
+@pytest.mark.parametrize("block", [1, 17, 1 << 20])
+@pytest.mark.parametrize("broken", BROKEN_EVENTS.values(), ids=BROKEN_EVENTS)
+def test_what_follows_a_broken_entry_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, block: int
+) -> None:
+    """Wherever it is, in one line or in many; and where its list ends with it, so does the list."""
+    monkeypatch.setattr(json_stream, "_BLOCK", block)
+    monkeypatch.setattr(reading, "_BLOCK_BYTES", block)
+    events = [json.dumps(kernel(f"k{i}", i, 1, i)) for i in range(3)]
+    others = [json.dumps(kernel(f"other{i}", i, 1, i)) for i in range(2)]
+    path = tmp_path / "broken.json"
+    for comma, place in itertools.product((", ", ",\n"), range(4)):
+        if place == 0 and "process_name" in broken:
+            continue  # nothing shows how the others begin
+        entries = [*events[:place], broken, *events[place:]]
+        lists = [f'"key": [{comma.join(one)}]' for one in (entries, others)]
+        path.write_text("{" + comma.join((lists[0], f'"empty": []{comma}{lists[1]}')) + "}")
+        problems = Problems(path)
+        found = list(json_stream.items(path, "key", problems, every=True))
+        assert [json.dumps(entry) for _, entry in found] == events + others
+        rows = [row for row, _ in found]
+        assert rows == [row for row in range(1, 7) if row != place + 1]
+        assert problems.warnings()[0].startswith(f"left out {path}, row {place + 1}: no JSON (")
+        assert problems.count == 1
+
+
+def test_entries_that_can_not_be_found_after_a_broken_one(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"key": [1, -inf, 3, {"a": 4}]}')
+    problems = Problems(path)
+    assert list(json_stream.items(path, "key", problems)) == [(1, 1)]
+    assert problems.warnings()[0].endswith(
+        "row 2: no JSON (Expecting value), nor any entry after it"
+    )
 
 
 # A million events.

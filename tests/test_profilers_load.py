@@ -1,4 +1,4 @@
-"""What `python -m workshop.profilers` makes of a path, and the kernel table kept in a file."""
+"""The tables that `python -m workshop.profilers` makes of a path, and those kept in files."""
 
 import dataclasses
 import gzip
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import test_profilers_amd as amd
+import test_profilers_kineto as torch_traces
+import test_profilers_nvidia as nvidia
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -18,6 +20,7 @@ from workshop import errors, results
 from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file, show
 from workshop.profilers.__main__ import main
+from workshop.profilers.advisor import advise
 from workshop.profilers.load import load, recorded_run
 from workshop.profilers.table import HostCall, Kernel, KernelTable, Sums, Timeline, timeline
 
@@ -60,7 +63,7 @@ def test_sums_add_single_calls_and_the_tools_own_sums() -> None:
     b, a = sums.kernels()
     assert (a.calls, a.total_ns, a.min_ns, a.max_ns, a.bytes) == (6, 24.0, 0.5, 9.0, 8.0)
     assert (b.calls, b.mean_ns, b.min_ns) == (2, 15.0, None)
-    assert sums.timeline() == Timeline(3.0, 3.0)
+    assert sums.timeline() == Timeline(3.0, 3.0, calls=2)
 
 
 # --- kept in a file ------------------------------------------------------------------------------
@@ -178,6 +181,160 @@ def test_what_a_tool_wrote_gives(name: str) -> None:
     assert {name: call.calls for name, call in table.host_calls.items()} == host_calls
 
 
+# --- several devices and processes ---------------------------------------------------------------
+
+TURNS = [(number % 2, 1000 * number) for number in range(200)]
+"""(GPU, start) of kernels of 1000 ns: two GPUs take turns, and each is idle half of the time."""
+
+
+def dispatches(*gpus: int, **more: object) -> list[amd.Row]:
+    """The turns of these GPUs."""
+    return [
+        dict(amd.dispatch("k", start, 1000)) | {"Agent_Id": f"Agent {4 + gpu}"} | more
+        for gpu, start in TURNS
+        if gpu in gpus
+    ]
+
+
+def traced_by_rocprofv3(*gpus: int) -> str:
+    return amd.table_text(amd.KERNEL_TRACE, dispatches(*gpus))
+
+
+def turns_in_a_database(path: Path, *statements: str, agent: str) -> None:
+    """Args:
+    agent: the number of a kernel's GPU, in SQL.
+    """
+    rows = ", ".join(
+        f"({number}, 'KERNEL_DISPATCH', 'k', {start}, {start + 1000}, 1, {number})"
+        for number, start in enumerate(amd.T0 + start for _, start in TURNS)
+    )
+    amd.build_database(
+        path,
+        *(f"DELETE FROM {view}{amd.UUID}" for view in ("kernels", "regions", "memory_copies")),
+        f"INSERT INTO kernels{amd.UUID} VALUES {rows}",
+        "DROP VIEW kernels",
+        f"CREATE VIEW kernels AS SELECT *, 77 AS pid, 'node' || (id % 2) AS guid, "
+        f"{agent} AS agent_abs_index FROM kernels{amd.UUID}",
+        *amd.NO_COUNTERS,
+        *statements,
+    )
+
+
+def write_turns(folder: Path, tool: str) -> None:
+    def write(name: str, text: str) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    match tool:
+        case "rocprofv3":
+            write("run_kernel_trace.csv", traced_by_rocprofv3(0, 1))
+        case "rocprofv3, a process on each node":
+            for node in (0, 1):
+                write(f"node{node}/7_kernel_trace.csv", traced_by_rocprofv3(node))
+        case "rocpd convert, of two nodes":
+            rows = [*dispatches(0, Guid="a"), *dispatches(1, Guid="b", Agent_Id="Agent 4")]
+            write("out_kernel_trace.csv", amd.table_text(amd.KERNEL_TRACE, rows, "Guid"))
+        case "rocprofv3, JSON":
+            records = [amd.kernel_record(1, start, 1000, 1, 44 + gpu) for gpu, start in TURNS]
+            process = amd.process(names=["k"], kernel_dispatch=records)
+            write("results.json", amd.json_text(process))
+        case "rocpd":
+            turns_in_a_database(folder / "results.db", agent="4 + id % 2")
+        case "rocpd, of two nodes":
+            processes = [f"SELECT 'node{node}' AS guid, 77 AS pid" for node in (0, 1)]
+            view = f"CREATE VIEW processes AS {' UNION '.join(processes)}"
+            turns_in_a_database(folder / "a.db", "DROP VIEW processes", view, agent="4")
+        case "nsys":
+            rows = [
+                nvidia.trace_row("k", start, 1000) | {"Device": f"NVIDIA L40S ({gpu})"}
+                for gpu, start in TURNS
+            ]
+            write("p_cuda_gpu_trace.csv", nvidia.report(nvidia.TRACE, *rows))
+        case "torch.profiler":
+            events = [
+                torch_traces.kernel("k", start / 1000, 1, number + 1, device=gpu)
+                for number, (gpu, start) in enumerate(TURNS)
+            ]
+            write("trace.json", json.dumps({"traceEvents": events}))
+        case "rocprofv3, counters":
+            rows = [
+                amd.count("k", "SQ_WAVES", 1, number, start, 1000) | {"Agent_Id": f"Agent {gpu}"}
+                for number, (gpu, start) in enumerate(TURNS)
+            ]
+            write("1_counter_collection.csv", amd.table_text(amd.COUNTERS, rows))
+        case "rocprof-compute":
+            rows = [
+                dict(amd.wide_row(number, start, 1000, 1, "k")) | {"GPU_ID": gpu}
+                for number, (gpu, start) in enumerate(TURNS)
+            ]
+            amd.write_workload(folder / "w", pmc_perf=(amd.WIDE, rows))
+        case "ncu":
+            launches = [{nvidia.TIME: "1000", "Device": str(gpu)} for gpu, _ in TURNS]
+            write("raw.csv", nvidia.raw_page({nvidia.TIME: "ns", "Device": ""}, *launches))
+
+
+@pytest.mark.parametrize(
+    ("tool", "what", "busiest"),
+    [
+        ("torch.profiler", "2 devices", "device 0"),
+        ("rocprofv3", "2 devices", "Agent 4"),
+        ("rocprofv3, a process on each node", "2 processes", "Agent 4 in node0/7"),
+        ("rocpd convert, of two nodes", "2 devices", "Agent 4 in a"),
+        ("rocprofv3, JSON", "2 devices", "Agent 4"),
+        ("rocpd", "2 devices", "Agent 4"),
+        ("rocpd, of two nodes", "2 processes", "Agent 4 in {}/a, pid 77, guid node0"),
+        ("nsys", "2 devices", "NVIDIA L40S (0)"),
+        # These run the kernels one at a time: nothing shows when a GPU idles.
+        ("rocprofv3, counters", "2 devices", None),
+        ("rocprof-compute", "2 devices", None),
+        ("ncu", "2 devices", None),
+    ],
+)
+def test_two_gpus_that_take_turns_are_idle_half_of_the_time(
+    tool: str, what: str, busiest: str | None, tmp_path: Path
+) -> None:
+    write_turns(tmp_path, tool)
+    table = load(tmp_path)
+    assert (table.launches, table.total_ns) == (200, 200_000)
+    found = [advice.sentence for advice in advise(table) if advice.finding == "idle"]
+    added_up = f"the kernels of {what} are added up"
+    if busiest is None:
+        assert table.timeline is None and not found
+        assert added_up in table.warnings
+        return
+    assert table.timeline == Timeline(span_ns=199_000, busy_ns=100_000, calls=100)
+    busiest = busiest.format(tmp_path.name)
+    (warning,) = table.warnings
+    assert warning.endswith(f"{added_up}; busy and idle time are those of {busiest}, the busiest")
+    assert "idles 50% of the time" in found[0] and "runs 100 kernels" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("direction", "source", "destination", "busy_ns"),
+    [
+        ("HOST_TO_DEVICE", 0, 4, 130),
+        ("HOST_TO_DEVICE", 0, 5, 100),
+        ("DEVICE_TO_HOST", 4, 0, 130),
+        ("DEVICE_TO_DEVICE", 4, 5, 130),
+        ("DEVICE_TO_DEVICE", 5, 4, 100),
+        ("HOST_TO_HOST", 0, 0, 100),
+    ],
+)
+def test_a_copy_keeps_one_gpu_busy(
+    direction: str, source: int, destination: int, busy_ns: float, tmp_path: Path
+) -> None:
+    kernels = [amd.dispatch("k", 0, 100), dict(amd.dispatch("k", 0, 9)) | {"Agent_Id": "Agent 5"}]
+    ends = {"Source_Agent_Id": f"Agent {source}", "Destination_Agent_Id": f"Agent {destination}"}
+    copies = [dict(amd.copy(f"MEMORY_COPY_{direction}", 200, 30)) | ends]
+    amd.write_run(
+        tmp_path, kernel_trace=(amd.KERNEL_TRACE, kernels),
+        memory_copy_trace=(amd.COPY_TRACE, copies),
+    )  # fmt: skip
+    table = load(tmp_path)
+    assert table.timeline is not None and table.timeline.busy_ns == busy_ns
+    assert "the kernels of 2 devices" in table.warnings[0]
+
+
 # --- what a path is ------------------------------------------------------------------------------
 
 
@@ -185,9 +342,9 @@ NSYS = "Time (%),Total Time (ns),Instances,Name\n100,5000,2,my_gemm\n"
 TRACED = amd.table_text(amd.KERNEL_TRACE, amd.THREE)
 MAY_BE: dict[str, tuple[Path | str, tuple[str, ...]]] = {
     "kineto": (FIXTURES / "kineto/h200_v3_small_step.json.gz", ("r0.json.gz", "a.trace.json.gz")),
-    "ncu": (FIXTURES / "ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log")),
+    "ncu": (FIXTURES / "ncu/ncu_raw_h200.csv", ("raw.csv", "ncu.log", "raw.csv.gz")),
     "proton": (FIXTURES / "proton/h200_proton.hatchet", ("proton.hatchet", "tree.json")),
-    "nsys": (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv", "mine.csv")),
+    "nsys": (NSYS, ("rep_gpukernsum.csv", "rep_cuda_gpu_kern_sum.csv.gz", "mine.csv")),
     "nsys as printed": ("Processing [rep.sqlite] with x\n" + NSYS, ("stats.txt",)),
     "rocprofv3": (TRACED, ("run_kernel_trace.csv.gz", "mine.csv", "mine.csv.gz")),
     "copies": (amd.table_text(amd.COPY_TRACE, [amd.copy("X", 0, 7)]), ("1_memory_copy_trace.csv",)),
@@ -215,6 +372,12 @@ def test_a_folder_finds_what_a_file_may_be(
         alone = load(file)
         assert alone.kernels or alone.host_calls
         assert dataclasses.replace(load(tmp_path / name), path=file) == alone
+
+
+def test_a_folder_with_two_profiles_of_ncu_names_the_one_that_is_left_out() -> None:
+    table = load(FIXTURES / "ncu")
+    left_out = f"{FIXTURES / 'ncu/ncu_raw_h200.csv'} holds another profile, which is left out"
+    assert (table.device, table.warnings) == (None, [left_out])
 
 
 # --- what a runner leaves ------------------------------------------------------------------------

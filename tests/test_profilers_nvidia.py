@@ -2,6 +2,7 @@
 out."""
 
 import csv
+import gzip
 import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_ncu_units(write: Write, units: tuple[str, str], values: tuple[str, str]
         ({"sm__ops_path_tensor_src_int8.sum": 8, BF16: 0}, 0),
         ({"sm__inst_executed_pipe_tensor.sum": 8}, None),
         ({BF16.replace(".sum", ".avg"): 8}, None),
-        # Of a product the other units' would be a hundredth.
+        # In a product the other units' would be a hundredth.
         ({sass("ffma"): 3}, None),
         ({BF16: "n/a", sass("fadd"): 3}, None),
         ({BF16: "n/a"}, None),
@@ -241,14 +242,17 @@ def phase_rows(**times: int) -> str:
     )
 
 
+@pytest.mark.parametrize("end", [".csv", ".csv.gz"])
 @pytest.mark.parametrize("old", [False, True])
-def test_nsys_reports_of_one_profile(old: bool, write: Write, tmp_path: Path) -> None:
+def test_nsys_reports_of_one_profile(old: bool, end: str, write: Write, tmp_path: Path) -> None:
     """Under their names, and under those that nsys gave them before 2022.5."""
 
     def write_report(name: str, text: str) -> Path:
-        return write(
-            f"rep_{name.replace('cuda_gpu', 'gpu').replace('_', '') if old else name}.csv", text
-        )
+        name = name.replace("cuda_gpu", "gpu").replace("_", "") if old else name
+        path = write(f"rep_{name}{end}", text)
+        if end.endswith(".gz"):
+            path.write_bytes(gzip.compress(path.read_bytes()))
+        return path
 
     kernels = write_report("cuda_gpu_kern_sum", KERNELS)
     write_report("cuda_gpu_mem_time_sum", COPIES)

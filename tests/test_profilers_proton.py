@@ -191,9 +191,13 @@ def test_scopes_bytes_and_operations(read) -> None:
         node("backward", leaf("gemm", 4, 210, flops16=1e9, flops32=1e9, bytes=100)),
         node("optimizer", leaf("adam", 1, 30)),
         leaf("between", 1, 5),
+        # Proton's own.
+        node("__proton_launch_metadata", leaf("torch_sum", 9, 900)),
+        node("__proton_launch_metadata:gemm", leaf("torch_sum", 9, 900)),
+        leaf("<metric>", 9, 900),
         count=2,
     )
-    table = read(step, node("__proton_launch_metadata", leaf("torch_sum", 9, 900)))
+    table = read(step)
     assert table.phases_ns == {"forward": 110, "backward": 210, "optimizer": 30}
     assert (table.steps, table.total_ns) == (2, 355)
     assert table.device == "HIP, architecture gfx942, 304 compute units"

@@ -285,7 +285,7 @@ def test_each_version_phase_and_memory_has_its_verdict() -> None:
 @pytest.mark.parametrize(
     ("changes", "verdict", "note"),
     [
-        ({"gate": "fail"}, FAILED, "gate red: gradient of norm.weight is missing"),
+        ({"gate": "fail"}, FAILED, "gate failed: gradient of norm.weight is missing"),
         ({"gate": "not run"}, FAILED, "gate not run"),
         ({"status": "failed", "error": "crashed", "step_ms": []}, FAILED, "crashed"),
         ({"status": "interrupted", "step_ms": []}, FAILED, "no timed step"),
@@ -367,12 +367,12 @@ def test_a_baseline_leaves_out_what_is_not_proven(
     target = tmp_path / "new" / "b.json"
     assert save(tmp_path / "in", target) == 1
     captured = capsys.readouterr()
-    assert "left out: v2 tiny fp32: failed, gate red: gradient of norm.weight" in captured.err
+    assert "left out: v2 tiny fp32: failed, gate failed: gradient of norm.weight" in captured.err
     assert "left out: v4 tiny fp32: failed, gate not run" in captured.err
     assert [run.version for run in regression.load_baseline(target).runs] == ["v1"] * 3
     results.save(make_result("v2", "fail"), tmp_path / "red")
     assert save(tmp_path / "red", target) == 2
-    assert "no run is fit for a baseline: v2 tiny fp32: gate red" in capsys.readouterr().err
+    assert "no run is fit for a baseline: v2 tiny fp32: gate failed" in capsys.readouterr().err
     assert len(regression.load_baseline(target).runs) == 3  # the old one is kept
 
 
@@ -537,7 +537,7 @@ def test_junit_skips_what_has_no_verdict(saved: Path) -> None:
     assert "software torch: 2.13.0 then, 9 now" in outcomes["tiny.fp32.v1"][1]
     assert outcomes["tiny.fp32.v2"] == ("skipped", "gone")
     assert outcomes["tiny.fp32.v4"][0] == "failure"
-    assert "failed: gate red: gradient of norm.weight" in outcomes["tiny.fp32.v4"][1]
+    assert "failed: gate failed: gradient of norm.weight" in outcomes["tiny.fp32.v4"][1]
 
 
 # --- fresh runs -------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def make_result(
             failures=["timed run: loss 4.0 in step 9, V1's 3.3"] if audit == "fail" else [],
             steps=6,
             seconds=1.5,
-            why="" if audit != "not run" else results.GATE_ONLY,
+            why="" if audit != "not run" else results.NOT_AUDITED,
         ),
         plausibility=[],
         peak_tflops=0.5,
@@ -271,7 +271,9 @@ def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
     newer, older = make_result(session="20260103"), make_result("v2", session="20260101")
     path = results.save(newer, tmp_path)
     results.save(older, tmp_path)
-    results.write_json(tmp_path / "comparison.json", {"rows": []})
+    results.write_json(
+        tmp_path / "comparison.json", {"schema_version": 1, "created": "", "rows": []}
+    )
     results.write_json(tmp_path / "runs" / "20260101" / ".half.json", {})
     results.write_text(tmp_path / "runs" / "20260101" / "v4_tiny.log", "crashed")
     assert results.load_folder(tmp_path) == [older, newer]  # oldest session first

@@ -5,7 +5,9 @@ No test needs a network: Pythons, PyTorch builds and tools are stand-ins that th
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import io
 import json
 import os
 import re
@@ -13,8 +15,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -32,12 +34,12 @@ NO_NETWORK = {"https_proxy": "http://127.0.0.1:9", "no_proxy": "", "PIP_NO_INDEX
 Run = subprocess.CompletedProcess[str]
 
 
-# What the user, or the `make test` that runs the tests, has set for the programs under test.
+# Set by the user, or by the `make test` that runs the tests, for the programs under test.
 OF_THIS_SESSION = re.compile(r"(PIP_|PYTHON|ROCM_|MAKE|MFLAGS$|(ARGS|BUILD|VENV)$)")
 
 
 def offline(environment: dict[str, str] | None = None) -> dict[str, str]:
-    """What a command runs in: no network, and nothing of this session's settings."""
+    """Variables of a command: no network, and nothing of this session's settings."""
     kept = {name: value for name, value in os.environ.items() if not OF_THIS_SESSION.match(name)}
     return {**kept, **NO_NETWORK, **(environment or {})}
 
@@ -57,23 +59,12 @@ def set_up(*arguments: str | Path, environment: dict[str, str] | None = None) ->
     return run(["bash", SCRIPT, *arguments], environment)
 
 
-def set_up_with(functions: str, *arguments: str | Path) -> Run:
-    """The script with some of its functions replaced: what a test cannot fake by PATH."""
-    command = f'source "$1" && shift; {functions}; main "$@"'
-    return run(["bash", "-c", command, "bash", SCRIPT, *arguments])
-
-
-def make_torch(folder: Path, version: str, *, hip: str = "", cuda: str = "") -> Path:
+def make_torch(folder: Path, version: str, *, hip: str = "") -> Path:
     """A package that claims to be a PyTorch build."""
-    package = folder / "torch"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "from types import SimpleNamespace as N\n"
-        f"__version__ = {version!r}\n"
-        f"version = N(hip={hip or None!r}, cuda={cuda or None!r})\n"
-        "cuda = N(is_available=lambda: True, device_count=lambda: 2,"
-        " get_device_name=lambda i: 'Test GPU')\n"
-    )
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    text = f"__version__ = {version!r}\ncuda = None\nhip = {hip or None!r}\n"
+    (folder / "torch" / "version.py").write_text(text)
     make_distribution(folder, "torch", version)
     return folder
 
@@ -97,6 +88,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{module}/__init__.py", "")
+        archive.writestr(f"{module}/version.py", f"__version__ = {version!r}")  # PyTorch's has it
         archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", f"{module}/__init__.py,,\n{info}/METADATA,,\n")
@@ -125,44 +117,77 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_python(tmp_path_factory.mktemp("bare") / "venv")
 
 
-# --- Command line ---------------------------------------------------------------------------------
+# --- Command line, and what is refused ------------------------------------------------------------
 
 
-# Each leaves nothing changed: arguments beside --venv, what makes the folder, status, the line.
-REFUSED: dict[str, tuple[list[str], str, int, str]] = {
-    "unknown option": (["--no-such-option"], "", 2, "--no-such-option"),
-    "unknown build": (["--build", "tpu"], "", 2, "tpu"),
-    "no value": (["--venv"], "", 2, "--venv needs a value"),
-    "no such Python": (["--python", "/no/such/python"], "", 2, "/no/such/python"),
-    "an old Python": (["--python", "{0}/old"], "", 1, "not Python 3.10 or newer"),
-    "a folder of the user's": ([], 'mkdir "{0}/venv"; touch "{0}/venv/a"', 2, "not made by this"),
-    "a broken link": ([], 'ln -s "{0}/gone" "{0}/venv"', 2, "which is not there: make that folder"),
-    "a link to another checkout's": (
-        ["--dry-run"],
-        'mkdir -p "{0}/other/setup" "{0}/other/.venv"; touch "{0}/other/.venv/workshop-made-this" '
-        '"{0}/other/setup/environment_setup.sh"; ln -s "{0}/other/.venv" "{0}/venv"',
-        2,
-        "the environment of another checkout ({0}/other)",
+STAMP = "workshop-setup.json"
+HERE = "Python {}.{} in {}".format(*sys.version_info[:2], sys.prefix)
+
+
+def stamp(root: object, **changes: object) -> str:
+    """The stamp of a finished environment, which another checkout or this one has made."""
+    torch = {"file": "/site/torch/__init__.py", "version": "2.9.0", "build": "rocm"}
+    facts = {"root": str(root), "complete": True, "base": sys.executable, "python": HERE}
+    facts |= {"asked": "auto", "build": "rocm", "existing": True, "index": [], "torch": torch}
+    return json.dumps(facts | {"extras": [], "follows": [], "installed": {}} | changes)
+
+
+# Each leaves nothing changed: arguments, files in the folder, status, the line's words.
+REFUSED: dict[str, tuple[str, dict[str, str], int, str]] = {
+    "unknown option": ("--no-such-option", {}, 2, "--no-such-option"),
+    "unknown build": ("--build tpu", {}, 2, "'tpu'"),
+    "no value": ("--venv", {}, 2, "--venv: expected one argument"),
+    "no such Python": ("--python /no/such/python", {}, 1, "(no program /no/such/python)"),
+    "an old Python": ("--python {0}/old", {}, 1, "{0}/old: Python 3.9 is too old"),
+    "a folder of the user's": ("", {"venv/a": ""}, 1, "was not made by this script"),
+    "even if asked to": ("--recreate", {"venv/a": ""}, 1, "was not made by this script"),
+    "a file of the user's": ("", {"venv": ""}, 1, "was not made by this script"),
+    "another checkout's": ("", {f"venv/{STAMP}": stamp("/")}, 1, "another checkout, /: choose"),
+    "its unfinished one": (
+        *("--dry-run", {f"venv/{STAMP}": stamp("/", complete=False)}, 1),
+        "another checkout, /: choose another place with --venv",
+    ),
+    "a checkout that is gone": (
+        *("", {f"venv/{STAMP}": stamp("/no/such/checkout")}, 1),
+        "was moved or deleted, /no/such/checkout: choose another place with --venv",
+    ),
+    "another build": (
+        *("--build cpu", {f"venv/{STAMP}": stamp(ROOT)}, 1),
+        "has PyTorch's rocm build, not the cpu build: choose another place with --venv",
+    ),
+    "another Python": (
+        *(f"--python {sys.executable}", {f"venv/{STAMP}": stamp(ROOT, python="Python 3.9")}, 1),
+        f"was built on Python 3.9, not on {HERE}: choose another place with --venv",
     ),
 }
 
 
-PYTHON_3_9 = (
-    f"exec {shlex.quote(sys.executable)} -c "
-    '"import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])" "$2"'
-)
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_one_line(case: str, tmp_path: Path) -> None:
-    arguments, prepare, status, message = REFUSED[case]
-    make_program(tmp_path, "old", PYTHON_3_9)
-    subprocess.run(["bash", "-c", prepare.format(tmp_path)], check=True)
-    before = sorted(tmp_path.rglob("*"))
-    result = set_up("--venv", tmp_path / "venv", *(word.format(tmp_path) for word in arguments))
+    arguments, files, status, message = REFUSED[case]
+    tool = "import sys; sys.version_info = (3, 9, 18); exec(sys.argv[1])"
+    make_program(tmp_path, "old", f"exec {shlex.quote(sys.executable)} -c '{tool}' \"$2\"")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    words = arguments.format(tmp_path).split()
+    result = set_up("--venv", tmp_path / "venv", *words)
     assert (result.returncode, len(result.stderr.splitlines())) == (status, 1), result.stderr
     assert message.format(tmp_path) in result.stderr
-    assert sorted(tmp_path.rglob("*")) == before
+    assert contents(tmp_path) == before
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "venv").symlink_to(tmp_path / "gone")
+    result = set_up("--venv", tmp_path / "venv")
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
+    assert f"is a link to {tmp_path}/gone, which is not there" in result.stderr
+    assert not (tmp_path / "gone").exists()
 
 
 PYENV = 'echo "pyenv: ${0##*/}: command not found" >&2; exit 127'  # as its shims say it
@@ -176,425 +201,346 @@ def test_a_shim_of_a_python_that_is_not_active_is_passed_over(
     at, and none is called too old that does not run."""
     for name in ("python3", "python3.12"):
         make_program(tmp_path / "shims", name, PYENV)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for tool in "bash basename cat cksum cut dirname grep head ls sed sort tr uname".split():
-        (tools / tool).symlink_to(str(shutil.which(tool)))
-    arguments = ["--venv", tmp_path / "v", "--build", "cpu", "--dry-run"]
+    for tool in ("bash", "dirname"):
+        (tmp_path / "shims" / tool).symlink_to(str(shutil.which(tool)))
+    arguments = ["--venv", tmp_path / "v", "--build", "cuda", "--dry-run"]
     arguments += ["--python", "python3.12"] if named else []
 
-    refused = set_up(*arguments, environment={"PATH": f"{tmp_path}/shims:{tools}"})
+    refused = set_up(*arguments, environment={"PATH": f"{tmp_path}/shims"})
     assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1
-    assert "python3.12 does not run (pyenv: python3.12: command not found)" in refused.stderr
-    assert "is not Python 3.10" not in refused.stderr
+    assert "python3.12: pyenv: python3.12: command not found" in refused.stderr
+    assert "too old" not in refused.stderr
 
     make_program(tmp_path / "other", "python3.12", f'exec "{bare_python}" "$@"')
-    found = set_up(*arguments, environment={"PATH": f"{tmp_path}/shims:{tmp_path}/other:{tools}"})
-    assert f"-m venv {tmp_path}/v" in found.stdout, found.stderr
+    found = set_up(*arguments, environment={"PATH": f"{tmp_path}/shims:{tmp_path}/other"})
+    assert f" in {bare_python.parents[1]}; PyTorch 2.13.0, cuda build" in found.stdout, found.stderr
+    assert not (tmp_path / "v").exists()
 
 
 # --- Which PyTorch --------------------------------------------------------------------------------
 
 
-def plan(python: Path, tmp_path: Path, *arguments: str, torch: Path | None = None) -> str:
-    """What a dry run says it would do; it must do nothing."""
-    environment = {"PYTHONPATH": str(torch)} if torch else {}
-    venv = tmp_path / "planned"
-    result = set_up(
-        *("--venv", venv, "--python", python, "--dry-run", *arguments), environment=environment
-    )
-    assert result.returncode == 0, result.stderr
-    assert not venv.exists()
-    return result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("build", [{"hip": "7.2"}, {"cuda": "13.0"}])
-@pytest.mark.parametrize("options", [[], ["--system-site-packages"]])
-def test_existing_gpu_build_is_kept(
-    build: dict[str, str], options: list[str], tmp_path: Path
-) -> None:
-    site = make_torch(tmp_path / "site", "2.9.0+gpu", **build)
-    make_distribution(site, "pytorch-triton-rocm", "3.5.0")
-    make_distribution(site, "torchvision", "0.20.0", "torchvision.py")
-    text = plan(make_python(tmp_path / "python", *options), tmp_path, torch=site)
-    # Our environment sees what the Python that it is built on sees, no more and no less.
-    assert ("-m venv --system-site-packages" in text) == bool(options)
-    assert "site.addsitedir" in text
-    assert "torch==2.9.0+gpu" in text
-    assert "pytorch-triton-rocm==3.5.0" in text
-    assert "torch==2.13.0" not in text and "torchvision==" not in text
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SETUP))
+    return importlib.import_module("environment_setup")
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "arguments", "reason", "used"),
+    ("version", "build", "asked", "chosen", "reason"),
     [
-        ("2.5.1+rocm6.2", "6.2", [], "needs 2.6 or newer", False),
-        ("2.13.0+cpu", "", [], "", False),
-        ("2.9.0+rocm7.2", "7.2", ["--build", "cpu"], "--build cpu was given", False),
-        ("2.10.1", "7.2", [], "left as it is", True),  # newer than 2.6
+        ("2.9.0+gpu", "rocm", "auto", (True, "rocm"), ""),
+        ("2.10.1", "cuda", "cuda", (True, "cuda"), ""),  # newer than 2.6
+        ("2.5.1+rocm6.2", "rocm", "auto", (False, "here"), "--build auto asks for 2.6 or newer"),
+        ("2.9.0", "rocm", "cpu", (False, "cpu"), "--build cpu asks for"),
+        ("2.13.0+cpu", "cpu", "auto", (False, "here"), ""),
+        ("0.0", "cpu", "rocm", (False, "rocm"), ""),  # none is there
     ],
 )
-def test_a_build_is_used_if_it_fits(
-    *, version: str, hip: str, arguments: list[str], reason: str, used: bool,
-    bare_python: Path, tmp_path: Path,
+def test_a_build_that_is_there_is_used_if_it_fits(
+    *, version: str, build: str, asked: str, chosen: tuple[bool, str], reason: str,
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    site = make_torch(tmp_path / "site", version, hip=hip)
-    text = plan(bare_python, tmp_path, *arguments, torch=site)
-    assert reason in text
-    assert ("torch==2.13.0" not in text) == used
+    monkeypatch.setattr(program, "detect_hardware", lambda: "here")
+    torch = {"file": "/torch/__init__.py", "version": version, "build": build}
+    assert program.choose_build(torch, asked) == chosen
+    said = capsys.readouterr().out
+    assert reason in said and bool(said) == bool(reason)
 
 
 @pytest.mark.parametrize(
-    ("functions", "nvidia_smi", "expected"),
+    ("kfd", "rocminfo", "nvidia_smi", "expected"),
     [
-        ("has_kfd() { true; }", "exit 9", "rocm"),
-        ("has_kfd() { false; }", "echo 'GPU 0: Test GPU (UUID: 1)'", "cuda"),
-        ("has_kfd() { false; }", "echo 'Failed to initialize NVML' && exit 9", "cpu"),
+        (True, True, "exit 9", "rocm"),
+        (True, False, "exit 9", "cpu"),
+        (False, True, "echo 'GPU 0: Test GPU (UUID: 1)'", "cuda"),
+        (False, False, "echo 'No devices were found'", "cpu"),
+        (False, False, "echo 'GPU 0: lost' && exit 9", "cpu"),
     ],
 )
 def test_hardware_decides(
-    functions: str, nvidia_smi: str, expected: str, bare_python: Path, tmp_path: Path
+    *, kfd: bool, rocminfo: bool, nvidia_smi: str, expected: str,
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    make_program(tmp_path, "nvidia-smi", nvidia_smi)
+    if rocminfo:
+        make_program(tmp_path, "rocminfo", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(program, "KFD", tmp_path if kfd else tmp_path / "none")
+    assert program.detect_hardware() == expected
+
+
+def test_pytorchs_own_index_is_taken_where_it_can_be_reached(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_program(tmp_path / "bin", "nvidia-smi", nvidia_smi)
-    prepare = f'{functions}; export PATH="{tmp_path / "bin"}:$PATH" ROCM_PATH="{tmp_path}"'
-    result = set_up_with(prepare, "--venv", tmp_path / "venv", "--python", bare_python, "--dry-run")
-    assert f"PyTorch 2.13.0, {expected} build" in result.stdout
-
-
-@pytest.mark.parametrize(("build", "folder"), [("cpu", "cpu"), ("rocm", "rocm7.2")])
-def test_pytorch_index_first_then_the_default(
-    build: str, folder: str, bare_python: Path, tmp_path: Path
-) -> None:
-    arguments = ["--venv", tmp_path / "v", "--python", bare_python, "--build", build, "--dry-run"]
-    index = f"https://download.pytorch.org/whl/{folder}"
-
-    reached = set_up_with("index_reachable() { true; }", *arguments)
-    _, after = reached.stdout.split(f"--index-url {index} torch==2.13.0\n")
-    assert f"--index-url {index} --no-deps --force-reinstall torchvision==0.28.0\n" in after
-    assert not reached.stderr
-
-    fallen_back = set_up(*arguments)
-    assert f"{index} cannot be reached" in fallen_back.stdout
-    assert "--index-url" not in fallen_back.stdout
-    assert re.search(r" torch==2\.13\.0\n(.*\n)*.* torchvision==0\.28\.0\n", fallen_back.stdout)
-    assert ("will NOT use the AMD" in fallen_back.stderr) == (build == "rocm")
-
-
-def test_a_gpu_that_the_environment_ignores_is_reported(tmp_path: Path) -> None:
-    stamp = tmp_path / "stamp"
-    ask = f'STAMP="{stamp}"; detect_hardware() {{ echo rocm; }}; warn_if_gpu_is_idle'
-    for asked, kind, warned in [("auto", "cpu", True), ("cpu", "cpu", False), ("auto", "rocm", 0)]:
-        stamp.write_text(f"asked={asked}\ntorch_kind={kind}\n")
-        result = run(["bash", "-c", f'source "$1"; {ask}', "bash", SCRIPT])
-        assert ("--build rocm" in result.stderr) == bool(warned), (asked, kind)
-
-
-# --- Triton, torchvision, timm --------------------------------------------------------------------
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux alone")
-def test_a_cpu_build_gets_a_triton_and_a_gpu_build_keeps_its_own(
-    bare_python: Path, tmp_path: Path
-) -> None:
-    for build, wanted in (("cpu", True), ("rocm", False), ("cuda", False)):
-        text = plan(bare_python, tmp_path, "--build", build)
-        assert ("-r " + str(SETUP / "requirements-triton.txt") in text) == wanted, build
-    site = make_torch(tmp_path / "site", "2.9.0+gpu", cuda="13.0")  # its site left Triton out
-    assert "requirements-triton" not in plan(bare_python, tmp_path, torch=site)
-
-
-def install(package: str, facts: str, functions: str) -> Run:
-    """That step alone, after the PyTorch of `facts` is in."""
-    state = 'ORIGIN=installed STATE=fresh BUILD=cpu VENV=/venv CONSTRAINTS=/constraints PROBE_PY=""'
-    stand_ins = 'uname() { echo Linux; }; pip() { echo "pip $*"; }; probe() { echo facts; }'
-    command = f'source "$1"; {state} FACTS="{facts}"; {stand_ins}; {functions}; '
-    return run(["bash", "-c", f'{command} install_{package}; echo "$FACTS"', "bash", SCRIPT])
+    for name, value in NO_NETWORK.items():
+        monkeypatch.setenv(name, value)
+    assert [program.choose_index(build) for build in ("cpu", "rocm", "cuda")] == [[], [], []]
+    asked: list[str] = []
+    opened = lambda url, timeout: asked.append(url) or io.BytesIO()  # noqa: E731
+    monkeypatch.setattr("urllib.request.urlopen", opened)
+    for build, folder in (("cpu", "cpu"), ("rocm", "rocm7.2")):
+        index = f"https://download.pytorch.org/whl/{folder}"
+        assert program.choose_index(build) == ["--extra-index-url", index]
+        assert asked[-1] == f"{index}/torch/"
 
 
 @pytest.mark.parametrize(
-    ("facts", "functions", "installed"),
-    [
-        ("torch_kind=cpu", ":", True),
-        ("torch_kind=cpu\ntriton_version=3.7.1", ":", False),
-        ("torch_kind=cuda", ":", False),  # from pip's default index, when PyTorch's was not reached
-        ("torch_kind=cpu", "uname() { echo Darwin; }", False),
-    ],
+    ("asked", "build", "warned"),
+    [("auto", "cpu", True), ("cpu", "cpu", False), ("auto", "rocm", False), ("rocm", "cuda", True)],
 )
-def test_triton_is_added_only_where_pytorch_brings_none(
-    facts: str, functions: str, installed: bool
-) -> None:
-    result = install("triton", facts, functions)
-    assert result.returncode == 0, result.stderr
-    # Under PyTorch's own constraints; what is there now is then asked anew.
-    pip = f"pip install -c /constraints -r {SETUP}/requirements-triton.txt"
-    assert (pip in result.stdout) == installed
-    assert result.stdout.endswith("facts\n" if installed else f"{facts}\n")
+def test_a_gpu_that_the_environment_ignores_is_reported(
+    *, asked: str, build: str, warned: bool, program: ModuleType,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(program, "detect_hardware", lambda: "rocm")
+    program.warn_of_an_idle_gpu(asked, build)
+    assert ("BUILD=rocm ARGS=--recreate" in capsys.readouterr().err) == warned
 
 
-VISION = "--no-deps --force-reinstall torchvision=="
-LABS = f"--no-deps -r {SETUP}/requirements-labs.txt"
-EXISTING = "ORIGIN=existing INDEX=https://not.this"
+# --- Real environments ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("package", "facts", "functions", "pip"),
-    [
-        ("torchvision", "", "INDEX=https://a.b/cpu", f"--index-url https://a.b/cpu {VISION}0.28.0"),
-        ("torchvision", "", "INDEX=default", f"{VISION}0.28.0"),
-        # The PyTorch is from an earlier set-up, of this script's version or of one with another.
-        ("torchvision", "", "probe() { false; }; PY=", f"{VISION}0.28.0"),
-        ("torchvision", "torchvision_version=0.27.0+cpu", "INDEX=default", f"{VISION}0.28.0"),
-        ("torchvision", "torchvision_version=0.28.0+cpu", "INDEX=default", ""),
-        ("torchvision", "torch_version=2.9.1+rocm7.2", EXISTING, f"{VISION}0.24.1"),
-        ("torchvision", "torch_version=2.10.0a0+b4e4ee8", EXISTING, f"{VISION}0.25.0"),
-        ("torchvision", "torch_version=2.9.1\ntorchvision_version=0.20.0", EXISTING, ""),
-        ("timm", "", "EXTRAS=' test notebook'", LABS),
-        ("timm", "", "EXTRAS=' notebook'", ""),
-        ("timm", "", f"EXTRAS=' test' {EXISTING}", LABS),
-        ("timm", "", f"EXTRAS=' test' {EXISTING}; probe() {{ :; }}", ""),  # the site has one
-    ],
-)
-def test_the_labs_packages_fit_pytorch_and_leave_a_sites_own(
-    package: str, facts: str, functions: str, pip: str
-) -> None:
-    result = install(package, facts, functions)
-    assert result.returncode == 0, result.stderr
-    called = [line for line in result.stdout.splitlines() if line.startswith("pip ")]
-    assert called == ([f"pip install {pip}"] if pip else [])
+class Checkout:
+    """A copy of the set-up whose requirements no machine happens to have, in a folder with wheels
+    for them and the environment."""
 
-
-@pytest.mark.parametrize(
-    ("package", "consequence", "again"),
-    [
-        ("triton", "Triton cannot be installed (see above), so V3", "-r setup/requirements-triton"),
-        ("torchvision", "so the inference lab will be skipped", "--no-deps torchvision==0.28.0"),
-        ("timm", "so the tests that need it will be skipped", ""),
-    ],
-)
-def test_one_that_cannot_be_had_is_a_warning(package: str, consequence: str, again: str) -> None:
-    result = install(package, "torch_kind=cpu", "pip() { false; }; INDEX=default EXTRAS=' test'")
-    assert result.returncode == 0
-    assert result.stderr.startswith("WARNING: ") and consequence in result.stderr
-    assert not again or f"/venv/bin/python -m pip install {again}" in result.stderr
-
-
-# --- A real environment, on a site's own PyTorch --------------------------------------------------
-
-
-class Site:
-    """A Python inside a venv (as on many GPU machines) with a GPU PyTorch, and our venv on it.
-
-    The set-up under test is a copy whose requirements no machine happens to have.
-    """
-
-    def __init__(self, folder: Path, **environment: str) -> None:
-        make_wheel(folder / "wheels", "torchvision", "0.24.0")
-        self.environment = {"PIP_FIND_LINKS": str(folder / "wheels"), **environment}
-        self.root = folder / "repository"
-        shutil.copytree(SETUP, self.root / "setup")
-        (self.root / "workshop").mkdir()
-        (self.root / "workshop" / "__init__.py").touch()
-        (self.root / "setup" / "requirements.txt").write_text(
-            'absent-one==1.0; python_version >= "3.2"\nof-old==1.0; python_version < "3.2"\n'
-        )
-        (self.root / "setup" / "requirements-test.txt").write_text("absent-two==2.0\n")
-        self.python = make_python(folder / "parent")
-        self.packages = packages_of(self.python)
-        self.venv = self.root / ".venv"
-        self.stamp = self.venv / "workshop-setup.stamp"
-        make_torch(self.packages, "2.9.0+rocm7.2", hip="7.2")
-
-    def fail(self) -> None:
-        """A package is missing, and there is no index to get it from."""
-        missing = {"PIP_FIND_LINKS": "file:///no/such/wheels"}
-        self.failed = self.set_up("--python", self.python, environment=missing)
-        self.stamp_after_failure = self.stamp.exists()
-        self.log_of_failure = (self.venv / "setup.log").read_text()
-
-    def finish(self, *arguments: str) -> None:
-        make_distribution(self.packages, "absent-one", "0.9", "absent_one.py")
-        words = ("--python", self.python, *arguments)
-        self.done = self.set_up(*words, environment={"CXX": "/no/such/compiler"})
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.wheels, self.venv = root, folder / "wheels", folder / "venv"
+        self.python, self.stamp = self.venv / "bin" / "python", self.venv / STAMP
+        shutil.copytree(SETUP, root / "setup")
+        (root / "workshop").mkdir()
+        (root / "workshop" / "__init__.py").touch()
+        for name, text in {
+            "": 'absent-one==1.0; python_version >= "3.2"\nof-old==1.0; python_version < "3.2"\n',
+            "-test": "absent-two==2.0\n",
+            "-labs": "a-lab==1.0\n",
+            "-notebook": "a-notebook==1.0\n",
+        }.items():
+            (root / "setup" / f"requirements{name}.txt").write_text(text)
 
     def set_up(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Run:
         script = self.root / "setup" / "environment_setup.sh"
-        return run(["bash", script, *arguments], {**self.environment, **(environment or {})})
+        wheels = {"PIP_FIND_LINKS": self.wheels.as_uri()}
+        command = ["bash", script, "--venv", self.venv, *arguments]
+        return run(command, {**wheels, **(environment or {})})
+
+    def is_ready(self, *arguments: str | Path) -> bool:
+        """Whether the set-up finds nothing to do."""
+        result = self.set_up(*arguments)
+        return "is ready" in result.stdout and result.stdout.count("\n") == 1
+
+    def runs(self, code: str) -> Run:
+        """Python code in the environment, in a locale that has ASCII alone."""
+        return run(["env", "-C", "/", self.python, "-c", code], {"LC_ALL": "C"})
+
+
+@dataclass
+class Story:
+    """One folder for the environments of two checkouts, and what each set-up in turn has said."""
+
+    first: Checkout
+    second: Checkout
+    below: Path
+    """The second one's Python: a venv's (as on many GPU machines), with a site's own PyTorch."""
+    runs: dict[str, Run]
+
+    @property
+    def packages(self) -> Path:
+        return packages_of(self.below)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    site = Site(tmp_path_factory.mktemp("site"))
-    site.fail()
-    site.finish()
-    return site
+def story(bare_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("caf\u00e9 1")
+    for requirement in (
+        *("torch==2.13.0+cpu", "torch==2.14.0+cpu", "torchvision==0.28.0", "torchvision==0.29.0"),
+        *("torchvision==0.24.0", "triton==3.7.1", "absent-one==1.0", "absent-three==3.0"),
+        *("a-lab==1.0", "a-notebook==1.0"),
+    ):
+        make_wheel(folder / "wheels", *requirement.split("=="))
+    make_wheel(folder / "wheels", "absent-two", "2.0", requires="absent-three")
+    first, second = (Checkout(folder / name, folder) for name in ("first", "second"))
+    below = make_python(folder / "below")
+    packages = make_torch(packages_of(below), "2.9.0+rocm7.2", hip="7.2")
+    make_distribution(packages, "pytorch-triton-rocm", "3.5.0")
+    make_distribution(packages, "absent-one", "0.9", "absent_one.py")
+
+    runs = {"made": first.set_up("--python", bare_python, "--build", "cpu", "--with-tests")}
+    program = first.root / "setup" / "environment_setup.py"
+    program.write_text(program.read_text().replace("2.13.0", "2.14.0"))
+    runs["newer"] = first.set_up()
+    names = ("torch", "torchvision", "triton", "absent_two", "a_lab")
+    code = f"import {', '.join(names)}, workshop; from importlib.metadata import version"
+    runs["imports"] = first.runs(f"{code}; print(*map(version, {names}))")
+    before = contents(first.venv)
+    runs["refused"] = second.set_up("--python", below)
+    runs["planned"] = second.set_up("--python", below, "--recreate", "--dry-run")
+    assert contents(first.venv) == before
+    no_wheels = {"PIP_FIND_LINKS": ""}
+    recreate = ("--python", below, "--recreate", "--with-tests")
+    runs["failed"] = second.set_up(*recreate, environment=no_wheels)
+    runs["refused in return"] = first.set_up()
+    no_wheels["PIP_USER"] = "1"  # as some sites set it
+    runs["finished"] = second.set_up("--python", below, environment=no_wheels)
+    return Story(first, second, below, runs)
 
 
-def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(site: Site) -> None:
-    assert site.failed.returncode == 1
-    assert "the end" in site.failed.stderr and "is not complete" in site.failed.stderr
-    assert f"pip failed; the last lines of {site.venv}/setup.log" in site.failed.stderr
-    assert "No matching distribution found for absent-one==1.0" in site.failed.stderr
-    assert "is ignored" in site.log_of_failure
-    assert "is ignored" not in site.failed.stderr + site.failed.stdout
-    assert not site.stamp_after_failure
-    assert site.done.returncode == 0, site.done.stderr
-    for words in ("Creating", "(rocm build)", "2 x Test GPU", "none: V3 is skipped", "make compare",
-                  "no C++ compiler: torch.compile is off", "are all there already"):  # fmt: skip
-        assert words in site.done.stdout
-    before = {path: path.stat().st_mtime_ns for path in site.venv.iterdir()}
-    again = site.set_up()
-    assert again.returncode == 0
-    assert "is ready" in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in site.venv.iterdir()} == before
+def test_a_new_environment_has_pytorch_and_what_belongs_to_it(story: Story) -> None:
+    """And gets what belongs to the next PyTorch, if its checkout asks for that."""
+    made, imports, newer = (story.runs[name] for name in ("made", "imports", "newer"))
+    assert made.returncode == 0, made.stderr
+    assert "Creating" in made.stdout and "PyTorch 2.13.0+cpu (cpu build)" in made.stdout
+    assert newer.returncode == 0, newer.stderr
+    assert "Adding to" in newer.stdout and "PyTorch 2.14.0+cpu (cpu build)" in newer.stdout
+    assert imports.stdout == "2.14.0+cpu 0.29.0 3.7.1 2.0 1.0\n", imports.stderr
 
 
-def test_the_environment_sees_the_parents_torch_and_the_workshop(
-    site: Site, tmp_path: Path
+def test_another_checkouts_environment_is_deleted_only_if_asked_to(story: Story) -> None:
+    for name, owner in (("refused", story.first), ("refused in return", story.second)):
+        refused = story.runs[name]
+        assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1), refused.stderr
+        assert f"{owner.venv} belongs to another checkout, {owner.root}: " in refused.stderr
+        assert "--venv" in refused.stderr and "--recreate" in refused.stderr
+    for name in ("planned", "failed"):
+        assert f"Deleting and creating {story.first.venv}" in story.runs[name].stdout
+
+
+def test_a_set_up_that_failed_starts_over_and_a_finished_one_is_left_alone(story: Story) -> None:
+    second, failed, finished = story.second, story.runs["failed"], story.runs["finished"]
+    assert failed.returncode == 1
+    assert f"pip failed; the last lines of {second.venv}/setup.log" in failed.stderr
+    assert "No matching distribution found for absent-two==2.0" in failed.stderr
+    assert failed.stderr.endswith("run this again\n")
+    assert finished.returncode == 0, finished.stderr
+    assert "the inference lab will be skipped" in finished.stderr  # nothing else needs a network
+    assert "Deleting what an unfinished set-up has left, and creating" in finished.stdout
+    assert "PyTorch 2.9.0+rocm7.2 (rocm build)" in finished.stdout
+    before = {path: path.stat().st_mtime_ns for path in second.venv.iterdir()}
+    assert second.is_ready()
+    assert {path: path.stat().st_mtime_ns for path in second.venv.iterdir()} == before
+
+
+@pytest.mark.parametrize("options", [[], ["--system-site-packages"]])
+def test_what_a_python_sees_is_known(
+    options: list[str], program: ModuleType, tmp_path: Path
 ) -> None:
-    code = "import torch, workshop; print(torch.__file__); print(workshop.__path__[0])"
-    seen = run(["env", "-C", tmp_path, site.venv / "bin" / "python", "-c", code])
-    assert seen.stdout.splitlines() == [
-        str(site.packages / "torch" / "__init__.py"),
-        str(site.root / "workshop"),
-    ], seen.stderr
-    command = site.root / "labs" / "text_generation" / "lm_gen.py"
+    python = make_python(tmp_path, *options)
+    seen = json.loads(run([python, "-c", "import json, sys; print(json.dumps(sys.path))"]).stdout)
+    folders = program.ask(python, "facts")["folders"]
+    assert {path for path in folders if Path(path).is_dir()} == {
+        path for path in seen if path.endswith("-packages")
+    }
+
+
+def test_the_environment_sees_the_sites_packages_and_the_workshop(story: Story) -> None:
+    second = story.second
+    seen = second.runs("import torch, absent_one, workshop; print(torch.__file__)")
+    assert seen.stdout == f"{story.packages}/torch/__init__.py\n", seen.stderr
+    assert second.runs("import of_old").returncode == 1
+    pins = (second.venv / "workshop-constraints.txt").read_text().split()
+    assert pins == ["torch==2.9.0+rocm7.2", "pytorch-triton-rocm==3.5.0"]
+    code = "from importlib.metadata import version; print(version('absent-one'))"
+    assert second.runs(code).stdout == "0.9\n"  # not the version that we would install
+    command = second.root / "labs" / "text_generation" / "lm_gen.py"
     command.parent.mkdir(parents=True)
     command.write_text("import sys; print(sys.argv[1:])")
-    typed = run(["env", "-C", tmp_path, site.venv / "bin" / "lm_gen", "a model", "5"])
+    typed = run(["env", "-C", "/", second.venv / "bin" / "lm_gen", "a model", "5"])
     assert typed.stdout == "['a model', '5']\n", typed.stderr
-    constraints = (site.venv / "workshop-constraints.txt").read_text().split()
-    assert constraints == ["torch==2.9.0+rocm7.2"]
 
 
-def test_changed_requirements_are_installed(site: Site) -> None:
-    """The stamp knows the requirements files: --with-tests is more than what was installed."""
-    more = site.set_up("--with-tests", "--dry-run")
-    assert " absent-two==2.0" in more.stdout
-    assert "absent-one" not in more.stdout  # there in another version: the site's choice
-    assert "Creating" not in more.stdout  # added to the environment, which is kept
+def test_an_extra_is_added_once_and_then_belongs_to_the_environment(story: Story) -> None:
+    for extra, module in (("--with-tests", "absent_two, a_lab"), ("--with-notebook", "a_notebook")):
+        added = story.second.set_up(extra)
+        assert (added.returncode, "Adding to" in added.stdout) == (0, True), added.stderr
+        assert story.second.runs(f"import {module}").returncode == 0
+        assert story.second.is_ready(extra)
+    assert story.second.is_ready()
+    code = "from importlib.metadata import version; print(version('torchvision'))"
+    assert story.second.runs(code).stdout == "0.24.0\n"  # it goes with PyTorch 2.9.0
 
 
-def test_an_extra_is_added_once_and_then_belongs_to_the_environment(site: Site) -> None:
-    stamp, script = site.stamp.read_text(), site.root / "setup" / "environment_setup.sh"
-    pretend = 'source "$1" && shift; pip() { echo "pip $*"; }; main "$@"'
-    try:
-        added = run(["bash", "-c", pretend, "bash", script, "--with-notebook"])
-        assert (added.returncode, " jupyterlab==" in added.stdout) == (0, True), added.stderr
-        assert "-c " + str(site.venv / "workshop-constraints.txt") in added.stdout
-        assert "is ready" in site.set_up("--with-notebook").stdout
-        both = site.set_up("--with-tests", "--dry-run").stdout
-        assert " absent-two==2.0" in both and " jupyterlab==" in both
-    finally:
-        site.stamp.write_text(stamp)
+def test_a_package_that_has_gone_is_noticed_and_comes_back(story: Story) -> None:
+    """The files of it, what it needs, one that the site had, and one of PyTorch's own index."""
+    second = story.second
+    assert second.is_ready("--with-tests")
+    own = packages_of(second.python)
+    for path in (own / "absent_two", own / "absent_three", own / "torchvision"):
+        shutil.rmtree(path)
+    (story.packages / "absent_one.py").unlink()
+    without = second.set_up(environment={"PIP_FIND_LINKS": ""})
+    assert (without.returncode, "Adding to" in without.stdout) == (1, True)
+    assert "misses what is gone: absent-one==1.0" in without.stderr
+    again = second.set_up()
+    assert (again.returncode, "Adding to" in again.stdout) == (0, True), again.stderr
+    assert second.runs("import absent_one, absent_two, absent_three, torchvision").returncode == 0
+    assert second.is_ready()
 
 
-def test_a_package_that_has_gone_is_noticed(site: Site) -> None:
-    module = site.packages / "absent_one.py"
-    module.unlink()
-    try:
-        again = site.set_up("--dry-run").stdout
-        assert "Installing again what is gone: absent-one==1.0;" in again
-        assert "Creating" not in again
-    finally:
-        module.touch()
-    assert "is ready" in site.set_up().stdout
+def test_of_two_at_once_the_second_waits(story: Story) -> None:
+    """And looks again then: it has nothing left to do."""
+    second, stamp = story.second, story.second.stamp.read_text()
+    other = json.loads(stamp) | {"follows": []}
+    second.stamp.write_text(json.dumps(other))
+    command = ["bash", second.root / "setup" / "environment_setup.sh", "--venv", second.venv]
+    with (second.venv / "setup.log").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(command, env=offline(), stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout is not None
+        lines = iter(waiting.stdout.readline, "")
+        assert any("another set-up is at work" in line for line in lines)
+        second.stamp.write_text(stamp)  # as it leaves it
+    rest = waiting.communicate()[0]
+    assert "is ready" in rest and rest.count("\n") == 1
+    assert waiting.returncode == 0
 
 
-def test_a_torchvision_that_has_gone_comes_back(site: Site) -> None:
-    module = packages_of(site.venv / "bin" / "python") / "torchvision" / "__init__.py"
-    module.unlink()
-    again = site.set_up()
-    assert (again.returncode, module.exists()) == (0, True), again.stderr
-    # Not as the other packages, which come from pip's default index.
-    assert "Installing torchvision 0.24.0" in again.stdout and "is gone" not in again.stdout
-    assert "is ready" in site.set_up().stdout
-
-
-@pytest.mark.slow
-def test_a_package_that_has_gone_comes_back(tmp_path: Path) -> None:
-    """Its files, all of it, or what it needs; below a folder whose name ASCII does not have."""
-    wheels = {"PIP_FIND_LINKS": str(tmp_path / "wheels").replace(" ", "%20")}
-    site = Site(tmp_path / "caf\u00e9 1", LC_ALL="C", **wheels)
-    make_wheel(tmp_path / "wheels", "absent-two", "2.0", requires="absent-three")
-    make_wheel(tmp_path / "wheels", "absent-three", "3.0")
-    site.finish("--with-tests")
-    assert (site.done.returncode, "Ready" in site.done.stdout) == (0, True), site.done.stderr
-    packages = packages_of(site.venv / "bin" / "python")
-    for gone in ("absent_two", "absent_*"):
-        assert "is ready" in site.set_up("--with-tests").stdout
-        for folder in packages.glob(gone):
-            shutil.rmtree(folder)
-        without = site.set_up(environment={"PIP_FIND_LINKS": ""})
-        assert without.returncode == 1 and "stays as it was" in without.stderr
-        again = site.set_up()
-        assert (again.returncode, "Creating" in again.stdout) == (0, False), again.stderr
-        code = "import absent_two, absent_three, torch, workshop"
-        assert not run([site.venv / "bin" / "python", "-c", code], {"LC_ALL": "C"}).stderr, gone
-
-
-def test_of_two_at_once_the_second_waits(site: Site, tmp_path: Path) -> None:
-    stamp, script = site.stamp.read_text(), site.root / "setup" / "environment_setup.sh"
-    begun, go = tmp_path / "begun", tmp_path / "go"
-    pip = f'pip() {{ touch "{begun}"; until [[ -e "{go}" ]]; do sleep 0.1; done; }}'
-    pretend = f'source "$1" && shift; {pip}; main "$@"'
-    command = ["bash", "-c", pretend, "bash", script, "--with-notebook"]
-    first = subprocess.Popen(command, env=offline())
-    try:
-        while not begun.exists():
-            assert first.poll() is None
-            time.sleep(0.1)
-        command = ["bash", script, "--with-notebook"]
-        with subprocess.Popen(command, env=offline(), stdout=subprocess.PIPE, text=True) as second:
-            assert second.stdout is not None
-            lines = iter(second.stdout.readline, "")
-            assert any("another set-up is at work" in line for line in lines)
-            go.touch()
-            assert "is ready" in second.stdout.read()
-        assert (first.wait(), second.returncode) == (0, 0)
-    finally:
-        go.touch()
-        first.wait()
-        site.stamp.write_text(stamp)
-
-
-@pytest.mark.parametrize("of", ["triton", "labs"])
-def test_an_environment_from_before_a_new_version_is_looked_at_again(of: str, site: Site) -> None:
-    stamp, path = site.stamp.read_text(), site.root / "setup" / f"requirements-{of}.txt"
-    path.write_text(path.read_text() + "# newer\n")
-    again = site.set_up()
-    assert (again.returncode, "is ready" in again.stdout) == (0, False), again.stderr
-    assert site.stamp.read_text() != stamp
-    assert "is ready" in site.set_up().stdout
-
-
-@pytest.mark.parametrize("lost", ["torch", "python"])
-def test_lost_module_is_named_and_nothing_is_installed_instead(lost: str, site: Site) -> None:
-    path = {"torch": site.packages / "torch", "python": site.venv / "bin" / "python"}[lost]
+@pytest.mark.parametrize("lost", ["torch", "python", "PYTHONPATH"])
+def test_lost_module_is_named_and_nothing_is_installed_instead(
+    lost: str, story: Story, tmp_path: Path
+) -> None:
+    before = story.second.stamp.read_text()
+    other = {"PYTHONPATH": str(make_torch(tmp_path, "1.13.0"))} if lost == "PYTHONPATH" else {}
+    path = {"torch": story.packages / "torch", "python": story.second.python}.get(lost, tmp_path)
     hidden = path.with_name("away")
-    path.rename(hidden)
+    if not other:
+        path.rename(hidden)
     try:
-        result = site.set_up()
+        result = story.second.set_up(environment=other)
     finally:
-        hidden.rename(path)
-    assert result.returncode == 1
-    assert "load its module again" in result.stderr
-    assert site.stamp.exists()
+        if not other:
+            hidden.rename(path)
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
+    found = f"finds PyTorch in {tmp_path}/torch" if other else "no longer finds PyTorch"
+    assert found in result.stderr and "load its module, unset PYTHONPATH" in result.stderr
+    assert story.second.stamp.read_text() == before
 
 
-def test_an_activated_environment_is_rebuilt_from_the_python_below_it(site: Site) -> None:
-    ours = site.venv / "bin" / "python"
-    result = site.set_up("--python", ours, "--build", "cpu", "--dry-run")
-    assert f"would run: {site.python} -m venv" in result.stdout
+def test_an_activated_environment_is_made_anew_from_the_python_below_it(story: Story) -> None:
+    words = ("--python", story.second.python)
+    assert story.second.is_ready(*words)
+    planned = story.second.set_up(*words, "--recreate", "--dry-run")
+    assert f" in {story.below.parents[1]}; PyTorch 2.9.0" in planned.stdout, planned.stderr
 
 
-def test_another_torch_in_front_is_noticed(site: Site, tmp_path: Path) -> None:
-    older = make_torch(tmp_path / "older", "1.13.0")
-    functions = f'FACTS=torch_version=2.9.0; ORIGIN=existing; VENV="{site.venv}"; verify'
-    command = ["bash", "-c", f'source "$1"; {functions}', "bash", SCRIPT]
-    result = run(command, {"PYTHONPATH": str(older)})
-    assert result.returncode == 1
-    assert "1.13.0" in result.stderr
-    assert "PYTHONPATH" in result.stderr
+@pytest.mark.parametrize(
+    ("version", "module", "message"),
+    [("1.13.0", "", "is an older one on PYTHONPATH?"), ("2.9.0", "1/0", "does not import")],
+)
+def test_a_torch_that_is_wrong_or_broken_is_noticed(
+    *, version: str, module: str, message: str,
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    setup = program.SetUp(program.parse(["--venv", str(tmp_path)]))
+    setup.python = sys.executable
+    make_torch(tmp_path, version)
+    (tmp_path / "torch" / "__init__.py").write_text(module)
+    facts = {"torch": {"file": str(tmp_path), "version": version}, "packages": {}}
+    monkeypatch.setattr(program, "ask", lambda python, question: facts)
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        setup.finish("2.9.0")
+    assert not (tmp_path / STAMP).exists()
 
 
 # --- Validation scripts ---------------------------------------------------------------------------
@@ -789,6 +735,11 @@ def test_make_alone_lists_the_targets() -> None:
         assert f"make {target} " in result.stdout
 
 
+def test_make_setup_hands_its_options_to_the_set_up() -> None:
+    (line,) = make("-n", "setup", "ARGS=--recreate", "BUILD=cpu", "VENV=/x").stdout.splitlines()
+    assert re.search(r'environment_setup.sh --venv "/x" --build cpu +--recreate$', line)
+
+
 @pytest.mark.parametrize(
     ("target", "extra", "last"),
     [
@@ -839,7 +790,7 @@ def test_ci_runs_both_and_fails_if_one_does(
 ) -> None:
     body = f'for last; do :; done; echo "$last"; test "$last" = lint && exit {lint}; exit {tests}'
     make_program(tmp_path, "make", body)
-    # A browser that is missing and can't be had changes nothing, and prints nothing.
+    # A browser that is missing and can't be installed changes nothing, and prints nothing.
     make_program(tmp_path, "apt-get", 'echo "E: no network"; echo "E: no network" >&2; exit 100')
     make_program(tmp_path, "id", "echo 0")
     for name in ("bash", "dirname", "timeout"):

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from analysis_tools import compare_versions
 from workshop import cli, results, versions
 from workshop.classroom import instructor
 from workshop.collection import Collection
-from workshop.compare import rows, sessions, tables, waterfall
+from workshop.compare import figures, rows, sessions, tables, waterfall
 from workshop.compare.waterfall import NEEDS_GPU, Rung
 from workshop.dashboard.data import Snapshot
 from workshop.gate import parity
@@ -260,7 +261,7 @@ def test_two_processes_of_each_rung_give_an_interval_and_one_gives_none() -> Non
     assert cells(one)[2][3:5] == ["1.11x (1 process)", "1.23x (1 process)"]
     records = tables.of_waterfalls([one]).items[0]["steps"]
     assert {str(record["gain_ci"]) for record in records} == {"None"}
-    note = "(1 process): no interval and no verdict"
+    note = "(1 process): no interval"
     assert note in markdown(one) and note not in markdown(two)
     for step in two.steps[1:]:
         assert step.gain_ci is not None and 1.1 < step.gain_ci[0] < 1 / 0.9 < step.gain_ci[1]
@@ -289,13 +290,13 @@ def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     by_title = {step.rung.title: step for step in one.steps}
     sdpa, gqa = by_title["SDPA"], by_title["native GQA"]
     assert (sdpa.step_ms, sdpa.gain, sdpa.timed) == (None, None, False)
-    assert sdpa.note == f"gate red: {red.failures[0]}"
+    assert sdpa.note == f"gate failed: {red.failures[0]}"
     assert gqa.before == "F.rms_norm" and gqa.gain == pytest.approx(1 / 0.81)
     assert one.failed
     text = markdown(one)
-    assert "| SDPA | v2 | - | - | - | RED | - |" in text
+    assert "| SDPA | v2 | - | - | - | FAIL | - |" in text
     assert "- native GQA: over F.rms_norm, since SDPA has no time" in text
-    assert sdpa.row is not None and tables.without_time(sdpa.row) == "GATE RED"
+    assert sdpa.row is not None and tables.without_time(sdpa.row) == "FAIL"
 
 
 def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
@@ -313,8 +314,31 @@ def test_no_time_of_an_interpreted_rung_is_anywhere() -> None:
     assert not one.failed
 
 
+def test_what_has_no_interval_does_not_look_like_what_has_no_effect() -> None:
+    by_change = {
+        "fused QKV": (50.0, 51.0),
+        "fused gate-up": (50.2, 50.9),
+        "F.rms_norm": (90.0, 91.0),
+        "SDPA": (40.0,),
+    }
+    found = [rung for rung in rungs("v4", on_gpu=False) if rung.title in ("V1, plain", *by_change)]
+    runs = [run_of(rung, ms) for rung in found for ms in by_change.get(rung.title, (100.0, 101.0))]
+    figure = figures.draw_waterfalls(waterfall.build(runs))
+    drawn = [look(bar) for bars in figure.axes[0].containers for bar in bars]
+    entries = zip(figure.legends[0].texts, figure.legends[0].get_patches(), strict=True)
+    legend = {text.get_text(): look(patch) for text, patch in entries}
+    assert len(set(legend.values())) == len(legend)
+    words = ("the whole step", "saved", "no significant difference", "lost", "the whole step",
+             "1 process: no verdict")  # fmt: skip
+    assert drawn == [legend[one] for one in words]
+
+
+def look(patch: Any) -> tuple[object, ...]:
+    return patch.get_facecolor(), patch.get_hatch()
+
+
 def crashed(rung: Rung, **changes: object) -> RunResult:
-    """What is recorded for a process that left nothing: of its options what differs."""
+    """The record of a process that left nothing, with those options that differ."""
     nothing = {"step_ms": [], "losses": [], "memory_mb": {}, "parity": results.Parity()}
     given = {"status": "failed", "error": "crashed", "options": dict(rung.options(on_gpu=False))}
     return run_of(rung, 1.0, **{**nothing, **given, **changes})

@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-from triton_rope import store_gradient, store_tile
+from triton_rope import head_of, store_gradient, store_tile
 
 hopper: Any = None  # the module with the kernels for it
 if not INTERPRETED and tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 6):
@@ -68,7 +68,7 @@ def _load_tile(
         tile = x.load([b, h, first, 0]).reshape(ROWS, D)
     else:
         t = first + tl.arange(0, ROWS)
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        base = head_of(x, stride_b, stride_h, b, h)
         offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
         tile = tl.load(base + offsets, mask=t[:, None] < T, other=0.0)
     return tile
@@ -109,7 +109,7 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - new_max[:, None])
-        # What has been gathered so far was weighted against the old maximum.
+        # The sums so far were weighted against the old maximum.
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         out = out * rescale[:, None]
@@ -537,7 +537,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout):
-        if dout.stride(-1) != 1:
+        if dout.stride(-1) != 1 or dout.shape[2] * dout.stride(2) > MAX_OFFSET:
             dout = dout.contiguous()
         gradients = flash_attention_backward(dout, *ctx.saved_tensors, ctx.causal, ctx.scale)
         return *gradients, None, None
@@ -591,7 +591,8 @@ def flash_attention(
 
     Raises:
         TypeError, ValueError: see `triton_launch.check`; shapes that do not fit; a head size that
-            the kernels do not have; a stride in the last dimension; scale <= 0.
+            the kernels do not have; a stride in the last dimension; tokens of q, k, v or the
+            result more than MAX_OFFSET numbers apart; scale <= 0.
     """
     check("flash_attention", q=q, k=k, v=v)
     check_shape("flash_attention", "q", q, "B", "H", "T", "D")
@@ -608,7 +609,7 @@ def flash_attention(
         check_dtypes("flash_attention", q=q, k=k, v=v)
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError("flash_attention: the last dimension of q, k and v must be contiguous")
-    if any(T * x.stride(2) > MAX_OFFSET for x in (q, k, v)):
+    if T * max(H * D, *(x.stride(2) for x in (q, k, v))) > MAX_OFFSET:
         raise ValueError(f"flash_attention: {T} tokens lie more than {MAX_OFFSET} numbers apart")
     scale = D**-0.5 if scale is None else float(scale)
     if not scale > 0:

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton_rope import rotate, store_gradient
+from triton_rope import head_of, rotate, store_gradient
 
 LINE = gl.constexpr(64)  # queries of a consumer in the forward pass: wgmma's rows
 
@@ -300,12 +300,12 @@ def _hopper_attention_prepare_kernel(
     copy engine will read them, infinity and zero beyond T; and zeros where dq will be added up."""
     begin_early()
     block, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = bh // H, bh % H
     rows, d = tl.arange(0, ROWS), tl.arange(0, D)[None, :]
     t = block * ROWS + rows
     inside = t[:, None] < T
-    out_ptr = out + b * stride_ob + h * stride_oh + t[:, None] * stride_ot + d
-    dout_ptr = dout + b * stride_db + h * stride_dh + t[:, None] * stride_dt + d
+    out_ptr = head_of(out, stride_ob, stride_oh, b, h) + t[:, None] * stride_ot + d
+    dout_ptr = head_of(dout, stride_db, stride_dh, b, h) + t[:, None] * stride_dt + d
     out_tile = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32)
     dout_tile = tl.load(dout_ptr, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * T + t, mask=t < T, other=float("inf"))

@@ -27,10 +27,18 @@ from torch import Tensor
 
 
 @triton.jit
+def head_of(x, stride_b, stride_h, b, h):
+    """Where x[b, h] begins. Indices are multiplied by strides in 64 bits: a tensor may have more
+    numbers than 32 bits count."""
+    return x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+
+
+@triton.jit
 def load_angles(cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF: tl.constexpr):
     """The tables' rows t at d and at d + D/2, in fp32: cos, cos, sin, sin."""
-    cos = cos_ptr + t[:, None] * stride_cos + d[None, :]
-    sin = sin_ptr + t[:, None] * stride_sin + d[None, :]
+    t = t[:, None].to(tl.int64)
+    cos = cos_ptr + t * stride_cos + d[None, :]
+    sin = sin_ptr + t * stride_sin + d[None, :]
     cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
     sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +65,7 @@ def store_tile(
 ):
     """Writes the rows of a tile that lie below T."""
     t = first + tl.arange(0, ROWS)
-    base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    base = head_of(x, stride_b, stride_h, b, h)
     offsets = t[:, None] * stride_t + tl.arange(0, D)[None, :]
     tl.store(base + offsets, tile.to(x.dtype.element_ty), mask=t[:, None] < T)
 
@@ -79,7 +87,7 @@ def store_gradient(
         )
         x1, x2 = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
         y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, True)
-        base = x + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        base = head_of(x, stride_b, stride_h, b, h)
         target = base + t[:, None] * stride_t + d[None, :]
         tl.store(target, y1.to(x.dtype.element_ty), mask=inside)
         tl.store(target + HALF, y2.to(x.dtype.element_ty), mask=inside)
@@ -93,11 +101,12 @@ def _rotate(
     HALF: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Rotates the rows t of one head, pair (x[d], x[d + D/2]) by pair."""
-    source = x + t[:, None] * stride_xt + d[None, :]
+    t = t[:, None].to(tl.int64)
+    source = x + t * stride_xt + d[None, :]
     x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
-    target = y + t[:, None] * stride_yt + d[None, :]
+    target = y + t * stride_yt + d[None, :]
     tl.store(target, y1.to(y.dtype.element_ty), mask=inside)
     tl.store(target + HALF, y2.to(y.dtype.element_ty), mask=inside)
 
@@ -114,9 +123,9 @@ def _rope_kernel(
     """A tile of tokens of BLOCK_H heads, which share its angles. The heads are those of q, then
     those of k. A program writes what it alone has read: an output may be its input."""
     begin_early()
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
-    b = tl.program_id(2).to(tl.int64)
+    b = tl.program_id(2)
     inside = (t[:, None] < T) & (d[None, :] < HALF)
     cos1, cos2, sin1, sin2 = load_angles(
         cos_ptr, sin_ptr, stride_cos, stride_sin, t, d, inside, HALF
@@ -125,14 +134,14 @@ def _rope_kernel(
     for head in range(first, tl.minimum(first + BLOCK_H, heads)):
         if head < H:
             _rotate(
-                q + b * stride_qb + head * stride_qh, q_out + b * stride_qob + head * stride_qoh,
-                cos1, cos2, sin1, sin2, stride_qt, stride_qot, t, d, inside,
-                HALF, BACKWARD,
+                head_of(q, stride_qb, stride_qh, b, head),
+                head_of(q_out, stride_qob, stride_qoh, b, head),
+                cos1, cos2, sin1, sin2, stride_qt, stride_qot, t, d, inside, HALF, BACKWARD,
             )  # fmt: skip
         else:
-            h = head - H
             _rotate(
-                k + b * stride_kb + h * stride_kh, k_out + b * stride_kob + h * stride_koh,
+                head_of(k, stride_kb, stride_kh, b, head - H),
+                head_of(k_out, stride_kob, stride_koh, b, head - H),
                 cos1, cos2, sin1, sin2, stride_kt, stride_kot, t, d, inside, HALF, BACKWARD,
             )  # fmt: skip
 

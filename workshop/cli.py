@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +17,7 @@ from workshop.request import (
     Request,
     build_parser,
     check_arguments,
+    first_and_last,
     load_data,
     new_result,
     peak,
@@ -216,12 +216,12 @@ def _audit(
 
 
 def _progress(request: Request) -> trainer.Progress:
-    """Prints a line every few steps."""
-    total = request.schedule.timed
-    every = max(1, total // _PROGRESS_LINES)
+    """Prints a line every few of the timed steps."""
+    warmup, last = request.schedule.warmup, request.schedule.steps
+    every = max(1, request.schedule.timed // _PROGRESS_LINES)
 
-    def report(step: int, loss: float, milliseconds: float, peak: Callable[[], int]) -> None:
-        if step != 1 and step % every and step != total:
+    def report(step: int, loss: float, milliseconds: float) -> None:
+        if step not in (warmup + 1, last) and (step - warmup) % every:
             return
         samples = request.batch_size / milliseconds * 1e3
         speed = (
@@ -229,9 +229,8 @@ def _progress(request: Request) -> trainer.Progress:
             f"{milliseconds:8.2f} ms"
         )
         print(
-            f"step {step:>{len(str(total))}}/{total}  loss {loss:7.4f}  "
-            f"{interpreter.NOT_COMPARABLE if request.interpreted else speed}  "
-            f"peak {peak() / 1e6:,.0f} MB",
+            f"step {step:>{len(str(last))}}/{last}  loss {loss:7.4f}  "
+            f"{interpreter.NOT_COMPARABLE if request.interpreted else speed}",
             flush=True,
         )
 
@@ -278,7 +277,7 @@ def _claim(request: Request, result: RunResult) -> plausibility.Claim:
         memory_is_peak=True,
         params_with_grad=result.gradients.params_with_grad if result.gradients else None,
         loss_first=result.losses[0],
-        # What a product reached here is no law of nature: only data sheets refute a figure.
+        # A product that was measured here is no law of nature: only data sheets refute a figure.
         peak_tflops=peaks.tflops.get(request.precision.name) if peaks else None,
         bandwidth_gbs=peaks.bandwidth_gbs if peaks else None,
     )
@@ -307,8 +306,8 @@ def _print_summary(request: Request, result: RunResult) -> None:
     rows = [
         *_speed_lines(request, result),
         *_startup_lines(result),
-        ("loss", f"{_loss(result.losses[0])} first, {_loss(result.losses[-1])} final"),
-        ("memory", _memory_line(result)),
+        ("loss", first_and_last(result.losses)),
+        ("memory", interpreter.NOT_COMPARABLE if request.interpreted else _memory_line(result)),
         *([] if request.interpreted else [("rate", _rate_line(request, result))]),
         ("gradients", _gradients_line(result)),
         ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
@@ -350,10 +349,6 @@ def _startup_lines(result: RunResult) -> list[tuple[str, str]]:
         if result.setup_s.get(name, 0.0) >= 0.05
     ]
     return [("startup", ", ".join(parts))] if parts else []
-
-
-def _loss(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _memory_line(result: RunResult) -> str:

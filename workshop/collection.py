@@ -6,14 +6,18 @@ is listed, and harms no other.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop import labs, operators, results
+from workshop import file_kinds, labs, operators, results
+from workshop.compare.rows import size_name, variant
 from workshop.errors import WorkshopError
+from workshop.file_kinds import BENCHMARK, KERNEL_TABLE, LAB, OPERATORS, RUN
 from workshop.labs import LabRun
 from workshop.profilers import kernel_file
+from workshop.profilers.names import printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
 from workshop.results import RunResult
@@ -23,7 +27,6 @@ from workshop.versions import VERSIONS
 RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
 """Files below them are taken for results; those below the second if they have the name of a kernel
 table or of its run's record."""
-_OF_A_RUN, _OF_A_TABLE, _OF_A_BENCHMARK = "version", "kernel_table", "session"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Profile:
     lab: LabRun | None = None
 
     @property
+    def name(self) -> str:
+        """The version, or how the lab ran; else the folder's name."""
+        return printable(self.version or (self.lab.variant if self.lab else "") or self.folder.name)
+
+    @property
     def record(self) -> RunResult | LabRun | None:
         return self.run or self.lab
 
@@ -71,6 +79,41 @@ class Profile:
     def device(self) -> str:
         recorded = self.record.device.get("name") if self.record else None
         return str(recorded or self.table.device or "unknown device")
+
+
+def distinct_names(profiles: Sequence[Profile], names: Iterable[str] | None = None) -> list[str]:
+    """A name for each profile that none of the others has: where names are alike, what differs is
+    added to them (size, precision, device, switches, time, and at last the folder).
+
+    Args:
+        names: what they begin with (default: `Profile.name`).
+    """
+    found = [profile.name for profile in profiles] if names is None else list(names)
+    top = os.path.commonpath([profile.folder for profile in profiles] or [Path()])
+    for facts in zip(*(_facts(profile, top) for profile in profiles), strict=True):
+        alike = defaultdict(list)
+        for index, name in enumerate(found):
+            alike[name].append(index)
+        for its in alike.values():
+            if len({facts[index] for index in its}) > 1:
+                for index in its:
+                    found[index] += f", {facts[index]}" if facts[index] else ""
+    return found
+
+
+def _facts(profile: Profile, top: str) -> list[str]:
+    run, lab = profile.run, profile.lab
+    size = f"{size_name(run)} {run.batch_size} x {run.seq_len}" if run else ""
+    record = profile.record
+    facts = (
+        lab.subject if lab else size,
+        run.precision if run else "",
+        profile.device,
+        lab.variant if lab else variant(run) if run else "",
+        record.created[:16].replace("T", " ") if record else "",
+        os.path.relpath(profile.folder, top),
+    )
+    return list(map(printable, facts))
 
 
 @dataclass(frozen=True)
@@ -137,40 +180,27 @@ class Collection:
 
     def _read(self, path: Path) -> _Content:
         try:
-            kind = self._kind(path)
-            if kind == _OF_A_TABLE:
-                return kernel_file.read(path)
-            if kind == results.LAB:
-                return StoredLab(path, labs.load(path))
-            if kind == operators.KEY:
-                return StoredOperators(path, operators.load(path))
-            if kind == _OF_A_BENCHMARK:
-                return _benchmark(path)
-            return StoredRun(path, results.load(path)) if kind == _OF_A_RUN else None
+            read = _READERS.get(self._kind(path))
+            return read(path) if read else None
         except WorkshopError as error:
             return Broken(path, str(error))
 
-    def _kind(self, path: Path) -> str | None:
-        """Of a file of this workshop by its first keys, or by its place; None for another's.
+    def _kind(self, path: Path) -> str:
+        """The kind of a file, by its first keys or else by its place; empty for another's.
 
         Raises:
             WorkshopError: it has the place of a result file, and is not even JSON.
         """
-        key = results.second_key(path)
-        if key in (_OF_A_RUN, _OF_A_TABLE, results.LAB, operators.KEY):
-            return key
-        if key == _OF_A_BENCHMARK and path.name == kernel_file.JSON_FILE:
-            return key
+        if kind := file_kinds.kind_of(path):
+            return kind
         top = next(folder for folder in self.folders if folder in path.parents)
         within = {top.name, *path.parent.relative_to(top).parts}
         if PROFILES_FOLDER in within:
-            meant = {kernel_file.JSON_FILE: _OF_A_TABLE, RUN_FILE: _OF_A_RUN}.get(path.name)
-        else:
-            is_run = RUNS_FOLDER in within and path.name not in results.DERIVED
-            meant = _OF_A_RUN if is_run else None
-        if not meant and not key and path.parent in self.folders:
-            return _OF_A_RUN if "config_name" in results.read_json(path) else None
-        return meant
+            return {kernel_file.JSON_FILE: KERNEL_TABLE, RUN_FILE: RUN}.get(path.name, "")
+        is_run = RUNS_FOLDER in within or (
+            path.parent in self.folders and "config_name" in results.read_json(path)
+        )
+        return RUN if is_run else ""
 
     def _sort(self) -> None:
         found = [(path, self._files[path].content) for path in sorted(self._files)]
@@ -217,11 +247,20 @@ def _contents(files: dict[Path, _File]) -> dict[Path, tuple[int, int]]:
 
 
 def _benchmark(path: Path) -> Benchmark | None:
-    """None for one of Triton's interpreter, which measured no ceilings."""
-    content = results.read_json(path)
-    if not ceilings.is_benchmark(content) or not content["ceilings"]:
+    """The benchmark; None for one in Triton's interpreter, which measured no ceilings."""
+    if not results.read_json(path).get("ceilings"):
         return None
     return Benchmark(path, str(ceilings.load(path).device.get("name")))
+
+
+_READERS: dict[str, Callable[[Path], _Content]] = {
+    RUN: lambda path: StoredRun(path, results.load(path)),
+    LAB: lambda path: StoredLab(path, labs.load(path)),
+    OPERATORS: lambda path: StoredOperators(path, operators.load(path)),
+    KERNEL_TABLE: kernel_file.read,
+    BENCHMARK: _benchmark,
+}
+"""By kind of file; the others are passed over."""
 
 
 def _profile(folder: Path, table: KernelTable, records: dict[Path, RunResult | LabRun]) -> Profile:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 DONE = 0
-ANSWER_IS_NO = 1  # the gate is red, a regression was found, a run ran out of memory
+ANSWER_IS_NO = 1  # the gate failed, a regression was found, a run ran out of memory
 WRONG_USAGE = 2
 NOT_ON_THIS_MACHINE = 77
 INTERRUPTED = 130
@@ -171,7 +171,7 @@ _OTHER_NAMES = {"PIL": "pillow", "cv2": "opencv-python-headless", "pptx": "pytho
 
 
 _NOT_IN_SETUP = ("transformers", "tokenizers", "safetensors", "deepspeed", "accelerate",
-                 "bitsandbytes", "vllm")  # fmt: skip
+                 "bitsandbytes", "vllm", "selenium")  # fmt: skip
 """Packages that are large, or of few."""
 
 

@@ -192,11 +192,11 @@ class LabRow:
         """Why there is no time, or nothing."""
         for run in self.runs:
             if run.proof.status == "fail":
-                return "proof red: " + "; ".join(run.proof.failures)
+                return "gate failed: " + "; ".join(run.proof.failures)
             if run.error:
                 return run.error
         untimed = "no times" if any(run.step_ms for run in self.runs) else "no timed step"
-        return "" if self.times else f"proof {self.proof}: {untimed}"
+        return "" if self.times else f"gate {self.proof}: {untimed}"
 
 
 def percentile(ordered: list[float], share: float) -> float:
@@ -332,7 +332,7 @@ def _senseless(run: LabRun) -> Iterator[tuple[str, str]]:
         if value not in known:
             yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
     if run.proof.status == "fail" and not run.proof.failures:
-        yield "proof.failures", "is empty, though the proof is red"
+        yield "proof.failures", "is empty, though the gate failed"
     if run.status == "complete" and not run.step_ms:
         yield "step_ms", "is empty in a complete run"
     for part, amount in run.memory_mb.items():

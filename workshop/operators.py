@@ -22,7 +22,7 @@ class Operator:
     kind: str
     """COMPUTE, or MEMORY: which of the two rates counts."""
     status: str
-    """As the bench words it: "ok", "WRONG"."""
+    """The verdict, IMPLAUSIBLE, or why it has no time."""
     note: str
     gbs: float | None
     tflops: float | None

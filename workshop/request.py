@@ -23,7 +23,7 @@ from workshop.versions import Version
 
 _SIZES = (*results.MODEL_SIZES, "max_seq_len")
 USUAL = trainer.Schedule(warmup=5, timed=20, phases=10)
-"""What a run, and each process of a comparison, trains by default."""
+"""The steps of a run, and of each process of a comparison, by default."""
 _INTERPRETED = trainer.Schedule(warmup=1, timed=3, phases=0)
 """The same in Triton's interpreter: enough to see the loss fall. A phase's time says nothing."""
 _WARMUP_OF_PROFILE = trainer.EAGER_STEPS_BEFORE_CAPTURE
@@ -82,7 +82,7 @@ def build_parser(version: Version, module: ModuleType) -> argparse.ArgumentParse
     parser = argparse.ArgumentParser(
         description=f"Trains Tiny-LLaMA {version.key} ({version.title}), after showing that it "
         "is V1's model, and prints what a step takes.",
-        epilog="Exit status: 0 done, 1 the gate is red or memory ran out, 2 wrong usage, "
+        epilog="Exit status: 0 done, 1 the gate failed or memory ran out, 2 wrong usage, "
         f"{'77 Triton is missing, ' if version.triton else ''}130 interrupted by Ctrl-C "
         "or SIGTERM (the timed steps so far are saved).",
     )
@@ -178,7 +178,7 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
     add("--kind", choices=results.KINDS, default=results.KINDS[0], help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
-    # So many others prepare at the same time: see workshop/run/turns.py.
+    # The number of others that prepare at the same time: see workshop/run/turns.py.
     add("--wait-turn", type=int, default=0, help=argparse.SUPPRESS)
     add(
         "--no-gate",
@@ -473,3 +473,9 @@ def print_lines(rows: list[tuple[str, str]]) -> None:
     """A label and a value each."""
     for label, value in rows:
         print(f"  {label:<18} {value}")
+
+
+def first_and_last(losses: list[float | None]) -> str:
+    """A run's loss in step 1 and in the last timed step, as `trainer.Schedule` numbers them."""
+    first, last = ("not finite" if x is None else f"{x:.4f}" for x in (losses[0], losses[-1]))
+    return f"{first} in step 1, {last} in step {len(losses)}"

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workshop import file_kinds
 from workshop.errors import WorkshopError
 from workshop.run import flops
 from workshop.versions import ALL, ROOT, available
@@ -38,17 +38,11 @@ STATUSES = (
 MOST_WAITED = 0.5
 DISTURBED = "disturbed: it had to wait for a processor for most of the time"
 PARITY_STATUSES = ("not run", "pass", "fail")
-GATE_ONLY = "gate only"
-"""The audit's summary of a run without a V1 run in its session to compare with."""
+PASS, NOT_AUDITED, FAIL, SKIPPED = "pass", "not audited", "FAIL", "skipped"
+"""The verdicts on a row of the ladder, a lab or a benchmark: all checks passed; the timed run was
+not compared with V1's; a check failed, or the run did; this machine can't run it."""
 DEFAULT_FOLDER = (ROOT if available() else Path()) / "results"
 """In the checkout; without one, in the working folder, as ROOT is where pip installs packages."""
-DERIVED = ("comparison.json", "roofline.json", "waterfall.json", "sweep.json")
-"""Files that tools write beside runs, made from them."""
-LAB = "lab"
-"""The second key of a lab's result file; workshop.labs reads it."""
-_SECOND_KEY = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":')
-_START = 4096
-"""Characters of a file that are read to find its kind."""
 
 NEWER = {"newer": True}
 """Marks a field that older files don't have."""
@@ -58,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass
 class Gradients:
-    """What the last timed step's backward pass reached: tensors under V1's names, and weights."""
+    """The reach of the last timed step's backward pass: tensors under V1's names, and weights."""
 
     tensors_total: int
     tensors_with_grad: int
@@ -97,7 +91,7 @@ class Audit(Parity):
     """Trained up to the last timed one, warm-up included."""
     seconds: float | None = None
     """Duration of the audit, after the clock had stopped."""
-    why: str = GATE_ONLY
+    why: str = NOT_AUDITED
     """Why a run was not audited."""
 
 
@@ -143,8 +137,8 @@ class RunResult:
     """Other processes that prepared at the same time, which lengthens `setup_s`."""
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
-    """Of every step up to the last timed one, warm-up first (on the CPU with the step that measured
-    memory); null where it was not finite."""
+    """Losses of all steps, from step 1, the first of the warm-up, to the last timed one; null where
+    one was not finite."""
     gradients: Gradients | None = None
     parity: Parity = field(default_factory=Parity)
     audit: Audit = field(default_factory=Audit, metadata=NEWER)
@@ -315,6 +309,7 @@ def write_json(target: Path, content: dict[str, Any]) -> None:
 
 def json_text(content: dict[str, Any]) -> str:
     """As `write_json` writes it."""
+    file_kinds.check(content)
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
@@ -375,7 +370,7 @@ def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
             yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
     for where, check, verdict in (("parity", "gate", run.parity), ("audit", "audit", run.audit)):
         if verdict.status == "fail" and not verdict.failures:
-            yield f"{where}.failures", f"is empty, though the {check} is red"
+            yield f"{where}.failures", f"is empty, though the {check} failed"
     if run.status == "complete" and not run.step_ms:
         yield "step_ms", "is empty in a complete run"
     if len(run.losses) < len(run.step_ms):
@@ -407,7 +402,7 @@ def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
 
 def load_folder(folder: Path) -> list[RunResult]:
     """All runs of a folder, oldest session first: `folder/*.json` and what lies in any `runs`
-    folder below it. Comparisons, which are derived from runs, and runs of labs are passed over.
+    folder below it. Other files of the workshop are passed over.
 
     Raises:
         WorkshopError: there is none, or one of them is broken.
@@ -419,27 +414,13 @@ def load_folder(folder: Path) -> list[RunResult]:
     found = set(folder.glob("*.json"))
     for runs in [folder] if folder.name == "runs" else folder.rglob("runs"):
         found |= set(runs.rglob("*.json"))
-    named = (path for path in sorted(found) if path.name not in DERIVED and path.name[0] != ".")
-    paths = [path for path in named if second_key(path) != LAB]
+    named = (path for path in sorted(found) if path.name[0] != ".")
+    paths = [path for path in named if file_kinds.kind_of(path) in (file_kinds.RUN, "")]
     if not paths:
         raise WorkshopError(
             f"results {folder}: no result files (*.json, runs/SESSION/*.json) in it"
         )
     return sorted(map(load, paths), key=lambda result: result.session)
-
-
-def second_key(path: Path) -> str:
-    """The key after `schema_version`, by which files of this workshop differ; empty in another's.
-
-    Raises:
-        WorkshopError: it can't be read.
-    """
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            match = _SECOND_KEY.match(file.read(_START))
-    except OSError as error:
-        raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
-    return match[1] if match else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

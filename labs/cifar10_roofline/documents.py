@@ -14,7 +14,7 @@ from workshop.labs import LabRow, LabRun
 README = Path(__file__).with_name("README.md")
 COMMAND = "python measure_table.py --jobs 9"
 _OVER = "over `--amp --workers 4`"
-_HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", _OVER, "proof")
+_HEADER = ("", "images/s", "ms a step", "TFLOP/s", "of ceiling", _OVER, "verdict")
 
 
 def parts(runs: Iterable[LabRun]) -> dict[Path, dict[str, str]]:
@@ -37,7 +37,7 @@ def _table(rows: Sequence[LabRow]) -> str:
     lines = [
         [escape(row.label), number(row.units_per_s, ",.0f"), number(row.step_ms, ",.2f"),
          number(row.tflops, ",.1f"), number(row.ceiling_share, ".1%"),
-         escape(lab_table.verdict(row)), lab_table.proof(row)]
+         escape(lab_table.speedup_text(row)), lab_table.verdict(row)]
         for row in rows
     ]  # fmt: skip
     return table(_HEADER, lines, (0, 6))

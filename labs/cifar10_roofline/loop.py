@@ -323,11 +323,11 @@ def _time(record: LabRun, first: proof.First, epochs: list[list[float]]) -> None
 def _summary(ready: Run, path: Path) -> None:
     record = ready.record
     if record.proof.status == "fail":
-        print(f"PROOF RED: {'; '.join(record.proof.failures)}")
+        print(f"FAIL: {'; '.join(record.proof.failures)}")
     else:
         ms = median(record.step_ms)
         print(
-            f"proof green (against {record.proof.reference}); {ms:.2f} ms a step: "
+            f"pass (against {record.proof.reference}); {ms:.2f} ms a step: "
             f"{record.units_per_step / ms * 1e3:,.0f} images/s, "
             f"{(record.flops_per_step or 0) / ms / 1e9:.2f} TFLOP/s, data loading included"
         )

@@ -36,8 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags of train.py, for all trainings, go after --. Exit status: 0 done, 1 a proof "
-        "is red or a\ntraining failed, 2 wrong usage, 77 something is missing on this machine, 130 "
+        epilog="Flags of train.py, for all trainings, go after --. Exit status: 0 done, 1 a gate "
+        "or a training failed,\n2 wrong usage, 77 something is missing on this machine, 130 "
         "interrupted.",
     )
     add = parser.add_argument
@@ -130,7 +130,7 @@ def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s; proof {run.proof.status}"
+    return f"{rate:,.0f} images/s; gate {run.proof.status}"
 
 
 def _show(runs: list[LabRun], folder: Path) -> int:

@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 the proof is red or memory ran out, 2 wrong usage, 77 "
+        epilog="Exit status: 0 done, 1 the gate failed or memory ran out, 2 wrong usage, 77 "
         "something is missing\non this machine, 130 interrupted.",
     )
     add = parser.add_argument

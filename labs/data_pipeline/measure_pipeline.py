@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{_names()}\n\nExit status: 0 done, 1 a proof is red or a "
+        epilog=f"{_names()}\n\nExit status: 0 done, 1 a gate or a "
         "rung failed, 2 wrong usage, 77 something is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -317,7 +317,7 @@ def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; proof {run.proof.status}"
+    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; gate {run.proof.status}"
 
 
 # --- what is printed -----------------------------------------------------------------------------

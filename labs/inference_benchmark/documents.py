@@ -12,7 +12,7 @@ from labs.inference_benchmark import studies
 from labs.inference_benchmark.request import LAB
 from workshop import labs
 from workshop.compare import lab_table, tables
-from workshop.compare.markdown import code, escape
+from workshop.compare.markdown import code, escape, fill_last_column
 from workshop.compare.markdown import table as markdown_table
 from workshop.compare.rows import ratio
 from workshop.errors import WorkshopError
@@ -71,7 +71,7 @@ BENCH = "python torch_tensor_ops_bench.py --run-predefined"
 def parts(
     runs: Iterable[LabRun], benches: Iterable[Bench], old_techniques: str
 ) -> dict[Path, dict[str, str]]:
-    """What goes between the markers of the documents.
+    """The text between the markers of the documents.
 
     Args:
         runs: of any labs.
@@ -119,13 +119,15 @@ def _block(groups: Groups, study: Study, render: Callable[[list[LabRow]], str]) 
 
 def _comparison_table(rows: list[LabRow]) -> str:
     """Variants, with the speed-up over the first."""
-    header = ["variant", "images/s", "p50 ms", "p99 ms", "speed-up", "peak MB", "proof"]
+    header = ["variant", "images/s", "p50 ms", "p99 ms", "speed-up", "peak MB", "verdict"]
     return markdown_table(header, list(map(_compared, rows)), (0, 6))
 
 
 def _compared(row: LabRow) -> list[str]:
     peak = tables.number(row.peak_memory_mb, ",.0f")
-    return list(map(escape, [*_speed(row), lab_table.verdict(row), peak, lab_table.proof(row)]))
+    return list(
+        map(escape, [*_speed(row), lab_table.speedup_text(row), peak, lab_table.verdict(row)])
+    )
 
 
 def _peers_table(rows: list[LabRow]) -> str:
@@ -142,15 +144,15 @@ def _peers_table(rows: list[LabRow]) -> str:
 
 def _ladder_table(rows: list[LabRow]) -> str:
     """Rungs, with the gain over the one before."""
-    header = ["rung", "images/s", "p50 ms", "p99 ms", "over the one before", "proof"]
+    header = ["rung", "images/s", "p50 ms", "p99 ms", "over the one before", "verdict"]
     lines = [
-        list(map(escape, [*_speed(row), _text(gain), lab_table.proof(row)]))
+        list(map(escape, [*_speed(row), _text(gain), lab_table.verdict(row)]))
         for row, _, gain in _rungs(rows)
     ]
     best = max((row for row in rows if row.speedup), key=_rate, default=None)
     summary = ""
     if best is not None:
-        over_first = lab_table.verdict(best)
+        over_first = lab_table.speedup_text(best)
         summary = f"\n\nFastest: {code(best.first.variant)}; over the first rung {over_first}."
     return markdown_table(header, lines, (0, 5)) + summary
 
@@ -254,7 +256,7 @@ def _changes(groups: Groups) -> str:
 
 
 def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:
-    """Of each device and change of the ladders: the gain over the rung before, by batch."""
+    """For each device and change of the ladders, the gain over the rung before, by batch."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for batch, (subject, _) in LADDERS.items():
         for rows in groups.get(subject, ()):
@@ -267,15 +269,12 @@ def _gains(groups: Groups) -> dict[str, dict[str, dict[int, str]]]:
 def _techniques(groups: Groups, old: str) -> str:
     """The table with its last column filled in: what was measured, and the command."""
     wins = _cells(groups)
-    header, line, *rows = [row for row in old.splitlines() if row.startswith("|")]
-    names = [row.split(" | ")[0].removeprefix("| ") for row in rows]
-    if missing := sorted(wins.keys() - set(names)):
-        raise WorkshopError(f"{CHECKLIST.name}: no technique {missing[0]!r} in its table")
-    filled = [
-        f"{row.rsplit(' | ', 1)[0]} | {wins[name]} |" if name in wins else row
-        for name, row in zip(names, rows, strict=True)
-    ]
-    return "\n".join([header, line, *filled])
+    filled = fill_last_column(
+        old, lambda row: wins.pop(row.split(" | ")[0].removeprefix("| "), None)
+    )
+    if wins:
+        raise WorkshopError(f"{CHECKLIST.name}: no technique {min(wins)!r} in its table")
+    return filled
 
 
 def _cells(groups: Groups) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Group:
     local_rank: int = 0
     world_size: int = 1
     method: str = TORCHRUN_METHOD
+    gpus: tuple[int, ...] = ()
+    """Numbers of the GPUs that --device_ids or --dataparallel gives this process."""
 
     @property
     def is_first(self) -> bool:
@@ -39,20 +42,35 @@ def find(arguments: argparse.Namespace) -> Group:
     """The group that torchrun has made, or that --rank and --world-size describe.
 
     Raises:
-        WorkshopError: the rank is outside the group, or the batch smaller than it.
+        WorkshopError: the rank is outside the group, the batch smaller than it, or there is another
+            number of GPUs.
     """
-    given = device_ids(arguments.device_ids)
+    ids = device_ids(arguments.device_ids)
     if all(name in os.environ for name in TORCHRUN):
         rank, local_rank, world_size = (int(os.environ[name]) for name in TORCHRUN)
-        group = Group(rank, local_rank, world_size)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        group = Group(rank, local_rank, world_size, gpus=_own(ids, local_rank, here))
     elif arguments.distributed_dataparallel:
-        ids = given
-        local_rank = ids[0] if len(ids) == 1 else arguments.rank
-        group = Group(arguments.rank, local_rank, arguments.world_size, arguments.dist_url)
+        rank, world_size = arguments.rank, arguments.world_size
+        # A single number is this process's own: a list can't tell which machine it is of.
+        own = ids if len(ids) == 1 else _own(ids, rank, world_size)
+        group = Group(rank, rank, world_size, arguments.dist_url, own)
+    elif arguments.dataparallel:
+        group = Group(gpus=ids or tuple(range(torch.cuda.device_count())))
     else:
-        group = Group()
+        group = Group(gpus=_own(ids, 0, 1))
     if not 0 <= group.rank < group.world_size:
         raise WorkshopError(f"--rank {group.rank}: it must lie between 0 and --world-size")
+    if (arguments.rank, arguments.world_size) not in ((0, 1), (group.rank, group.world_size)):
+        raise WorkshopError(
+            f"--rank {arguments.rank} --world-size {arguments.world_size}: they go with "
+            "--distributed_dataparallel; torchrun has its own"
+        )
+    if arguments.dataparallel and (group.world_size > 1 or len(group.gpus) < 2):
+        raise WorkshopError(
+            "--dataparallel is for one process and needs two GPUs or more: those of --device_ids, "
+            "or all"
+        )
     if arguments.batch_size < group.world_size:
         raise WorkshopError(
             f"--batch-size {arguments.batch_size}: it is the batch of all {group.world_size} "
@@ -61,17 +79,46 @@ def find(arguments: argparse.Namespace) -> Group:
     return group
 
 
-def device_ids(text: str | None) -> list[int]:
-    """Of `--device_ids 0,1`; raises WorkshopError for anything but numbers."""
+def device_ids(text: str | None) -> tuple[int, ...]:
+    """The GPUs of `--device_ids 0,1`; raises WorkshopError for other text, a GPU that is there
+    twice, and one that this machine does not have."""
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if not all(word.isdecimal() for word in words):
         raise WorkshopError(f"--device_ids {text!r:.40}: give numbers of GPUs, as in 0,1")
-    return [int(word) for word in words]
+    ids = tuple(map(int, words))
+    if len(set(ids)) < len(ids):
+        raise WorkshopError(f"--device_ids {text:.40}: it has a GPU twice")
+    if ids and max(ids) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise WorkshopError(
+            f"--device_ids {text:.40}: PyTorch sees {count} GPUs on this machine, numbered from 0"
+        )
+    return ids
+
+
+def _own(ids: tuple[int, ...], place: int, processes: int) -> tuple[int, ...]:
+    """The GPU of one of the processes that share a list; empty without a list."""
+    if ids and len(ids) != processes:
+        raise WorkshopError(
+            f"--device_ids {','.join(map(str, ids))}: give a GPU for each process, of which there "
+            f"are {processes} here; --dataparallel drives several GPUs from one process"
+        )
+    return ids[place : place + 1]
 
 
 def device_of(group: Group, name: str) -> torch.device:
-    """The process's own device: with `auto` the GPU of its local rank."""
-    if name == "auto" and group.world_size > 1 and torch.cuda.is_available():
+    """The process's own device: that of --device_ids, with `auto` the GPU of its local rank."""
+    if group.gpus and name not in ("auto", "cuda"):
+        raise WorkshopError(
+            f"--device {name}: --device_ids and --dataparallel have GPUs of their own; leave it out"
+        )
+    if group.world_size > 1 and re.fullmatch(r"cuda:\d+", name):
+        raise WorkshopError(
+            f"--device {name}: it is one GPU for {group.world_size} processes; give --device_ids"
+        )
+    if group.gpus:
+        name = f"cuda:{group.gpus[0]}"
+    elif group.world_size > 1 and torch.cuda.is_available() and name != "cpu":
         name = f"cuda:{group.local_rank}"
     return hardware.get_device(name)
 
@@ -133,7 +180,7 @@ def slowest(group: Group, step_ms: list[float]) -> list[list[float]]:
 
 
 def all_pass(group: Group, passed: bool) -> bool:
-    """Whether the proof of every process is green."""
+    """Whether every process passed its gate."""
     if group.world_size == 1:
         return passed
     gathered: list[bool | None] = [None] * group.world_size

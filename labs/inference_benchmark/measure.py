@@ -22,6 +22,7 @@ from labs.inference_benchmark.modes import (
     prepare,
 )
 from workshop.labs import LabRun
+from workshop.profilers.table import STEP
 from workshop.run import memory, startup, timing
 from workshop.run.markers import Range
 from workshop.run.precision import set_arithmetic, untuned
@@ -30,7 +31,7 @@ from workshop.run.timing import StepClock
 BATCHES = 2
 """Different batches of images, which take turns: each iteration reads a new one."""
 KEPT_BYTES = 256e6
-"""Of logits that are kept of the timed iterations."""
+"""Most logits of the timed iterations that are kept."""
 PLAIN_ITERATIONS = 5
 Notify = Callable[[str], object]
 Iteration = Callable[[int], object]
@@ -39,13 +40,12 @@ WaitTurn = Callable[[], object]
 
 @dataclass
 class Measured:
-    """What one process measured. Times in ms."""
+    """Measurements of one process. Times in ms."""
 
     warmup_ms: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of the warm-up iterations, then of the timed ones; of a timed one whose logits were not kept
-    NaN."""
+    """Warm-up iterations first, then timed ones; NaN for one whose logits were not kept."""
     interrupted: bool = False
 
 
@@ -59,6 +59,8 @@ class Bench:
     """fp32."""
     counts: counts.Counts
     run: LabRun
+    range_: Range = nullcontext
+    """Around each timed iteration."""
     iteration: Iteration = lambda index: None
 
 
@@ -125,7 +127,7 @@ class Inference:
         return self.weights_bytes + memory.tensor_bytes([*self._batches, self._input, *self._kept])
 
     def losses(self, done: int) -> list[float]:
-        """Of each iteration whose logits are kept, else NaN."""
+        """The loss of each iteration whose logits are kept; NaN for the others."""
         found = [math.nan] * done
         for index in range(max(0, done - self._ring), done):
             output = self._kept[index % self._ring].detach().cpu().float()
@@ -146,7 +148,7 @@ class Inference:
 
 
 def sample_of(bench: Bench) -> Tensor:
-    """Which images of each batch are compared."""
+    """The images of each batch that are compared."""
     return proof.sample_of(bench.setting.batch_size, bench.setting.seed)
 
 
@@ -183,7 +185,7 @@ def measure_inference(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _timed(inference, device, iterations, measured)
+    _timed(inference, device, iterations, measured, bench.range_)
     done = len(measured.step_ms)
     measured.losses = [math.nan] * warmup + inference.losses(done)
     timed = inference.timed_samples(done)  # before another iteration takes the place of one
@@ -222,7 +224,7 @@ def measure_training(
     }
     count_peak_anew(device)
     before = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
-    _timed(iteration, device, iterations, measured)
+    _timed(iteration, device, iterations, measured, bench.range_)
     after = (parameter.detach().cpu() for parameter in model.parameters())
     stayed = list(map(torch.equal, before, after))
     measured.losses = [float(loss) for loss in losses]
@@ -293,14 +295,21 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
             iterate()
 
 
-def _timed(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
+def _timed(
+    iteration: Iteration,
+    device: torch.device,
+    count: int,
+    measured: Measured,
+    range_: Range = nullcontext,
+) -> None:
     """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
     is complete."""
     clock = StepClock(device)
     clock.mark()
     try:
         for index in range(count):
-            iteration(index)
+            with range_(STEP):
+                iteration(index)
             clock.mark()
     except KeyboardInterrupt:
         measured.interrupted = True

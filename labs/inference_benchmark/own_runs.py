@@ -35,11 +35,11 @@ class Profile:
     run: LabRun
 
     def five_share(self) -> float:
-        """Of the time of all kernels, the part of the five that take the most, from 0 to 1."""
+        """The five longest kernels' share of the time of all, from 0 to 1."""
         return sum(kernel.total_ns for kernel in self.table.kernels[:5]) / self.table.total_ns
 
     def share(self, *categories: str) -> float:
-        """Of the time of all kernels, from 0 to 1."""
+        """The categories' share of the time of all kernels, from 0 to 1."""
         of = self.table.category_ns()
         return sum(of.get(name, 0.0) for name in categories) / self.table.total_ns
 
@@ -48,7 +48,7 @@ class Profile:
         return self.table.launches / (self.table.steps or 1)
 
     def idle_share(self) -> float | None:
-        """Of the time, in which the GPU has nothing to do; None on a CPU."""
+        """The share of the time in which the GPU has nothing to do; None on a CPU."""
         line = self.table.timeline
         return line.idle_ns / line.span_ns if line else None
 
@@ -89,7 +89,7 @@ def break_even(compile_s: float, plain_ms: float, compiled_ms: float) -> float |
 
 
 def profiles(results: Path, runs: Sequence[LabRun]) -> Iterator[Profile]:
-    """Of the traces below a folder of results, newest first; of a group's, the first process's.
+    """The traces below a folder of results, newest first; a group has its first process's.
 
     Raises:
         WorkshopError: a trace can't be read.
@@ -103,7 +103,7 @@ def profiles(results: Path, runs: Sequence[LabRun]) -> Iterator[Profile]:
 
 
 def plain_runs(work: Work, **options: Any) -> list[LabRun]:
-    """Of inference in eager mode on one device, proven, newest first."""
+    """Proven runs of inference in eager mode on one device, newest first."""
     runs = work.lab_runs(LAB, mode="inference", **options)
     return [run for run in runs if run.proof.status == "pass" and _switches_nothing_on(run)]
 
@@ -117,7 +117,7 @@ def newest(runs: Sequence[LabRun], what: str, flags: str) -> LabRun:
 
 def with_flag(flag: str) -> Callable[[LabRun], bool]:
     """Whether a run's command had a flag, with its value if one is given: "--iterations 5"."""
-    return lambda run: f" {flag} " in f" {' '.join(run.command)} ".replace("_", "-")
+    return lambda run: f" {flag} " in f" {' '.join(run.command)} "
 
 
 def text_option(run: LabRun, name: str) -> str:
@@ -138,7 +138,7 @@ def memory_mb(run: LabRun, part: str) -> float:
 
 @functools.cache
 def counts_of(name: str) -> Counts:
-    """Of a network by its name, from shapes alone."""
+    """The counts of a network by its name, from shapes alone."""
     network = networks.get_network(name)
     with torch.device("meta"):
         return counts.count(network.build(), torch.empty(1, 3, network.edge, network.edge))

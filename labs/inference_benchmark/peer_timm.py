@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from labs.inference_benchmark import measure, modes, networks, proof
 from labs.inference_benchmark.measure import Bench, Measured
 from workshop.errors import WorkshopError
+from workshop.profilers.table import STEP
 from workshop.run import memory, startup
 
 
@@ -83,7 +84,8 @@ def measure_timm(
         measure.count_peak_anew(device)  # a graph's memory is seen only while it is captured
     try:
         for _ in range(iterations):
-            output = timed(measured.step_ms)
+            with bench.range_(STEP):
+                output = timed(measured.step_ms)
     except KeyboardInterrupt:
         measured.interrupted = True
     if not measured.step_ms:

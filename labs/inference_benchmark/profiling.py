@@ -1,7 +1,8 @@
-"""What profilers see of a run: after the timed iterations, which they would slow."""
+"""Profilers of a run, after the timed iterations, which they would slow."""
 
 import contextlib
 import dataclasses
+import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,8 +42,7 @@ def _activities(bench: Bench) -> list[ProfilerActivity]:
 
 
 def tables(bench: Bench, say: Say) -> None:
-    """Operations by CPU time, by GPU time and by memory, of a few iterations; and a few iterations
-    more with a range around each operation, for a profiler of ROCTX or NVTX ranges."""
+    """Operations by CPU time, by GPU time and by memory, of a few iterations."""
     device = bench.setting.device
     with profile(activities=_activities(bench), profile_memory=True) as profiler:
         for index in range(ITERATIONS):
@@ -70,11 +70,6 @@ def tables(bench: Bench, say: Say) -> None:
     for place, (attribute, _) in places.items():
         columns |= _memory_columns(place, attribute)
     _say_table(say, rows, f"self_{places[place][0]}_memory_usage", columns)
-    if on_gpu:
-        with torch.autograd.profiler.emit_nvtx():
-            for index in range(ITERATIONS):
-                bench.iteration(index)
-        measure.wait(device)
 
 
 def _time_columns(place: str, attribute: str, whole_us: float) -> Columns:
@@ -137,7 +132,7 @@ def trace(bench: Bench, folder: Path, group: Group, say: Say) -> None:
 
 
 def _save_record(bench: Bench, path: Path) -> None:
-    """What `advise` reads beside a trace: the run, as the part of this process."""
+    """Writes the record that `advise` reads with a trace: the part of this process."""
     run, batch = bench.run, bench.setting.batch_size
     flops = (run.flops_per_step or 0.0) * batch / run.units_per_step
     record = dataclasses.replace(
@@ -150,38 +145,41 @@ def _save_record(bench: Bench, path: Path) -> None:
 
 
 def flops(bench: Bench, step: int, group: Group, say: Say, training: bool) -> None:
-    """Operations, parameters and times of each layer: by DeepSpeed's profiler where it is
-    installed, else in its layout by PyTorch's counter. Both count the whole batch.
+    """Operations, parameters and times of each layer of the whole batch, by PyTorch's counter in
+    the layout of DeepSpeed's profiler; then by that one where it is installed.
 
     The network runs operation by operation here: no profiler sees into a compiled one.
     """
     device, batch = bench.setting.device, bench.setting.batch_size
     images = bench.setting.network.images(batch, bench.setting.seed).to(device)
-    say(RULE)
+    latencies = _latencies(bench.model, images)
+    for line in (RULE, "FLOPS Profiler Output (PyTorch's counter):", RULE):
+        say(line)
+    for line in _report(bench, step, group, latencies, training):
+        say(line)
     try:
         from deepspeed.profiling.flops_profiler import FlopsProfiler
     except Exception as error:  # it looks for compilers and devices while it is imported
         missing = isinstance(error, ModuleNotFoundError) and error.name == "deepspeed"
         why = "is not installed" if missing else f"can't be imported: {error!r:.100}"
-        say(f"FLOPS Profiler Output (PyTorch's counter; DeepSpeed {why}):")
-    else:
-        say("DeepSpeed FLOPS Profiler Output:")
-        say(RULE)
-        _deepspeed(FlopsProfiler(bench.model), bench.model, images, step)
+        say(f"DeepSpeed {why}")
         return
-    say(RULE)
-    latencies = _latencies(bench.model, images)
-    for line in _report(bench, step, group, latencies, training):
+    for line in (RULE, "DeepSpeed FLOPS Profiler Output:", RULE):
+        say(line)
+    for line in _deepspeed(FlopsProfiler(bench.model), bench.model, images, step):
         say(line)
 
 
-def _deepspeed(profiler: Any, model: nn.Module, images: torch.Tensor, step: int) -> None:
+def _deepspeed(profiler: Any, model: nn.Module, images: torch.Tensor, step: int) -> list[str]:
+    """The lines that it prints."""
     profiler.start_profile()
     with torch.no_grad():
         model.eval()(images)
     profiler.stop_profile()
-    profiler.print_model_profile(profile_step=step)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        profiler.print_model_profile(profile_step=step)
     profiler.end_profile()
+    return printed.getvalue().splitlines()
 
 
 def _report(

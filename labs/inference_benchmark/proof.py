@@ -97,7 +97,7 @@ def of_inference(variant: Variant, known: Truth, timed: Tensor) -> tuple[Parity,
 
 
 def of_all(variant: Variant, known: Truth, timed: Sequence[Tensor]) -> tuple[Parity, float]:
-    """`of_inference` of logits of the first images, at several times: the first red verdict, or
+    """`of_inference` of logits of the first images, at several times: the first one that failed, or
     else the last."""
     for one in timed:
         verdict = of_inference(variant, known.of_first(len(one)), one)

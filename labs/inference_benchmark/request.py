@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"networks: {' '.join(networks.NAMES)}; and any other classification or "
-        "segmentation network of torchvision.\n\nExit status: 0 done, 1 the proof is red or memory "
+        "segmentation network of torchvision.\n\nExit status: 0 done, 1 the gate failed or memory "
         "ran out, 2 wrong usage, 77 something is\nmissing on this machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -68,6 +68,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_studies(parser.add_argument_group("several runs").add_argument)
     _add_processes(parser.add_argument_group("several GPUs (torchrun sets these)").add_argument)
     return parser
+
+
+def of_single_run(arguments: argparse.Namespace) -> list[str]:
+    """The given flags that neither a study nor a profiler's script takes."""
+    flags = {
+        "--autograd-profiler": arguments.autograd_profiler,
+        "--autograd_profiler": arguments.ranges,
+        "--kineto": arguments.kineto,
+        "--flops-prof-step": arguments.flops_prof_step,
+        "--distributed_dataparallel": arguments.distributed_dataparallel,
+        "--dataparallel": arguments.dataparallel,
+        "--peer": arguments.peer,
+    }
+    return [flag for flag, value in flags.items() if value]
 
 
 def _add_speed(add: Add) -> None:
@@ -118,9 +132,15 @@ def _add_speed(add: Add) -> None:
 def _add_profilers(add: Add) -> None:
     add(
         "--autograd-profiler",
-        "--autograd_profiler",
         action="store_true",
-        help="tables of operations by CPU time, GPU time and memory; ranges for ROCTX and NVTX",
+        help="tables of operations by CPU time, GPU time and memory, from torch.profiler",
+    )
+    add(
+        "--autograd_profiler",
+        dest="ranges",
+        action="store_true",
+        help="with _: a ROCTX or NVTX range around each timed iteration, for rocprofv3 or nsys; no "
+        "profiler of PyTorch is started",
     )
     add("--kineto", action="store_true", help="write a trace of torch.profiler, one a rank")
     add(
@@ -174,7 +194,7 @@ def _add_studies(add: Add) -> None:
         help="go on with the newest session of the same batch, precision, mode, software and "
         "device in --output-dir, and keep the networks that are complete; of --network all",
     )
-    # What a study passes to its processes.
+    # A study passes these to its processes.
     add("--session", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--baseline", default="-", help=argparse.SUPPRESS)

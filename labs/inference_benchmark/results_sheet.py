@@ -229,7 +229,7 @@ def _precisions(rows: Iterable[LabRow]) -> list[str]:
 
 def _rate(row: LabRow) -> str:
     """Images a second, and the speed-up as the comparison's table has it."""
-    return f"{number(row.units_per_s, ',.1f')} images/s, {lab_table.verdict(row)}"
+    return f"{number(row.units_per_s, ',.1f')} images/s, {lab_table.speedup_text(row)}"
 
 
 def _group(run: LabRun) -> list[str]:

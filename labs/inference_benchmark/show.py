@@ -67,7 +67,7 @@ def _loss(loss: float) -> str:
 
 
 def summary(say: Say, bench: Bench, measured: Measured, group: Group) -> None:
-    """The guide's lines, and what else the run has measured; of a red run only why it is red."""
+    """The guide's lines, and what else the run has measured; of a run that failed only why."""
     run = bench.run
     say(RULE)
     say(f"Performance Summary{' (all processes)' if group.world_size > 1 else ''}:")
@@ -100,14 +100,14 @@ def _identity(run: LabRun, bench: Bench, measured: Measured, group: Group) -> li
 
 def _proof(run: LabRun) -> list[str]:
     closest = run.proof.closest()
-    words = f"Proof: {run.proof.status}"
+    words = f"Gate: {run.proof.status}"
     if closest is not None:
         name, error, allowed = closest
         words += f"; {name}: error {error:.1e} of {allowed:.1e} allowed ({run.proof.reference})"
     for name, measure in run.proof.measures.items():
         if measure["allowed"] == 0:  # a count
             words += f"; {name}: {measure['error']}"
-    lines = [words, *(f"PROOF RED, no throughput: {why}" for why in run.proof.failures)]
+    lines = [words, *(f"FAIL, no throughput: {why}" for why in run.proof.failures)]
     if "top1_agreement" in run.metrics:
         lines.append(f"Top-1 agreement with fp32: {run.metrics['top1_agreement']:.1%}")
     return lines

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
 from workshop.roofline import ceilings
 from workshop.roofline.model import MAIN_MEMORY
-from workshop.run import hardware, lab_record, timing, trainer, turns
+from workshop.run import hardware, lab_record, markers, timing, trainer, turns
 from workshop.run.precision import PRECISIONS
 
 AMP = {1: "fp16", 2: "fp16", 3: "fp16", 4: "bf16", 5: "bf16"}
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = results.prepare_folder(arguments.output_dir)
     parts = group.parts(arguments.batch_size)
     setting = Setting(network, device, parts[group.rank], arguments.seed, parts, group.rank)
-    setting.gpus = dataparallel(arguments, variant)
+    setting.gpus = group.gpus if arguments.dataparallel else ()
     record = new_run(arguments, network, variant, device)
     if setting.gpus:
         record.variant += f", {len(setting.gpus)} GPUs of one process"
@@ -89,6 +90,9 @@ def check(arguments: argparse.Namespace, variant: Variant, device: torch.device)
     modes.check(variant, device, training=training)
     if training and variant.cuda_graph:
         raise WorkshopError("--cuda-graph is for --mode inference")
+    eager = variant.compile is None and not variant.cuda_graph and not variant.export
+    if arguments.dataparallel and not eager:
+        raise WorkshopError("--dataparallel runs in eager mode: use torchrun, a process a GPU")
     step = arguments.flops_prof_step
     if step < 0 or (step and arguments.iterations <= step):
         raise WorkshopError(
@@ -122,23 +126,6 @@ def _check_peer(arguments: argparse.Namespace, variant: Variant) -> None:
             f"--peer {variant.peer} is plain inference in one process: leave out {', '.join(given)}"
         )
     errors.require(variant.peer)
-
-
-def dataparallel(arguments: argparse.Namespace, variant: Variant) -> tuple[int, ...]:
-    """The GPUs of --dataparallel: all, or those of --device_ids.
-
-    Raises:
-        WorkshopError: they are fewer than two, or not there, or the variant is for one GPU.
-    """
-    if not arguments.dataparallel:
-        return ()
-    count = torch.cuda.device_count()
-    gpus = tuple(groups.device_ids(arguments.device_ids) or range(count))
-    if len(gpus) < 2 or max(gpus) >= count:
-        raise WorkshopError(f"--dataparallel needs two GPUs or more; this machine has {count}")
-    if variant.compile is not None or variant.cuda_graph or variant.export:
-        raise WorkshopError("--dataparallel runs in eager mode: use torchrun, a process a GPU")
-    return gpus
 
 
 def too_large(arguments: argparse.Namespace, asked: str) -> OutOfMemory:
@@ -211,6 +198,10 @@ def _measure(
     say = show.speaker(group, setting.device)
     show.configuration(say, arguments, setting, variant, group)
     bench = measure.make_bench(setting, variant, record, training)
+    if arguments.ranges:
+        bench.range_ = markers.for_vendor_tools(setting.device)
+        if setting.device.type == "cpu":
+            say("Ranges: none, a CPU has neither ROCTX nor NVTX")
     groups.meet(group)
     wait_turn = turns.wait_turn if arguments.wait_turn else None
     if training:
@@ -230,7 +221,7 @@ def _measure(
         record.status = "proof failed"
         if record.proof.status == "pass":  # another process's is not
             record.proof.status = "fail"
-            record.proof.failures.append("the proof of another process is red")
+            record.proof.failures.append("the gate of another process failed")
     elif measured.interrupted:
         record.status = "interrupted"
     _finish(bench, measured, group, arguments, training)
@@ -312,7 +303,8 @@ def _compare_with_one(
     groups.meet(group)
     if group.is_first:
         setting = dataclasses.replace(bench.setting, parts=())
-        alone = dataclasses.replace(bench, setting=setting, run=copy.deepcopy(bench.run))
+        run = copy.deepcopy(bench.run)
+        alone = dataclasses.replace(bench, setting=setting, run=run, range_=nullcontext)
         counts = arguments.iterations, arguments.warmup_iterations
         again = measure.measure_training if training else measure.measure_inference
         measured = again(alone, *counts, lambda line: None)

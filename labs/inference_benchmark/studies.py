@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.modes import Setting, Variant
 from workshop import errors, labs, results
@@ -25,23 +26,20 @@ MOST_IMAGES = 2**17
 ALL = "all"
 """As a name: each of the benchmark's networks."""
 Flags = tuple[str, ...]
-"""Of the program, for one variant."""
-_OF_ONE_RUN = (
-    *("autograd_profiler", "kineto", "flops_prof_step"),
-    *("distributed_dataparallel", "dataparallel", "peer"),
-)
+"""The program's flags for one variant."""
 _OF_A_VARIANT = (
     *("precision", "amp_opt_level", "compile", "channels_last", "fold_norms", "fuse_relus"),
     *("cuda_graph", "export"),
 )
 FREE_SHARE = 0.9
-"""Of a CPU's free memory that a batch may take: beyond it the system ends the process."""
+"""The share of a CPU's free memory that a batch may take: beyond it the system ends the process."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Does the study that was asked for; its exit status."""
     _refuse(arguments)
-    device = hardware.get_device(arguments.device)
+    device = groups.device_of(groups.find(arguments), arguments.device)
+    arguments.device = str(device)  # for the processes of the study
     if arguments.network == ALL:
         arguments.study = "all networks"
         errors.require("rich")
@@ -64,10 +62,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise WorkshopError(
             "--network all, --compare, --ladder, --find-max-batch: one at a time, and no torchrun"
         )
-    for name in _OF_ONE_RUN:
-        if getattr(arguments, name):
-            flag = name if name.startswith("d") else name.replace("_", "-")
-            raise WorkshopError(f"--{flag} is for a single run: leave it out of a study")
+    for flag in request.of_single_run(arguments):
+        raise WorkshopError(f"{flag} is for a single run: leave it out of a study")
     if everything or arguments.ladder:
         if arguments.mode == "training":
             raise WorkshopError("--network all and --ladder are for --mode inference")
@@ -113,7 +109,7 @@ def peers(arguments: argparse.Namespace, device: torch.device) -> list[Flags]:
     torch_, timm = (("--peer", peer, "--channels-last") for peer in request.PEERS)
     compiled = ("--compile", *graphs)
     theirs: list[Flags] = [(*torch_, *compiled), timm, (*timm, *compiled)]
-    # Of two --precision the last one counts.
+    # The last one of two --precision counts.
     theirs.append(fastest(device))
     return [common, *((*flags, *common) for flags in theirs)]
 
@@ -209,7 +205,7 @@ def _alternate(plans: list[Flags], arguments: argparse.Namespace) -> int:
 
 
 def _file_name(arguments: argparse.Namespace, first: LabRun) -> str:
-    """Of a study's table and picture: another network, batch, precision or mode has its own."""
+    """The name of a study's table and picture; network, batch, precision and mode are in it."""
     words = [arguments.study, arguments.network]
     if arguments.compare != "batch-size":
         words.append(f"batch {arguments.batch_size}")
@@ -230,12 +226,12 @@ def _in_turns(
 
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
-        return f"{timing.median(run.step_ms):.3f} ms an iteration; proof {run.proof.status}"
+        return f"{timing.median(run.step_ms):.3f} ms an iteration; gate {run.proof.status}"
     return run.failure
 
 
 def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
-    """Of all processes of a study."""
+    """The flags of all processes of a study."""
     flags = ["--network", arguments.network, "--mode", arguments.mode, "--session", session]
     for name in ("batch_size", "iterations", "warmup_iterations", "seed", "device", "output_dir"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
@@ -333,8 +329,8 @@ def _all_networks(arguments: argparse.Namespace, device: torch.device) -> int:
         return errors.INTERRUPTED
     tables.print_tables([_write_all(names, runs, folder)])
     print(f"Written: {folder / 'all_networks.md'}")
-    red = any(row.failed for found in runs.values() for row in labs.build_rows(found))
-    return errors.ANSWER_IS_NO if red else errors.DONE
+    failed = any(row.failed for found in runs.values() for row in labs.build_rows(found))
+    return errors.ANSWER_IS_NO if failed else errors.DONE
 
 
 def _present(names: Iterable[str]) -> list[str]:
@@ -398,9 +394,9 @@ def all_table(pairs: list[tuple[str, LabRow, LabRow]]) -> tables.Table:
                  tables.number(fast.units_per_s, ",.0f"),
                  f"{fast.speedup.value:.2f}x" if fast.speedup else "-",
                  tables.number(fast.ceiling_share, ".1%"),
-                 f"{lab_table.proof(plain)}, {lab_table.proof(fast)}"]  # fmt: skip
+                 f"{lab_table.verdict(plain)}, {lab_table.verdict(fast)}"]  # fmt: skip
         lines.append(tables.Line(cells, "red" if plain.failed or fast.failed else None))
-    header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "proof")
+    header = ("network", "plain images/s", "fast images/s", "speed-up", "of ceiling", "verdict")
     notes = [f"{name}: {row.note()}" for name, *rows in pairs for row in rows if row.note()]
     first = pairs[0][1].first
     title = f"{first.units_per_step} images, {first.options['precision']}, {first.device['name']}"
@@ -468,12 +464,12 @@ def _runs(model: torch.nn.Module, variant: Variant, setting: Setting, training: 
 
 
 def _image_bytes(network: networks.Network) -> int:
-    """Of one image, in fp32."""
+    """The size of one image in fp32."""
     return 4 * 3 * network.edge**2
 
 
 class _Need:
-    """What a batch needs on a CPU, in bytes: a straight line through the peaks of one and two
+    """The bytes that a batch needs on a CPU: a straight line through the peaks of one and two
     images, since a system without memory left ends the process."""
 
     def __init__(self) -> None:

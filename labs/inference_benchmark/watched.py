@@ -32,10 +32,6 @@ _OF_THE_RUNNER = {
     "profile_steps": "--steps",
     "iterations": "--steps",
 }
-_NO_EFFECT = (
-    *("compare", "ladder", "find_max_batch", "autograd_profiler", "kineto", "flops_prof_step"),
-    *("distributed_dataparallel", "dataparallel", "peer"),
-)
 _Run = Callable[[markers.Range], object]
 
 
@@ -112,14 +108,15 @@ def check(arguments: argparse.Namespace) -> torch.device:
     Raises:
         WorkshopError: arguments that can't be.
     """
-    for name in _NO_EFFECT:
-        if getattr(arguments, name):
-            flag = name if name.startswith("d") else name.replace("_", "-")
-            raise WorkshopError(f"--{flag} does not go with a profiler: leave it out")
-    if groups.find(arguments).world_size > 1:
+    studies = ("compare", "ladder", "find_max_batch")
+    given = [f"--{name.replace('_', '-')}" for name in studies if getattr(arguments, name)]
+    for flag in given + request.of_single_run(arguments):
+        raise WorkshopError(f"{flag} does not go with a profiler: leave it out")
+    group = groups.find(arguments)
+    if group.world_size > 1:
         raise WorkshopError("a profile is of one process: leave out torchrun")
     networks.get_network(arguments.network)
-    device = groups.device_of(groups.Group(), arguments.device)
+    device = groups.device_of(group, arguments.device)
     single.check(arguments, single.variant_of(arguments), device)
     arguments.iterations = arguments.profile_steps
     if arguments.cuda_graph:  # Proton would count a replay's kernels with those of the profile

@@ -55,7 +55,7 @@ def _prove_and_train(job: Job) -> int:
     record = _new_record(job, data_record)
     request.print_configuration(asked, data_record)
     request.print_lines([("processes", _processes(job))])
-    if start and start.steps >= _all_steps(job):
+    if start and start.steps >= job.asked.schedule.steps:
         record.losses, record.status = results.finite(start.losses), "interrupted"
         record.error = "trained by an attempt that ended before it wrote its result: no times"
         print(f"{start.folder.name} has all steps: nothing is left to train")
@@ -94,26 +94,26 @@ def alone(job: Job) -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
         gc.collect()
-        torch.cuda.empty_cache()  # also after a red proof, whose process ends only seconds later
+        torch.cuda.empty_cache()  # also after a failed gate, whose process ends only seconds later
         groups.of_all(None)
     finally:
         os.close(folder)
 
 
 def _prove(job: Job, record: LabRun) -> bool:
-    print("proof: comparing with V1 in one process ...", flush=True)
+    print("gate: comparing with V1 in one process ...", flush=True)
     begin = time.perf_counter()
     report = proof.check(job)
     record.setup_s["proof"] = time.perf_counter() - begin
     record.proof = report.record()
-    print("\n  ".join([f"proof: {report.summary()}", *report.failures]))
+    print("\n  ".join([f"gate: {report.summary()}", *report.failures]))
     if not report.passed:
         record.status = "proof failed"
     return report.passed
 
 
 def _settings(job: Job, data_record: dict[str, str | int]) -> dict[str, Any]:
-    """What the training's losses depend on, except for roundings."""
+    """The settings on which the training's losses depend, except for roundings."""
     asked = job.asked
     return {
         "version": asked.version.key,
@@ -150,22 +150,18 @@ def _start(job: Job, settings: dict[str, Any]) -> Checkpoint | None:
             f"--checkpoints {folder} has {path.name} of another training: go on from it with "
             "--resume, or give another folder"
         )
-    start = checkpoints.read(path) if path else None
+    start, steps = checkpoints.read(path) if path else None, job.asked.schedule.steps
     if start:
         for sentence in checkpoints.check(start, settings):
             print(sentence, file=sys.stderr)
-        if start.steps >= _all_steps(job) and not again:
+        if start.steps >= steps and not again:
             raise WorkshopError(
                 f"--resume: {start.folder} has {start.steps} steps, and --warmup-steps and "
-                f"--num-steps make {_all_steps(job)}: nothing is left to train; raise --num-steps"
+                f"--num-steps make {steps}: nothing is left to train; raise --num-steps"
             )
     if job.group.is_first and arguments.save_every:
         checkpoints.begin(folder, job.group)
     return start
-
-
-def _all_steps(job: Job) -> int:
-    return job.asked.schedule.warmup + job.asked.schedule.timed
 
 
 def _processes(job: Job) -> str:
@@ -195,7 +191,7 @@ class Training(trainer.Runner):
         self.job, self.strategy, self.settings = job, strategy, settings
         self.before = start.losses if start else []
         """Losses of the steps that the checkpoint has."""
-        self.first, self.last = len(self.before), _all_steps(job)
+        self.first, self.last = len(self.before), job.asked.schedule.steps
         own = job.group.part(batches[self.first : self.last], dim=2).contiguous()
         super().__init__(
             strategy, optimizer, own, job.asked.precision, cuda_graph=job.asked.cuda_graph
@@ -338,7 +334,7 @@ def _new_record(job: Job, data_record: dict[str, str | int]) -> LabRun:
 
 
 def subject_of(preset: str, seq_len: int, layers: int | None) -> str:
-    """What runs that are compared train; `layers` if they are not the preset's."""
+    """The model and sequence length of runs that are compared; `layers` if not the preset's."""
     model = f"{preset} with {layers} layer{'s' * (layers > 1)}" if layers else preset
     return f"{model}, {seq_len} tokens a sequence, training"
 
@@ -397,8 +393,8 @@ def _print_summary(record: LabRun) -> None:
         ("speed", f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes"),
         ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
                  f"{spread(record.step_ms):.1%})"),
-        ("loss", f"{record.losses[0]:.4f} first, {record.losses[-1]:.4f} final, of all processes"),
-        ("proof", "pass" if record.proof.status == "pass" else "NOT RUN: figures unverified"),
+        ("loss", f"{request.first_and_last(record.losses)}, of all processes"),
+        ("gate", "pass" if record.proof.status == "pass" else "NOT RUN: figures unverified"),
     ]  # fmt: skip
     if record.memory_mb:
         rows.insert(3, ("memory", f"{record.memory_mb['peak']:,.0f} MB peak a GPU"))

@@ -81,8 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags after -- go to train.py, for all trainings. Exit status: 0 done, 1 a proof "
-        "is red or a\ntraining failed, 2 wrong usage, 77 something is missing on this machine, 130 "
+        epilog="Flags after -- go to train.py, for all trainings. Exit status: 0 done, 1 a gate "
+        "or a training failed,\n2 wrong usage, 77 something is missing on this machine, 130 "
         "interrupted.",
     )
     add = parser.add_argument
@@ -365,7 +365,7 @@ def _plan_collectives(study: Study, size: int) -> turns.Plan:
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
-    return f"{timing.median(run.step_ms):.2f} ms; proof {run.proof.status}"
+    return f"{timing.median(run.step_ms):.2f} ms; gate {run.proof.status}"
 
 
 def show(runs: Sequence[LabRun], folder: Path) -> int:

@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status of each process: 0 done, 1 the proof is red, memory ran out or another "
+        epilog="Exit status of each process: 0 done, 1 the gate failed, memory ran out or another "
         "process ended,\n2 wrong usage, 77 something is missing on this machine, 130 interrupted.",
     )
     _add_training(parser.add_argument)
@@ -133,7 +133,7 @@ def _add_training(add: Add) -> None:
         help="capture the whole step, with ddp, p2p and fsdp also in several processes (default: "
         "the version's in one process with ddp and p2p, else no)",
     )
-    add("--no-gate", action="store_true", help="skip the proof: the result says so")
+    add("--no-gate", action="store_true", help="skip the gate: the result says so")
 
 
 def _add_processes(add: Add) -> None:
@@ -258,7 +258,7 @@ def check(arguments: argparse.Namespace) -> Job:
         )
     if arguments.reduce_dtype == "bf16" and asked.precision.name != "bf16":
         raise WorkshopError(
-            f"--reduce-dtype bf16: at {asked.precision.name} the proof would be red; use "
+            f"--reduce-dtype bf16: at {asked.precision.name} the gate would fail; use "
             "--precision bf16"
         )
     if arguments.strategy == "zero3" and asked.compile_mode != "none":

@@ -13,7 +13,7 @@ from workshop.run.timing import Ratio, median
 
 TRAIN = "train.py"
 HEADER = ("training", "processes", "scaling", "batch each", "ms a step", "efficiency [95%]",
-          "GB a GPU", "communication", "hidden", "compile s", "proof")  # fmt: skip
+          "GB a GPU", "communication", "hidden", "compile s", "verdict")  # fmt: skip
 NOTES = (
     "efficiency: tokens per second of n processes, divided by n times those of one process of the "
     "same training",
@@ -127,7 +127,7 @@ def cells(row: LabRow, rows: Sequence[LabRow]) -> list[str]:
         number(metric(row, "communication_share"), ".0%"),
         number(metric(row, "hidden_share"), ".0%"),
         number(_middle(run.setup_s.get("compile") for run in row.runs if row.times), ".1f"),
-        lab_table.proof(row),
+        lab_table.verdict(row),
     ]
 
 

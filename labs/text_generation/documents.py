@@ -23,7 +23,7 @@ TEXT = "tiny_llama.txt.jsonl"
 LAST = 100
 """Steps whose mean loss is quoted."""
 _HEADER = ("", "ms a token", "floor", "over `hf`", "first token, ms", "TFLOP/s until it",
-           "compiled, s", "proof")  # fmt: skip
+           "compiled, s", "verdict")  # fmt: skip
 
 
 def parts(runs: Iterable[LabRun], reference: Path) -> dict[Path, dict[str, str]]:
@@ -48,10 +48,10 @@ def _block(rows: Sequence[LabRow]) -> str:
 def _table(rows: Sequence[LabRow]) -> str:
     lines = [
         [escape(row.first.variant), number(row.step_ms, ",.3f"),
-         number(metric(row, "floor_ms"), ",.3f"), escape(lab_table.verdict(row)),
+         number(metric(row, "floor_ms"), ",.3f"), escape(lab_table.speedup_text(row)),
          number(metric(row, "first_token_ms"), ",.2f"),
          number(metric(row, "prefill_tflops"), ",.3g"), number(compile_s(row), ",.0f"),
-         lab_table.proof(row)]
+         lab_table.verdict(row)]
         for row in rows
     ]  # fmt: skip
     return table(_HEADER, lines, (0, 7))

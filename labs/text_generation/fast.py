@@ -36,6 +36,15 @@ from workshop.run.timing import StepClock
 SLOTS = 256
 """The cache's size is a multiple of it: a new size is captured anew."""
 
+ROPE_NUMBERS = {
+    "default": ("rope_theta",),
+    "llama3": (
+        *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+}
+"""The kinds of rope that the loop knows, and the parameters that each needs."""
+
 CHECK_EVERY = 16
 """Tokens between two looks at whether all rows have ended; each look waits for the device."""
 
@@ -80,8 +89,8 @@ def operations(kernels: bool) -> ModuleType:
 
 
 def padding_mask(pads: Tensor, length: int) -> Tensor:
-    """What each token of the prompts may see (B, 1, T, T). A padding token sees itself: a row that
-    sees nothing would be NaN."""
+    """The tokens that each token of the prompts may see (B, 1, T, T). A padding token sees itself:
+    a row that sees nothing would be NaN."""
     places = torch.arange(length, device=pads.device)
     real = (places >= pads[:, None])[:, None, None]
     return (real | torch.eye(length, dtype=torch.bool, device=pads.device)).tril()
@@ -102,7 +111,8 @@ def attend_prompts(q: Tensor, cache: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Session:
-    """What a step reads and writes, at fixed addresses, for one batch size and one cache size."""
+    """The tensors that a step reads and writes, at fixed addresses, for one batch size and one
+    cache size."""
 
     def __init__(self, model: "FastLlama", batch: int, slots: int, sampled: bool) -> None:
         config, device = model.config, model.device
@@ -373,7 +383,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 def rope_frequencies(config: Config) -> Tensor:
     """Turns of each pair of a head's dimensions in one position (D / 2,), in radians, fp32."""
     rope, exponents = config.rope, torch.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = 1.0 / rope.get("rope_theta", 10000.0) ** exponents
+    frequencies = 1.0 / rope["rope_theta"] ** exponents
     if rope["rope_type"] == "default":
         return frequencies
     # llama3: waves longer than the old context are stretched by `factor`, short ones are kept, and
@@ -396,17 +406,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """The rope's parameters in a config.json, completed as Hugging Face does. Older files have
+    rope_theta beside rope_scaling, and its kind under "type"."""
+    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    length = "original_max_position_embeddings"
+    rope.setdefault(length, raw.get("max_position_embeddings", 2048))
+    return rope | {length: raw.get(length, rope[length])}
+
+
 def read_config(folder: Path) -> Config:
     """Raises WorkshopError for a model with parts that this loop does not have."""
     raw = read_json(folder / "config.json")
-    # Older files have rope_theta beside rope_scaling, and its kind under "type".
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
+    rope = read_rope(raw)
     for part, found, known in (
         ("model_type", raw.get("model_type"), ("llama",)),
         ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
-        ("rope_type", rope["rope_type"], ("default", "llama3")),
+        ("rope_type", rope["rope_type"], tuple(ROPE_NUMBERS)),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
         ("attention_bias", raw.get("attention_bias", False), (False,)),
         ("mlp_bias", raw.get("mlp_bias", False), (False,)),
         ("quantization_config", raw.get("quantization_config"), (None,)),
@@ -415,6 +434,12 @@ def read_config(folder: Path) -> Config:
             raise WorkshopError(
                 f"{folder / 'config.json'}: {part} {found!r}: the fast engine knows only "
                 f"{' and '.join(map(repr, known))}; take --engine hf or static"
+            )
+    for name in ROPE_NUMBERS[rope["rope_type"]]:
+        if not isinstance(rope.get(name), (int, float)):
+            raise WorkshopError(
+                f"{folder / 'config.json'}: the {rope['rope_type']} rope's {name} is "
+                f"{rope.get(name)!r}: expected a number"
             )
     path = folder / "generation_config.json"
     ends = {**raw, **(read_json(path) if path.exists() else {})}

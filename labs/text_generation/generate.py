@@ -43,13 +43,13 @@ class Run:
     done: list[dict[str, Any]] = field(default_factory=list)
     """A line of the JSON file for each prompt."""
     answers: list[Answer] = field(default_factory=list)
-    """Of the batches that are done."""
+    """The answers of the batches that are done."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates; the exit status."""
     request.check(arguments)
-    rank = int(os.environ.get("LOCAL_RANK", arguments.local_rank or 0))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank and arguments.device in ("auto", "cuda") and torch.cuda.is_available():
         arguments.device = f"cuda:{rank}"
     device = hardware.get_device(arguments.device)
@@ -358,7 +358,7 @@ def _finish(ready: Run) -> int:
 
 
 def summary(ready: Run) -> list[str]:
-    """What is printed at the end. Without a green proof no speed."""
+    """The lines at the end; without a passed gate there is no speed among them."""
     record = ready.record
     m = {key: value for key, value in record.metrics.items() if isinstance(value, (int, float))}
     where = "the device" if ready.loaded.device.type == "cuda" else "the process"
@@ -370,12 +370,12 @@ def summary(ready: Run) -> list[str]:
     if "kv_cache" in record.memory_mb:
         lines.append(f"KV cache: {float(record.memory_mb['kv_cache']):,.3f} MB at the end")
     if record.proof.status == "fail":
-        return [*lines, f"PROOF RED, so no speed: {'; '.join(record.proof.failures)}"]
+        return [*lines, f"FAIL, so no speed: {'; '.join(record.proof.failures)}"]
     if record.proof.status != "pass":
         return [*lines, "not proven, so no speed: it was interrupted"]
     compared = record.proof.batch_size or 0
     lines += [
-        f"proof green: {compared} prompt{'s' * (compared > 1)} against {record.proof.reference}",
+        f"pass: {compared} prompt{'s' * (compared > 1)} against {record.proof.reference}",
         f"first token after {m['first_token_ms']:.2f} ms, the prompts' pass: "
         f"{m['prefill_tflops']:,.3g} TFLOP/s",
     ]

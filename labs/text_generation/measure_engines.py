@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 a proof is red or a run failed, 2 wrong usage, 77 something "
+        epilog="Exit status: 0 done, 1 a gate or a run failed, 2 wrong usage, 77 something "
         "is missing on\nthis machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -305,7 +305,7 @@ def _tokens(prompt: int, new: int) -> str:
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
-    return f"{timing.median(run.step_ms):.3f} ms a token; proof {run.proof.status}"
+    return f"{timing.median(run.step_ms):.3f} ms a token; gate {run.proof.status}"
 
 
 def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:

@@ -87,14 +87,14 @@ def of_tokens(
     config: Any = loaded.model.config
     roundings = LOOP * math.sqrt(config.num_hidden_layers) if plain_loop else FLOOR
     allowed = min(MOST, MOST_TIMES * plain + roundings * precision.unit_roundoff)
-    red = not error <= allowed
+    failed = not error <= allowed
     failure = (
         f"a token's logit is {error:.1e} standard deviations below the largest one of Hugging "
         f"Face's model for that prompt alone, {allowed:.1e} allowed"
     )
     return Parity(
-        status="fail" if red else "pass",
-        failures=[failure] * red,
+        status="fail" if failed else "pass",
+        failures=[failure] * failed,
         batch_size=sum(min(len(rows), MOST_PROMPTS) for _, rows in chosen),
         seq_len=max(len(row) for _, rows in chosen for row in rows),
         reference=reference,

@@ -29,7 +29,7 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
         usage="%(prog)s [MODEL INPUT OUTPUT NUM_TOKENS TEMPERATURE] [flags]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 done, 1 the proof is red or memory ran out, 2 wrong usage, 77 "
+        epilog="Exit status: 0 done, 1 the gate failed or memory ran out, 2 wrong usage, 77 "
         "something is missing\non this machine, 130 interrupted.",
     )
     add = parser.add_argument
@@ -93,11 +93,11 @@ def build_parser(engine: str = "hf") -> argparse.ArgumentParser:
     )
     for flag in ("--session", "--baseline"):  # runs of one session are compared
         add(flag, default="", help=argparse.SUPPRESS)
-    # Of a study, whose runs then have one floor: a busy minute would give one of them another.
+    # The runs of a study have one floor: a busy minute would give one of them another.
     add("--copy-gbs", type=float, help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 
 
@@ -155,5 +155,5 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def processes() -> int:
-    """That torchrun or the deepspeed launcher has started."""
+    """The number of processes that torchrun or the deepspeed launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -165,7 +165,7 @@ def device_row(facts: Facts) -> Row:
         where = "the CPU" if facts["build"] == "CPU" else "the CPU (no GPU on this node)"
         return row.judged(True, where)
     gpu, build = found
-    remedy = f"{SETUP} --build {build}"
+    remedy = f"{SETUP} --build {build} --recreate"
     if facts["build"].lower().startswith(build):
         remedy = "driver older than the build, no permission, or *_VISIBLE_DEVICES set to nothing"
     row = row._replace(remedy=remedy, needed=True)

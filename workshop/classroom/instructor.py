@@ -59,7 +59,7 @@ def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
                 row.label,
                 f"{group.size}, {row.device}",
                 *("-" if ms is None else f"{ms:,.2f}" for ms in times),
-                row.verdict(),
+                row.speedup_text(),
                 "-" if row.peak_memory_mb is None else f"{row.peak_memory_mb:,.0f}",
                 f"{rest:,.0f}" if isinstance(rest, (int, float)) else "-",
                 "-" if row.peak_share is None else f"{row.peak_share:.1%}",

@@ -1,6 +1,6 @@
 """Comparisons, waterfalls and sweeps as pictures, for a projector."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ MEMORY_COLOURS = (
     ("optimizer_state", "AdamW moments", "#5aa469"),
     ("rest", "activations and rest", "#b8b8b8"),
 )
-SAVED, LOST, NEITHER = "#009E73", "#D55E00", "#B8B8B8"
+SAVED, LOST, NEITHER, UNKNOWN = "#009E73", "#D55E00", "#B8B8B8", "#FFFFFF"
+"""Effects of a change on the step, in a waterfall; UNKNOWN, of one process, is hatched."""
 _WHOLE, _DIM, _MEMORY, _LIMIT = "#44546a", "#707070", "#8FA8C8", "#9C2C77"
 _STYLE: Any = {
     "font.size": 15,
@@ -49,11 +50,12 @@ def _save(draw: Callable[[Any], Any], what: Any, target: Path) -> None:
 # --- the rows of a comparison --------------------------------------------------------------------
 
 _INCHES_A_VERSION = 1.15
+SPLIT = "A step's bar is the table's median step, divided as the separate pass timed its parts."
 
 
 def plot_rows(rows: list[Row], target: Path) -> None:
     """Throughput, the step's parts and memory, a line of panels a group. An interpreted version has
-    words in place of its times."""
+    words in place of its bars."""
     shown = [
         [row for row in group if row.status in ("timed", "interpreted")]
         for group in groups(rows)
@@ -71,20 +73,23 @@ def draw_rows(shown: list[list[Row]]) -> Any:
     )
     for (speed, phases, memory), group in zip(axes, shown, strict=True):
         _plot_throughput(speed, group)
-        parts = [[getattr(row, name) or 0.0 for row in group] for name, *_ in PHASE_COLOURS]
-        _plot_stack(phases, group, PHASE_COLOURS, parts, "time of a step, ms")
-        parts = [[float(row.memory_mb.get(n, 0.0)) for row in group] for n, *_ in MEMORY_COLOURS]
-        _plot_stack(memory, group, MEMORY_COLOURS, parts, "peak memory, MB")
-        for axis in (speed, phases):
-            _write_in_place_of_times(axis, group)
+        steps = [row.step_ms or 0.0 for row in group]
+        _plot_stack(phases, group, PHASE_COLOURS, [row.step_parts for row in group], steps,
+                    "median step, ms", ",.2f")  # fmt: skip
+        peaks = [row.peak_memory_mb or 0.0 for row in group]
+        _plot_stack(memory, group, MEMORY_COLOURS, [row.memory_mb for row in group], peaks,
+                    "peak memory, MB", ",.0f")  # fmt: skip
+        for axis in (speed, phases, memory):
+            _write_in_place_of_bars(axis, group)
         speed.set_title(title(group), **_TITLE)
+    figure.supxlabel(SPLIT, x=0.01, ha="left", fontsize=14)
     return figure
 
 
 def _plot_throughput(axis: Any, group: list[Row]) -> None:
     values = [row.tokens_per_s or 0.0 for row in group]
     bars = axis.bar([printable(row.label) for row in group], values, color=_WHOLE, width=0.6)
-    verdicts = [row.short_verdict() if row.step_ms else "" for row in group]
+    verdicts = [row.short_speedup_text() if row.step_ms else "" for row in group]
     axis.bar_label(bars, verdicts, padding=4, fontweight="bold")
     axis.set_ylabel("tokens a second")
     axis.yaxis.set_major_formatter("{x:,.0f}")
@@ -95,27 +100,32 @@ def _plot_stack(
     axis: Any,
     group: list[Row],
     colours: Sequence[tuple[str, str, str]],
-    parts: list[list[float]],
+    parts: Sequence[Mapping[str, float | str]],
+    totals: Sequence[float],
     label: str,
+    form: str,
 ) -> None:
-    """Bars of a value for each row and part."""
+    """Bars of each row's total, in its parts where these are known; `form` is the table's."""
     names = [printable(row.label) for row in group]
     bottoms = [0.0] * len(group)
-    for (_, legend, colour), heights in zip(colours, parts, strict=True):
+    for key, legend, colour in colours:
+        heights = [float(own.get(key, 0.0)) for own in parts]
         axis.bar(names, heights, bottom=bottoms, color=colour, label=legend, width=0.6)
         bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
-    for index, total in enumerate(bottoms):
+    left = [a - b if a - b > 1e-3 * a else 0.0 for a, b in zip(totals, bottoms, strict=True)]
+    if any(left):
+        axis.bar(names, left, bottom=bottoms, color=_WHOLE, label="not divided", width=0.6)
+    for index, total in enumerate(totals):
         if total:  # else it was not measured
-            text = f"{total:,.3g}" if total < 1000 else f"{total:,.0f}"
-            _write_above(axis, text, (index, total), 4, ha="center")
+            _write_above(axis, format(total, form), (index, total), 4, ha="center")
     axis.set_ylabel(label)
-    if max(bottoms) >= 1000:
+    if max(totals) >= 1000:
         axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.margins(y=0.3)
     axis.legend(frameon=False, fontsize=13, loc="upper right", ncols=2)
 
 
-def _write_in_place_of_times(axis: Any, group: list[Row]) -> None:
+def _write_in_place_of_bars(axis: Any, group: list[Row]) -> None:
     words = interpreter.NOT_COMPARABLE.replace(", ", ",\n")
     look = {"ha": "center", "va": "bottom", "rotation": 90, "color": _DIM, "fontsize": 14}
     for index, row in enumerate(group):
@@ -135,7 +145,8 @@ _LEGEND = (
     (_WHOLE, "the whole step"),
     (SAVED, "saved"),
     (LOST, "lost"),
-    (NEITHER, f"no significant difference, or {ONE_PROCESS}"),
+    (NEITHER, "no significant difference"),
+    (UNKNOWN, f"{ONE_PROCESS}: no verdict"),
 )
 _INCHES_A_RUNG, _INCHES_OF_LEGEND = 0.56, 0.4
 
@@ -160,7 +171,7 @@ def draw_waterfalls(waterfalls: Sequence[Waterfall]) -> Any:
         times.set_title(waterfall.title, **_TITLE)
     # Below all bars, which may be as long as their axis.
     figure.legend(
-        handles=[Patch(color=colour, label=words) for colour, words in _LEGEND],
+        handles=[Patch(**_look(colour), label=words) for colour, words in _LEGEND],
         loc="outside lower left", ncols=len(_LEGEND), frameon=False, fontsize=13,
     )  # fmt: skip
     return figure
@@ -194,18 +205,30 @@ def _bar(axis: Any, place: int, step: Step, *, whole: bool) -> None:
     if whole:
         axis.barh(place, step.step_ms, color=_WHOLE, height=0.62, zorder=2)
     if step.saved_ms is not None:
-        low, high = step.gain_ci or (1.0, 1.0)
-        colour = SAVED if low > 1 else LOST if high < 1 else NEITHER
         start = min(step.step_ms, step.step_ms + step.saved_ms)
-        axis.barh(place, abs(step.saved_ms), left=start, color=colour, height=0.62, zorder=3)
+        look = _look(_verdict_colour(step.gain_ci))
+        axis.barh(place, abs(step.saved_ms), left=start, height=0.62, zorder=3, **look)
+
+
+def _verdict_colour(interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return UNKNOWN
+    low, high = interval
+    return SAVED if low > 1 else LOST if high < 1 else NEITHER
+
+
+def _look(colour: str) -> dict[str, Any]:
+    """The look of a bar and of its entry in the legend."""
+    hatched = {"hatch": "////", "edgecolor": _DIM} if colour == UNKNOWN else {}
+    return {"facecolor": colour, **hatched}
 
 
 def _words(step: Step) -> str:
-    """As in "13.57 ms   −10.75 ms   1.79x [1.75, 1.83]"."""
-    words = f"{step.step_ms:,.4g} ms"
+    """As in "13.57 ms   -10.75   1.79x [1.75, 1.83]"."""
+    words = f"{step.step_ms:,.2f} ms"
     if step.saved_ms is None:
         return words
-    return f"{words}   {-step.saved_ms:+,.3g}   {ratio(step.gain, step.gain_ci, 'no difference')}"
+    return f"{words}   {-step.saved_ms:+,.2f}   {ratio(step.gain, step.gain_ci, 'no difference')}"
 
 
 def _plot_memory(axis: Any, waterfall: Waterfall) -> None:

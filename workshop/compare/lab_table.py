@@ -13,12 +13,10 @@ from workshop.compare.tables import Line, Report, Table, number
 from workshop.errors import printable
 from workshop.labs import LabRow
 from workshop.operators import Bench
+from workshop.results import FAIL, NOT_AUDITED, PASS, SKIPPED
 
-RED, GREEN = "RED", "green"
-_STYLES = {RED: "red", "FAILED": "red", "IMPLAUSIBLE": "red", "skipped": "dim", "not run": "dim"}
-_ONE_PROCESS = (
-    f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each variant"
-)
+_STYLES = {FAIL: "red", "IMPLAUSIBLE": "red", SKIPPED: "dim", NOT_AUDITED: "dim"}
+_ONE_PROCESS = f"({ONE_PROCESS}): no interval, which takes two processes of each variant"
 
 
 def of_labs(groups: Sequence[Sequence[LabRow]]) -> Report:
@@ -32,10 +30,10 @@ def of_labs(groups: Sequence[Sequence[LabRow]]) -> Report:
 
 def lab_table(rows: Sequence[LabRow]) -> Table:
     """A line for each row; these are of one session, device and subject, as in `labs.newest`."""
-    lines = [Line(_cells(row), _STYLES.get(proof(row))) for row in rows]
+    lines = [Line(_cells(row), _STYLES.get(verdict(row))) for row in rows]
     unit = printable(rows[0].first.unit)
-    header = ("variant", "proof", f"{unit}/s", "p50 ms", "p90", "p99", "speed-up [95%]", "peak MB",
-              f"{unit}/s per GB", "of peak", "of ceiling")  # fmt: skip
+    header = ("variant", "verdict", f"{unit}/s", "p50 ms", "p90", "p99", "speed-up [95%]",
+              "peak MB", f"{unit}/s per GB", "of peak", "of ceiling")  # fmt: skip
     return Table(title(rows), header, lines, _notes(rows), left=(0, 1))
 
 
@@ -55,19 +53,14 @@ def _columns(table: Table, columns: Sequence[int]) -> Table:
     return dataclasses.replace(table, header=[table.header[i] for i in columns], lines=lines)
 
 
-_OF_OPERATORS = {"ok": GREEN, "ok, cached": f"{GREEN}, cached", "WRONG": RED}
-"""The statuses of the operator bench as proofs."""
-
-
 def operator_table(bench: Bench) -> Table:
     """A line for each operator and size."""
     lines = []
     for row in bench.rows:
-        verdict = _OF_OPERATORS.get(row.status, row.status)
-        cells = (f"{row.op} {row.shapes}", verdict, row.rate, number(row.of_ceiling, ".1%"))
-        lines.append(Line(list(map(printable, cells)), _STYLES.get(verdict)))
+        cells = (f"{row.op} {row.shapes}", row.status, row.rate, number(row.of_ceiling, ".1%"))
+        lines.append(Line(list(map(printable, cells)), _STYLES.get(row.status)))
     notes = [printable(f"{row.op} {row.shapes}: {row.note}") for row in bench.rows if row.note]
-    header = ("operator", "proof", "rate", "of ceiling")
+    header = ("operator", "verdict", "rate", "of ceiling")
     return Table(printable(bench.title), header, lines, notes, left=(0, 1))
 
 
@@ -80,15 +73,13 @@ def title(rows: Sequence[LabRow]) -> str:
     return printable(f"{rows[0].first.lab}: {', '.join(filter(None, shared))}")
 
 
-def proof(row: LabRow) -> str:
-    """Whether the row's times count, in a word."""
-    if row.proof == "fail":
-        return RED
+def verdict(row: LabRow) -> str:
+    """PASS, FAIL, NOT_AUDITED without the lab's gate, or SKIPPED."""
     if row.failed:
-        return "FAILED"
+        return FAIL
     if any(run.status == "skipped" for run in row.runs):
-        return "skipped"
-    return GREEN if row.proof == "pass" else row.proof
+        return SKIPPED
+    return PASS if row.proof == "pass" else NOT_AUDITED
 
 
 def source(rows: Sequence[LabRow], command: str = "") -> str:
@@ -108,7 +99,7 @@ def not_measured(command: str) -> str:
     return f"Not measured yet: `{command}`."
 
 
-def verdict(row: LabRow) -> str:
+def speedup_text(row: LabRow) -> str:
     """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
     `1.80x (1 process)`, `baseline`, or a dash."""
     if row.is_baseline and row.times:
@@ -119,10 +110,10 @@ def verdict(row: LabRow) -> str:
 def _cells(row: LabRow) -> list[str]:
     return [
         row.label,
-        proof(row),
+        verdict(row),
         number(row.units_per_s, ",.1f"),
         *(number(ms, ",.3f") for ms in _percentiles(row)),
-        verdict(row),
+        speedup_text(row),
         number(row.peak_memory_mb, ",.0f"),
         number(row.units_per_s_per_gb, ",.1f"),
         number(row.peak_share, ".1%"),
@@ -182,7 +173,7 @@ def _record(row: LabRow) -> dict[str, Any]:
         "unit": first.unit,
         "units_per_step": first.units_per_step,
         "runs": len(row.runs),
-        "proof": proof(row),
+        "verdict": verdict(row),
         "note": row.note(),
         "units_per_s": row.units_per_s,
         "p50_ms": p50,

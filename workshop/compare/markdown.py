@@ -1,7 +1,7 @@
 """Names and sentences from files as Markdown shows them, so that none becomes markup."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from workshop.errors import printable
 
@@ -14,7 +14,7 @@ _ACTIVE = re.compile(
     r"|(?<=\w):(?=//)|(?<=www)\.",
     re.IGNORECASE,
 )
-"""What Markdown, GitHub's included, takes for markup inside of a line."""
+"""Characters that Markdown, GitHub's included, takes for markup inside of a line."""
 _OPENING = re.compile(r"^(?:\d+(?=[.)])|(?=[-+=#]))")
 """The start of a line that Markdown takes for a list's item or a heading."""
 
@@ -50,3 +50,13 @@ def table(
     names = list(header)
     aligned = ["---" if i in words else "---:" for i in range(len(names))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, aligned, *lines))
+
+
+def fill_last_column(block: str, cell: Callable[[str], str | None]) -> str:
+    """The table in a block of text, empty without one; the last cell of each row is what
+    `cell` gives for the row, or stays."""
+    lines = [line for line in block.splitlines() if line.startswith("|")]
+    for i, row in enumerate(lines[2:], start=2):
+        if (text := cell(row)) is not None:
+            lines[i] = f"{row.rsplit(' | ', 1)[0]} | {text} |"
+    return "\n".join(lines)

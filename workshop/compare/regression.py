@@ -165,13 +165,13 @@ def _half_width(scatter: float, kept: Sequence[int], tail: float) -> float:
 class Baseline:
     """Runs of one device and software to check others against, with their raw samples."""
 
+    schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
     created: str
     git_commit: str | None
     device: dict[str, str | int | float | None]
     software: dict[str, str | None]
     command: list[str]
     runs: list[RunResult]
-    schema_version: int = SCHEMA_VERSION
 
 
 def make_baseline(
@@ -346,13 +346,13 @@ def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
     for run in runs:
         if run.refused:
             check, failures = run.refused
-            return FAILED, f"{check} red: {failures[0]}"
+            return FAILED, f"{check} failed: {failures[0]}"
         if run.status == "skipped":
             return NOT_TIMED, f"skipped: {run.error}"
         if run.error:
             return FAILED, run.error
     if all(run.parity.status != "pass" for run in runs):
-        return FAILED, "gate not run: a time without proof"
+        return FAILED, "gate not run: a time without a verdict"
     if any(run.interpreted for run in runs):
         return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"
     if not any(run.step_ms for run in runs):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from workshop.results import GATE_ONLY, RunResult, model_sizes
+from workshop.results import FAIL, NOT_AUDITED, PASS, RunResult, model_sizes
 from workshop.run import flops, presets, timing
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
@@ -24,11 +24,11 @@ Peaks = Mapping[tuple[object, ...], tuple[float, str | None]]
 class Row:
     """One line of the table; None where there is nothing that may be printed.
 
-    Only a row whose `status` is "timed" has times. A "failed" one (red gate or audit, or a run that
+    Only a row whose `status` is "timed" has times. A "failed" one (its gate or audit failed, or it
     ended in an error) has no numbers, nor has a "skipped" one, which this machine can't run; an
-    "interpreted" one has no times and no ratios. `note` says why. `speedup` is V1's median step
-    over this one's in the same session; `speedup_ci`, its 95% interval, is None with one process
-    of either.
+    "interpreted" one has the gradients alone: no times, no losses, as it trains fewer steps, and no
+    memory, which is the interpreter's. `note` says why. `speedup` is V1's median step over this
+    one's in the same session; `speedup_ci`, its 95% interval, is None with one process of either.
     """
 
     version: str
@@ -61,7 +61,10 @@ class Row:
     memory_mb: dict[str, float | str] = field(default_factory=dict)
     memory_reduction: float | None = None
     loss_first: float | None = None
+    """Loss of step 1, the first of the warm-up."""
     loss_last: float | None = None
+    """Loss of the last timed step, whose number is `steps`."""
+    steps: int | None = None
     params_total: int | None = None
     params_with_grad: int | None = None
     tensors_total: int | None = None
@@ -86,6 +89,18 @@ class Row:
         return f"{self.version} {self.variant}".strip()
 
     @property
+    def step_parts(self) -> dict[str, float]:
+        """The median step, divided as forward, backward and optimizer were in the pass that timed
+        them apart, for a picture: their own medians may sum to more or less than the step. By the
+        names of the fields; empty without them."""
+        names = ("forward_ms", "backward_ms", "optimizer_ms")
+        parts = {name: ms for name in names if (ms := getattr(self, name)) is not None}
+        total = sum(parts.values())
+        if self.step_ms is None or len(parts) < len(names) or total <= 0:  # of a broken file
+            return {}
+        return {name: self.step_ms / total * ms for name, ms in parts.items()}
+
+    @property
     def group(self) -> tuple[str, str, int, int, str]:
         """Rows of one group are comparable: same device, size and precision."""
         return (self.device, self.config, self.batch_size, self.seq_len, self.precision)
@@ -104,15 +119,19 @@ class Row:
         """The check that failed, "gate" or "audit"; else empty."""
         return "gate" if self.parity == "fail" else "audit" if self.audit == "fail" else ""
 
-    def proof(self, red: str) -> str:
-        """`red` for a row that failed, "pass" for gate and audit, "gate only", or "not run"; with a
-        star if the gate was smaller."""
-        proof = red if self.refused else self.parity
-        if proof == "pass" and self.audit != "pass":
-            proof = GATE_ONLY
-        return f"{proof} *" if self.gate_is_smaller else proof
-
+    @property
     def verdict(self) -> str:
+        """PASS if gate and audit passed, FAIL, NOT_AUDITED, or "skipped"."""
+        if self.status in ("failed", "skipped"):
+            return FAIL if self.failed else self.status
+        return PASS if (self.parity, self.audit) == ("pass", "pass") else NOT_AUDITED
+
+    @property
+    def starred_verdict(self) -> str:
+        """The verdict, with a star if the gate was smaller than the run."""
+        return f"{self.verdict} *" if self.gate_is_smaller else self.verdict
+
+    def speedup_text(self) -> str:
         """The speed-up in words: `1.80x [1.75, 1.84]`, `no significant difference [0.97, 1.02]`,
         `1.80x (1 process)`, or a dash; or why there can be none."""
         if self.status in ("interpreted", "skipped"):
@@ -121,9 +140,11 @@ class Row:
             return "baseline"
         return ratio(self.speedup, self.speedup_ci)
 
-    def short_verdict(self) -> str:
-        """The verdict without its interval, in lines for a place as wide as a bar."""
-        words = self.verdict().partition(" [")[0].replace(f" ({ONE_PROCESS})", f"\n{ONE_PROCESS}")
+    def short_speedup_text(self) -> str:
+        """The speed-up without its interval, in lines for a place as wide as a bar."""
+        words = (
+            self.speedup_text().partition(" [")[0].replace(f" ({ONE_PROCESS})", f"\n{ONE_PROCESS}")
+        )
         return words.replace("no significant difference", "no\ndifference")
 
 
@@ -234,8 +255,8 @@ def _group(run: RunResult) -> tuple[object, ...]:
 
 
 def variant(run: RunResult) -> str:
-    """What of a run differs from its version's defaults, for example `no-fuse-qkv`; where more of
-    its switches are off than on, what is left: `only fuse-qkv`, or `unfused`."""
+    """A run's differences from its version's defaults, for example `no-fuse-qkv`; where more of
+    its switches are off than on, those that are on: `only fuse-qkv`, or `unfused`."""
     version, options = ALL[run.version], run.options
     switches = {n.replace("_", "-"): on for n, on in options.items() if n.startswith("fuse_")}
     left = [name for name, on in switches.items() if on]
@@ -280,7 +301,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     if refused is not None:
         check, failures = refused
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        row.status, row.note = "failed", f"{check} red: {failures[0]}{more}"
+        row.status, row.note = "failed", f"{check} failed: {failures[0]}{more}"
         return row
     broken = [run for run in runs if run.error]
     timed = [run for run in runs if run.step_ms]
@@ -292,9 +313,13 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     _fill_proof(row, timed)
     if any(run.interpreted for run in timed):
         row.status = "interpreted"
-        why = f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, and took memory of its own"
+        why = (
+            f"{NOT_COMPARABLE}: Triton's interpreter ran its kernels, for fewer steps and with "
+            "memory of its own"
+        )
         row.note = join(why, row.note)
         return row
+    _fill_training(row, timed)
     used = steady(timed)
     _fill_times(row, used)
     if disturbed := sum(run.disturbed for run in timed):
@@ -325,40 +350,45 @@ def _worst(statuses: Iterable[str], *order: str) -> str:
     return next((status for status in order if status in found), "not run")
 
 
-def proof_notes(rows: Iterable[Row]) -> list[str]:
-    """What `Row.proof` and `Row.verdict` mean where they are not plain: smaller gates, runs that
-    were not audited, and ratios without an interval."""
+def verdict_notes(rows: Iterable[Row]) -> list[str]:
+    """Notes on what qualifies verdicts and speed-ups: smaller gates, runs that were not audited,
+    and ratios without an interval."""
     rows = list(rows)
     lines = without_interval(rows)
     shapes = dict.fromkeys(row.gate_shape for row in rows if row.gate_is_smaller)
     if shapes:
         named = ", ".join(f"{shape[0]} x {shape[1]}" for shape in shapes if shape is not None)
         lines.append(f"*: the gate ran on fewer tokens than the run: {named}")
-    if any(row.proof(red="").startswith(GATE_ONLY) for row in rows):
-        lines.append(f"{GATE_ONLY}: the timed run itself was not compared with a run of V1")
+    if any(row.verdict == NOT_AUDITED for row in rows):
+        lines.append(f"{NOT_AUDITED}: the timed run itself was not compared with a run of V1")
     return lines
 
 
 def without_interval(rows: Iterable[Row]) -> list[str]:
     """Why some ratios have no interval, in a sentence; empty if all have."""
-    note = f"({ONE_PROCESS}): no interval and no verdict, which take two processes of each version"
-    return [note] if any(row.verdict().endswith(f"({ONE_PROCESS})") for row in rows) else []
+    note = f"({ONE_PROCESS}): no interval, which takes two processes of each version"
+    return [note] if any(row.speedup_text().endswith(f"({ONE_PROCESS})") for row in rows) else []
 
 
 def _fill_proof(row: Row, timed: list[RunResult]) -> None:
-    """Memory, losses, gradients and plausibility."""
+    """Gradients and plausibility."""
     first = timed[0]
-    measured = [run.memory_mb for run in timed if run.memory_mb]
-    if measured:
-        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
-        row.peak_memory_mb = float(row.memory_mb["peak"])
-    row.loss_first, row.loss_last = first.losses[0], first.losses[-1]
     if first.gradients is not None:
         for name, value in dataclasses.asdict(first.gradients).items():
             setattr(row, name, value)
     row.plausibility = sorted({sentence for run in timed for sentence in run.plausibility})
     if interrupted := sum(run.status == "interrupted" for run in timed):
         row.note = f"{interrupted} of {len(timed)} runs interrupted"
+
+
+def _fill_training(row: Row, timed: list[RunResult]) -> None:
+    """Memory and losses."""
+    measured = [run.memory_mb for run in timed if run.memory_mb]
+    if measured:
+        row.memory_mb = max(measured, key=lambda memory: float(memory["peak"]))
+        row.peak_memory_mb = float(row.memory_mb["peak"])
+    losses = timed[0].losses
+    row.loss_first, row.loss_last, row.steps = losses[0], losses[-1], len(losses)
 
 
 def _fill_times(row: Row, timed: list[RunResult]) -> None:
@@ -402,7 +432,7 @@ def _fill_startup(row: Row, timed: list[RunResult]) -> None:
     row.prepared_beside = max(run.prepared_beside for run in timed)
     row.setup_s = max(measured, key=_startup)
     row.startup_s, row.startup_least_s = _startup(row.setup_s), min(map(_startup, measured))
-    if row.speedup is None or row.step_ms is None or row.verdict() == "baseline":
+    if row.speedup is None or row.step_ms is None or row.speedup_text() == "baseline":
         return
     low, high = row.speedup_ci or (1.0, 1.0)
     if low <= 1:
@@ -422,8 +452,8 @@ def join(*notes: str) -> str:
 
 
 def trained_differently(runs: Iterable[RunResult]) -> list[str]:
-    """In which of seed, learning rate and data some runs differ: none if all started from the same
-    weights and saw the same batches, so that their losses may be compared step by step."""
+    """Those of seed, learning rate and data in which some runs differ: none if all started from the
+    same weights and saw the same batches, so that their losses may be compared step by step."""
     runs = list(runs)
     values = {
         "seed": {str(run.options.get("seed")) for run in runs},

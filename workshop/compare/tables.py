@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ from workshop.compare.rows import Row, ratio
 from workshop.compare.sweep import Curve, Point, Sweep
 from workshop.compare.waterfall import Step, Waterfall
 from workshop.errors import printable
+from workshop.results import FAIL
 from workshop.run.interpreter import NOT_COMPARABLE
 
 FORMATS = ("table", "markdown", "json", "csv")
@@ -106,8 +108,8 @@ def markdown(tables: Iterable[Table], heading: str = "###") -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown and written of a comparison: `name` is the key of its `items` in JSON, and
-    `records` are the lines of its CSV."""
+    """The forms in which a comparison is shown and written: `name` is the key of its `items` in
+    JSON, and `records` are the lines of its CSV."""
 
     name: str
     tables: list[Table]
@@ -146,7 +148,7 @@ def number(value: float | None, form: str) -> str:
 
 SPEED_HEADER = ("version", "samples/s", "tokens/s", "step ms", "forward", "backward", "optimizer",
                 "speed-up [95%]")  # fmt: skip
-PROOF_HEADER = ("version", "proof", "gradients", "loss", "peak MB", "memory", "TFLOP/s",
+PROOF_HEADER = ("version", "verdict", "gradients", "loss", "peak MB", "memory", "TFLOP/s",
                 "of peak")  # fmt: skip
 _STYLES = {"failed": "red", "skipped": "dim"}
 _NOT_IN_CSV = ("gate_shape", "plausibility", "memory_mb", "setup_s", "prepared_beside")
@@ -174,11 +176,17 @@ def title(group: list[Row]) -> str:
 
 
 def group_tables(group: list[Row]) -> list[Table]:
-    """Speed, then proof and memory."""
+    """Speed, then verdict and memory."""
     tables: list[Table] = []
+    steps = {row.steps for row in group if row.steps}
     for name, header, cells, notes in (
         (title(group), SPEED_HEADER, _speed_cells, []),
-        ("the same model? and at what cost", PROOF_HEADER, _proof_cells, _row_notes(group)),
+        (
+            "verdict and cost",
+            PROOF_HEADER,
+            functools.partial(_proof_cells, differ=len(steps) > 1),
+            [*_loss_note(steps), *_row_notes(group)],
+        ),
     ):
         lines = [Line(cells(row), _STYLES.get(row.status)) for row in group]
         tables.append(Table(name, header, lines, notes, continues=bool(tables)))
@@ -194,17 +202,19 @@ def _speed_cells(row: Row) -> list[str]:
         number(row.tokens_per_s, ",.0f"),
         number(row.step_ms, ",.2f") + spread,
         *(number(phase, ",.2f") for phase in phases),
-        row.verdict(),
+        row.speedup_text(),
     ]
 
 
-def _proof_cells(row: Row) -> list[str]:
+def _proof_cells(row: Row, differ: bool) -> list[str]:
+    """`differ` says that not all rows of the table trained the same number of steps."""
     gradients = "-" if row.tensors_total is None else f"{row.tensors_with_grad}/{row.tensors_total}"
     losses = f"{number(row.loss_first, '.3f')} → {number(row.loss_last, '.3f')}"
-    compared = row.memory_reduction and row.verdict() != "baseline"
+    losses += f" in step {row.steps}" * differ
+    compared = row.memory_reduction and row.speedup_text() != "baseline"
     return [
         row.label,
-        row.proof(red="FAIL"),
+        row.starred_verdict,
         gradients,
         "-" if row.loss_first is None else losses,
         number(row.peak_memory_mb, ",.0f"),
@@ -214,8 +224,15 @@ def _proof_cells(row: Row) -> list[str]:
     ]
 
 
+def _loss_note(steps: Collection[int]) -> list[str]:
+    """The steps of the losses in the table, in a sentence; nothing without losses."""
+    last = f", {max(steps)}" if len(steps) == 1 else ""
+    note = f"loss: in step 1, the first of the warm-up, and in the last timed step{last}"
+    return [note] if steps else []
+
+
 def _row_notes(group: list[Row]) -> list[str]:
-    """What the numbers alone do not say."""
+    """Explanations below the table, for numbers that need one."""
     lines = [f"{row.label}: {row.note}" for row in group if row.note]
     lines += [f"IMPLAUSIBLE: {sentence}" for row in group for sentence in row.plausibility]
     lines += [f"{row.label}: {_startup(row)}" for row in group if row.startup_s]
@@ -224,7 +241,7 @@ def _row_notes(group: list[Row]) -> list[str]:
         lines.append(f"peak: {sources.pop()}")
     elif sources:
         lines.append("peak: the highest that a large matrix product reached in each row's session")
-    lines += rows.proof_notes(group)
+    lines += rows.verdict_notes(group)
     if any(row.peak_share is not None and row.peak_share > 1 for row in group):
         lines.append("more than 100% of peak: other programs ran while the peak was measured")
     return list(map(printable, lines))
@@ -250,7 +267,7 @@ def _startup(row: Row) -> str:
 
 # --- waterfalls ----------------------------------------------------------------------------------
 
-WATERFALL_HEADER = ("change", "code", "step ms", "over the last", "over V1 fp32", "proof",
+WATERFALL_HEADER = ("change", "code", "step ms", "over the last", "over V1 fp32", "verdict",
                     "peak MB")  # fmt: skip
 _WATERFALL_LEGEND = (
     f"over the last: times as fast as the last rung with a time, with the 95% interval; {SAME}: no "
@@ -287,7 +304,7 @@ def _step_cells(step: Step) -> list[str]:
         number(step.step_ms, ",.2f"),
         ratio(step.gain, step.gain_ci, SAME),
         over_v1 if step.timed else "-",
-        row.proof(red="RED"),
+        row.starred_verdict,
         number(row.peak_memory_mb, ",.0f"),
     ]
 
@@ -302,7 +319,7 @@ def _waterfall_notes(one: Waterfall) -> list[str]:
             reason = f"since {above.rung.title} has no time"
             lines.append(f"{step.rung.title}: over {step.before}, {reason}")
     ran = [step.row for step in one.steps if step.row]
-    lines += rows.proof_notes(ran)
+    lines += rows.verdict_notes(ran)
     lines += [f"IMPLAUSIBLE: {sentence}" for row in ran for sentence in row.plausibility]
     return list(map(printable, lines))
 
@@ -333,9 +350,7 @@ def _step_record(step: Step) -> dict[str, Any]:
 
 def without_time(row: Row) -> str:
     """Why a row of a waterfall or a sweep has no time, in a few words."""
-    if row.refused:
-        return f"{row.refused.upper()} RED"
-    words = {"interpreted": NOT_COMPARABLE, "timed": "gate not run"}
+    words = {"interpreted": NOT_COMPARABLE, "timed": "gate not run", "failed": FAIL}
     return words.get(row.status, row.status)
 
 
@@ -359,7 +374,7 @@ def of_sweeps(found: Sequence[Sweep]) -> Report:
 
 
 def sweep_table(one: Sweep) -> Table:
-    header = (one.axis, "version", "step ms", "tokens/s", "speed-up [95%]", "peak MB", "proof")
+    header = (one.axis, "version", "step ms", "tokens/s", "speed-up [95%]", "peak MB", "verdict")
     lines = []
     for label, point in sweep_points(one):
         style = "red" if point.failed else "dim" if point.row.step_ms is None else None
@@ -377,15 +392,16 @@ def sweep_points(one: Sweep) -> list[tuple[str, Point]]:
 def _point_cells(label: str, point: Point) -> list[str]:
     row, size = point.row, f"{point.size:,}"
     if row.step_ms is None:
-        return [size, label, point_without_time(point), "-", "-", "-", row.proof(red="RED")]
+        verdict = "-" if point.beyond_memory else row.starred_verdict
+        return [size, label, point_without_time(point), "-", "-", "-", verdict]
     return [
         size,
         label,
         number(row.step_ms, ",.2f"),
         number(row.tokens_per_s, ",.0f"),
-        row.verdict().replace("no significant difference", SAME),
+        row.speedup_text().replace("no significant difference", SAME),
         number(row.peak_memory_mb, ",.0f"),
-        row.proof(red="RED"),
+        row.starred_verdict,
     ]
 
 
@@ -426,7 +442,7 @@ def _limit(curve: Curve) -> str:
 def _sweep_notes(one: Sweep) -> list[str]:
     """Smaller gates, failures and skips for another reason than memory, and implausible numbers."""
     points = sweep_points(one)
-    lines = rows.proof_notes(point.row for _, point in points)
+    lines = rows.verdict_notes(point.row for _, point in points)
     reasons: dict[tuple[str, str], list[str]] = {}
     for label, point in points:
         note = point.row.note

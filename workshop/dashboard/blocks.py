@@ -1,6 +1,7 @@
 """The content of each view, in blocks of sentences, a figure and a table, for the server and the
 exported page."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
-from workshop.collection import Profile, StoredOperators
+from workshop.collection import Profile, StoredOperators, distinct_names
 from workshop.compare import lab_table, tables
-from workshop.compare.rows import Row, without_interval
+from workshop.compare.rows import Row, build_row, without_interval
 from workshop.compare.sweep import AXES
 from workshop.dashboard import data, figures
 from workshop.dashboard.data import Choice, Group, Snapshot
@@ -20,11 +21,12 @@ from workshop.labs import LabRow
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.show import summary
-from workshop.profilers.table import KernelTable
+from workshop.profilers.table import Kernel, KernelTable
+from workshop.results import FAIL, PASS
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline.model import Roofline, flags, sentences
 from workshop.run import precision, presets
-from workshop.versions import ALL, BASELINE
+from workshop.versions import ALL, BASELINE, VERSIONS
 
 CONTENTS, OVERVIEW = "What is here", "Speed and memory"
 ROOFLINE, KERNELS = "Roofline", "Kernels"
@@ -106,27 +108,30 @@ def _contents(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
     ladder = [_group_line(group, snapshot.rows(group)) for group in groups]
     profiles = Counter((printable(p.device), p.tool) for p in snapshot.profiles.values())
     found = [
-        _part("Versions beside V1", f'the views from "{OVERVIEW}" to "{ROOFLINE}"',
+        _part(f"Versions beside V1: {len(ladder)}", f'the views from "{OVERVIEW}" to "{ROOFLINE}"',
               ("device, size, precision, batch × sequence", "versions", "best"), ladder, 3),
-        _part("Labs", f'the view "{LABS}"',
-              ("lab and subject", "fastest", "rows", "proof green"),
+        _part(f"Labs: {len(snapshot.labs)}", f'the view "{LABS}"',
+              ("lab and subject", "fastest", "rows", "pass"),
               [_lab_line(title, own) for title, own in snapshot.labs.items()], 2),
-        _part("Profiles", f'the view "{KERNELS}"', ("device", "tool", "profiles"),
+        _part(f"Profiles: {len(snapshot.profiles)}", f'the view "{KERNELS}"',
+              ("device", "tool", "profiles"),
               [[*key, str(count)] for key, count in profiles.items()], 2),
     ]  # fmt: skip
     return [block for block in found if block.table and block.table.rows] or [_nothing()]
 
 
 def _part(title: str, where: str, header: Sequence[str], lines: list[Cells], texts: int) -> Block:
-    key = f"contents-{title.split()[0].lower()}"
+    key = f"contents-{title.split()[0].strip(':').lower()}"
     after = [f"Shown by {where}."]
-    return Block(key, f"{title}: {len(lines)}", None, Table(header, lines, texts), (), after, True)
+    return Block(key, title, None, Table(header, lines, texts), (), after, True)
 
 
 def _group_line(group: Group, rows: list[Row]) -> Cells:
     best = data.headline(rows)
     timed = ", ".join(printable(row.label) for row in rows if row.step_ms)
-    verdict = Cell(best, GOOD) if best else Cell("no speed-up with an interval", DIM)
+    tested = any(row.speedup_ci and row.version != BASELINE for row in rows)
+    without = "no significant speed-up" if tested else "no speed-up with an interval"
+    verdict = Cell(best, GOOD) if best else Cell(without, DIM)
     return [Cell(" · ".join(group), "name"), timed, verdict]
 
 
@@ -134,8 +139,8 @@ def _lab_line(title: str, rows: list[LabRow]) -> Cells:
     faster = [(row.speedup.value, row) for row in rows if row.speedup and row.speedup.significant]
     value, best = max(faster, key=lambda pair: pair[0], default=(0.0, None))
     fastest = f"{printable(best.label)}: {value:.2f}x" if best else "-"
-    green = sum(lab_table.proof(row) == lab_table.GREEN for row in rows)
-    return [Cell(printable(title), "name"), fastest, str(len(rows)), str(green)]
+    passed = sum(lab_table.verdict(row) == PASS for row in rows)
+    return [Cell(printable(title), "name"), fastest, str(len(rows)), str(passed)]
 
 
 # --- speed and memory ----------------------------------------------------------------------------
@@ -143,9 +148,9 @@ def _lab_line(title: str, rows: list[LabRow]) -> Cells:
 
 def _overview(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     speed, proof = tables.group_tables(rows)
-    header = ("version", "proof", *speed.header[2:], *proof.header[4:])
+    header = ("version", "verdict", *speed.header[2:], *proof.header[4:])
     lines: list[Cells] = [
-        [_version(row), _proof_cell(row), *fast.cells[2:-1], _verdict(row), *cost.cells[4:]]
+        [_version(row), _verdict(row), *fast.cells[2:-1], _speedup(row), *cost.cells[4:]]
         for row, fast, cost in zip(rows, speed.lines, proof.lines, strict=True)
     ]
     best = data.headline(rows)
@@ -168,22 +173,24 @@ def _version(row: Row) -> Cell:
     return Cell(printable(row.label), title=version.title, colour=version.colour)
 
 
-def _verdict(row: Row) -> Cell:
+def _speedup(row: Row) -> Cell:
     if row.failed:
-        words = f"{row.refused.upper()} RED" if row.refused else "FAILED"
-        return Cell(words, BAD, printable(row.note))
+        return Cell("-", BAD, printable(row.note))
     low, high = row.speedup_ci or (1.0, 1.0)
     look = BAD if high < 1 else GOOD if low > 1 else ""
-    return Cell(row.verdict(), look, printable(row.note))
+    return Cell(row.speedup_text(), look, printable(row.note))
 
 
-def _proof_cell(row: Row) -> Cell:
-    words = row.proof(red="RED").replace("pass", "green")
-    look = {"RED": BAD, "green": GOOD}.get(words.removesuffix(" *"), WARN)
+def _verdict(row: Row) -> Cell:
+    look = {FAIL: BAD, PASS: GOOD}.get(row.verdict, WARN)
     if not row.gate_is_smaller or row.gate_shape is None:
-        return Cell(words, look)
+        return Cell(row.verdict, look)
     batch_size, seq_len = row.gate_shape
-    return Cell(words, look, f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}")
+    return Cell(
+        row.starred_verdict,
+        look,
+        f"the gate ran on fewer tokens than the run: {batch_size} x {seq_len}",
+    )
 
 
 # --- the same model ------------------------------------------------------------------------------
@@ -213,7 +220,7 @@ def _proof(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     ]  # fmt: skip
 
 
-_PROOF_HEADER = ("version", "proof", "closest to its limit", "error", "allowed",
+_PROOF_HEADER = ("version", "verdict", "closest to its limit", "error", "allowed",
                  "tensors with gradient", "parameters", "loss")  # fmt: skip
 
 
@@ -222,7 +229,7 @@ def _proof_cells(snapshot: Snapshot, group: Group, row: Row, proof: Sequence[str
     gated = next((run for run in runs if run.parity.status != "not run"), runs[0])
     name, error, allowed = gated.parity.closest() or ("-", None, None)
     refused = next((run.refused for run in runs if run.refused), ("", []))
-    cell = _proof_cell(row)
+    cell = _verdict(row)
     return [
         _version(row),
         Cell(cell.text, cell.look, printable("; ".join(refused[1])) or cell.title),
@@ -241,20 +248,34 @@ def _proof_cells(snapshot: Snapshot, group: Group, row: Row, proof: Sequence[str
 
 def _ladder(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     whole = [row for row in rows if not row.variant]
-    rungs = [row for row in whole if row.speedup is not None]
-    left_out = [row.label for row in whole if row.speedup is None]
-    after = [f"Left out, without a speed-up: {', '.join(left_out)}."] if left_out else []
+    session = next((row.session for row in whole if row.version == BASELINE), "")
+    reasons = {row.label: _no_rung(row, session) for row in whole}
+    rungs = [row for row in whole if not reasons[row.label]]
+    left_out = ", ".join(f"{label} ({reason})" for label, reason in reasons.items() if reason)
+    after = [f"Left out: {left_out}."] if left_out else []
     title = "What each rung saves"
     if len(rungs) < 2 or rungs[0].version != BASELINE:
-        needs = "It needs V1 and another version of the same session, both with a green gate."
+        needs = "It needs V1 and another version of the same session, which passed the gate."
         blocks = [_note("waterfall", title, needs, *after)]
     else:
-        where = "Where it is saved: each version's parts against V1's"
-        blocks = [
-            Block("waterfall", title, figures.waterfall(rungs), after=after, wide=True),
-            Block("savings", where, figures.savings(rungs[0], rungs[1:]), wide=True),
-        ]
+        runs = [[s.run for s in snapshot.stored(choice.group, row)] for row in rungs]
+        gains = [build_row(its, before).speedup_ci for before, its in itertools.pairwise(runs)]
+        figure = figures.waterfall(rungs, gains)
+        blocks = [Block("waterfall", title, figure, after=after, wide=True)]
+        if proven := [row for row in rungs[1:] if figures.differs(row.speedup_ci)]:
+            where = "Where it is saved: the parts of each version that differs from V1"
+            figure = figures.savings(rungs[0], proven)
+            blocks.append(Block("savings", where, figure, wide=True))
     return blocks + _switches(snapshot.rows(choice.group))
+
+
+def _no_rung(row: Row, session: str) -> str:
+    """Why a row is no rung of the ladder that V1 begins in a session; empty for a rung."""
+    if row.version not in VERSIONS:
+        return "a peer"
+    if row.speedup is None:
+        return "no speed-up"
+    return "" if row.session == session else "another comparison"
 
 
 def _switches(rows: list[Row]) -> list[Block]:
@@ -319,11 +340,12 @@ def _roofline(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
         blocks.append(_one_roofline("steps", "Whole steps and their parts", snapshot, paths))
     profile = snapshot.profiles_of(choice.device).get(choice.profile)
     if profile:
-        title = f"Kernels of {data.profile_label(profile)}"
+        title = f"Kernels of {snapshot.profile_labels[choice.profile]}"
         blocks.append(_one_roofline("kernels", title, snapshot, [profile.folder]))
     for index, benchmark in enumerate(snapshot.benchmarks):
         if printable(benchmark.device) == choice.device:
-            title = "V3's kernels, each alone in a benchmark"
+            where = data.shown_path(benchmark.path.parent)
+            title = f"V3's kernels, each alone in the benchmark of {where}"
             blocks.append(_one_roofline(f"benchmark-{index}", title, snapshot, [benchmark.path]))
     return blocks or [_note("roofline", "Roofline", "No timed run is chosen.")]
 
@@ -359,17 +381,14 @@ def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]
     if profile is None:
         return [_note("kernels", "No profile yet", "make profile runs every profiler that this "
                       "machine has on every version.")]  # fmt: skip
-    alike = [
-        (data.profile_name(other), other.table)
-        for other in snapshot.profiles.values()
-        if _comparable(other) == _comparable(profile)
-    ]
+    alike = [p for p in snapshot.profiles.values() if _comparable(p) == _comparable(profile)]
+    bars = zip(distinct_names(alike), (other.table for other in alike), strict=True)
     title = f"Where the time goes: {profile.tool}"
     return [
-        Block("categories", title, figures.categories(alike), wide=True),
+        Block("categories", title, figures.categories(list(bars)), wide=True),
         Block(
             "hot",
-            f"Hot list of {data.profile_label(profile)}",
+            f"Hot list of {snapshot.profile_labels[choice.profile]}",
             table=_hot_list(profile.table),
             after=[printable(line) for line in (*summary(profile.table), *profile.table.warnings)],
             wide=True,
@@ -380,28 +399,36 @@ def _kernels(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]
 def _comparable(profile: Profile) -> tuple[object, ...]:
     """Equal for profiles that may be shown side by side."""
     group = data.group_of(profile.run) if profile.run else profile.lab and profile.lab.subject
-    return (group, profile.tool, profile.device, profile.table.what)
+    table = profile.table
+    return (group, profile.tool, profile.device, table.what, table.steps is None)
 
 
 def _hot_list(table: KernelTable) -> Table:
+    """The longest kernels, and a sum that is as long as the profile's bar in `figures.categories`:
+    of a step, where the steps are known."""
+
+    def numbers(kernels: Sequence[Kernel]) -> Cells:
+        calls, ns = sum(k.calls for k in kernels), sum(k.total_ns for k in kernels)
+        share = sum(map(table.share, kernels))
+        return [f"{calls / steps:,.{places}f}", f"{ns / steps / 1e6:,.3f}",
+                f"{ns / calls / 1e3:,.1f}", Cell(f"{share:.1%}", bar=share)]  # fmt: skip
+
+    steps, each = (table.steps, " a step") if table.steps else (1, "")
+    places = 1 if any(kernel.calls % steps for kernel in table.kernels) else 0
     rows: list[Cells] = [
         [
             Cell(display_name(kernel.name, 90), "name", printable(kernel.name[:2000])),
             Cell(kernel.category, colour=CATEGORY_COLOURS.get(kernel.category, "")),
-            f"{kernel.calls:,}",
-            f"{kernel.total_ns / 1e6:,.3f}",
-            f"{kernel.mean_ns / 1e3:,.1f}",
-            Cell(f"{table.share(kernel):.1%}", bar=table.share(kernel)),
+            *numbers([kernel]),
         ]
         for kernel in table.kernels[:_HOT]
     ]
-    rest = table.kernels[_HOT:]
-    if rest:
-        calls = f"{sum(kernel.calls for kernel in rest):,}"
-        ms = f"{sum(kernel.total_ns for kernel in rest) / 1e6:,.3f}"
-        share = f"{sum(map(table.share, rest)):.1%}"
-        rows.append([Cell(f"{len(rest):,} more", DIM), "", calls, ms, "", share])
-    return Table((table.what, "category", "calls", "total ms", "mean µs", "share"), rows, texts=2)
+    if rest := table.kernels[_HOT:]:
+        rows.append([Cell(f"{len(rest):,} more", DIM), "", *numbers(rest)])
+    if table.kernels:
+        rows.append([Cell("in all", "name"), "", *numbers(table.kernels)])
+    header = (table.what, "category", f"calls{each}", f"ms{each}", "mean µs", "share")
+    return Table(header, rows, texts=2)
 
 
 # --- labs ----------------------------------------------------------------------------------------
@@ -436,21 +463,21 @@ def _operators(stored: StoredOperators) -> Block:
     table = lab_table.operator_table(stored.bench)
     lines: list[Cells] = []
     for line in table.lines:
-        name, proof, *rest = line.cells
-        look = GOOD if proof.startswith(lab_table.GREEN) else BAD if line.style == "red" else WARN
-        lines.append([Cell(name, "name"), Cell(proof, look), *rest])
+        name, verdict, *rest = line.cells
+        look = GOOD if verdict.startswith(PASS) else BAD if line.style == "red" else WARN
+        lines.append([Cell(name, "name"), Cell(verdict, look), *rest])
     after = [*table.notes, *data.files_in_words([stored.path])]
     return Block("lab", table.title, table=Table(table.header, lines, 2), after=after, wide=True)
 
 
 def _lab_cells(row: LabRow, cells: Sequence[str]) -> Cells:
-    proof, note = lab_table.proof(row), printable(row.note())
-    look = {lab_table.GREEN: GOOD}.get(proof, BAD if row.failed else WARN)
+    verdict, note = lab_table.verdict(row), printable(row.note())
+    look = {PASS: GOOD, FAIL: BAD}.get(verdict, WARN)
     speedup = row.speedup
     faster = speedup is not None and speedup.value > 1
-    verdict = (GOOD if faster else BAD) if speedup and speedup.significant else ""
+    gain = (GOOD if faster else BAD) if speedup and speedup.significant else ""
     name = Cell(printable(cells[0]), "name")
-    return [name, Cell(proof, look, note), *cells[2:6], Cell(cells[6], verdict), *cells[7:]]
+    return [name, Cell(verdict, look, note), *cells[2:6], Cell(cells[6], gain), *cells[7:]]
 
 
 VIEWS: dict[str, Callable[[Snapshot, Choice, list[Row]], list[Block]]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workshop import labs
-from workshop.collection import Collection, Profile, StoredRun
+from workshop.collection import Collection, Profile, StoredRun, distinct_names
 from workshop.compare import lab_table, sweep
 from workshop.compare import rows as compared
 from workshop.compare.rows import Row, variant
@@ -59,6 +59,8 @@ class Snapshot:
     def __init__(self, collection: Collection) -> None:
         self.broken = collection.broken
         self.profiles = {str(profile.folder): profile for profile in collection.profiles}
+        labels = distinct_names(collection.profiles, map(_profile_label, collection.profiles))
+        self.profile_labels = dict(zip(self.profiles, labels, strict=True))
         self.benchmarks = collection.benchmarks
         self.folders = collection.folders
         self.runs = len(collection.runs) + len(collection.lab_runs)
@@ -252,18 +254,15 @@ def shown_path(path: Path) -> str:
     return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def profile_name(profile: Profile) -> str:
-    """Of its version or lab, or of its folder."""
-    lab = profile.lab.lab if profile.lab else ""
-    return printable(profile.version or lab or profile.folder.name)
-
-
-def profile_label(profile: Profile) -> str:
+def _profile_label(profile: Profile) -> str:
     """As in "v1 torch.profiler (tiny fp32, AMD EPYC)"."""
-    size = f"{profile.run.config_name} {profile.run.precision}, " if profile.run else ""
+    name, size = profile.name, ""
+    if profile.run:
+        size = f"{compared.size_name(profile.run)} {profile.run.precision}, "
     if profile.lab:
+        name = profile.lab.lab
         size = f"{profile.lab.subject}, {profile.lab.variant}, "
-    return printable(f"{profile_name(profile)} {profile.tool} ({size}{profile.device})")
+    return printable(f"{name} {profile.tool} ({size}{profile.device})")
 
 
 # --- a group's rows in words ---------------------------------------------------------------------
@@ -275,7 +274,7 @@ def headline(rows: Sequence[Row]) -> str:
     if not proven:
         return ""
     best = max(proven, key=lambda row: row.speedup or 0.0)
-    sentence = f"{best.label.upper()} is {best.verdict()} as fast as {BASELINE.upper()}"
+    sentence = f"{best.label.upper()} is {best.speedup_text()} as fast as {BASELINE.upper()}"
     if best.memory_reduction:
         how = "less" if best.memory_reduction > 0 else "more"
         sentence += f", in {abs(best.memory_reduction):.0%} {how} memory"
@@ -283,7 +282,7 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def alarms(rows: Iterable[Row]) -> list[str]:
-    """Red gates, runs that failed, and implausible numbers."""
+    """Checks and runs that failed, and implausible numbers."""
     rows = list(rows)
     lines = [f"{row.label}: {row.note}" for row in rows if row.failed]
     return lines + [f"IMPLAUSIBLE: {sentence}" for row in rows for sentence in row.plausibility]

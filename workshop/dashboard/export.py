@@ -17,7 +17,7 @@ from rich.progress import track
 
 from workshop import results
 from workshop.collection import Collection
-from workshop.dashboard import blocks, data, layout
+from workshop.dashboard import blocks, layout
 from workshop.dashboard.data import Choice, Group, Snapshot
 
 _FOLDER = Path(__file__).parent
@@ -52,8 +52,7 @@ def page(collection: Collection) -> str:
         selects={
             "group": ("Device, size, precision, batch × sequence", _key(first.group),
                       {_key(group): " · ".join(group) for group in snapshot.sizes()}),
-            "profile": ("Profile", first.profile,
-                        {key: data.profile_label(p) for key, p in snapshot.profiles.items()}),
+            "profile": ("Profile", first.profile, snapshot.profile_labels),
             "lab": ("Lab", first.lab, {key: key for key in snapshot.lab_keys}),
         },
         views=views,

@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workshop.compare.figures import LOST, MEMORY_COLOURS, NEITHER, PHASE_COLOURS, SAVED
-from workshop.compare.rows import Row
+from workshop.compare.rows import ONE_PROCESS, Row
 from workshop.compare.sweep import Axis, Point
 from workshop.dashboard.data import Curve
 from workshop.labs import LabRow
@@ -20,6 +20,7 @@ from workshop.profilers.categories import CATEGORIES
 from workshop.profilers.names import display_name
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.table import KernelTable
+from workshop.results import FAIL
 from workshop.run.interpreter import NOT_COMPARABLE
 from workshop.versions import ALL, BASELINE
 
@@ -31,6 +32,8 @@ _LONGEST_LABEL, _SHORT_LABEL = 60, 4
 _ON_BOTH = {"#1A1F24": "#7F8790", "#222222": "#7F8790", "#9C2C77": _PINK}
 """Dark colours of a roofline, each with one that a dark page shows too."""
 _EMPTY_TEMPLATE = go.layout.Template()
+Interval = Sequence[float]
+"""The lower and the upper end."""
 
 
 def text(name: str) -> str:
@@ -81,7 +84,7 @@ def _by_version(rows: Sequence[Row], y: str, *, legend: bool) -> go.Figure:
         figure.layout.margin = {"t": 24, "r": 16, "l": 85, "b": 40}
     for row in rows:
         if row.step_ms is None:
-            words = f"{row.refused.upper()} RED" if row.refused else row.status
+            words = FAIL if row.failed else row.status
             words = NOT_COMPARABLE.replace(", ", ",<br>") if words == "interpreted" else words
             _write_in_place(figure, row, words)
     return figure
@@ -101,12 +104,13 @@ def throughput(rows: Sequence[Row]) -> go.Figure:
 
 
 def speedups(rows: Sequence[Row]) -> go.Figure:
-    """How many times as fast as V1, with the 95% interval as a bar, for rows with a green gate."""
+    """How many times as fast as V1, with the 95% interval, for rows that passed the gate."""
     figure = _by_version(rows, "times as fast as V1", legend=False)
     shown = {row.label: (row, row.speedup) for row in rows if row.speedup}
-    lows, highs = (
-        [ci[i] if (ci := row.speedup_ci) else None for row, _ in shown.values()] for i in (0, 1)
-    )
+    intervals = [
+        row.speedup_ci if row.speedup_text() != "baseline" else None for row, _ in shown.values()
+    ]
+    lows, highs = ([ci[i] if ci else None for ci in intervals] for i in (0, 1))
     ratios = [ratio for _, ratio in shown.values()]
     errors = {
         "array": [high and high - r for high, r in zip(highs, ratios, strict=True)],
@@ -117,13 +121,13 @@ def speedups(rows: Sequence[Row]) -> go.Figure:
     }
     _add_bars(figure, shown, "%{x}: %{y:.3f}x<extra></extra>", error_y=errors)
     _write_above(figure, {
-        label: (high or ratio, row.short_verdict().replace("\n", "<br>"))
+        label: (high or ratio, row.short_speedup_text().replace("\n", "<br>"))
         for (label, (row, ratio)), high in zip(shown.items(), highs, strict=True)
     })  # fmt: skip
     figure.add_hline(y=1, line={"color": _GREY, "dash": "dash", "width": 2})
     for row in rows:
         if row.step_ms is not None and not row.speedup:
-            why = "no green gate" if row.parity != "pass" else "no V1 to compare"
+            why = "gate not run" if row.parity != "pass" else "no V1 to compare"
             _write_in_place(figure, row, f"no speed-up:<br>{why}")
     return figure
 
@@ -229,31 +233,36 @@ def losses(curves: Sequence[Curve]) -> go.Figure:
     return figure
 
 
-def waterfall(rows: Sequence[Row]) -> go.Figure:
-    """From the first row's step to the last one's: what each version saves of the one before it."""
+def waterfall(rows: Sequence[Row], gains: Sequence[Interval | None]) -> go.Figure:
+    """From the first row's step to the last one's: what each version saves of the one before it.
+
+    Args:
+        gains: of each row but the first, the interval of its speed-up over the row before.
+    """
     figure = _figure(y="ms a step", height=470, legend=False, type="category")
     steps = [row.step_ms or 0.0 for row in rows]
-    changes = [b - a for a, b in itertools.pairwise(steps)]
     names = [text(row.label) for row in rows]
-    words = [
-        f"<b>{change:+,.3g} ms</b><br>{change / before:+.0%}"
-        for change, before in zip(changes, steps, strict=False)
-    ]
-    figure.add_waterfall(
-        x=[names[0], *(f"{a} → {b}" for a, b in itertools.pairwise(names)), "left"],
-        y=[steps[0], *changes, 0],
-        measure=["absolute", *("relative" for _ in changes), "total"],
-        text=[f"<b>{steps[0]:,.4g} ms</b>", *words, f"<b>{steps[-1]:,.4g} ms</b>"],
-        textposition="outside",
-        cliponaxis=False,
-        decreasing={"marker": {"color": SAVED}},
-        increasing={"marker": {"color": LOST}},
-        totals={"marker": {"color": ALL[BASELINE].colour}},
-        connector={"line": {"color": _GREY, "width": 1}},
-        hovertemplate="%{x}: %{delta:,.2f} ms<extra></extra>",
-    )
-    figure.layout.yaxis.range = [0, 1.2 * max(steps)]
+    whole = ALL[BASELINE].colour
+    bars = [(names[0], 0.0, steps[0], f"<b>{steps[0]:,.4g} ms</b>", whole)]
+    for (a, b), (x, y), gain in zip(
+        itertools.pairwise(names), itertools.pairwise(steps), gains, strict=True
+    ):
+        words = [f"<b>{y - x:+,.3g} ms</b>", f"{y / x - 1:+.0%}"]
+        words += [] if differs(gain) else [ONE_PROCESS if gain is None else "no difference"]
+        colour = NEITHER if not differs(gain) else SAVED if y < x else LOST
+        bars.append((f"{a} → {b}", min(x, y), abs(y - x), "<br>".join(words), colour))
+    bars.append(("left", 0.0, steps[-1], f"<b>{steps[-1]:,.4g} ms</b>", whole))
+    places, bases, heights, texts, colours = zip(*bars, strict=True)
+    figure.add_bar(x=places, base=bases, y=heights, text=texts, marker_color=colours,
+                   textposition="outside", cliponaxis=False,
+                   hovertemplate="%{x}: %{y:,.2f} ms<extra></extra>")  # fmt: skip
+    figure.layout.yaxis.range = [0, 1.25 * max(steps)]
     return figure
+
+
+def differs(ratio: Interval | None) -> bool:
+    """Whether the interval of a ratio is known, and shows a difference."""
+    return ratio is not None and not ratio[0] <= 1 <= ratio[1]
 
 
 def savings(baseline: Row, others: Sequence[Row]) -> go.Figure:
@@ -272,26 +281,35 @@ def savings(baseline: Row, others: Sequence[Row]) -> go.Figure:
     return figure
 
 
-def _horizontal(x: str, height: int, *, legend: bool) -> go.Figure:
+def _horizontal(x: str, names: Sequence[str], height: int, *, legend: bool) -> go.Figure:
+    """An empty figure with a place for each name, 0 for the first: plotly stacks bars at one name,
+    and `text` may cut two to the same."""
     figure = _figure(x=x, height=height, legend=legend)
-    return figure.update_yaxes(type="category", autorange="reversed", ticksuffix="  ")
+    return figure.update_yaxes(
+        tickvals=list(range(len(names))),
+        ticktext=list(map(text, names)),
+        autorange="reversed",
+        ticklabelstandoff=8,
+        showgrid=False,
+        zeroline=False,
+    )
 
 
 def switches(whole: Row, variants: Sequence[Row]) -> go.Figure:
     """What each switch of a version is worth: the step without it, less the step with all."""
     height = 150 + 55 * len(variants)
-    figure = _horizontal("ms a step longer without it", height, legend=False)
+    names = [row.variant for row in variants]
+    figure = _horizontal("ms a step longer without it", names, height, legend=False)
     base = whole.step_ms or 0.0
     longer = [(row.step_ms or 0.0) - base for row in variants]
     figure.add_bar(
-        y=[text(row.variant) for row in variants],
         x=longer,
         orientation="h",
         marker_color=[SAVED if x > 0 else LOST for x in longer],
         text=[f"<b>{x:+,.3g} ms</b> ({x / base:+.0%})" for x in longer],
         textposition="outside",
         cliponaxis=False,
-        hovertemplate="%{y}: %{x:+,.2f} ms<extra></extra>",
+        hovertemplate="%{x:+,.2f} ms<extra></extra>",
     )
     span = max(map(abs, longer))
     figure.update_xaxes(range=[1.5 * min(0.0, *longer) - 0.02 * span, 1.5 * max(longer)])
@@ -324,16 +342,17 @@ def sweep(
 
 
 def categories(tables: Sequence[tuple[str, KernelTable]]) -> go.Figure:
-    """Where the time of each profile goes, in ms a step where the steps are known."""
-    steps_known = all(table.steps for _, table in tables)
-    unit = "ms a step" if steps_known else "ms in all"
-    figure = _horizontal(unit, 170 + 60 * len(tables), legend=True)
+    """Where the time of each profile goes, in ms a step where the steps are known: of all profiles,
+    or of none."""
+    unit = "ms a step" if tables[0][1].steps else "ms in all"
+    names = [name for name, _ in tables]
+    figure = _horizontal(unit, names, 170 + 60 * len(tables), legend=True)
     sums = [table.category_ns() for _, table in tables]
-    divisors = [1e6 * ((table.steps or 1) if steps_known else 1) for _, table in tables]
+    divisors = [1e6 * (table.steps or 1) for _, table in tables]
     for category in CATEGORIES:
         times = [own.get(category, 0.0) / d for own, d in zip(sums, divisors, strict=True)]
         if any(times):
-            figure.add_bar(y=[text(name) for name, _ in tables], x=times, name=category,
+            figure.add_bar(x=times, name=category,
                            orientation="h", marker_color=CATEGORY_COLOURS[category],
                            hovertemplate="%{x:,.3g} ms")  # fmt: skip
     figure.update_xaxes(showgrid=True, gridcolor=_GRID)
@@ -344,17 +363,17 @@ def lab_rates(rows: Sequence[LabRow]) -> go.Figure:
     """Units a second of a lab's variants that have a time, coloured by their verdicts."""
     timed = [row for row in rows if row.times]
     unit = text(rows[0].first.unit)
-    figure = _horizontal(f"{unit} a second", 150 + 55 * len(timed), legend=False)
+    names = [row.label for row in timed]
+    figure = _horizontal(f"{unit} a second", names, 150 + 55 * len(timed), legend=False)
     rates = [row.units_per_s or 0.0 for row in timed]
     figure.add_bar(
-        y=[text(row.label) for row in timed],
         x=rates,
         orientation="h",
         marker_color=list(map(_verdict_colour, timed)),
         text=[f"<b>{rate:,.4g}</b>" if rate < 1e4 else f"<b>{rate:,.0f}</b>" for rate in rates],
         textposition="outside",
         cliponaxis=False,
-        hovertemplate=f"%{{y}}: %{{x:,.1f}} {unit}/s<extra></extra>",
+        hovertemplate=f"%{{x:,.1f}} {unit}/s<extra></extra>",
     )
     return figure.update_xaxes(range=[0, 1.2 * max(rates)], showgrid=True, gridcolor=_GRID)
 

@@ -81,7 +81,7 @@ def options(snapshot: Snapshot, choice: Choice, key: str, name: str) -> dict[str
     if key == "profile":
         of_device = snapshot.profiles_of(choice.device)
         offered = of_device if name == ROOFLINE else snapshot.profiles
-        return {key: data.profile_label(profile) for key, profile in offered.items()}
+        return {key: snapshot.profile_labels[key] for key in offered}
     values = snapshot.lab_keys if key == "lab" else snapshot.offered(key, choice)
     return {value: value for value in values}
 
@@ -144,7 +144,7 @@ def _cell(cell: Cell | str) -> Component:
 
 
 def alarms(snapshot: Snapshot, choice: Choice) -> list[Component]:
-    """Red gates and implausible numbers of the chosen size."""
+    """Failed checks and implausible numbers of the chosen size."""
     lines = data.alarms(snapshot.chosen(choice))
     return [html.P(printable(line), className=f"say {BAD}") for line in lines]
 

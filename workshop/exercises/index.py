@@ -33,7 +33,10 @@ def _session(number: int, sheets: Sequence[Sheet], folder: Path) -> str:
 
 
 def of_version(sheets: Sequence[Sheet], folder: Path) -> str:
-    """One table of a version's exercises, for the document in its folder."""
+    """One table of a version's exercises, for the document in its folder; one line if it has
+    none."""
+    if not sheets:
+        return "It has no exercises."
     lines = ["| exercise | what | when | minutes |", "| --- | --- | --- | ---: |"]
     for one in sheets:
         lines.append(f"| {_link(one, folder)} | {one.title} | {one.when} | {one.minutes} |")

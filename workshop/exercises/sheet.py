@@ -1,5 +1,6 @@
 """The sheets: which exercises there are, what their heads say, their hints."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ README, CHECK = "README.md", "check.py"
 PLACES = ("version*_*/exercises", "labs/*/exercises")
 SESSION_MINUTES = {1: 45, 2: 60, 3: 60, 4: 45}
 TAKE_HOME, LAB = 5, 6
-"""What comes after the sessions; and what belongs to a lab, which has hours of its own."""
+"""The numbers of what comes after the sessions, and of a lab, which has its own hours."""
 SESSIONS = (*SESSION_MINUTES, TAKE_HOME, LAB)
 _NAMES = {TAKE_HOME: "take home", LAB: "lab"}
 ORDER = (
@@ -95,7 +96,7 @@ def read(folder: Path) -> Sheet:
 
 
 def folders(root: Path = ROOT) -> list[Path]:
-    """Of all exercises, by path; a folder without a check is none."""
+    """The folders of all exercises, by path; each has a check."""
     found = (path for place in PLACES for path in root.glob(f"{place}/*/{README}"))
     return sorted(path.parent for path in found if (path.parent / CHECK).is_file())
 
@@ -109,6 +110,9 @@ def read_all(root: Path = ROOT) -> tuple[list[Sheet], list[str]]:
             sheets.append(read(folder))
         except WorkshopError as error:
             problems.append(str(error))
+    for first, second in itertools.pairwise(sorted(sheets, key=lambda one: one.name)):
+        if first.name == second.name:
+            problems.append(f"{first.folder} and {second.folder}: two exercises of one name")
     return sorted(sheets, key=_place), problems
 
 

@@ -34,7 +34,7 @@ from workshop.gate.parity import (
     Measure,
     Setting,
 )
-from workshop.results import GATE_ONLY
+from workshop.results import FAIL, NOT_AUDITED, PASS
 from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
 
@@ -58,7 +58,7 @@ FP8_MULTIPLE = 4
 """The same in fp8 for all losses and last gradients. Training carries fp8's large roundings on, so
 that V1's own error is a matter of luck: on an H200 at small and medium, in 144 runs with 3 to 15
 seeds of each size and recipe, V2, V3 and V4 are up to 2.9 times as far off as V1
-(results/reference/nvidia_h200/prototypes/audit_fp8.jsonl). With MULTIPLE 14 of these runs were red.
+(results/reference/nvidia_h200/prototypes/audit_fp8.jsonl). With MULTIPLE 14 of these runs failed.
 What fp8 then hides: a gradient of half the size, a rate 5% too high, most single steps lost. A run
 in bf16 shows them."""
 
@@ -296,7 +296,7 @@ def summary(audit: results.Audit) -> str:
     """One line: the verdict and the figures behind it."""
     if audit.status == "not run":
         return audit.why
-    verdict = "pass" if audit.status == "pass" else f"FAIL, {len(audit.failures)} reasons"
+    verdict = PASS if audit.status == "pass" else f"{FAIL}, {len(audit.failures)} reasons"
     line = f"{verdict}: {audit.steps} steps as {audit.reference}"
     closest = audit.closest()
     if closest is not None:
@@ -330,11 +330,11 @@ def of_run(
         except (RuntimeError, MemoryError) as error:
             if trainer.memory_asked_for(error) is None:
                 raise
-            return results.Audit(why=f"{GATE_ONLY}: no memory for V1 in higher precision")
+            return results.Audit(why=f"{NOT_AUDITED}: no memory for V1 in higher precision")
         reference = Reference(truth, found, dtype)
         save_reference(path, reference)
     else:
-        return results.Audit(why=f"{GATE_ONLY}: no V1 ran before it in this session")
+        return results.Audit(why=f"{NOT_AUDITED}: no V1 ran before it in this session")
     audit = judge(found, reference, setting)
     audit.seconds = time.perf_counter() - start
     return audit

@@ -45,15 +45,12 @@ from workshop.kernels.cases import (
     make_cases,
 )
 from workshop.kernels.measure import (
-    ABSENT,
-    FAILED,
-    OK,
-    WRONG,
     Row,
     Setting,
     measure_case,
     time_contenders,
 )
+from workshop.results import FAIL, PASS, SKIPPED
 from workshop.run import chips, hardware, interpreter, timing
 from workshop.run.precision import get_precision
 
@@ -359,7 +356,7 @@ def notes(rows: list[Row], run: Run) -> list[str]:
     lines = []
     for (contender, status, note), sizes in found.items():
         where = "" if set(sizes) == everywhere else f" at {'; '.join(sizes)}"
-        verdict = "" if status == OK else f" {status}"
+        verdict = "" if status == PASS else f" {status}"
         lines.append(f"{contender}{where}{verdict}: {note}")
     return lines + [sentence for row in rows for sentence in run.implausible(row)]
 
@@ -391,7 +388,7 @@ def behind(rows: list[Row]) -> list[str]:
     return [head + (", not at" if slower else ""), *lines] if found else []
 
 
-STYLES = {WRONG: "red", FAILED: "red", ABSENT: "dim"}
+STYLES = {FAIL: "red", SKIPPED: "dim"}
 
 
 def show(rows: list[Row], run: Run) -> None:

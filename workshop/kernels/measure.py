@@ -37,11 +37,10 @@ from workshop.kernels.cases import (
     Function,
     Tensors,
 )
+from workshop.results import FAIL, PASS, SKIPPED
 from workshop.run import timing, trainer
 from workshop.run.precision import Precision
 from workshop.run.timing import StepClock
-
-OK, WRONG, ABSENT, FAILED = "ok", "WRONG", "absent", "failed"
 
 MULTIPLE = 2.0
 """How far from the truth a contender may be, in units of the plain version's own distance."""
@@ -91,7 +90,7 @@ class Row:
     contender: str
     unit: str
     amounts: dict[str, float]
-    status: str = OK
+    status: str = PASS
     note: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     allowed: dict[str, float] = field(default_factory=dict)
@@ -104,7 +103,7 @@ class Row:
     @property
     def failed(self) -> bool:
         """Whether this is a kernel of ours that is wrong or does not run."""
-        return self.contender == OURS and self.status in (WRONG, FAILED)
+        return self.contender == OURS and self.status == FAIL
 
     @property
     def worst(self) -> str | None:
@@ -288,7 +287,7 @@ def relative_rms(found: Tensor | None, true: Tensor) -> float:
 
 
 def check(row: Row, case: Case, function: Function, data: Data, truth: dict[str, Tensor]) -> None:
-    """Fills the row's status, errors and note: the reason where it is absent or wrong."""
+    """Fills the row's status, errors and note: the reason where it is skipped or wrong."""
     own = data.fresh()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -296,22 +295,22 @@ def check(row: Row, case: Case, function: Function, data: Data, truth: dict[str,
             found = outcome(case, function, own)
             row.peak_mb = _peak_mb(case, function, data)
         except Absent as error:
-            row.status, row.note = ABSENT, str(error)
+            row.status, row.note = SKIPPED, str(error)
             return
         except Exception as error:  # a rival's reasons not to run are its own
-            row.status = FAILED if row.contender == OURS else ABSENT
+            row.status = FAIL if row.contender == OURS else SKIPPED
             row.note = _reason(error, [str(warning.message) for warning in warned])
             return
     row.errors = {name: relative_rms(found[name], true) for name, true in truth.items()}
     wrong = [name for name, error in row.errors.items() if not error <= row.allowed[name]]
     if wrong:
-        row.status, row.peak_mb = WRONG, None
-        row.note = ", ".join(_verdict(name, row.errors[name], row.allowed[name]) for name in wrong)
+        row.status, row.peak_mb = FAIL, None
+        row.note = ", ".join(_too_far(name, row.errors[name], row.allowed[name]) for name in wrong)
     elif own.differs(data):
         row.add_note("overwrites its arguments or the gradient that it is given")
 
 
-def _verdict(name: str, error: float, allowed: float) -> str:
+def _too_far(name: str, error: float, allowed: float) -> str:
     if math.isinf(error):
         return f"{name} is missing or has another shape"
     return f"{name} is off by {error:.1e} of its size, allowed {allowed:.1e}"
@@ -363,13 +362,13 @@ def measure_case(case: Case, setting: Setting, timer: Timer | None) -> list[Row]
         truth, allowed = truth_and_allowance(case, data, setting)
     except torch.OutOfMemoryError:
         for row in rows:
-            row.status, row.note = ABSENT, "this device has no memory for the check"
+            row.status, row.note = SKIPPED, "this device has no memory for the check"
         return rows
     for row in rows:
         row.allowed = dict(allowed)
         check(row, case, functions[row.contender], data, truth)
     del truth
-    right = [(row, functions[row.contender]) for row in rows if row.status == OK]
+    right = [(row, functions[row.contender]) for row in rows if row.status == PASS]
     if timer and right:
         timer(case, right, data, setting)
     return rows

@@ -298,7 +298,7 @@ def _idle(figures: Figures) -> Iterator[Advice]:
         return
     facts = (
         f"the GPU idles {share:.0%} of the time ({duration(line.idle_ns)} of "
-        f"{duration(line.span_ns)}). It runs {figures.times(figures.launches, 'kernels')}, "
+        f"{duration(line.span_ns)}). It runs {figures.times(figures.line_launches, 'kernels')}, "
         f"{duration(figures.total_ns / figures.launches)} long on average, with "
         f"{duration(figures.gap_ns)} between them.{_host_launches(figures)} "
     )

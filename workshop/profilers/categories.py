@@ -1,4 +1,4 @@
-"""What a kernel does, derived from its name.
+"""The category of a kernel, derived from its name.
 
 The names are those of the libraries' and the compilers' kernels, mangled or not, and of PyTorch's
 operators, which take the place of kernels in the trace of a machine without a GPU.
@@ -61,25 +61,25 @@ _RULES = (
     # Before the reductions and gathers of a single GPU.
     (
         "communication",
-        r"nccl|rccl|^c10d::|^gloo:|^memcpy ptop|all_?reduce|all_?gather|reduce_?scatter",
+        r"nccl|rccl|^c10d::|^gloo:|memcpy p(?:top|eer)|all_?reduce|all_?gather|reduce_?scatter",
     ),
     (
         "copy",
         r"^mem(?:cpy|set)|cuda mem(?:cpy|set)|__amd_rocclr_|^memory_copy|^(?:copy|fill)buffer"
-        r"|^copy(?:host|device)to",
+        r"|^copy(?:host|device)to|reshape_and_cache|store_kv_?cache",
     ),
     # Before the products: many attention kernels are built on CUTLASS and carry its name.
     (
         "attention",
         r"attention|attn|flash_|flash::|fmha|sdpa|scaled_dot_product|dot_do_o|convert_dq|^kentry"
-        r"|bwd_kernel_(?:dk_dv|dq|fuse)|bwd_preprocess",
+        r"|bwd_kernel_(?:dk_dv|dq|fuse)|bwd_preprocess|(?<![a-z])sage_[fb]wd",
     ),
     (
         "GEMM",
         r"gemm|gemv|nvjet|cutlass|cublas|rocblas|cijk_|xmma|splitk|matmul"
         r"|^aten::_?(?:add|badd|scaled_|grouped_|int_)?b?mm(?![a-z])|^aten::_?(?:add)?mv_?$"
         r"|^bmm_|(?:^aten::|mkldnn_|mkl_|::_)linear(?!_cross)|^aten::einsum"
-        r"|convol|conv[123]d|scudnn|winograd|miopenconv",
+        r"|convol|conv(?:_transpose)?[123]d|scudnn|winograd|miopenconv",
     ),
     # Before the norms and copies: foreach kernels compute gradients' norms and copy parameters.
     # lerp, addcmul and addcdiv are the steps of an Adam that goes parameter by parameter.
@@ -89,14 +89,17 @@ _RULES = (
     ),
     (
         "norm",
-        r"(?:rms|layer|batch|group|instance)_?norm|bn_fw|bn_bw|cucomputegradinput|rowwisemoments|gammabeta",
+        r"(?:rms|layer|batch|group|instance)_?norm|bn_fw|bn_bw|cucomputegradinput|rowwisemoments|gammabeta"
+        r"|compute(?:backward)?fusedparams|computeinternalgradients",
     ),
     # Before elementwise: PyTorch runs copies by the same kernels, with another functor.
     (
         "copy",
-        r"copy_?kernel|float8_round|catarray|nchwtonhwc|nhwctonchw|batched_transpose"
+        r"copy_?kernel|float8_round|catarray|nchwtonhwc|nhwctonchw|transpose|(?:im(?:[23]d)?|vol)2col"
+        r"|subtensoropwith(?:cast|sub)tensor"
         r"|^aten::_?(?:copy|to|to_copy|type_as|clone|contiguous|cat|stack|repeat|repeat_interleave)_?$",
     ),
+    ("elementwise", r"_rope|rope_|rotary"),  # before the lookups: "rotary_embedding"
     (
         "other",
         r"embedding|gather|scatter|index_?(?:select|put|add|copy|fill|func|elementwise|kernel)"
@@ -105,7 +108,8 @@ _RULES = (
     (
         "elementwise",
         r"^aten::|elementwise|(?:max|avg|average)_?pool|pooling|reduce_?kernel|softmax|dropout|distribution|silu|gelu|swiglu|geglu"
-        r"|_rope|rope_|rotary|float8_largest|cross_?entropy|nll_?loss|triu|tril",
+        r"|float8_largest|cross_?entropy|nll_?loss|triu|tril|upsample|col2(?:im|vol)|subtensorop"
+        r"|(?<![a-z])op(?:\dd)?tensor",
     ),
 )
 _PATTERNS = tuple((category, re.compile(pattern)) for category, pattern in _RULES)

@@ -7,11 +7,12 @@ found by its time on the host, on any thread.
 """
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, filterfalse
+from itertools import chain, filterfalse, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,17 +59,27 @@ _OLD_CATEGORIES = {
     "Runtime": "cuda_runtime",
     "Operator": "cpu_op",
 }
-"""Of traces until 2022."""
+"""Names in traces until 2022, and today's."""
+WHOLE_TRACE = "Trace"
+"""The category of Kineto's own span, from the profiler's start to its stop."""
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+ON_GPU = {*_ON_GPU, "gpu_user_annotation"}
 _HOST_CALLS = {"cuda_runtime", "cuda_driver", "hip_runtime"}
 _KINDS = {*_ON_GPU, *_HOST_CALLS, "user_annotation", "cpu_op"}
+_ON_HOST = {*_HOST_CALLS, "user_annotation", "cpu_op", "python_function", WHOLE_TRACE}
 _NS_PER_US = 1000.0
 _NO_CORRELATION = 0
+_FOR_ORIGIN = 1000
+"""Events from whose starts a clock takes its origin."""
+_WEEK_NS = 7 * 24 * 3600e9
+_UNSEEN_NS = 10e9
+"""The longest that a kernel runs on after the last thing that the host did in the trace."""
+_AMD = re.compile(r"AMD|Radeon|Instinct|gfx\d", re.IGNORECASE)
 
 _Thread = tuple[int | str, int | str]
 """Its process and its number."""
 _Operator = tuple[float, float, str]
-"""Start and end in ns since the trace's first event, name."""
+"""Start and end in ns by the trace's Clock, name."""
 
 
 def read(path: Path) -> KernelTable:
@@ -100,7 +111,7 @@ def read(path: Path) -> KernelTable:
 
 
 def read_activity(path: Path) -> step_time.Activity:
-    """What ran in a trace's steps; no steps where none are marked. As `read`."""
+    """The activity in a trace's steps; no steps where none are marked. As `read`."""
     path, others = newest_trace(path) if path.is_dir() else (path, [])
     trace, problems = _read(path)
     activity = _activity(trace, trace.drop_before_steps())
@@ -128,22 +139,53 @@ def read_communication(path: Path) -> list[step_time.Communication]:
 
 def _read(path: Path) -> tuple["_Trace", Problems]:
     """A trace, and the events that make no sense."""
-    problems, trace = Problems(path), _Trace()
-    row = 0
-    for row, event in json_stream.items(path, "traceEvents", problems):
-        try:
-            trace.add(event)
-        except (NoNumber, NoEvent) as error:
-            problems.add(row, str(error))
-    if not row and not problems.count:
+    trace = _Trace()
+    return trace, read_events(path, trace.clock, trace.add)
+
+
+def read_events(path: Path, clock: "Clock", add: Callable[[Any], None]) -> Problems:
+    """Gives every event of a trace to `add`, which reads its times from the clock; returns those
+    that make no sense. A kernel that outlasts all that the host did in the trace is one of them.
+
+    Raises:
+        WorkshopError: the file can't be read, or has no events.
+    """
+    problems, late = Problems(path), []
+    events = json_stream.items(path, "traceEvents", problems)
+    first = list(islice(events, _FOR_ORIGIN))
+    if not first and not problems.count:
         raise WorkshopError(
             f"{path}: its traceEvents are missing or empty; is it a trace of torch.profiler?"
         )
-    return trace, problems
+    clock.set_origin(event for _, event in first)
+    for row, event in chain(first, events):
+        try:
+            add(event)
+        except TooLong:
+            late.append((row, event))
+        except (NoNumber, NoEvent) as error:
+            problems.add(row, str(error))
+    if late:
+        clock.longest_ns = min(max(_UNSEEN_NS, _host_ns(path, clock)), _WEEK_NS)
+    for row, event in late:
+        with problems.noted(row):
+            add(event)
+    return problems
+
+
+def _host_ns(path: Path, clock: "Clock") -> float:
+    """The time from the first to the last thing that the host did; inf where it did nothing."""
+    first, last = math.inf, -math.inf
+    for _, event in json_stream.items(path, "traceEvents", Problems(path)):
+        if isinstance(event, dict) and category(event) in _ON_HOST and event.get("ph") == "X":
+            with suppress(NoNumber):
+                start, ns = clock.times(event)
+                first, last = min(first, start), max(last, start + ns)
+    return last - first if first < math.inf else math.inf
 
 
 def category(event: dict) -> str:
-    """What an event is, by the names that today's PyTorch has for it; "" where it does not say.
+    """The kind of an event, by the names that today's PyTorch has for it; "" where it does not say.
     Until 2022 ranges were operators, too."""
     found = event.get("cat")
     if found == "Operator" and str(event.get("name")).partition("#")[0] in _RANGES:
@@ -183,15 +225,36 @@ class NoEvent(ValueError):
     """An entry of the list of events is not what its place or its category makes it."""
 
 
+class TooLong(NoNumber):
+    """A GPU's event lasts longer than its clock allows."""
+
+
 class Clock:
-    """Reads the times of events in ns since the first event's start: since 1970, nanoseconds would
-    take more digits than a float has."""
+    """Reads the times of events in ns since about the trace's beginning: since 1970, nanoseconds
+    would take more digits than a float has.
+
+    CUPTI and roctracer sometimes give an event a start of 0, or a duration of days to centuries.
+
+    Attributes:
+        longest_ns: what runs on a GPU for longer is TooLong.
+    """
 
     def __init__(self) -> None:
-        self._origin_us: float | None = None
+        self.longest_ns = _UNSEEN_NS
+        self._origin_us = 0.0
+
+    def set_origin(self, events: Iterable[Any]) -> None:
+        """To the median of these events' starts: any one of them may be corrupt."""
+        starts = []
+        for event in events:
+            if isinstance(event, dict) and event.get("ph") == "X":
+                with suppress(NoNumber):
+                    starts.append(number(event.get("ts")))
+        if starts:
+            self._origin_us = sorted(starts)[len(starts) // 2]
 
     def times(self, event: dict) -> tuple[float, float]:
-        """Start and duration. Raises NoNumber: they are none."""
+        """Start and duration. Raises NoNumber, TooLong: they make no sense."""
         try:
             start_us = number(event.get("ts"))
         except NoNumber as error:
@@ -200,16 +263,20 @@ class Clock:
             duration = nanoseconds(event.get("dur"), _NS_PER_US)
         except NoNumber as error:
             raise NoNumber(f"its duration (dur): {error}") from None
-        if self._origin_us is None:
-            self._origin_us = start_us
+        if duration > self.longest_ns:
+            seconds = f"its duration (dur): {duration / 1e9:,.0f} s"
+            if duration > _WEEK_NS:
+                raise NoNumber(f"{seconds}, more than a week")
+            if category(event) in ON_GPU:
+                raise TooLong(f"{seconds}, longer than all that the host did")
         start = (start_us - self._origin_us) * _NS_PER_US
         if abs(start) > MOST_NS:
-            raise NoNumber(f"its start (ts): {start_us:g} is years from the first event's")
+            raise NoNumber(f"its start (ts): {start_us:g} is years from the others'")
         return start, duration
 
 
 class _Interval(NamedTuple):
-    """In ns since the trace's first event, on the host."""
+    """A range on the host, in ns by the trace's Clock."""
 
     start: float
     end: float
@@ -218,23 +285,23 @@ class _Interval(NamedTuple):
 
 
 class _Activity(NamedTuple):
-    """A kernel, copy or memset that a GPU ran. Times in ns since the trace's first event."""
+    """A kernel, copy or memset that a GPU ran. Times in ns by the trace's Clock."""
 
     name: str
     start: float
     ns: float
     correlation: int
-    """That of its launch, or _NO_CORRELATION."""
+    """The number that it shares with its launch, or _NO_CORRELATION."""
     bytes: float | None
     stream: int | str
 
 
 class _Trace:
-    """A trace's events, sorted by kind. Times in ns since its first event.
+    """A trace's events, sorted by kind. Times in ns by its Clock.
 
     Attributes:
         devices: what ran on each GPU, by its number.
-        copies: the names of copies and memsets.
+        copies: the category of each copy and memset, by its name.
         calls: (start, time, thread) of the runtime's functions, by name.
         launches: when the host launched, by the correlation that it shares with what it launched.
         ranges: the annotations that mark steps, phases and the loading of data, by name, without
@@ -245,14 +312,14 @@ class _Trace:
 
     def __init__(self) -> None:
         self.devices: defaultdict[int, list[_Activity]] = defaultdict(list)
-        self.copies: set[str] = set()
+        self.copies: dict[str, str] = {}
         self.calls: defaultdict[str, list[tuple[float, float, _Thread]]] = defaultdict(list)
         self.launches: dict[int, float] = {}
         self.ranges: dict[str, list[_Interval]] = {name: [] for name in _RANGES}
         self.operators: defaultdict[_Thread, list[_Operator]] = defaultdict(list)
         self.transfers: list[step_time.Span] = []
         self._names: dict[str, str] = {}  # as read, as printed: one copy of each for all events
-        self._clock = Clock()
+        self.clock = Clock()
 
     def add(self, event: Any) -> None:
         """Raises:
@@ -268,14 +335,15 @@ class _Trace:
             raise NoEvent("it has no name")
         if not isinstance(arguments, dict):
             arguments = {}
-        start, ns = self._clock.times(event)
+        start, ns = self.clock.times(event)
         if name not in self._names:
             self._names[name] = printable(name)
         name = self._names[name]
         if kind in _ON_GPU:
             moved = None
             if kind != "kernel":
-                self.copies.add(name)
+                if name not in self.copies:
+                    self.copies[name] = copy_category(name)
                 moved = _traffic(name, arguments)
             index = arguments.get("device", event.get("pid"))
             correlation, (_, stream) = _correlation(arguments), _thread(event)
@@ -345,11 +413,18 @@ def _thread(event: dict) -> _Thread:
 
 
 def _traffic(name: str, arguments: dict) -> float | None:
-    """What a copy or memset moves to and from the device's memory: a copy within it reads and
-    writes each byte there."""
+    """The bytes that a copy or memset moves to and from a device's memory: twice its size where it
+    reads and writes the same memory. A copy between two devices reads the one and writes the other.
+    """
+    is_within = "Device -> Device" in name and copy_category(name) == "copy"
     with suppress(NoNumber):
-        return amount(arguments.get("bytes"), 2 if "Device -> Device" in name else 1)
+        return amount(arguments.get("bytes"), 2 if is_within else 1)
     return None
+
+
+def copy_category(name: str) -> str:
+    """The category of a copy or memset: "communication" between GPUs, else "copy"."""
+    return "communication" if categorize(name) == "communication" else "copy"
 
 
 def _correlation(arguments: dict) -> int:
@@ -359,20 +434,19 @@ def _correlation(arguments: dict) -> int:
 
 
 def _kernel_table(path: Path, trace: _Trace) -> KernelTable:
-    index, busiest = trace.busiest()
     sums, launched = Sums(), []
-    for name, _, ns, correlation, moved, _ in chain.from_iterable(trace.devices.values()):
-        sums.add(name, ns, bytes=moved, category="copy" if name in trace.copies else None)
-        if correlation in trace.launches:
-            launched.append((trace.launches[correlation], ns))
+    for device, activities in trace.devices.items():
+        for name, start, ns, correlation, moved, _ in activities:
+            category = trace.copies.get(name)
+            sums.add(name, ns, start_ns=start, bytes=moved, category=category, device=device)
+            if correlation in trace.launches:
+                launched.append((trace.launches[correlation], ns))
     table = _table(path, trace, sums, launched)
-    table.device = device_names(path).get(index)
-    table.timeline = timeline((start, start + ns) for _, start, ns, *_ in busiest)
-    if len(trace.devices) > 1:
-        table.warnings.append(
-            f"{path}: the kernels of {len(trace.devices)} devices are added up; busy and idle time "
-            f"are those of device {index}, the busiest"
-        )
+    busiest = sums.busiest()
+    if isinstance(busiest, int):  # anything ran
+        table.device = device_name(device_names(path), busiest)
+    table.timeline = sums.timeline()
+    table.warnings += [f"{path}: {warning}" for warning in sums.warnings()]
     orphans = table.launches - len(launched)
     if orphans and table.phases_ns:
         table.warnings.append(
@@ -454,7 +528,7 @@ def _last_between(trace: _Trace, waits: list[_Interval]) -> float:
 
 
 def _activity(trace: _Trace, leftovers: list[_Activity]) -> step_time.Activity:
-    """What ran in the steps: on the thread that has them and those that run operators, and on the
+    """The activity in the steps: on the thread that has them, those that run operators, and the
     busiest GPU. (A thread that pins memory only calls the runtime.)
 
     Args:
@@ -534,7 +608,7 @@ def _step_spans(
 
 
 def _outermost(ranges: Iterable[_Interval]) -> list[_Interval]:
-    """Of one thread's, those that lie in no other, by their start."""
+    """The ranges of one thread that lie in no other, by their start."""
     found: list[_Interval] = []
     for one in sorted(ranges, key=lambda one: (one.start, -one.end)):
         if not found or one.start >= found[-1].end:
@@ -548,8 +622,20 @@ def _covered(intervals: Iterable[tuple]) -> float:
     return line.busy_ns if line else 0.0
 
 
+def device_name(names: Mapping[int, str], index: int) -> str | None:
+    """The name of the GPU on which a trace's kernels ran, if it is sure.
+
+    AMD's kernels have the number of an HSA agent. CPU sockets are agents, too, and come first, but
+    `deviceProperties` counts GPUs alone.
+    """
+    different = set(names.values())
+    if len(different) == 1:
+        return different.pop()
+    return None if any(map(_AMD.search, different)) else names.get(index)
+
+
 def device_names(path: Path) -> dict[int, str]:
-    """Of the GPUs in a trace, by number."""
+    """The names of the GPUs that a trace lists, by number."""
     devices = json_stream.value(reading.head(path), "deviceProperties")
     return {
         device["id"]: printable(device["name"])

@@ -3,11 +3,10 @@
 import re
 import shlex
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from workshop import labs, results
+from workshop import file_kinds, labs, results
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.profilers import (
@@ -27,14 +26,13 @@ from workshop.results import RunResult
 from workshop.run.interpreter import NOT_COMPARABLE
 
 _MOST_UNREADABLE = 0.05
-"""Of a text's characters: with more that are none, or zero bytes, it is no text."""
+"""Share of characters that are unknown or zero bytes: with more, a file is no text."""
 _MOST_NAMED = 10
 _TEXT_NAME = re.compile(r"\.(?:csv|json|hatchet|txt|log)(?:\.gz)?$")
-"""Of the files in a folder that are looked into."""
+"""Names of the files in a folder that are looked into."""
 _IN_PERFETTO = "a timeline, which no table shows: open it in https://ui.perfetto.dev"
 _OTHERS_OPEN = {
-    ".nsys-rep": "its own tool reads it first: "
-    "nsys stats --report cuda_gpu_kern_sum --format csv {path}",
+    ".nsys-rep": f"its own tool reads it first: {nsys.STATS}",
     ".ncu-rep": "its own tool reads it first: ncu --import {path} --csv --page raw",
     ".pftrace": _IN_PERFETTO,
     ".proto": _IN_PERFETTO,
@@ -47,6 +45,10 @@ _KNOWN = (
     "rocprofv3's CSV, JSON and .db, rocprof-sys's .db, a rocprof-compute workload, ncu's CSV, "
     "nsys's CSV, a trace of torch.profiler, Proton's .hatchet"
 )
+
+
+class _Unread(WorkshopError):
+    """A known tool's file that no reader reads, and what to do with it."""
 
 
 def load(path: Path) -> KernelTable:
@@ -63,8 +65,7 @@ def load(path: Path) -> KernelTable:
         return _load_folder(path)
     if not path.is_file():
         raise WorkshopError(f"{path}: no such file or folder")
-    reader, path = _reader(path)
-    return reader.read(path)
+    return _reader(path).read(path)
 
 
 def load_with_doubts(path: Path, *, ended: bool = True) -> KernelTable:
@@ -89,7 +90,7 @@ def recorded(path: Path) -> RunResult | LabRun | None:
     record = folder / RUN_FILE
     if not record.is_file():
         return None
-    of_a_lab = results.second_key(record) == results.LAB
+    of_a_lab = file_kinds.kind_of(record) == file_kinds.LAB
     return labs.load(record) if of_a_lab else results.load(record)
 
 
@@ -100,7 +101,7 @@ def recorded_run(path: Path) -> RunResult | None:
 
 
 def _doubts(path: Path, ended: bool) -> list[str]:
-    """That the run failed or was interrupted, that Triton's interpreter ran its kernels."""
+    """Sentences on a run that failed or was interrupted, or that Triton's interpreter ran."""
     sentences = []
     folder = _runners_folder(path)
     if ended and folder is not None and (last := _commands(folder)[-1]) != _SUCCESS:
@@ -139,20 +140,30 @@ def _load_folder(folder: Path) -> KernelTable:
     if rocprof_compute.recognises(folder):
         return rocprof_compute.read(folder)
     files: defaultdict[ModuleType, list[Path]] = defaultdict(list)
+    unread = []
     for path in sorted(folder.rglob("*")):
-        if _TEXT_NAME.search(path.name) and path.is_file():
-            with suppress(WorkshopError):
-                files[_reader(path)[0]].append(path)
+        if (_TEXT_NAME.search(path.name) or path.suffix in _OTHERS_OPEN) and path.is_file():
+            try:
+                files[_reader(path)].append(path)
+            except WorkshopError as error:
+                unread += [error] if isinstance(error, _Unread) else []
     for reader in (proton, nsys, kineto, ncu):
         if found := files[reader]:
             # nsys and torch.profiler leave several files: their readers know which belong together.
             several = reader in (nsys, kineto) and len(found) > 1
-            return reader.read(folder if several else found[0])
+            table = reader.read(folder if several else found[0])
+            if not several:
+                others = (
+                    f"{other} holds another profile, which is left out" for other in found[1:]
+                )
+                table.warnings += others
+            return table
     if rocprofv3.recognises(folder):
         return rocprofv3.read(folder)
     if (folder / kernel_file.JSON_FILE).is_file():
         return kernel_file.read(folder / kernel_file.JSON_FILE)
-    raise WorkshopError(f"{folder}: no profiler's output in it; known are {_KNOWN}")
+    nothing = WorkshopError(f"{folder}: no profiler's output in it; known are {_KNOWN}")
+    raise next(iter(unread), nothing)
 
 
 def _check_for_one_run(folder: Path) -> None:
@@ -167,27 +178,27 @@ def _check_for_one_run(folder: Path) -> None:
         )
 
 
-def _reader(path: Path) -> tuple[ModuleType, Path]:
-    """The parser of a file, and what it should read.
+def _reader(path: Path) -> ModuleType:
+    """The parser of a file.
 
     Raises:
         WorkshopError: the file is nothing that is known.
     """
     if rocprofv3.is_database(path):
-        return rocprofv3, path
+        return rocprofv3
     if path.suffix in _OTHERS_OPEN:
         hint = _OTHERS_OPEN[path.suffix].format(path=shlex.quote(str(path)))
-        raise WorkshopError(f"{path}: {hint}")
+        raise _Unread(f"{path}: {hint}")
     start = reading.head(path)
     if start.count("\ufffd") > _MOST_UNREADABLE * len(start):
         raise WorkshopError(f"{path}: a binary file of no profiler that is known here: {_KNOWN}")
     if start.lstrip()[:1] in ("{", "["):
         for reader in (kernel_file, rocprofv3, kineto, proton):
             if reader.recognises_json(start):
-                return reader, path
+                return reader
         raise WorkshopError(f"{path}: JSON of no profiler that is known here: {_KNOWN}")
     if ncu.recognises(path):
-        return ncu, path
+        return ncu
     columns = list(reading.CsvTable(path, reading.Problems(path)).columns)
     if kernel_file.recognises_header(columns):
         raise WorkshopError(
@@ -196,10 +207,11 @@ def _reader(path: Path) -> tuple[ModuleType, Path]:
         )
     for reader in (rocprofv3, nsys):
         if reader.recognises_header(columns):
-            return reader, path
-    for workload in (path, path.parent / "pmc_perf.csv"):  # any of its files will do
-        if workload.is_file() and rocprof_compute.recognises(workload):
-            return rocprof_compute, workload
+            return reader
+    if rocprof_compute.recognises(path):
+        return rocprof_compute
+    if reason := nsys.hint(columns) or ncu.hint(path):
+        raise _Unread(f"{path}: {reason}")
     raise WorkshopError(
         f"{path}: its columns ({printable(', '.join(columns))[:120]}) are of no profiler that is "
         f"known here: {_KNOWN}"

@@ -1,4 +1,4 @@
-"""What follows from a kernel table and the record of its run: the figures that the advisor's
+"""Figures that follow from a kernel table and the record of its run: those that the advisor's
 sentences rest on, and how they are written."""
 
 import dataclasses
@@ -11,19 +11,19 @@ from workshop.results import RunResult
 from workshop.run import chips, flops
 
 CLEARLY_IDLE = 0.6
-"""Of the timeline. A profiler may make the host half as fast; even without it, the GPU would then
-idle for a fifth of the time."""
+"""Share of the timeline. A profiler may make the host half as fast; even without it, the GPU would
+then idle for a fifth of the time."""
 LONGEST_LAUNCH_GAP_NS = 100e3
 """Between two kernels: an eager launch takes 5 to 20 µs, traced perhaps 40. Where the gaps are
 longer than this on average, the host is doing something else."""
 LAUNCH_NS = 5e3
-"""What the host needs at least to launch a kernel from eager PyTorch."""
+"""The least time that the host needs to launch a kernel from eager PyTorch."""
 LEAST_NS = 1.0
 """No profiler's clock resolves less: a shorter time shows nothing."""
 LEAST_LOADING_BOUND = 0.5
-"""Of the steps' time, lost in waiting for data: nothing else then takes more."""
+"""Share of the steps' time, lost in waiting for data: nothing else then takes more."""
 LEAST_BOUND = 0.4
-"""Of the kernels' time: what takes less bounds nothing alone."""
+"""Share of the kernels' time: what takes less bounds nothing alone."""
 
 _GROUPS = ("GEMM", "attention", "elementwise", "optimizer", "copy", "communication", "other")
 _SINGULAR = {"graph launches": "graph launch", "copies": "copy"}
@@ -70,7 +70,7 @@ class Figures:
 
     @property
     def products(self) -> str:
-        """Which of the two kinds of products takes longer: "GEMM" or "attention"."""
+        """The kind of products that takes longer: "GEMM" or "attention"."""
         groups = self.groups_ns
         return "attention" if groups["attention"] > groups["GEMM"] else "GEMM"
 
@@ -80,7 +80,7 @@ class Figures:
 
     @cached_property
     def bound(self) -> str | None:
-        """What bounds the run: a group, "data", or "launch", "latency", "host", where the GPU
+        """The bound of the run: a group, "data", or "launch", "latency", "host", where the GPU
         idles; None if no one thing does."""
         if self.data_share >= LEAST_LOADING_BOUND:
             return "data"
@@ -100,7 +100,7 @@ class Figures:
 
     @property
     def idle_share(self) -> float | None:
-        """Of the timeline, from 0 to 1; None where there is none, and for a CPU's operators."""
+        """Share of the timeline, from 0 to 1; None without one, and for a CPU's operators."""
         line = self.table.timeline
         if self.on_host or line is None or line.span_ns <= 0:
             return None
@@ -108,24 +108,30 @@ class Figures:
 
     @property
     def data_share(self) -> float:
-        """Of the steps' time, what is lost in waiting for data, from 0 to 1; 0 if not known, or if
-        the loop does nothing but load."""
+        """Share of the steps' time that is lost in waiting for data, from 0 to 1; 0 if not known,
+        or if the loop does nothing but load."""
         loading = self.table.loading
         if loading is None or loading.span_ns - loading.lost_ns < LEAST_NS:
             return 0.0
         return loading.lost_ns / loading.span_ns
 
     @property
+    def line_launches(self) -> int:
+        """Kernels in the timeline, which is that of one device."""
+        line = self.table.timeline
+        return line.calls or self.launches if line else self.launches
+
+    @property
     def gap_ns(self) -> float:
         """Between two kernels, on average; 0 without a timeline."""
         line = self.table.timeline
-        return line.idle_ns / self.launches if line else 0.0
+        return line.idle_ns / self.line_launches if line else 0.0
 
     @property
     def pace_ns(self) -> float:
         """From the start of a kernel to that of the next one, on average; 0 without a timeline."""
         line = self.table.timeline
-        return line.span_ns / self.launches if line else 0.0
+        return line.span_ns / self.line_launches if line else 0.0
 
     @cached_property
     def launch_calls(self) -> HostCall:
@@ -188,7 +194,7 @@ class Figures:
 
     @property
     def calls(self) -> str:
-        """What the table's rows are."""
+        """Name of the table's rows."""
         return "operators" if self.on_host else "kernels"
 
     def of_all(self, ns: float) -> str:
@@ -208,8 +214,8 @@ class Figures:
 
 
 def group(kernel: Kernel) -> str:
-    """What a kernel is treated as: its category, but "elementwise" for all that moves memory on
-    the device, which leaves "copy" to copies between host and device."""
+    """The group that a kernel is treated as: its category, but "elementwise" for all that moves
+    memory on the device, which leaves "copy" to copies between host and device."""
     on_device = kernel.category == "copy" and not _HOST_COPY.search(kernel.name)
     if on_device or kernel.category == "norm":
         return "elementwise"

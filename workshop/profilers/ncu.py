@@ -27,10 +27,10 @@ from workshop.profilers.reading import (
 )
 from workshop.profilers.table import KernelTable, Sums
 
-_ID, _NAME = "ID", "Kernel Name"
+_ID, _NAME, _PROCESS, _GPU = "ID", "Kernel Name", "Process ID", "Device"
 _TIME = "gpu__time_duration.sum"
 _TIME_LABEL = "Duration"
-"""What the details page calls it when it comes from a section, and not from --metrics."""
+"""The details page's name for it when it comes from a section, and not from --metrics."""
 _READ = ("dram__bytes_read.sum", "dram__bytes_op_read.sum")
 _WRITTEN = ("dram__bytes_write.sum", "dram__bytes_op_write.sum")
 """The second is what Blackwell calls it."""
@@ -42,6 +42,11 @@ _BUSY = {
     part: f"{part.lower()}__throughput.avg.pct_of_peak_sustained_elapsed" for part in ("SM", DRAM)
 }
 _DEVICE = "device__attribute_display_name"
+_COMPLAINTS = ("==ERROR==", "==WARNING==")
+_NO_PERMISSION = (
+    "the GPU's counters are for administrators only: ask for "
+    "NVreg_RestrictProfilingToAdminUsers=0, see https://developer.nvidia.com/ERR_NVGPUCTRPERM"
+)
 
 # Operations by executed thread instruction: a fused multiply-add is two, and instructions on half
 # precision work on pairs.
@@ -73,18 +78,21 @@ _MISSING = frozenset(("", "n/a", "N/A", "nan"))
 
 
 class Launch(NamedTuple):
-    """What a page has on one launch of a kernel."""
+    """One launch of a kernel, as a page has it."""
 
     row: int
     name: str
     values: dict[str, str]
     """By the metric's name."""
     units: dict[str, str]
+    process: str = ""
+    gpu: str | None = None
+    """The GPU's number."""
 
 
 @dataclass
 class Counted:
-    """What ncu counted of one kernel, over all its launches."""
+    """ncu's counts of one kernel, over all its launches."""
 
     name: str
     calls: int = 0
@@ -134,6 +142,15 @@ def recognises(path: Path) -> bool:
     return any(line.startswith(f'"{_ID}"') and f'"{_NAME}"' in line for line in before)
 
 
+def hint(path: Path) -> str | None:
+    """Reason why a file of ncu's has no page, as ncu says, and what to do; None for other files."""
+    said = (line for line in lines(path, BEFORE_HEADER) if line.startswith(_COMPLAINTS))
+    if not (first := printable(next(said, "").strip())):
+        return None
+    todo = _NO_PERMISSION if "ERR_NVGPUCTRPERM" in first else "solve this, and profile again"
+    return f"ncu profiled no kernel: {first[:200].rstrip('.')}; {todo}"
+
+
 def read(path: Path) -> KernelTable:
     """The kernels of a CSV file of either page, with bytes and operations where they were counted.
 
@@ -149,7 +166,7 @@ def read(path: Path) -> KernelTable:
             device = device or launch.values.get(_DEVICE)
     if not len(sums):
         raise _no_kernels(problems)
-    kernels, warnings = sums.kernels(), problems.warnings()
+    kernels, warnings = sums.kernels(), sums.warnings() + problems.warnings()
     vector_units = _OPS_PER_INSTRUCTION.keys() & launch.values.keys()
     if vector_units and all(kernel.flops is None for kernel in kernels):
         warnings.append(
@@ -196,13 +213,16 @@ def _no_kernels(problems: Problems) -> WorkshopError:
 def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
     """One a row; the units are in the row below the header."""
     name = table.index(_NAME)
+    process, gpu = table.columns.get(_PROCESS), table.columns.get(_GPU)
     columns = {metric: i for metric, i in table.columns.items() if _is_wanted(metric)}
     units = dict.fromkeys(columns, "")
     rows = _rows(table, problems, at_least=1 + max(name, *columns.values(), 0))
     for index, (row, fields) in enumerate(rows):
         if fields[0]:
             values = {metric: fields[i] for metric, i in columns.items()}
-            yield Launch(row, fields[name], values, units)
+            launched_by = "" if process is None else fields[process]
+            device = None if gpu is None else fields[gpu]
+            yield Launch(row, fields[name], values, units, launched_by, device)
         elif index == 0:
             units = {metric: fields[i] for metric, i in columns.items()}
         else:
@@ -213,7 +233,7 @@ def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
     """One of several rows, one below the other: one of each metric."""
     name, metric = table.index(_NAME), table.index("Metric Name")
     unit, value = table.index("Metric Unit"), table.index("Metric Value")
-    process = table.index("Process ID")
+    process, gpu = table.index(_PROCESS), table.columns.get(_GPU)
     at_least = 1 + max(name, metric, unit, value, process)
     rows = _rows(table, problems, at_least)
     for _, group in groupby(rows, key=lambda row: (row[1][process], row[1][0])):
@@ -221,7 +241,8 @@ def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
         if not fields[0]:
             problems.add(row, "has no ID")
             continue
-        launch = Launch(row, fields[name], {}, {})
+        device = None if gpu is None else fields[gpu]
+        launch = Launch(row, fields[name], {}, {}, fields[process], device)
         for _, of_metric in chain((first,), group):
             wanted = _TIME if of_metric[metric] == _TIME_LABEL else of_metric[metric]
             if _is_wanted(wanted):
@@ -260,6 +281,8 @@ def _add(sums: Sums, launch: Launch) -> None:
         counted.time_ns,
         bytes=counted.moved.get(DRAM),
         flops=counted.flops if known else None,
+        device=launch.gpu,
+        process=launch.process,
     )
 
 
@@ -292,7 +315,7 @@ def _counted(launch: Launch) -> Counted:
 
 @lru_cache(maxsize=4096)
 def _kind(metric: str) -> str:
-    """Of the operations that a metric counts; a tensor core's by the type that it reads."""
+    """The kind of operations that a metric counts; a tensor core's by the type that it reads."""
     tensor = _TENSOR.fullmatch(metric)
     if tensor:
         return tensor[1].split("_")[0].upper() + TENSOR

@@ -41,7 +41,7 @@ _COLUMNS = {
     _RANGE_KERNELS: {"NVTX Range", "Total Time", "Kernel Name"},
     **{ranges: {"Instances", "Range"} for ranges in _RANGES},
 }
-"""What each report can't be read without; the units are left out."""
+"""The columns that each report needs; the units are left out."""
 _ON_THE_GPU = (_TRACE, _KERNELS, _COPIES)
 _FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
     "gputrace.csv": _TRACE,
@@ -52,7 +52,10 @@ _FILE_ENDS = {f"{report}.csv": report for report in _COLUMNS} | {
     "nvtxsum.csv": "nvtx_sum",
     "nvtxppsum.csv": "nvtx_pushpop_sum",
 }
-"""The report by the end of its file's name: today's, and those of nsys before 2022.5."""
+"""The report by the end of its file's name, without ".gz": today's, and those of nsys before
+2022.5."""
+STATS = "nsys stats --report cuda_gpu_kern_sum --format csv {path}"
+"""The command that makes a report of what nsys itself keeps: .nsys-rep, .sqlite."""
 
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "sec": 1e9}
 _OUTPUT_OF_NSYS = ("Generating ", "Processing [", "NOTICE: ")
@@ -66,6 +69,15 @@ def recognises_header(columns: Iterable[str]) -> bool:
     return any(name.startswith(_OUTPUT_OF_NSYS) for name in columns[:1]) or (
         _report_with(columns) in _ON_THE_GPU
     )
+
+
+def hint(columns: Iterable[str]) -> str | None:
+    """Advice for a report of nsys's, recognised by its columns, without kernels or with copies
+    among them; None for other files."""
+    bare = {_split(name)[0] for name in columns}
+    if {"Time", "Total Time"} <= bare or {"Start", "Duration"} <= bare:
+        return f"not one of nsys's reports that are read: take {_TRACE}, or {_KERNELS}"
+    return None
 
 
 def read(path: Path) -> KernelTable:
@@ -82,7 +94,7 @@ def read(path: Path) -> KernelTable:
     table, sums = KernelTable(path, "nsys", []), Sums()
 
     def add(add_report: Callable[["_Report"], None], report: str) -> None:
-        """What is wrong with a report becomes warnings: the profile's others may be whole."""
+        """Adds a report. Its errors become warnings: the profile's others may be whole."""
         if report in files:
             problems = Problems(files[report])
             try:
@@ -92,13 +104,15 @@ def read(path: Path) -> KernelTable:
             else:
                 table.warnings += problems.warnings()
 
-    add(partial(_add_trace, sums, table), _TRACE)
+    add(partial(_add_trace, sums), _TRACE)
     if not len(sums):
         add(partial(_add_sums, sums, "Name", "Instances"), _KERNELS)
         add(partial(_add_sums, sums, "Operation", "Count"), _COPIES)
     if not len(sums):
         raise WorkshopError("; ".join([f"{path}: no kernels in it", *table.warnings[:1]]))
     table.kernels, table.timeline = sums.kernels(), sums.timeline()
+    table.device = re.sub(r" \(\d+\)$", "", str(sums.busiest() or "")) or None
+    table.warnings += sums.warnings()
     add(partial(_add_host_calls, table), _HOST_CALLS)
     for ranges in _RANGES:
         add(partial(_count_steps, table), ranges)
@@ -117,23 +131,28 @@ def _reports_of(path: Path) -> dict[str, Path]:
     if end is None:
         report, _ = _find_header(path)
         return {report: path}
-    prefix = path.name.removesuffix(end)
-    beside = {path.with_name(f"{prefix}{other}"): report for other, report in _FILE_ENDS.items()}
+    prefix = path.name.removesuffix(".gz").removesuffix(end)
+    beside = {
+        path.with_name(f"{prefix}{other}{packed}"): report
+        for packed in (".gz", "")
+        for other, report in _FILE_ENDS.items()
+    }
     return {report: file for file, report in beside.items() if file == path or file.is_file()}
 
 
 def _end_of_name(path: Path) -> str | None:
     """The part of a file's name that names its report; None if there is none."""
-    return next((end for end in _FILE_ENDS if path.name.endswith(end)), None)
+    name = path.name.removesuffix(".gz")
+    return next((end for end in _FILE_ENDS if name.endswith(end)), None)
 
 
 def _only_profile(folder: Path) -> Path:
     """A report on the kernels of the one profile in a folder."""
     profiles = {}
-    for file in sorted(folder.rglob("*.csv")):
+    for file in sorted(folder.rglob("*.csv*")):
         end = _end_of_name(file)
         if end and _FILE_ENDS[end] in _ON_THE_GPU:
-            profiles[file.parent, file.name.removesuffix(end)] = file
+            profiles[file.parent, file.name.removesuffix(".gz").removesuffix(end)] = file
     if not profiles:
         raise WorkshopError(f"{folder}: no report *{_KERNELS}.csv of nsys's in it")
     if len(profiles) > 1:
@@ -145,7 +164,7 @@ def _only_profile(folder: Path) -> Path:
 
 
 def _report_with(columns: Iterable[str]) -> str | None:
-    """Which report has these columns."""
+    """The report that has these columns; None if there is none."""
     bare = {_split(name)[0] for name in columns}
     return next((report for report, wanted in _COLUMNS.items() if wanted <= bare), None)
 
@@ -221,13 +240,13 @@ class _Report:
 # --- reading them --------------------------------------------------------------------------------
 
 
-def _add_trace(sums: Sums, table: KernelTable, report: _Report) -> None:
+def _add_trace(sums: Sums, report: _Report) -> None:
     start_unit, unit = report.unit_ns("Start"), report.unit_ns("Duration")
 
     def add(name: str, start: str, duration: str, device: str | None) -> None:
         start_ns = nanoseconds(start, start_unit)
-        sums.add(_name(name), nanoseconds(duration, unit), start_ns=start_ns)
-        table.device = table.device or re.sub(r" \(\d+\)$", "", device or "") or None
+        ns = nanoseconds(duration, unit)
+        sums.add(_name(name), ns, start_ns=start_ns, device=device or None)
 
     report.each(add, "Name", "Start", "Duration", "Device")
 

@@ -20,10 +20,11 @@ _TIME = "time (ns)"
 _OUTSIDE = ""
 """The phase of a kernel in no scope of a step."""
 _LEAST_BACKWARD = 0.1
-"""Of the forward pass's time. A backward pass that another thread launches leaves less in its
+"""Part of the forward pass's time. A backward pass that another thread launches leaves less in its
 scope: the gradient of the loss by itself."""
-_OWN_SCOPE = "__proton_launch_metadata"
-"""Holds what Proton itself launches, to find out about a launch."""
+_OWN_SCOPES = ("__proton_launch_metadata", "<metric>")
+"""How the scopes begin that hold what Proton itself launches: to find out about a launch, whose
+kernel may be named after it, and to store a metric."""
 _PROCESSORS = {"CUDA": "SMs", "HIP": "compute units"}
 
 
@@ -86,7 +87,7 @@ class _Node(NamedTuple):
     """Its number in the tree, from 1, parents before children."""
     name: str
     phase: str
-    """Of the scopes above it, the innermost that is a step or a part of one; else _OUTSIDE."""
+    """The innermost scope above it that is a step or a part of one; else _OUTSIDE."""
     in_step: bool
     metrics: dict[str, Any]
 
@@ -123,7 +124,7 @@ def _nodes(trees: list[Any], problems: Problems) -> Iterator[_Node]:
         if not (isinstance(name, str) and isinstance(metrics, dict) and isinstance(children, list)):
             problems.add(row, "has a name, metrics or children of the wrong type")
             continue
-        if name == _OWN_SCOPE:
+        if name.startswith(_OWN_SCOPES):
             continue
         yield _Node(row, name, phase, in_step, metrics)
         below = name if name in PHASES or (name == STEP and phase == _OUTSIDE) else phase
@@ -131,7 +132,7 @@ def _nodes(trees: list[Any], problems: Problems) -> Iterator[_Node]:
 
 
 def _device(metrics: dict[str, Any], info: dict[str, Any]) -> str | None:
-    """What is known of the device of a kernel: "CUDA, architecture 90, 132 SMs"."""
+    """A description of a kernel's device: "CUDA, architecture 90, 132 SMs"."""
     kind, index = metrics.get("device_type"), metrics.get("device_id")
     devices = info.get(kind) if isinstance(kind, str) else None
     device = devices.get(index) if isinstance(devices, dict) and isinstance(index, str) else None

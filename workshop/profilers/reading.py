@@ -6,9 +6,10 @@ becomes one error, which names the file and the row.
 
 import csv
 import gzip
+import io
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Problems:
         return [f"left out {self._first}{others}"]
 
     def error(self, wanted: str) -> WorkshopError:
-        """What to raise where nothing valid was found.
+        """The error to raise where nothing valid was found.
 
         Args:
             wanted: what should have been there, as in "kernels".
@@ -69,7 +70,7 @@ class Problems:
 
 
 class Notes:
-    """What could not be read of the files that make up one profile.
+    """Faults of the files that make up one profile.
 
     Attributes:
         errors: of files that gave nothing.
@@ -85,7 +86,7 @@ class Notes:
         return sentences + [line for problems in self.problems for line in problems.warnings()]
 
     def nothing_found(self, wanted: str) -> WorkshopError:
-        """What to raise where no file held what was wanted, as `Problems.error`."""
+        """The error to raise where no file held what was wanted, as `Problems.error`."""
         if self.errors:
             return self.errors[0]
         bad = next((problems for problems in self.problems if problems.count), None)
@@ -154,18 +155,26 @@ def lines(path: Path, most: float = math.inf) -> Iterator[str]:
     Raises:
         WorkshopError: it can't be read.
     """
-    opener: Callable = gzip.open if is_gzip(path) else open
-    with readable(path), opener(path, "rt", encoding="utf-8", errors="replace", newline="") as file:
+    opener = _Gzip if is_gzip(path) else open
+    with (
+        readable(path),
+        opener(path, "rb") as file,
+        io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="") as text,
+    ):
         seen = 0
-        while seen < most:
-            try:
-                line = file.readline(_BLOCK_BYTES)
-            except EOFError:  # of a gzip file that ends too early
-                return
-            if not line:
-                return
+        while seen < most and (line := text.readline(_BLOCK_BYTES)):
             yield line.replace("\0", "\ufffd")
             seen += len(line)
+
+
+class _Gzip(gzip.GzipFile):
+    """A gzip file that ends where it was cut off."""
+
+    def read1(self, size: int = -1) -> bytes:
+        try:
+            return super().read1(size)
+        except EOFError:
+            return b""
 
 
 def head(path: Path) -> str:

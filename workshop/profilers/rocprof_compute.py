@@ -1,4 +1,4 @@
-"""What rocprof-compute writes: a workload folder with the counters of every dispatch, and the
+"""rocprof-compute's output: a workload folder with the counters of every dispatch, and the
 measured ceilings of the machine's GPUs.
 
 It replays the program for each group of counters, with kernels one at a time: a kernel's times are
@@ -7,6 +7,7 @@ true, but nothing shows when the GPU idles, nor which step or phase a kernel bel
 
 import contextlib
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,24 @@ from pathlib import Path
 from workshop.errors import WorkshopError
 from workshop.profilers import amd_counters
 from workshop.profilers.amd_counters import Counters
-from workshop.profilers.reading import CsvTable, NoNumber, Notes, Problems, number
-from workshop.profilers.rocprofv3_formats import interval
-from workshop.profilers.table import Kernel, KernelTable, Sums
+from workshop.profilers.reading import CsvTable, NoNumber, Problems, number
+from workshop.profilers.rocprofv3_formats import (
+    Count,
+    Event,
+    Files,
+    Notes,
+    from_database,
+    interval,
+)
+from workshop.profilers.table import KernelTable, Sums
 
 _MERGED = "pmc_perf.csv"
-_UNMERGED = ("pmc_perf_*.csv", "results_*.csv")
-"""What 7.13 and later leave, one for each replay, until `analyze` merges them."""
+_TABLES = re.compile(r"(?:pmc_perf(?:_.+)?|results_.+)\.csv(?:\.gz)?")
+"""The merged one, and what 7.13 and later leave, one for each replay, until `analyze` merges them;
+compressed from 10.1."""
+_SYSINFO = "sysinfo.csv"
+_OWN_COUNTERS = "_native_counter_collection.csv.gz"
+"""The end of the name of a process's counters, where the databases have none."""
 _TIMES = "timestamps.csv"
 _ROOFLINE = "roofline.csv"
 _CEILING = re.compile(r"(?P<name>\w+?)(?P<unit>bw|flops|ops)", re.IGNORECASE)
@@ -49,7 +61,8 @@ def read(path: Path) -> KernelTable:
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder, or one below it, is a workload of rocprof-compute's."""
+    """Whether a folder, or one below it, is a workload of rocprof-compute's, or a file lies in
+    one."""
     return bool(_workloads(path)) or _has_ceilings(path)
 
 
@@ -59,18 +72,29 @@ def _has_ceilings(folder: Path) -> bool:
 
 def _workloads(path: Path) -> list[Path]:
     if path.is_file():
-        return [path.parent] if path in _files(path.parent) else []
-    files = (file for pattern in (_MERGED, *_UNMERGED) for file in path.rglob(pattern))
-    return [folder for folder in sorted({file.parent for file in files}) if _files(folder)]
+        return [path.parent] if _replays(path.parent) else []
+    names = (file for file in path.rglob("*.csv*") if file.name == _SYSINFO or _is_table(file))
+    return [folder for folder in sorted({file.parent for file in names}) if _replays(folder)]
 
 
-def _files(workload: Path) -> list[Path]:
-    """The tables of counters in a folder: the merged one, or else all that it would be made of."""
-    merged = workload / _MERGED
-    if merged.is_file():
-        return [merged]
-    files = {file for pattern in _UNMERGED for file in workload.glob(pattern)}
-    return [file for file in sorted(files) if _has_columns(file, "Dispatch_ID", "Kernel_Name")]
+def _is_table(file: Path) -> bool:
+    return _TABLES.fullmatch(file.name) is not None
+
+
+def _replays(workload: Path) -> list[list[Path]]:
+    """The files of each replay: the merged table alone, or else the tables that it would be made
+    of, or else the databases, one for each process."""
+    tables = sorted(file for file in workload.glob("*.csv*") if _is_table(file))
+    merged = [file for file in tables if file.name.removesuffix(".gz") == _MERGED]
+    if merged:
+        return [merged[:1]]
+    tables = [file for file in tables if _has_columns(file, "Dispatch_ID", "Kernel_Name")]
+    if tables or not _has_columns(workload / _SYSINFO, "gpu_arch"):
+        return [[table] for table in tables]
+    replays = defaultdict(list)
+    for database in sorted(workload.rglob("*.db")):  # as out/REPLAY/HOST/PROCESS.db
+        replays[database.relative_to(workload).parts[:2]].append(database)
+    return list(replays.values())
 
 
 def _has_columns(file: Path, *columns: str) -> bool:
@@ -80,38 +104,43 @@ def _has_columns(file: Path, *columns: str) -> bool:
 
 
 def _table(folder: Path, path: Path) -> KernelTable:
-    """Of one workload.
+    """The table of one workload.
 
     Args:
         path: the table's.
     """
-    files, counters = _files(folder), Counters()
-    notes = Notes(files[0])
-    # Every file is a replay of the same kernels, so one of them gives the times.
-    replays = [kernels for file in files if (kernels := _kernels(file, counters, notes))]
+    replays, counters = _replays(folder), Counters()
+    notes = Notes(replays[0][0])
+    # Every replay is of the same kernels, so one of them gives the times.
+    found = [sums for files in replays if len(sums := _sums(files, counters, notes))]
     times = folder / _TIMES
-    if not any(map(_total_ns, replays)) and times.is_file():
-        replays.append(_kernels(times, counters, notes))
-    kernels = next(filter(_total_ns, replays), next(iter(replays), []))
+    if not any(map(_total_ns, found)) and times.is_file():
+        found.append(_sums([times], counters, notes))
+    chosen = next(filter(_total_ns, found), next(iter(found), Sums()))
+    kernels = chosen.kernels()
     if not kernels:
         raise notes.nothing_found("kernels")
     counters.fill(kernels)
     table = KernelTable(path, "rocprof-compute", kernels, device=_device(folder))
-    if not _total_ns(kernels):
+    if not _total_ns(chosen):
         table.warnings.append(f"{folder}: all times are 0: they are missing, or rounded")
-    table.warnings += counters.warnings(table.device) + notes.warnings()
+    table.warnings += chosen.warnings() + counters.warnings(table.device) + notes.warnings()
     return table
 
 
-def _kernels(file: Path, counters: Counters, notes: Notes) -> list[Kernel]:
-    """The kernels of one file, with their times; adds its counters."""
-    problems, sums = Problems(file), Sums()
-    notes.problems.append(problems)
-    try:
-        _add_rows(CsvTable(file, problems), problems, sums, counters)
-    except WorkshopError as error:
-        notes.errors.append(error)
-    return sums.kernels()
+def _sums(files: list[Path], counters: Counters, notes: Notes) -> Sums:
+    """The kernels of one replay, with their times; adds its counters."""
+    sums = Sums()
+    for file in files:
+        try:
+            if file.suffix == ".db":
+                _add_database(file, sums, counters, notes)
+            else:
+                notes.problems.append(problems := Problems(file))
+                _add_rows(CsvTable(file, problems), problems, sums, counters)
+        except WorkshopError as error:
+            notes.errors.append(error)
+    return sums
 
 
 def _add_rows(table: CsvTable, problems: Problems, sums: Sums, counters: Counters) -> None:
@@ -123,12 +152,11 @@ def _add_rows(table: CsvTable, problems: Problems, sums: Sums, counters: Counter
     seen: set[tuple[str, str | None]] = set()
     for row, (kernel, dispatch, *values, gpu, start, end, counter, value) in rows:
         with problems.noted(row):
-            name = amd_counters.plain_name(kernel)
-            if not name:
-                raise NoNumber("has no kernel name")
+            name = _kernel_name(kernel)
             if (dispatch, gpu) not in seen:
                 # Those of a table without times count all the same.
-                sums.add(name, 0 if start is None or end is None else interval(start, end)[1])
+                ns = 0 if start is None or end is None else interval(start, end)[1]
+                sums.add(name, ns, device=gpu and f"GPU {gpu}")
                 seen.add((dispatch, gpu))
             if counter is not None and value is not None:
                 counters.add(name, counter, value)
@@ -137,13 +165,60 @@ def _add_rows(table: CsvTable, problems: Problems, sums: Sums, counters: Counter
                     counters.add(name, column, counted)
 
 
-def _total_ns(kernels: list[Kernel]) -> float:
-    return sum(kernel.total_ns for kernel in kernels)
+def _add_database(path: Path, sums: Sums, counters: Counters, notes: Notes) -> None:
+    """The processes of a rocpd database. Its counters may be in a file beside the folder that it
+    lies in, by the number of the dispatch."""
+    beside = path.parent.with_name(path.stem.partition("_")[0] + _OWN_COUNTERS)
+    with contextlib.ExitStack() as stack:
+        for process in from_database(path, Files(path.parent, path.stem), stack):
+
+            def add_kernel(event: Event, process: str = process.name) -> None:
+                _, name, start, end, _, device, _ = event
+                ns = interval(start, end)[1]
+                sums.add(_kernel_name(name), ns, device=device, process=process)
+
+            def add_count(row: Count) -> None:
+                _, kernel, counter, value, *_ = row
+                counters.add(_kernel_name(kernel), counter, value)
+
+            notes.each(process.kernels, add_kernel)
+            if not beside.is_file():
+                notes.each(process.counts, add_count)
+                continue
+            kernels = {str(number): name for number, name in process.dispatches}
+            notes.problems.append(problems := Problems(beside))
+            for row, dispatch, counter, value in _own_counts(beside, problems):
+                with problems.noted(row):
+                    counters.add(_kernel_name(kernels.get(dispatch)), counter, value)
+
+
+def _own_counts(path: Path, problems: Problems) -> list[tuple[int, str, str, float]]:
+    """(row, dispatch, counter, value), summed over the instances of a hardware block, which have a
+    row each."""
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    rows = CsvTable(path, problems).select("dispatch_id", "counter_name", "counter_value")
+    for row, (dispatch, counter, value) in rows:
+        with problems.noted(row):
+            _, total = totals.get((dispatch, counter), (row, 0.0))
+            totals[dispatch, counter] = row, total + number(value)
+    return [(row, *key, total) for key, (row, total) in totals.items()]
+
+
+def _kernel_name(kernel: object) -> str:
+    """The kernel's plain name. Raises NoNumber: there is no name."""
+    name = amd_counters.plain_name(kernel) if isinstance(kernel, str) else ""
+    if not name:
+        raise NoNumber("has no kernel name")
+    return name
+
+
+def _total_ns(sums: Sums) -> float:
+    return sum(kernel.total_ns for kernel in sums.kernels())
 
 
 def _device(workload: Path) -> str | None:
     """As "MI300X_A1 (gfx942)"."""
-    path = workload / "sysinfo.csv"
+    path = workload / _SYSINFO
     with contextlib.suppress(WorkshopError):
         for _, (model, chip) in CsvTable(path, Problems(path)).select("gpu_model", "gpu_arch"):
             return f"{model} ({chip})"
@@ -155,7 +230,7 @@ def _device(workload: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What micro-benchmarks reached on one GPU; what was not measured is absent."""
+    """Rates that micro-benchmarks reached on one GPU; what was not measured is absent."""
 
     device: int
     """The GPU's number."""

@@ -1,4 +1,4 @@
-"""What rocprofv3 writes: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
+"""rocprofv3's output: CSV of ROCm 6.3 and later, JSON, rocpd databases, and folders of them.
 rocprof-sys writes such databases too.
 
 A traced process leaves a set of files, `<prefix>_kernel_trace.csv` and its like or
@@ -13,19 +13,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from workshop.errors import WorkshopError
 from workshop.profilers import reading
 from workshop.profilers.amd_counters import Counters
 from workshop.profilers.names import printable
-from workshop.profilers.reading import CsvTable, NoNumber, Notes, Problems
+from workshop.profilers.reading import CsvTable, NoNumber, Problems
 from workshop.profilers.rocprofv3_formats import (
     Count,
     Event,
     Files,
+    Notes,
     Process,
-    Rows,
     Sum,
     from_database,
     from_json,
@@ -58,7 +58,6 @@ _CSV_NAME = re.compile(
     rf"(?:(?P<prefix>.*)_)?(?P<table>{'|'.join(_TABLES + _API_TRACES + _SUMS)})\.csv(?:\.gz)?"
 )
 _JSON_NAME = re.compile(r"(?P<prefix>.*?)_?results\.json(?:\.gz)?")
-_RowT = TypeVar("_RowT", bound=tuple)
 
 
 def read(path: Path) -> KernelTable:
@@ -78,7 +77,7 @@ def read(path: Path) -> KernelTable:
     Raises:
         WorkshopError: it can't be read, or has neither kernels, nor host calls, nor steps in it.
     """
-    notes, counters = _Notes(path), Counters()
+    notes, counters = Notes(path), Counters()
     runs: dict[Path, list[Process]] = {}
     with contextlib.ExitStack() as stack:
         for files in _sets_below(path) if path.is_dir() else [_set_of(path)]:
@@ -126,7 +125,7 @@ def _table_with(columns: Iterable[str]) -> str | None:
 
 def _set_of(path: Path) -> Files:
     """A file by itself, known by its content; what a table of sums sums, by its name."""
-    files = Files(path.parent)
+    files = Files(path.parent, path.name)
     if is_database(path):
         files.database = path
         return files
@@ -159,7 +158,7 @@ def _sets_below(folder: Path) -> list[Files]:
     def set_of(path: Path, prefix: str) -> Files:
         # A number is the process's, in a folder with the host's name; others are the user's.
         run = path.parent.parent if prefix.isdigit() else path.parent
-        return sets.setdefault((path.parent, prefix), Files(run))
+        return sets.setdefault((path.parent, prefix), Files(run, f"{path.parent.name}/{prefix}"))
 
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:
@@ -182,44 +181,26 @@ def _sets_by_content(paths: Iterable[Path]) -> Iterator[Files]:
 # --- the table, from what the processes did ---
 
 
-class _Notes(Notes):
-    def each(self, rows: Rows[_RowT] | None, use: Callable[[_RowT], None]) -> int:
-        """Gives each row to `use`, which raises NoNumber for one that makes no sense; how many
-        made sense. An error that ends the rows is kept."""
-        if rows is None:
-            return 0
-        self.problems.append(rows.problems)
-        used = 0
-        try:
-            for row in rows.rows:
-                with rows.problems.noted(row[0]):
-                    use(row)
-                    used += 1
-        except WorkshopError as error:
-            self.errors.append(error)
-        return used
-
-
-def _processes(files: Files, stack: contextlib.ExitStack, notes: _Notes) -> list[Process]:
+def _processes(files: Files, stack: contextlib.ExitStack, notes: Notes) -> list[Process]:
     """Those in a set of files: from its database, if that can be read, or its CSV, or its JSON."""
     try:
         if files.database is not None:
-            return from_database(files.database, files.run, stack)
+            return from_database(files.database, files, stack)
     except WorkshopError as error:
         notes.errors.append(error)
     if files.tables.keys() - {"agent_info"}:
         return [from_tables(files)]
     try:
-        return [from_json(files.json, files.run)] if files.json is not None else []
+        return [from_json(files.json, files)] if files.json is not None else []
     except WorkshopError as error:
         notes.errors.append(error)
         return []
 
 
 def _first_table(
-    path: Path, runs: Mapping[Path, list[Process]], counters: Counters, notes: _Notes
+    path: Path, runs: Mapping[Path, list[Process]], counters: Counters, notes: Notes
 ) -> KernelTable | None:
-    """That of the run whose times mislead least; of one with kernels, if there is any."""
+    """The table of the run whose times mislead least; of one with kernels, if there is any."""
     ranked = sorted(runs, key=lambda run: (_rank(runs[run]), run))
     without_kernels = []
     for index, folder in enumerate(ranked):
@@ -245,22 +226,20 @@ def _has_counters(processes: Iterable[Process]) -> bool:
 
 
 def _rank(processes: list[Process]) -> tuple[bool, bool, bool]:
-    """By which the run comes first whose times mislead least."""
+    """Sort key: the run whose times mislead least comes first."""
     only_sums = not any(process.kernels for process in processes)
     return not _has_kernels(processes), _has_counters(processes), only_sums
 
 
 class _Part:
-    """What a run did, or a part of it."""
+    """A run's kernels, copies and calls, or those of a part of it."""
 
     def __init__(self) -> None:
         self.sums = Sums()
         self.host_calls: dict[str, HostCall] = {}
         self.phases_ns = dict.fromkeys(("", *PHASES), 0.0)
-        """Of kernels and copies; under "" of those in no phase."""
+        """Time of kernels and copies; under "" of those in no phase."""
         self.kernels = 0
-        self.processes = 0
-        """That have kernels in it."""
 
     def add_kernel(self, name: str, ns: float, phase: str = "", **more: Any) -> None:
         self.sums.add(name, ns, **more)
@@ -279,20 +258,28 @@ class _Part:
 
 
 def _add_counts(
-    process: Process, counters: Counters, notes: _Notes, part: _Part | None = None
+    process: Process, counters: Counters, notes: Notes, part: _Part | None = None
 ) -> None:
     """Adds a process's counters and, to `part`, the dispatches that they are of. They can be read
     once."""
-    timed: set[Hashable] = set()
+    counts, process.counts = process.counts, None
+    if counts is None:
+        return
+    path, timed = counts.problems.path, set[Hashable]()
 
     def add_count(row: Count) -> None:
-        _, kernel, counter, value, dispatch, start, end = row
+        _, kernel, counter, value, dispatch, start, end, device = row
         counters.add(_name(kernel), counter, value)
         if part is not None and dispatch not in timed:
-            part.add_kernel(kernel, interval(start, end)[1])
+            if start is None or end is None:
+                raise WorkshopError(
+                    f"{path}: no times in it, as ROCm 6.2 writes counters; give the folder that "
+                    "has the kernel trace too"
+                )
+            ns = interval(start, end)[1]
+            part.add_kernel(kernel, ns, device=device, process=process.name)
             timed.add(dispatch)
 
-    counts, process.counts = process.counts, None
     notes.each(counts, add_count)
 
 
@@ -300,7 +287,7 @@ class _Run:
     """Adds up the processes of one run: all that they did, and what their marked steps launched.
     The rest is start-up and warm-up, which rocprofv3 watches too."""
 
-    def __init__(self, processes: list[Process], counters: Counters, notes: _Notes) -> None:
+    def __init__(self, processes: list[Process], counters: Counters, notes: Notes) -> None:
         self._processes, self._counters, self._notes = processes, counters, notes
         self._whole, self._in_steps = _Part(), _Part()
         self._steps = 0
@@ -324,16 +311,12 @@ class _Run:
         phases_ns = {phase: part.phases_ns[phase] for phase in PHASES if phase in self._phases}
         if any(phases_ns.values()):
             table.phases_ns = phases_ns
-        if part.processes > 1:
-            # Each may have a GPU of its own: there is no one timeline with idle time in it.
-            table.warnings.append(f"the sum of {part.processes} processes")
-        elif table.kernels and self._under_counters:
+        table.timeline, table.warnings = part.sums.timeline(), part.sums.warnings()
+        if table.kernels and self._under_counters:
             table.warnings.append(
                 "times are those of a run under counters, where kernels take longer and run one "
                 "at a time"
             )
-        else:
-            table.timeline = part.sums.timeline()
         if part is self._in_steps:
             whole = self._whole.sums.kernels()
             if calls := sum(kernel.calls for kernel in whole) - table.launches:
@@ -356,8 +339,9 @@ class _Run:
         return table
 
     def _add(self, process: Process) -> None:
-        launches, each, whole = _Launches(), self._notes.each, self._whole
-        before = whole.kernels, self._in_steps.kernels
+        launches, each, whole = _Launches(process.name), self._notes.each, self._whole
+        add_kernel = partial(whole.add_kernel, process=process.name)
+        add_copy = partial(whole.add_copy, process=process.name)
         if each(process.markers, partial(self._add_range, launches)):
             launches.close_ranges()
             each(process.hsa_calls, partial(_place_call, launches))
@@ -367,14 +351,12 @@ class _Run:
         else:
             each(process.host_call_sums, partial(_add_sum, whole.add_host_call))
         traced = each(process.kernels, partial(self._add_kernel, launches))
-        if not traced and not each(process.kernel_sums, partial(_add_sum, whole.add_kernel)):
+        if not traced and not each(process.kernel_sums, partial(_add_sum, add_kernel)):
             _add_counts(process, self._counters, self._notes, whole)
         # Where only sums of the kernels are known, the copies alone make no timeline.
-        add_copy = partial(self._add_copy, launches, in_timeline=traced > 0)
-        if not each(process.copies, add_copy):
-            each(process.copy_sums, partial(_add_sum, whole.add_copy))
-        whole.processes += whole.kernels > before[0]
-        self._in_steps.processes += self._in_steps.kernels > before[1]
+        in_timeline = traced > 0 and not self._under_counters
+        if not each(process.copies, partial(self._add_copy, launches, in_timeline=in_timeline)):
+            each(process.copy_sums, partial(_add_sum, add_copy))
 
     def _add_range(self, launches: "_Launches", event: Event) -> None:
         _, name, start, end, *_ = event
@@ -383,32 +365,36 @@ class _Run:
             self._phases.add(name)
 
     def _add_call(self, launches: "_Launches", event: Event) -> None:
-        _, name, start, end, correlation, _ = event
+        _, name, start, end, correlation, *_ = event
         first, ns = interval(start, end)
         for part in self._parts(launches.add_call(correlation, first)):
             part.add_host_call(_name(name), ns)
 
     def _add_kernel(self, launches: "_Launches", event: Event) -> None:
-        _, name, start, end, correlation, _ = event
+        _, name, start, end, correlation, device, _ = event
         first, ns = interval(start, end)
+        where = {"device": device, "process": launches.process}
+        start_ns = None if self._under_counters else first
         in_step, phase = launches.place(correlation)
         for part in self._parts(in_step):
-            part.add_kernel(_name(name), ns, phase, start_ns=first)
+            part.add_kernel(_name(name), ns, phase, start_ns=start_ns, **where)
 
     def _add_copy(self, launches: "_Launches", event: Event, *, in_timeline: bool) -> None:
-        _, direction, start, end, correlation, size = event
+        _, direction, start, end, correlation, device, size = event
         first, ns = interval(start, end)
+        where = {"device": device, "process": launches.process}
         start_ns = first if in_timeline else None
         in_step, phase = launches.place(correlation)
         for part in self._parts(in_step):
-            part.add_copy(_name(direction), ns, phase, start_ns=start_ns, bytes=_size(size))
+            moved = _size(size)
+            part.add_copy(_name(direction), ns, phase, start_ns=start_ns, bytes=moved, **where)
 
     def _parts(self, in_step: bool) -> tuple[_Part, ...]:
         return (self._whole, self._in_steps) if in_step else (self._whole,)
 
 
 class _Launches:
-    """Which step and phase launched what, in one process. Ranges come before host calls, and those
+    """The step and phase of each launch in one process. Ranges come before host calls, and those
     before what they launched.
 
     A kernel has the correlation of the host call that launched it, and belongs where that call
@@ -417,7 +403,8 @@ class _Launches:
     than a phase.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: str) -> None:
+        self.process = process
         self.steps: list[tuple[float, float, str]] = []
         self._phases: list[tuple[float, float, str]] = []
         self._step_ranges = self._phase_ranges = Ranges(())
@@ -448,7 +435,7 @@ class _Launches:
 
 
 def _place_call(launches: _Launches, event: Event) -> None:
-    _, _, start, end, correlation, _ = event
+    _, _, start, end, correlation, *_ = event
     launches.add_call(correlation, interval(start, end)[0])
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import re
+import shlex
 import sqlite3
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,19 +13,19 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream
+from workshop.profilers import json_stream, nsys, reading
 from workshop.profilers.names import printable
 from workshop.profilers.reading import MOST_NS, CsvTable, NoNumber, Problems, number
 
-_RowT = TypeVar("_RowT")
+_RowT = TypeVar("_RowT", bound=tuple)
 
-Event = tuple[int, Any, Any, Any, Hashable, Any]
-"""(row, name, start, end, correlation, bytes) of a kernel, a copy, a host call or a marker range:
-as they were read, unchecked. Bytes are a copy's, None where the format has none."""
+Event = tuple[int, Any, Any, Any, Hashable, str | None, Any]
+"""(row, name, start, end, correlation, device, bytes) of a kernel, a copy, a host call or a marker
+range: as they were read, unchecked. Bytes are a copy's, None where the format has none."""
 Sum = tuple[int, str, str, str, str | None, str | None]
 """(row, name, calls, total, shortest, longest)."""
-Count = tuple[int, Any, str, Any, Hashable, Any, Any]
-"""(row, kernel, counter, value, dispatch, start, end)."""
+Count = tuple[int, Any, str, Any, Hashable, Any, Any, str | None]
+"""(row, kernel, counter, value, dispatch, start, end, device)."""
 
 
 @dataclass
@@ -34,12 +36,34 @@ class Rows(Generic[_RowT]):
     rows: Iterable[_RowT]
 
 
+class Notes(reading.Notes):
+    """The files and rows of one profile that could not be read."""
+
+    def each(self, rows: Rows[_RowT] | None, use: Callable[[_RowT], None]) -> int:
+        """Gives each row to `use`, which raises NoNumber for one that makes no sense; how many
+        made sense. An error that ends the rows is kept."""
+        if rows is None:
+            return 0
+        self.problems.append(rows.problems)
+        used = 0
+        try:
+            for row in rows.rows:
+                with rows.problems.noted(row[0]):
+                    use(row)
+                    used += 1
+        except WorkshopError as error:
+            self.errors.append(error)
+        return used
+
+
 @dataclass
 class Files:
     """The files that one traced process left."""
 
     run: Path
     """The folder that it shares with the other processes of its run."""
+    process: str = ""
+    """The name that tells it from the others, as in "host/77"."""
     tables: dict[str, Path] = field(default_factory=dict)
     """CSV, by the domain in their names, such as "kernel_trace"."""
     json: Path | None = None
@@ -48,24 +72,28 @@ class Files:
 
 @dataclass
 class Process:
-    """What one traced process did; None for what the format does not have."""
+    """One traced process's events; None for what the format does not have."""
 
     run: Path
+    name: str
+    """The name that tells it from the run's others."""
     tool: str = "rocprofv3"
     """Or "rocprof-sys", which writes the same databases."""
     device: str | None = None
     markers: Rows[Event] | None = None
     host_calls: Rows[Event] | None = None
-    """Of the HIP runtime."""
+    """Calls of the HIP runtime."""
     hsa_calls: Rows[Event] | None = None
-    """Of the layer below it. Where they are traced too, what was launched has the correlation of
-    the call nearest to the hardware."""
+    """Calls of the layer below it. Where they are traced too, what was launched has the correlation
+    of the call nearest to the hardware."""
     host_call_sums: Rows[Sum] | None = None
     kernels: Rows[Event] | None = None
     kernel_sums: Rows[Sum] | None = None
     copies: Rows[Event] | None = None
     copy_sums: Rows[Sum] | None = None
     counts: Rows[Count] | None = None
+    dispatches: Iterable[tuple[Hashable, Any]] = ()
+    """(number, kernel) of each, for counters that a file of another tool has by the number."""
 
 
 _LATEST_NS = 1e19
@@ -83,6 +111,20 @@ def interval(start: Any, end: Any) -> tuple[int, int]:
     if not 0 < first <= last <= _LATEST_NS or last - first > MOST_NS:
         raise NoNumber(f"from {start!r:.40} to {end!r:.40} is no time")
     return first, last - first
+
+
+_FROM_HOST = re.compile(r"host_?to_?(device|host)", re.IGNORECASE)
+
+
+def _device(name: Any, agent: Any, source: Any = None, destination: Any = None) -> str | None:
+    """The GPU that ran a kernel or a copy: of a copy from the host the one that it goes to, of
+    others the one that it comes from. None for a copy within the host's memory."""
+    if agent is None:
+        from_host = _FROM_HOST.search(str(name))
+        agent = source if from_host is None else destination
+        if from_host and from_host[1].lower() == "host":
+            return None
+    return f"Agent {agent}" if str(agent).isdigit() else agent and str(agent)
 
 
 # --- CSV ---
@@ -103,6 +145,7 @@ def from_tables(files: Files) -> Process:
 
     return Process(
         files.run,
+        files.process,
         device=_device_of(files.tables.get("agent_info")),
         markers=events("marker_api_trace", "Function", "MARKER"),
         host_calls=events("hip_api_trace", "Function", "HIP"),
@@ -121,10 +164,17 @@ def _csv_events(path: Path, problems: Problems, name_column: str, domain: str) -
     domain: how that of the wanted rows begins; "" for all, where a table has one only.
     """
     columns = (name_column, "Start_Timestamp", "End_Timestamp", "Correlation_Id")
-    rows = CsvTable(path, problems).select("Domain" if domain else name_column, *columns)
-    for row, (of_domain, name, start, end, correlation) in rows:
+    rows = CsvTable(path, problems).select(
+        "Domain" if domain else name_column,
+        *columns,
+        optional=("Guid", "Agent_Id", "Source_Agent_Id", "Destination_Agent_Id"),
+    )
+    for row, (of_domain, name, start, end, correlation, guid, *agents) in rows:
         if of_domain.startswith(domain):
-            yield row, name, start, end, correlation, None
+            device = _device(name, *agents)
+            if guid is not None:
+                correlation, device = (guid, correlation), device and f"{device} in {guid}"
+            yield row, name, start, end, correlation, device, None
 
 
 def _csv_sums(path: Path, problems: Problems) -> Iterator[Sum]:
@@ -136,10 +186,10 @@ def _csv_sums(path: Path, problems: Problems) -> Iterator[Sum]:
 
 def _csv_counts(path: Path, problems: Problems) -> Iterator[Count]:
     columns = ("Kernel_Name", "Counter_Name", "Counter_Value", "Dispatch_Id")
-    times = ("Start_Timestamp", "End_Timestamp")
-    rows = CsvTable(path, problems).select(*columns, optional=times)
-    for row, (kernel, counter, value, dispatch, start, end) in rows:
-        yield row, kernel, counter, value, dispatch, start, end
+    optional = ("Start_Timestamp", "End_Timestamp", "Agent_Id", "Guid")
+    rows = CsvTable(path, problems).select(*columns, optional=optional)
+    for row, (kernel, counter, value, dispatch, start, end, agent, guid) in rows:
+        yield row, kernel, counter, value, (guid, dispatch), start, end, _device(kernel, agent)
 
 
 def _device_of(agents: Path | None) -> str | None:
@@ -161,12 +211,12 @@ def _joined(names: Iterable[Any]) -> str | None:
 # --- JSON ---
 
 _NO_ENTRY = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What reading a field raises where a JSON entry is not of the form that it should be."""
+"""Errors of reading a field where a JSON entry is not of the form that it should be."""
 _GPU = 2
 """The type of an agent in JSON."""
 
 
-def from_json(path: Path, run: Path) -> Process:
+def from_json(path: Path, files: Files) -> Process:
     """The process in a JSON file: rocprofv3 gives each a file of its own.
 
     Raises:
@@ -175,7 +225,8 @@ def from_json(path: Path, run: Path) -> Process:
     json_file = _Json(path)
     rows = json_file.rows
     return Process(
-        run,
+        files.run,
+        files.process,
         device=_joined(json_file.gpus()),
         markers=rows("marker_api", json_file.markers),
         host_calls=rows("hip_api", json_file.operation_events),
@@ -202,20 +253,25 @@ class _Json:
         self._counters = self._names(
             "counters", lambda entry: entry["id"]["handle"], lambda entry: entry["name"]
         )
+        self._agents = self._names(
+            "agents", lambda entry: entry["id"]["handle"], lambda entry: entry["node_id"]
+        )
         self._messages = self._names(
             "marker_api", lambda entry: entry["key"], lambda entry: entry["value"]
         )
-        self._operations = [
-            entry.get("operations") if isinstance(entry, dict) else None
-            for entry in self._first("buffer_records")
-        ]
+        kinds = json_stream.items(path, "buffer_records", Problems(path))
+        self._operations: dict[int, Any] = {
+            number - 1: entry.get("operations")
+            for number, entry in kinds
+            if isinstance(entry, dict)
+        }
 
     def _first(self, key: str) -> Iterator[Any]:
         """The entries of the first list under `key`."""
         return (entry for _, entry in json_stream.items(self._path, key, Problems(self._path)))
 
     def rows(self, key: str, rows_of: Callable[[int, Any], Iterable[_RowT]]) -> Rows[_RowT] | None:
-        """Of all lists under `key`; None where they are all empty."""
+        """The rows of all lists under `key`; None where they are all empty."""
         problems = Problems(self._path)
         entries = json_stream.items(self._path, key, problems, every=True)
         first = next(entries, None)
@@ -246,11 +302,20 @@ class _Json:
             if isinstance(entry, dict) and entry.get("type") == _GPU:
                 yield entry.get("product_name") or entry.get("name")
 
+    def _agent(self, entry: Any, key: str) -> Any:
+        """The number of the agent under a key; None where there is none."""
+        handle = entry[key]["handle"] if key in entry else None
+        return self._agents.get(handle, handle)
+
     def kernel_events(self, row: int, entry: Any) -> Iterator[Event]:
-        yield _json_event(row, entry, self._kernels[entry["dispatch_info"]["kernel_id"]])
+        info = entry["dispatch_info"]
+        name = self._kernels[info["kernel_id"]]
+        yield _json_event(row, entry, name, _device(name, self._agent(info, "agent_id")))
 
     def operation_events(self, row: int, entry: Any) -> Iterator[Event]:
-        yield _json_event(row, entry, self._operations[entry["kind"]][entry["operation"]])
+        name = self._operations[entry["kind"]][entry["operation"]]
+        ends = (self._agent(entry, key) for key in ("src_agent_id", "dst_agent_id"))
+        yield _json_event(row, entry, name, _device(name, None, *ends))
 
     def markers(self, row: int, entry: Any) -> Iterator[Event]:
         # The messages themselves are in a list of the same name.
@@ -268,14 +333,15 @@ class _Json:
             counter = str(self._counters[record["counter_id"]["handle"]])
             totals[counter] = totals.get(counter, 0.0) + number(record["value"])
         times = data.get("start_timestamp"), data.get("end_timestamp")
+        device = _device(kernel, self._agent(info, "agent_id"))
         for counter, value in totals.items():
-            yield (row, kernel, counter, value, dispatch, *times)
+            yield (row, kernel, counter, value, dispatch, *times, device)
 
 
-def _json_event(row: int, entry: Any, name: Any) -> Event:
+def _json_event(row: int, entry: Any, name: Any, device: str | None = None) -> Event:
     correlation = int(entry["correlation_id"]["internal"])
     times = entry["start_timestamp"], entry["end_timestamp"]
-    return (row, name, *times, correlation, entry.get("bytes"))
+    return (row, name, *times, correlation, device, entry.get("bytes"))
 
 
 # --- rocpd ---
@@ -285,9 +351,12 @@ _COUNTS = {
     "counters_collection": ("kernel_name", "counter_name", "value"),
     "kernel_pmc_events": ("name", "pmc_name", "pmc_value"),
 }
+_AGENTS = ("agent_abs_index", "src_agent_abs_index", "dst_agent_abs_index")
+_Which = dict[str, int | str]
+"""The columns that tell one process's rows from another's, with their values."""
 
 
-def from_database(path: Path, run: Path, stack: contextlib.ExitStack) -> list[Process]:
+def from_database(path: Path, files: Files, stack: contextlib.ExitStack) -> list[Process]:
     """The processes in a rocpd database, which stays open until `stack` closes.
 
     Raises:
@@ -295,11 +364,14 @@ def from_database(path: Path, run: Path, stack: contextlib.ExitStack) -> list[Pr
     """
     database = _Database(path, stack)
     if not database.columns("kernels") and not database.columns("regions"):
+        if database.columns("StringIds"):
+            command = nsys.STATS.format(path=shlex.quote(str(path)))
+            raise WorkshopError(f"{path}: nsys's database, its own tool reads it first: {command}")
         raise WorkshopError(
             f"{path}: an SQLite database without rocpd's views `kernels` and `regions`; did the "
             "run end early?"
         )
-    return [database.process(run, pid) for pid in database.pids()]
+    return [database.process(files, which) for which in database.processes()]
 
 
 class _Database:
@@ -327,25 +399,29 @@ class _Database:
         """Empty where there is no such view."""
         return {name for _, name, *_ in self._query(f"PRAGMA table_info([{view}])")}
 
-    def pids(self) -> list[int | None]:
-        """The processes' numbers; [None] where the database does not list them."""
-        if "pid" not in self.columns("processes"):
-            return [None]
-        query = "SELECT DISTINCT [pid] FROM [processes]"
-        pids: list[int | None] = [pid for (pid,) in self._query(query) if isinstance(pid, int)]
-        return pids or [None]
+    def processes(self) -> list[_Which]:
+        """The columns that tell the processes apart, with their values: those of several nodes may
+        have the same number. [{}] where the database does not list them."""
+        names = [name for name in ("pid", "guid") if name in self.columns("processes")]
+        if "pid" not in names:
+            return [{}]
+        query = f"SELECT DISTINCT {', '.join(names)} FROM [processes]"
+        found = [dict(zip(names, row, strict=True)) for row in self._query(query)]
+        return [which for which in found if isinstance(which["pid"], int)] or [{}]
 
-    def process(self, run: Path, pid: int | None) -> Process:
+    def process(self, files: Files, which: _Which) -> Process:
         return Process(
-            run,
+            files.run,
+            ", ".join((files.process, *(f"{name} {value}" for name, value in which.items()))),
             tool=self._tool(),
             device=self._device(),
-            markers=self._markers(pid),
-            host_calls=self._events("regions", pid, _of_domain("HIP")),
-            hsa_calls=self._events("regions", pid, _of_domain("HSA")),
-            kernels=self._events("kernels", pid),
-            copies=self._events("memory_copies", pid),
-            counts=self._counts(pid),
+            markers=self._markers(which),
+            host_calls=self._events("regions", which, _of_domain("HIP")),
+            hsa_calls=self._events("regions", which, _of_domain("HSA")),
+            kernels=self._events("kernels", which),
+            copies=self._events("memory_copies", which),
+            counts=self._counts(which),
+            dispatches=self._query(self._select("kernels", ("dispatch_id", "name"), which)),
         )
 
     def _tool(self) -> str:
@@ -356,30 +432,37 @@ class _Database:
                     return "rocprof-sys" if str(category).islower() else "rocprofv3"
         return "rocprofv3"
 
-    def _select(self, view: str, columns: Iterable[str], pid: int | None, more: str = "") -> str:
+    def _select(self, view: str, columns: Iterable[str], which: _Which, more: str = "") -> str:
         """The text of a query; columns that the view does not have come as NULL."""
         has = self.columns(view)
         names = ", ".join(f"[{name}]" if name in has else "NULL" for name in columns)
-        where = f"WHERE [pid] = {int(pid)}" if pid is not None and "pid" in has else "WHERE 1"
-        return f"SELECT {names} FROM [{view}] {where} {more}"
+        where = (
+            f"AND [{name}] = {_literal(value)}" for name, value in which.items() if name in has
+        )
+        return f"SELECT {names} FROM [{view}] WHERE 1 {' '.join(where)} {more}"
 
     def _events(
-        self, view: str, pid: int | None, more: str = "", last: str = "size"
+        self, view: str, which: _Which, more: str = "", last: str = "size"
     ) -> Rows[Event] | None:
         """Args:
         more: a condition on the rows.
         last: the column that comes last in an event.
         """
-        # The tool's own correlation is the schema's "stack"; its "correlation" is the user's.
-        columns = ("id", "name", "start", "end", "stack_id", last)
         if not {"name", "start", "end"} <= self.columns(view):
             return None
-        return Rows(Problems(self._path), self._query(self._select(view, columns, pid, more)))
+        # The tool's own correlation is the schema's "stack"; its "correlation" is the user's.
+        columns = ("id", "name", "start", "end", "stack_id", *_AGENTS, last)
+        found = self._query(self._select(view, columns, which, more))
+        rows = (
+            (row, name, start, end, stack, _device(name, *agents), size)
+            for row, name, start, end, stack, *agents, size in found
+        )
+        return Rows(Problems(self._path), rows)
 
-    def _markers(self, pid: int | None) -> Rows[Event] | None:
+    def _markers(self, which: _Which) -> Rows[Event] | None:
         """In rocprofv3's databases their names are those of the functions that set them, and what
         they say lies beside; in those of rocprof-sys the name is what they say."""
-        found = self._events("regions", pid, _of_domain("MARKER"), last="extdata")
+        found = self._events("regions", which, _of_domain("MARKER"), last="extdata")
         if found is None:
             return None
         return Rows(
@@ -387,10 +470,10 @@ class _Database:
             ((row, _message(data) or name, *event, None) for row, name, *event, data in found.rows),
         )
 
-    def _counts(self, pid: int | None) -> Rows[Count] | None:
+    def _counts(self, which: _Which) -> Rows[Count] | None:
         for view, columns in _COUNTS.items():
             if {*columns, "dispatch_id"} <= self.columns(view):
-                query = self._select(view, ("dispatch_id", *columns), pid)
+                query = self._select(view, ("dispatch_id", *columns), which)
                 if next(self._query(f"{query} LIMIT 1"), None) is not None:
                     return Rows(Problems(self._path), self._count_rows(query, columns))
         return None
@@ -403,7 +486,7 @@ class _Database:
             f"GROUP BY [dispatch_id], [{kernel}], [{counter}]"
         )
         for row, (dispatch, name, counted, total) in enumerate(self._query(summed), start=1):
-            yield row, name, str(counted), total, dispatch, None, None
+            yield row, name, str(counted), total, dispatch, None, None, None
 
     def _device(self) -> str | None:
         has = self.columns("rocpd_info_agent")
@@ -412,6 +495,11 @@ class _Database:
             return None
         query = f"SELECT DISTINCT [{name}] FROM [rocpd_info_agent] WHERE [type] = 'GPU'"
         return _joined(name for (name,) in self._query(query))
+
+
+def _literal(value: int | str) -> str:
+    """A value in SQL."""
+    return str(value) if isinstance(value, int) else "'{}'".format(str(value).replace("'", "''"))
 
 
 def _of_domain(domain: str) -> str:

@@ -52,7 +52,7 @@ class StepTime:
 
 @dataclass
 class Activity:
-    """What ran in a trace's steps, in ns since its first event.
+    """The activity in a trace's steps, in ns by its clock.
 
     Attributes:
         spans: the steps', one after the other.

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +42,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When the GPU worked, where a tool has the start and end of every kernel and copy."""
+    """When a GPU worked, where a tool has the start and end of every kernel and copy; of several
+    GPUs, the one that worked longest."""
 
     span_ns: float
     """From the first start to the last end."""
     busy_ns: float
-    """In which at least one of them ran: those that overlap count once."""
+    """Time in which at least one of them ran: those that overlap count once."""
+    calls: int | None = field(default=None, metadata=NEWER)
+    """Kernels and copies that this GPU ran."""
 
     @property
     def idle_ns(self) -> float:
@@ -61,13 +65,13 @@ class Loading:
     """From the first step's start to the last one's end; without steps, from the first wait to the
     end of what came after the last batch."""
     wait_ns: float
-    """Of the span."""
+    """Part of the span that is spent waiting."""
     batches: int
     """At least 1."""
     in_thread: bool
     """Whether the thread makes the batches itself, for most of that time; else workers do."""
     gpu_idle_ns: float | None = None
-    """Of the wait; None where no GPU was traced."""
+    """Part of the wait in which the GPU idles; None where no GPU was traced."""
 
     @property
     def lost_ns(self) -> float:
@@ -85,14 +89,14 @@ class HostCall:
 
 @dataclass
 class KernelTable:
-    """What a profiler saw of a run.
+    """The part of a run that a profiler saw.
 
     `kernels` comes longest total first. Copies and memsets that the tool has are among them,
     under the category "copy".
     """
 
     path: Path
-    """What it was read from."""
+    """The file or folder that it was read from."""
     tool: str
     """The profiler, as its users call it: "torch.profiler", "rocprofv3", "ncu", "nsys", ..."""
     kernels: list[Kernel]
@@ -110,7 +114,7 @@ class KernelTable:
     loading: Loading | None = field(default=None, metadata=NEWER)
     """None where the tool does not see it, or no batch came from a DataLoader."""
     step_times: list[StepTime] = field(default_factory=list, metadata=NEWER)
-    """Of each step, where the tool has the start and end of what host and GPU did in it."""
+    """One entry a step, where the tool has the start and end of what host and GPU did in it."""
     warnings: list[str] = field(default_factory=list)
     """Sentences: what could not be read, what the figures leave out."""
 
@@ -123,7 +127,7 @@ class KernelTable:
         return sum(kernel.calls for kernel in self.kernels)
 
     def share(self, kernel: Kernel) -> float:
-        """Of the time of all kernels, from 0 to 1."""
+        """Share of the time of all kernels, from 0 to 1."""
         return kernel.total_ns / self.total_ns if self.total_ns else 0.0
 
     def category_ns(self) -> dict[str, float]:
@@ -134,16 +138,29 @@ class KernelTable:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
+Device = int | str | None
+"""A GPU's number, or what a tool calls it; None where the tool does not say."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """The work of one device for one process."""
+
+    ns: float = 0.0
+    intervals: list[tuple[float, float]] = field(default_factory=list)
+
+
 class Sums:
-    """Adds calls up to kernels, and their intervals to a timeline. Made for a million calls: it
-    keeps two numbers a call, and those only where starts are given. Names become printable.
+    """Adds calls up to kernels, and their intervals to a timeline of each device. Made for a
+    million calls: it keeps two numbers a call, and those only where starts are given. Names become
+    printable.
 
     A kernel has extremes only if every addition to it has, bytes and operations if any has."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] = {}
         self._by_name_as_read: dict[str, Kernel] = {}
-        self._intervals: list[tuple[float, float]] = []
+        self._loads: defaultdict[tuple[str, Device], _Load] = defaultdict(_Load)
 
     def add(
         self,
@@ -157,12 +174,16 @@ class Sums:
         bytes: float | None = None,
         flops: float | None = None,
         category: str | None = None,
+        device: Device = None,
+        process: str = "",
     ) -> None:
         """Adds one call, or the sum of `calls` calls with the extremes that the tool gives.
 
         Args:
             start_ns: of a single call, where the tool has it.
             category: where the tool says more than the name.
+            process: the name of the process that launched it, where there are several: what they
+                call a device may be another one for each.
         """
         kernel = self._by_name_as_read.get(name)
         if kernel is None:
@@ -183,16 +204,64 @@ class Sums:
             kernel.bytes = (kernel.bytes or 0.0) + bytes
         if flops is not None:
             kernel.flops = (kernel.flops or 0.0) + flops
+        load = self._loads[process, device]
+        load.ns += total_ns
         if start_ns is not None:
-            self._intervals.append((start_ns, start_ns + total_ns))
+            load.intervals.append((start_ns, start_ns + total_ns))
 
     def kernels(self) -> list[Kernel]:
         """Longest total first, then by name."""
         return sorted(self._kernels.values(), key=lambda kernel: (-kernel.total_ns, kernel.name))
 
+    def busiest(self) -> Device:
+        """The device that worked longest; None where the tool does not say, or nothing ran."""
+        (_, device), _ = self._busiest_load()
+        return device
+
     def timeline(self) -> Timeline | None:
-        """None where no starts were given."""
-        return timeline(self._intervals)
+        """The busiest device's; None where no starts were given."""
+        _, load = self._busiest_load()
+        return timeline(load.intervals)
+
+    def warnings(self) -> list[str]:
+        """One sentence where several devices or processes are added up, or none."""
+        loads = self._known_loads()
+        if len(loads) < 2:
+            return []
+        processes, what = len({process for process, _ in loads}), []
+        if len(loads) > processes:
+            what.append(f"{len(loads)} devices")
+        if processes > 1:
+            what.append(f"{processes} processes")
+        sentence = f"the kernels of {' in '.join(what)} are added up"
+        (process, device), load = self._busiest_load()
+        if load.intervals:
+            name = f"device {device}" if isinstance(device, int) else device
+            parts = [name, process if processes > 1 else ""]
+            whose = printable(" in ".join(filter(None, parts)))
+            sentence += f"; busy and idle time are those of {whose}, the busiest"
+        return [sentence]
+
+    def _known_loads(self) -> dict[tuple[str, Device], _Load]:
+        """By process and device. What a process ran on no known device is its only device's; it is
+        left out where there are several."""
+        loads = {key: load for key, load in self._loads.items() if key[1] is not None}
+        for (process, device), load in self._loads.items():
+            if device is None:
+                known = [key for key in loads if key[0] == process]
+                if len(known) == 1:
+                    only = loads[known[0]]
+                    load = _Load(only.ns + load.ns, only.intervals + load.intervals)
+                if len(known) < 2:
+                    loads[known[0] if known else (process, None)] = load
+        return loads
+
+    def _busiest_load(self) -> tuple[tuple[str, Device], _Load]:
+        return max(
+            self._known_loads().items(),
+            key=lambda item: (bool(item[1].intervals), item[1].ns),
+            default=(("", None), _Load()),
+        )
 
     def __len__(self) -> int:
         return len(self._kernels)
@@ -231,7 +300,7 @@ def timeline(intervals: Iterable[tuple[float, float]]) -> Timeline | None:
         if end > reached:
             busy += end - max(start, reached)
             reached = end
-    return Timeline(span_ns=reached - first, busy_ns=busy)
+    return Timeline(span_ns=reached - first, busy_ns=busy, calls=len(ordered))
 
 
 def as_records(table: KernelTable) -> list[dict[str, str | float | int | None]]:

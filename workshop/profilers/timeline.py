@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workshop.errors import WorkshopError
-from workshop.profilers import json_stream, kineto, names, reading
+from workshop.profilers import kineto, names, reading
 from workshop.profilers.categories import categorize
-from workshop.profilers.reading import NoNumber, Problems
 
 RANGES, OPERATORS, CALLS, KERNELS = "ranges", "operators", "runtime calls", "kernels"
 """Kinds of slices, in the order of their rows."""
@@ -38,9 +37,6 @@ _KINDS = {
     "gpu_memcpy": KERNELS,
     "gpu_memset": KERNELS,
 }
-_ON_GPU = {"gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
-_WHOLE_TRACE = "Trace"
-"""The category of Kineto's own span, with which a trace, and Perfetto's axis, begins."""
 _STEP_NAMES = (re.compile(r"step\Z"), re.compile(r"ProfilerStep#\d+\Z"))
 """This workshop's ranges, and the profiler's own: the first that a trace has count."""
 _WAITS = re.compile(r"Synchronize|^(?:cuda|hip)Memcpy(?!.*Async)")
@@ -62,7 +58,7 @@ class Slice(NamedTuple):
     category: str
     """One of categories.CATEGORIES, or of RANGE, CALL and SYNCHRONISATION."""
     correlation: int = 0
-    """What a launch shares with the kernels that it launched; 0 for nothing."""
+    """The number that a launch shares with the kernels that it launched; 0 for none."""
 
 
 class Window(NamedTuple):
@@ -76,20 +72,20 @@ class Window(NamedTuple):
 
 @dataclass
 class Trace:
-    """A trace's slices by thread and stream, in ms since its first event in the file."""
+    """A trace's slices by thread and stream, in ms by its clock."""
 
     path: Path
     begin: float = math.inf
     """The earliest time, from which Perfetto counts."""
     tracks: dict[Key, dict[str, list[Slice]]] = field(default_factory=dict)
     streams: set[Key] = field(default_factory=set)
-    """Which of the tracks are a GPU's."""
+    """The keys of the tracks that are a GPU's."""
     titles: dict[Key, str] = field(default_factory=dict)
     """As the trace names threads and streams."""
     devices: dict[int, str] = field(default_factory=dict)
     """Names of GPUs by number."""
     warnings: list[str] = field(default_factory=list)
-    _clock: kineto.Clock = field(default_factory=kineto.Clock)
+    clock: kineto.Clock = field(default_factory=kineto.Clock)
     # The same few names come in every event: each is kept, and its category sought, once.
     _known: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
 
@@ -114,8 +110,8 @@ class Trace:
             # is clearer than "python3".
             if isinstance(title, str) and "autograd" not in self.titles.get(_key(event), ""):
                 self.titles[_key(event)] = title
-        elif phase == "X" and category == _WHOLE_TRACE:
-            self._times(event)
+        elif phase == "X" and category == kineto.WHOLE_TRACE:
+            self._times(event)  # with it Perfetto's axis begins
         elif phase == "X" and category in _KINDS:
             self._add_slice(event, category)
 
@@ -129,14 +125,14 @@ class Trace:
             known = name[:_LONGEST_NAME], _category(category, name)
             self._known[category, name] = known
         key, correlation = _key(event), _argument(event, "correlation")
-        if category in _ON_GPU:
+        if category in kineto.ON_GPU:
             self.streams.add(key)
         slices = self.tracks.setdefault(key, {}).setdefault(_KINDS[category], [])
         slices.append(Slice(*times, *known, correlation if isinstance(correlation, int) else 0))
 
     def _times(self, event: dict) -> tuple[float, float]:
-        """Start and end in ms since the first event."""
-        start, duration = self._clock.times(event)
+        """Start and end in ms by the clock."""
+        start, duration = self.clock.times(event)
         self.begin = min(self.begin, start / 1e6)
         return start / 1e6, (start + duration) / 1e6
 
@@ -156,12 +152,13 @@ def _category(of_event: str, name: str) -> str:
         return RANGE
     if kind == CALLS:
         return SYNCHRONISATION if _WAITS.search(name) else CALL
-    return "copy" if of_event in ("gpu_memcpy", "gpu_memset") else categorize(name)
+    is_copy = of_event in ("gpu_memcpy", "gpu_memset")
+    return kineto.copy_category(name) if is_copy else categorize(name)
 
 
 @dataclass
 class Lane:
-    """What one thread or stream did within the window; times in ms since the trace began."""
+    """All that one thread or stream did within the window; times in ms since the trace began."""
 
     title: str
     on_gpu: bool
@@ -183,12 +180,8 @@ def read(path: Path) -> Trace:
         path, others = kineto.newest_trace(path)
     if not kineto.recognises_json(reading.head(path)):
         raise WorkshopError(f"{path}: no trace of torch.profiler, the only one that can be drawn")
-    trace, problems = Trace(path, warnings=others), Problems(path)
-    for row, event in json_stream.items(path, "traceEvents", problems):
-        try:
-            trace.add(event)
-        except (NoNumber, kineto.NoEvent) as error:
-            problems.add(row, str(error))
+    trace = Trace(path, warnings=others)
+    problems = kineto.read_events(path, trace.clock, trace.add)
     if not trace.tracks:
         raise problems.error("ranges, operators or kernels")
     trace.devices = kineto.device_names(path)
@@ -202,7 +195,7 @@ def read(path: Path) -> Trace:
 def choose_window(
     trace: Trace, step: int | None, start_ms: float | None, end_ms: float | None
 ) -> Window:
-    """What to draw: the arguments are those of `draw`.
+    """The stretch to draw: the arguments are those of `draw`.
 
     Raises:
         WorkshopError: there is no such step or stretch.
@@ -257,7 +250,7 @@ def _last_launched(trace: Trace, step: Slice) -> float:
 
 
 def arrange(trace: Trace, window: Window) -> list[Lane]:
-    """What lies in the window: first the threads of the host, the main thread before those that
+    """The lanes in the window: first the threads of the host, the main thread before those that
     it set to work, then the streams of the GPUs. Of many only the busiest are kept, and the trace
     gets a warning.
 
@@ -301,7 +294,8 @@ def _title(trace: Trace, key: Key) -> str:
     title = trace.titles.get(key, f"{'stream' if of_gpu else 'thread'} {thread}")
     title = names.printable(title).strip()[:_LONGEST_TITLE]
     if of_gpu:
-        name = trace.devices.get(int(process) if process.isdecimal() else -1, "")[:_LONGEST_TITLE]
+        index = int(process) if process.isdecimal() else -1
+        name = (kineto.device_name(trace.devices, index) or "")[:_LONGEST_TITLE]
         return f"GPU {process}{name and f' ({name})'}, {title}"
     if "autograd" in title:
         return f"autograd thread: {title}"
@@ -354,8 +348,8 @@ def _union(slices: list[Slice]) -> Slice:
 
 
 def busy_shares(slices: Iterable[Slice], window: Window, bins: int) -> list[float]:
-    """Of each of `bins` equal parts of the window the share, from 0 to 1, in which at least one
-    of the slices, sorted by their start, ran."""
+    """The share, from 0 to 1, of each of `bins` equal parts of the window in which at least one of
+    the slices, sorted by their start, ran."""
     width = (window.end - window.start) / bins
     shares = [0.0] * bins
     reached = window.start

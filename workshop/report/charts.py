@@ -25,7 +25,7 @@ _LETTERS_OF_A_LEGEND = 40
 """In one line."""
 
 Part = tuple[str, str, Sequence[float]]
-"""Of all bars: its name, its colour, and its length in each."""
+"""A part of all bars: its name, its colour, and its length in each."""
 
 
 def speedups(name: str, rows: Sequence[tuple[str, Row]], files: tuple[Path, ...]) -> Chart:
@@ -124,12 +124,14 @@ def losses(
         differences: of the versions whose loss should be V1's.
         caution: a sentence on the differences, or nothing.
     """
-    ends = [f"{label} {_loss(own[0])} to {_loss(own[-1])}" for label, own in curves.items()]
+    ends: dict[int, list[str]] = {}
+    for label, own in curves.items():
+        ends.setdefault(len(own), []).append(f"{label} {_loss(own[0])} to {_loss(own[-1])}")
     largest = {label: [abs(d) for d in own if not math.isnan(d)]
                for label, own in differences.items()}  # fmt: skip
     texts = [f"{label} {max(own, default=math.nan):.2g}" for label, own in largest.items()]
-    steps = len(next(iter(curves.values())))
-    alt = f"Loss of the first and the last of {steps} steps: {', '.join(ends)}."
+    alt = " ".join(f"Loss of the first and the last of {steps} steps: {', '.join(own)}."
+                   for steps, own in ends.items())  # fmt: skip
     if texts:
         alt += f" Largest difference from V1 at any step: {', '.join(texts)}. {caution}".rstrip()
 

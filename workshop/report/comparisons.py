@@ -17,7 +17,7 @@ from workshop.profilers.names import printable
 from workshop.report import charts, parts
 from workshop.report.parts import BAD, Cell, Line, Section, Table, add_roofline, alarms, cells
 from workshop.report.pictures import Picture
-from workshop.results import RunResult
+from workshop.results import FAIL, RunResult
 from workshop.run import precision, presets
 from workshop.versions import ALL, BASELINE
 
@@ -31,7 +31,7 @@ class Group:
     anchor: str
     rows: list[Row]
     runs: list[list[StoredRun]]
-    """Of each row."""
+    """The runs of each row."""
 
     @property
     def device(self) -> str:
@@ -67,7 +67,7 @@ def groups(stored: Sequence[StoredRun]) -> list[Group]:
 
 
 def _key(run: RunResult) -> tuple[object, ...]:
-    """What the runs of a group share; groups are sorted by it."""
+    """The properties that the runs of a group share; groups are sorted by it."""
     sizes = tuple(sorted(run.config.items()))
     tokens = run.batch_size * run.seq_len
     name = str(run.device.get("name"))
@@ -108,7 +108,7 @@ def tables(group: Group) -> Section:
     part = Section(group.anchor, printable(compared.title(group.rows)))
     part.tables = [
         parts.with_column("How fast", speed, "result files", files),
-        parts.with_column("The same model? And at what cost", proof, "error, of allowed",
+        parts.with_column("Verdict and cost", proof, "error, of allowed",
                     [_worst(runs) for runs in group.runs]),
     ]  # fmt: skip
     for table in part.tables:
@@ -123,7 +123,7 @@ def tables(group: Group) -> Section:
 
 
 def _worst(stored: Sequence[StoredRun]) -> Cell:
-    """Of the gate's errors, the largest share of what is allowed."""
+    """The largest of the gate's errors, as a share of what is allowed."""
     closest = [found for one in stored if (found := one.run.parity.closest())]
     share = max((error / allowed for _, error, allowed in closest), default=None)
     if share is None:
@@ -169,21 +169,25 @@ def at_a_glance(all_groups: Sequence[Group]) -> Table | None:
         lines.append(Line([first, *others], BAD if bad else ""))
     header = ["size", *(f"{key}: {ALL[key].title}" for key in keys)]
     caption = (
-        "Step time of V1, and each version's speed-up over it; its time, if of another session"
+        "Median step and speed-up over V1; where V1 is not that of the line, its step is named"
     )
     return Table(caption, header, lines)
 
 
 def _in_a_word(row: Row | None, baseline: Row | None) -> str:
-    """The speed-up, or the time where that is over another V1 than the line's."""
+    """The step and the speed-up; if that is over another V1 than the line's, with its step."""
     if row is None:
         return "-"
     if row.failed:
-        return f"{row.refused} red" if row.refused else "failed"
+        return FAIL
+    if row.step_ms is None:
+        return row.speedup_text()
+    step, speedup = f"{row.step_ms:,.2f} ms", row.speedup_text()
+    if row.speedup is None or speedup == "baseline":
+        return step
     elsewhere = baseline is not None and row.session != baseline.session
-    if (elsewhere or row.verdict() in ("baseline", "-")) and row.step_ms is not None:
-        return f"{row.step_ms:,.2f} ms"
-    return row.verdict().replace("no significant difference", "no difference")
+    over = f" over {row.speedup * row.step_ms:,.2f} ms" if elsewhere else ""
+    return f"{step}, {speedup.replace('no significant difference', 'no difference')}{over}"
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -195,16 +199,17 @@ def speedup_pictures(anchor: str, own: Sequence[Group]) -> list[Picture]:
         (group.size, row)
         for group in own
         for row in group.rows
-        if row.speedup and row.speedup_ci and row.verdict() != "baseline"
+        if row.speedup and row.speedup_ci and row.speedup_text() != "baseline"
     ]
     files = tuple(path for group in own for path in group.files)
     return [charts.speedups(f"{anchor}-speedups", rows, files)] if rows else []
 
 
 def _pictures(group: Group) -> Iterator[Picture]:
-    phases = [(row, vars(row)) for row in group.rows if row.forward_ms is not None]
-    yield from _stack(group, "phases", "Where the time of a step goes", "ms of a step", phases,
-                      PHASE_COLOURS, in_markdown=False)  # fmt: skip
+    phases = [(row, row.step_parts) for row in group.rows if row.step_parts]
+    yield from _stack(group, "phases", "Where the time of a step goes", "ms of the median step, "
+                      "divided as the separate pass timed its parts", phases, PHASE_COLOURS,
+                      in_markdown=False)  # fmt: skip
     memory = [(row, row.memory_mb) for row in group.rows if row.memory_mb]
     yield from _stack(group, "memory", "What fills the memory at its peak", "MB at the peak",
                       memory, MEMORY_COLOURS)  # fmt: skip
@@ -245,7 +250,7 @@ def _stack(
 
 
 def _drawable(length: float | str | None) -> float:
-    """Of a part of a bar: a broken file may have any."""
+    """The length of a part of a bar: a broken file may have any."""
     return min(max(0.0, float(length or 0.0)), results.MOST)
 
 

@@ -9,9 +9,7 @@ from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.report.parts import (
     BAD,
-    FAILED,
     IMPLAUSIBLE,
-    WRONG,
     Alarm,
     Cell,
     Line,
@@ -22,10 +20,11 @@ from workshop.report.parts import (
     links,
     with_column,
 )
+from workshop.results import FAIL
 
 INTRO = (
     "labs/{lab}, session {session}: percentiles over all steps of all processes, in ms a step of "
-    "{units}. A row without a green proof has no times."
+    "{units}. A row that did not pass its gate has no times."
 )
 
 
@@ -47,7 +46,7 @@ def operators(stored: Sequence[StoredOperators]) -> list[tuple[str, Section]]:
         lines = [Line(cells(*line.cells), BAD * (line.style == "red")) for line in table.lines]
         section.tables.append(Table("How near to the ceiling", list(table.header), lines, texts=2))
         for row in one.bench.rows:
-            if row.status in (WRONG, IMPLAUSIBLE):
+            if row.status in (FAIL, IMPLAUSIBLE):
                 text = printable(f"{section.title}: {row.op} {row.shapes}: {row.note}")
                 section.alarms.append(Alarm(row.status, text, (link,)))
         found.append((one.bench.device, section))
@@ -71,7 +70,6 @@ def _section(anchor: str, rows: list[LabRow], files: dict[int, StoredLab]) -> Se
 
 def _alarms(row: LabRow, title: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
     if row.failed:
-        kind = "PROOF RED" if row.proof == "fail" else FAILED
-        yield Alarm(kind, f"{title}: {lab_table.failure(row)}", files)
+        yield Alarm(FAIL, f"{title}: {lab_table.failure(row)}", files)
     for line in lab_table.implausible(row):
         yield Alarm(IMPLAUSIBLE, f"{title}: {line}", files)

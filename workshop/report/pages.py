@@ -22,12 +22,12 @@ HOW_TO_READ = (
      "Forward, backward and optimizer come from a separate pass with marks between them."),
     ("speed-up", "is V1's median step over this version's, from the same session, with the 95% "
      "interval: Student's t on the processes' medians; one process has no interval."),
-    ("proof", "is the evidence that it trained V1's model. The gate runs before the clock: logits, "
-     "loss, each gradient and a short training run may be no further from the truth than about "
-     "twice what the precision costs V1. The audit checks the timed steps: the loss of each, and "
-     "the distance and direction in which they moved each weight. A row that fails either has no "
-     "speed-up. `gate only`: not audited, as no run of V1 was in its comparison, or as it was "
-     "measured before the audit existed."),
+    ("verdict", "says whether it trained V1's model: `pass`, `FAIL` or `not audited`. The "
+     "gate runs before the clock: logits, loss, each gradient and a short training run may be no "
+     "further from the truth than about twice what the precision costs V1. The audit checks the "
+     "timed steps: the loss of each, and the distance and direction in which they moved each "
+     "weight. A row that fails either has no speed-up. `not audited`: no run of V1 was in its "
+     "comparison, or it was measured before the audit existed."),
     ("gradients", "counts the tensors, under V1's names, that the timed run's backward pass "
      "reached."),
     ("error, of allowed", "is the largest of the gate's errors, as a share of its tolerance."),

@@ -4,6 +4,7 @@ Text from files may hold anything: here it is lines without control characters, 
 escapes it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,14 @@ from workshop.compare.rows import Row
 from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.report.pictures import Picture, read_roofline, roofline_picture
+from workshop.results import FAIL
 from workshop.roofline.inputs import STEP
 from workshop.roofline.model import flags, sentences
 
 BAD, DIM = "bad", "dim"
 """Tones of lines: an error, and what was not measured."""
 _TONES = {"red": BAD, "dim": DIM}
-_VERDICTS = {"gate only": "the gate only", "fail": "failed", "not run": "ran neither"}
-FAILED, IMPLAUSIBLE, WRONG = "FAILED", "IMPLAUSIBLE", "WRONG"
+IMPLAUSIBLE = "IMPLAUSIBLE"
 SUSPECT = "SUSPECT PROFILE"
 _KERNELS_IN_WORDS = 6
 """Whose distance from their roofs is given in words."""
@@ -140,32 +141,21 @@ class Report:
         return [alarm for section in sections for alarm in section.alarms]
 
     @property
-    def proof(self) -> str:
-        """How many rows have passed the gate and the audit, and how many of labs their proofs, in
-        sentences; empty without rows."""
-        return " ".join([*self._proof_of_versions(), *self._proof_of_labs()])
-
-    def _proof_of_versions(self) -> Iterator[str]:
-        if not self.rows:
-            return
-        verdicts = [row.proof(red="fail").removesuffix(" *") for row in self.rows]
-        texts = [f"{verdicts.count('pass')} of {count(len(verdicts), 'row')} passed gate and audit"]
-        for verdict, what in _VERDICTS.items():
-            number = verdicts.count(verdict)
-            texts += [f"{number} {what}"] if number else []
-        yield f"{', '.join(texts)}; {_flagged(row.plausibility for row in self.rows)}."
-
-    def _proof_of_labs(self) -> Iterator[str]:
-        if not self.lab_rows:
-            return
-        green = sum(lab_table.proof(row) == lab_table.GREEN for row in self.lab_rows)
-        flagged = _flagged(row.plausibility for row in self.lab_rows)
-        yield f"Labs: {green} of {count(len(self.lab_rows), 'row')} passed their proof; {flagged}."
+    def verdicts(self) -> str:
+        """How many rows of the versions and of the labs have which verdict, in sentences; empty
+        without rows."""
+        versions = [(row.verdict, row.plausibility) for row in self.rows]
+        of_labs = [(lab_table.verdict(row), row.plausibility) for row in self.lab_rows]
+        return " ".join([*_verdicts("Versions", versions), *_verdicts("Labs", of_labs)])
 
 
-def _flagged(found: Iterable[list[str]]) -> str:
-    number = sum(map(bool, found))
-    return f"{f'{number} with' if number else 'no'} implausible numbers"
+def _verdicts(of: str, found: Sequence[tuple[str, list[str]]]) -> Iterator[str]:
+    numbers = Counter(verdict for verdict, _ in found)
+    if numbers:
+        words = ", ".join(f"{number} {verdict}" for verdict, number in numbers.most_common())
+        flagged = sum(bool(sentences) for _, sentences in found)
+        also = f"{f'{flagged} with' if flagged else 'no'} implausible numbers"
+        yield f"{of}: {words} of {count(len(found), 'row')}; {also}."
 
 
 def count(number: int, what: str) -> str:
@@ -192,8 +182,7 @@ def with_column(caption: str, table: tables.Table, name: str, last: Sequence[Cel
 
 def alarms(row: Row, where: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
     if row.failed:
-        kind = f"{row.refused.upper()} RED" if row.refused else FAILED
-        yield Alarm(kind, printable(f"{where}: {row.note}"), files)
+        yield Alarm(FAIL, printable(f"{where}: {row.note}"), files)
     for sentence in row.plausibility:
         yield Alarm(IMPLAUSIBLE, printable(f"{where}: {sentence}"), files)
 

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workshop import results
-from workshop.collection import Collection, Profile
+from workshop import file_kinds, results
+from workshop.collection import Collection, Profile, distinct_names
 from workshop.compare.rows import size_name
 from workshop.errors import WorkshopError
 from workshop.kernels import benchmark
@@ -18,7 +18,7 @@ from workshop.profilers.table import KernelTable
 from workshop.report import charts, parts
 from workshop.report.parts import Alarm, Cell, Line, Link, Section, Table, add_roofline, cells
 from workshop.report.pictures import Picture
-from workshop.roofline import ceilings
+from workshop.results import FAIL, SKIPPED
 
 HARNESS = "harness"
 """Of a results folder: the records of what the harness adds to a step."""
@@ -117,7 +117,7 @@ def category_pictures(anchor: str, profiles: Sequence[Profile]) -> list[Picture]
             f"{anchor}-categories-{len(pictures) + 1}",
             f"What the {what}' time goes to: {', '.join(_tool_and_size(own[0]))}",
             f"ms of a step's {what}" if own[0].table.steps else f"ms of all {what}",
-            [found.version or found.folder.name for found in own],
+            distinct_names(own),
             [(kind, CATEGORY_COLOURS[kind], [one.get(kind, 0.0) / 1e6 for one in sums])
              for kind in CATEGORIES],
             tuple(found.folder / kernel_file.JSON_FILE for found in own),
@@ -141,7 +141,7 @@ def others(collection: Collection) -> tuple[list[tuple[str, Section]], list[tupl
         try:
             if path in costs:
                 found.append(_harness_cost(f"harness-{len(found) + 1}", path))
-            elif ceilings.is_benchmark(results.read_json(path)):
+            elif file_kinds.kind_of(path) == file_kinds.BENCHMARK:
                 found.append(_benchmark(f"benchmark-{len(found) + 1}", path, collection))
         except WorkshopError as error:
             broken.append((path, str(error)))
@@ -159,7 +159,7 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
     """V3's operators beside the other contenders, without those that do not exist for a case."""
     try:
         rows, run = benchmark.load(path)
-        rows = [row for row in rows if row.status != benchmark.ABSENT]
+        rows = [row for row in rows if row.status != SKIPPED]
         section = Section(anchor, "V3's kernels", (Link(path.name, path),))
         section.intro = KERNELS.format(commit=printable(str(run.git_commit)))
         for group in benchmark.by_op(rows):
@@ -175,9 +175,8 @@ def _benchmark(anchor: str, path: Path, collection: Collection) -> tuple[str, Se
 
 
 def _operation(group: list[benchmark.Row], run: benchmark.Run) -> Table:
-    wrong = (benchmark.WRONG, benchmark.FAILED)
     lines = [
-        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status in wrong else "")
+        Line(cells(*benchmark.cells(row, run)), parts.BAD if row.status == FAIL else "")
         for row in group
     ]
     title = printable(benchmark.title(group, run))
@@ -190,7 +189,7 @@ def _benchmark_alarms(
     for row in group:
         if row.failed:
             text = printable(f"{row.op} {row.size}, {row.contender}: {row.note or row.status}")
-            yield Alarm(parts.WRONG, text, links)
+            yield Alarm(FAIL, text, links)
         for sentence in run.implausible(row):
             text = printable(f"{row.op}: {sentence}").replace(f"{parts.IMPLAUSIBLE}: ", "")
             yield Alarm(parts.IMPLAUSIBLE, text, links)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from workshop import results
+from workshop import file_kinds, results
 from workshop.errors import WorkshopError
 from workshop.profilers.names import printable
 from workshop.roofline import model
@@ -135,7 +135,7 @@ def load(path: Path) -> Measurement:
         WorkshopError: it is neither, or broken; the message names the file and the field.
     """
     content = results.read_json(path)
-    if is_benchmark(content):
+    if file_kinds.kind_of(path) == file_kinds.BENCHMARK:
         content = _of_benchmark(content)
     elif content.pop("schema_version", None) != SCHEMA_VERSION or not content.pop("ceilings", None):
         raise WorkshopError(
@@ -146,11 +146,6 @@ def load(path: Path) -> Measurement:
         if not results.LEAST <= rate <= results.MOST:
             raise WorkshopError(f"{path}: field {where} is {rate!r:.40}, no rate of a machine")
     return measurement
-
-
-def is_benchmark(content: dict[str, Any]) -> bool:
-    """Whether a JSON object is a result of workshop.kernels.benchmark."""
-    return isinstance(content.get("rows"), list) and isinstance(content.get("ceilings"), dict)
 
 
 def find(device_name: str, threads: object, folder: Path | None, notes: list[str]) -> list[Ceiling]:

@@ -507,7 +507,7 @@ def _sides(drawn: Sequence[Mark], frame: View) -> dict[int, str]:
 
 def _hover(roofline: Roofline, mark: Mark) -> str:
     point = mark.point
-    words = html.escape(model.verdict(roofline, point))
+    words = html.escape(model.in_words(roofline, point))
     rows = [f"<b>{mark.rank} {html.escape(point.label)}</b>", words]
     rows += [model.rate_text(rate, kind) for kind in model.KINDS if (rate := point.rate(kind))]
     if point.intensity is not None:

@@ -14,7 +14,7 @@ from workshop.profilers import ncu
 from workshop.profilers.categories import CATEGORIES, categorize
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.ncu import Counted, Report
-from workshop.roofline import inputs
+from workshop.roofline import inputs, model
 from workshop.roofline.model import (
     COMPUTE,
     MAIN_MEMORY,
@@ -58,7 +58,7 @@ def _of_report(report: Report, label: str) -> Roofline:
     points: list[Point] = []
     for level in ncu.LEVELS:
         points += _points(report, label, level)
-    roofline = Roofline(label, device, points, notes=report.warnings)
+    roofline = Roofline(label, device, points, notes=[model.RULE, *report.warnings])
     if not set(ncu.CACHES) <= report.total.moved.keys():
         roofline.notes.append(
             "bytes are those of the memory alone: the caches' take the metrics "

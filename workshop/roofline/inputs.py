@@ -4,13 +4,11 @@ What a tool counted is taken as it is. Where nothing was counted, the model's si
 training step must compute and must at least move.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
-from workshop import results
+from workshop import file_kinds, results
 from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
@@ -18,8 +16,9 @@ from workshop.kernels import benchmark
 from workshop.kernels.cases import OURS, TFLOPS
 from workshop.kernels.measure import Row as KernelRow
 from workshop.profilers import load as profiles
-from workshop.profilers import metrics, reading, rocprof_compute
+from workshop.profilers import metrics, rocprof_compute
 from workshop.profilers.categories import categorize
+from workshop.profilers.metrics import duration
 from workshop.profilers.names import display_name, printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import Kernel, KernelTable
@@ -59,9 +58,6 @@ NEEDS_COUNTERS = (
     "bytes and operations of each kernel need counters: profile with run_ncu.sh on NVIDIA, "
     "run_rocprof_compute.sh or run_rocprofv3.sh on AMD"
 )
-_RUN, _BENCHMARK, _CEILINGS = "version", "session", "ceilings"
-"""Second keys of the files that are no profiles."""
-_START = re.compile(r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)"')
 _ROCPROF_RATES = {
     "FP32": "fp32 vector",
     "MFMAF32": "fp32",
@@ -101,13 +97,19 @@ def load(
     for path in paths:
         _collect(path, found)
     roofline = Roofline(", ".join(printable(str(path)) for path in paths), None, [])
+    roofline.notes.append(model.RULE)
     _add_runs(roofline, found.runs, precision, config)
     for table, run in found.tables:
         _add_table(roofline, table, run, precision)
+        if line := table.timeline:
+            roofline.notes.append(
+                f"the GPU was idle for {line.idle_ns / line.span_ns:.0%} of the profile's "
+                f"{duration(line.span_ns)}; a profiler slows the host"
+            )
     for path in found.benchmarks:
         _add_benchmark(roofline, path)
     if not roofline.points:
-        reason = "; ".join(roofline.notes) or "no timed run, no kernel with counters"
+        reason = "; ".join(roofline.notes[1:]) or "no timed run, no kernel with counters"
         raise WorkshopError(f"{roofline.title}: nothing for a roofline: {reason}")
     roofline.notes = list(dict.fromkeys(roofline.notes))
     roofline.ceilings += found.ceilings
@@ -136,7 +138,7 @@ def from_numbers(
         Point(label, PLAIN_NUMBERS, precision, rate * 1e9, rate * 1e9 / intensity)
         for label, rate, intensity in zip(texts, gflops, intensities, strict=True)
     ]
-    return Roofline(", ".join(texts), None, points)
+    return Roofline(", ".join(texts), None, points, notes=[model.RULE])
 
 
 def given_ceilings(
@@ -176,11 +178,11 @@ def _check(flag: str, value: float) -> float:
 
 def _collect(path: Path, found: Inputs) -> None:
     kind = _kind(path)
-    if kind == _RUN:
+    if kind == file_kinds.RUN:
         found.runs += results.load_folder(path)
-    elif kind == _BENCHMARK:
+    elif kind == file_kinds.BENCHMARK:
         found.benchmarks.append(path / BENCHMARK_FILE if path.is_dir() else path)
-    elif kind == _CEILINGS:
+    elif kind == file_kinds.CEILINGS:
         found.ceilings += ceilings.load(path).ceilings()
     elif path.name == "roofline.csv":
         found.ceilings += _rocprof_ceilings(path, rocprof_compute.read_roofline(path))
@@ -190,25 +192,18 @@ def _collect(path: Path, found: Inputs) -> None:
             found.ceilings += _rocprof_ceilings(path, rocprof_compute.ceilings(path))
 
 
-def _kind(path: Path) -> str | None:
-    """Which of this workshop's files it is by its second key, or a folder by its files; None for a
-    profile."""
-    if not path.is_dir():
-        return _second_key(path)
-    if (path / RUN_FILE).is_file():
-        return None
-    if _second_key(path / BENCHMARK_FILE) == _BENCHMARK:
-        return _BENCHMARK
+def _kind(path: Path) -> str:
+    """Which of this workshop's files it is, or a folder by its files; empty for a profile."""
+    if path.is_file():
+        return file_kinds.kind_of(path)
+    table = path / BENCHMARK_FILE
+    if (path / RUN_FILE).is_file() or not path.is_dir():
+        return ""
+    if table.is_file() and file_kinds.kind_of(table) == file_kinds.BENCHMARK:
+        return file_kinds.BENCHMARK
     files = (*path.glob("*.json"), *path.rglob("runs/**/*.json"))
-    return _RUN if any(_second_key(file) == _RUN for file in files) else None
-
-
-def _second_key(path: Path) -> str | None:
-    """The first is schema_version in all that this workshop writes."""
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    match = _START.match("".join(islice(reading.lines(path), 3)))
-    return match[1] if match else None
+    kinds = map(file_kinds.kind_of, files)
+    return file_kinds.RUN if file_kinds.RUN in kinds else ""
 
 
 def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list[Ceiling]:

@@ -1,9 +1,12 @@
-"""The roofline: how fast a kernel runs, and which of the chip's limits bounds it.
+"""The roofline: how fast a kernel runs, and how near it comes to each of the chip's limits.
 
 A kernel that does F operations and moves B bytes has the arithmetic intensity F / B. Its rate can
 exceed neither the chip's rate at its precision nor intensity x bandwidth: the two roofs (Williams,
-Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009). The limit that
-its rate comes closer to is the roof above it, and the share says how close it is.
+Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009). The lower one at its
+intensity, which its rate comes closer to, is its roof, and the share says how close it is.
+
+No share makes a kernel "bound" by its roof: what the rest of its time went to is not in the figure,
+and a threshold would say opposite things of two kernels a percent apart. RULE tells readers so.
 """
 
 import csv
@@ -13,20 +16,21 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from workshop.profilers.metrics import digits
+from workshop.profilers.metrics import digits, duration
 
 SCHEMA_VERSION = 1
-MEMORY, COMPUTE, NEITHER = "memory", "compute", "neither"
+MEMORY, COMPUTE = "memory", "compute"
 KINDS = (MEMORY, COMPUTE)
 MAIN_MEMORY = "memory"
 """The level that bytes are counted at, where nothing else is said; others are caches."""
 GIVEN, DATA_SHEET, MEASURED = "given", "data sheet", "measured"
 ORIGINS = (GIVEN, DATA_SHEET, MEASURED)
 """Where a ceiling is from; the first that is known is the roof."""
-LEAST_BOUND = 0.5
-"""Of what is reached at best. What runs slower is held by something else than its roof."""
-SHORT_CALL = 10e-6
-"""Seconds. A shorter kernel spends much of its time on starting and on its last few blocks."""
+RULE = (
+    "a roof is the lower of both limits at a point's intensity, and a percentage is the share of a "
+    "limit that was reached; what the rest of the time went to (launches, latency, other work), a "
+    "roofline does not show, but a profile may"
+)
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,20 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Point:
-    """What one kernel, or one part of a training step, achieved. A rate that was not counted is
+    """The rates of one kernel, or of one part of a training step. A rate that was not counted is
     None; 0 is one that was counted."""
 
     label: str
     category: str
     """A kernel's is one of profilers.categories.CATEGORIES."""
     precision: str
-    """Whose compute ceiling is its roof."""
+    """The one whose compute ceiling is its roof."""
     flops_per_s: float | None
     bytes_per_s: float | None
     seconds: float | None = None
-    """Of all its calls."""
+    """The sum over all its calls."""
     share: float | None = None
-    """Of the time of everything that was seen, from 0 to 1."""
+    """Its part of the time of everything that was seen, from 0 to 1."""
     calls: int | None = None
     at_least: bool = False
     """Whether its bytes are a lower bound, so that its intensity is an upper one."""
@@ -90,7 +94,7 @@ def point(
     moved: float | None,
     **more: Any,
 ) -> Point:
-    """What did some operations and moved some bytes in a time; None for what was not counted."""
+    """The point of some operations and bytes in a time; None for what was not counted."""
     flops_per_s, bytes_per_s = (
         None if amount is None else amount / seconds for amount in (operations, moved)
     )
@@ -110,7 +114,7 @@ class Roofline:
     warnings: list[str] = field(default_factory=list)
     """Sentences: numbers that can't be true."""
     threads: object = None
-    """Of a CPU, where they are known: with others it has other ceilings."""
+    """The number on a CPU, where it is known: with others it has other ceilings."""
 
     @property
     def heading(self) -> str:
@@ -130,24 +134,15 @@ class Roofline:
         return max(known, key=lambda ceiling: share(point, ceiling), default=None)
 
     def measured(self, point: Point, kind: str) -> Ceiling | None:
-        """What was measured of a kind, where that is not its limit anyway."""
+        """The measured ceiling of a kind, where that is not its limit anyway."""
         ceiling = self.limit(point, kind, (MEASURED,))
         return None if ceiling == self.limit(point, kind) else ceiling
 
 
 def share(point: Point, ceiling: Ceiling | None) -> float:
-    """Of a ceiling, from 0 to 1, and above where the numbers can't be true; 0 without one."""
+    """The part of a ceiling that was reached: above 1 where the numbers can't be true; 0 without
+    a ceiling."""
     return (point.rate(ceiling.kind) or 0.0) / ceiling.rate if ceiling else 0.0
-
-
-def bound(roofline: Roofline, point: Point) -> str:
-    """MEMORY or COMPUTE for what comes near its roof, NEITHER for what does not, "" where no
-    ceiling is known."""
-    roof = roofline.roof(point)
-    if roof is None:
-        return ""
-    near = max(share(point, roof), share(point, roofline.measured(point, roof.kind)))
-    return roof.kind if near >= LEAST_BOUND else NEITHER
 
 
 def exceeded(roofline: Roofline, point: Point) -> list[Ceiling]:
@@ -192,55 +187,45 @@ def flags(roofline: Roofline) -> list[str]:
 
 
 def sentences(roofline: Roofline, limit: int = 10) -> list[str]:
-    """For each of the first points: what bounds it, and how far it is from its roof."""
-    return [f"{point.label}: {verdict(roofline, point)}" for point in roofline.points[:limit]]
+    """For each of the first points: its roof, and how near it comes to each limit."""
+    return [f"{point.label}: {in_words(roofline, point)}" for point in roofline.points[:limit]]
 
 
-def verdict(roofline: Roofline, point: Point) -> str:
-    """As in "memory-bound: 4,100 of 4,800 GB/s, 85% of its roof (99% of the measured 4,139)"; for
-    what is far from its roof with what it achieves of its other limit."""
+def in_words(roofline: Roofline, point: Point) -> str:
+    """As in "memory roof: 4,100 of 4,800 GB/s, 85% (99% of the measured 4,139); 1.3 of 989 TFLOP/s
+    (bf16), 0%; a call takes 12.4 µs"."""
     roof = roofline.roof(point)
     if roof is None:
         rates = [(point.rate(kind), kind) for kind in KINDS]
         achieved = [_least(point, kind) + rate_text(rate, kind) for rate, kind in rates if rate]
         return f"{' and '.join(achieved) or 'nothing counted'}; no ceiling is known for it"
-    kind = bound(roofline, point)
-    text = f"{_of(point, roof)}, {share(point, roof):.0%} of its roof"
+    name = COMPUTE if roof.kind == COMPUTE else roof.name
+    text = f"{name} roof: {_of(point, roof)}"
     measured = roofline.measured(point, roof.kind)
     if measured:
         reached = digits(scaled(measured.rate, roof.kind)[0])
         text += f" ({share(point, measured):.0%} of the measured {reached})"
     if roof.origin == MEASURED and share(point, roof) > 1:
         text += "; that is more than was measured: measure again with nothing else running"
-    if exceeded(roofline, point):
-        return f"above what the chip can do: {text}"
-    if kind != NEITHER:
-        return f"{kind}-bound: {text}"
     for other in (roofline.limit(point, kind) for kind in KINDS if kind != roof.kind):
         if other and point.rate(other.kind):
-            text += f", and {_of(point, other)}"
-    return f"below the {roof.kind} roof, and far from it: {text}; {_reason(point)}"
+            text += f"; {_of(point, other)}"
+    if point.calls and point.seconds:
+        text += f"; a call takes {duration(point.seconds / point.calls * 1e9)}"
+    return f"above what the chip can do: {text}" if exceeded(roofline, point) else text
 
 
 def _of(point: Point, ceiling: Ceiling) -> str:
-    """As in "4,100 of 4,800 GB/s"; the same unit for both."""
+    """As in "4,100 of 4,800 GB/s, 85%"; the same unit for both."""
     number, unit = scaled(ceiling.rate, ceiling.kind)
     achieved = digits(share(point, ceiling) * number)
     precision = f" ({ceiling.name})" if ceiling.kind == COMPUTE else ""
-    return f"{_least(point, ceiling.kind)}{achieved} of {digits(number)} {unit}{precision}"
+    of_limit = f"{achieved} of {digits(number)} {unit}{precision}, {share(point, ceiling):.0%}"
+    return _least(point, ceiling.kind) + of_limit
 
 
 def _least(point: Point, kind: str) -> str:
     return "at least " if point.at_least and kind == MEMORY else ""
-
-
-def _reason(point: Point) -> str:
-    if point.calls is None or point.seconds is None:
-        return "something else bounds it, which a profile shows"
-    each = point.seconds / point.calls
-    if each < SHORT_CALL:
-        return f"a call lasts {digits(each * 1e6)} µs, too short to fill the chip"
-    return "latency, a cache or too little parallel work bounds it"
 
 
 # --- for programs --------------------------------------------------------------------------------
@@ -263,7 +248,6 @@ def _record(roofline: Roofline, point: Point) -> dict[str, Any]:
         "gflops": None if point.flops_per_s is None else point.flops_per_s / 1e9,
         "gbs": None if point.bytes_per_s is None else point.bytes_per_s / 1e9,
         "bytes_are": "at least" if point.at_least else "all",
-        "bound": bound(roofline, point),
         "roof": roof.kind if roof else None,
         "ceiling": ceiling_text(roof) if roof else None,
         "ceiling_from": roof.origin if roof else None,

@@ -39,23 +39,32 @@ EAGER_STEPS_BEFORE_CAPTURE = 3
 """Steps that really train before a graph is captured: they compile, choose kernels and create
 the optimizer's state, none of which a capture may do."""
 Notify = Callable[[str], object]
-Progress = Callable[[int, float, float, Callable[[], int]], None]
-"""Called some steps late with a step's number (from 1), its loss, its time in ms, and a function
-that gives the peak in bytes: asking the allocator takes the host a tenth of a millisecond."""
+Progress = Callable[[int, float, float], None]
+"""Called some steps late with a timed step's number, its loss and its time in ms."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many steps a run trains for what, in this order; at least 1 of the first two."""
+    """How many steps a run trains for what, in this order; at least 1 of the first two.
+
+    Steps are numbered from the first of the warm-up, which is step 1, to the last timed one: a
+    run's losses are theirs. What is measured in further steps, the times of the phases and on the
+    CPU the peak of memory, comes after them, so that all programs train the same.
+    """
 
     warmup: int
     timed: int
     phases: int
 
     @property
+    def steps(self) -> int:
+        """The number of the last timed step."""
+        return self.warmup + self.timed
+
+    @property
     def batches(self) -> int:
-        """All steps: with them the one that measures the peak of memory on the CPU."""
-        return self.warmup + self.timed + self.phases + 1
+        """All batches, with those of the further steps."""
+        return self.steps + self.phases + 1
 
 
 class NoGradient(WorkshopError):
@@ -102,7 +111,7 @@ class GraphedPhases:
 
 @dataclass
 class Training:
-    """What a training run measured. Times in ms, memory in MB, set-up in seconds: `capture`, and
+    """Measurements of a training run. Times in ms, memory in MB, set-up in seconds: `capture`, and
     `warm_up` without it and without what compilers took meanwhile."""
 
     step_ms: list[float] = field(default_factory=list)
@@ -127,7 +136,7 @@ def _check_capturable(optimizer: torch.optim.Optimizer, precision: Precision) ->
 
 
 def missing_for_compile(device: torch.device) -> str | None:
-    """What torch.compile would call for and not find here, or None: a C++ compiler ($CXX or the
+    """A tool that torch.compile needs and does not find here, or None: a C++ compiler ($CXX or the
     system's) for the CPU, a C compiler for the launchers of GPU kernels, Python's headers; and for
     the CPU folders without spaces."""
     if device.type == "cpu":
@@ -182,7 +191,6 @@ class Runner:
         self.done = 0
         self.capture_s = 0.0
         """Seconds that the capture of the whole step took."""
-        self._cpu_peak = 0
         self._batches = batches
         self.inputs = torch.empty_like(batches[0], device=self.device)
         self._losses = torch.empty(len(batches), dtype=parameter.dtype)
@@ -307,26 +315,18 @@ class Runner:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def profile_cpu_peak(self) -> None:
-        """Trains one step under the profiler to find its peak: PyTorch keeps none for the CPU."""
-        self.optimizer.zero_grad(set_to_none=True)
-        gc.collect()  # what the step would release, but earlier ones allocated
-        self._cpu_peak = memory.cpu_step_peak(self.advance, self._live_bytes)
-
-    def peak_bytes(self) -> int:
-        """The peak since the warm-up; on the CPU that of the profiled step."""
-        if self.device.type == "cpu":
-            return self._cpu_peak
-        return torch.cuda.max_memory_allocated(self.device)
-
     def memory_mb(self) -> dict[str, float | str]:
-        """The peak, and what it is made of."""
+        """The peak since the warm-up, and what it is made of. PyTorch keeps none for the CPU: there
+        it is that of one more step, trained under the profiler."""
         self.wait()
-        on_gpu = self.device.type == "cuda"
-        source = "allocator" if on_gpu else "profiled allocations"
-        breakdown = memory.break_down(self.peak_bytes(), self.model, self.optimizer, source)
-        if on_gpu:
-            breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
+        if self.device.type == "cpu":
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()  # what the step would release, but earlier ones allocated
+            peak = memory.cpu_step_peak(self.advance, self._live_bytes)
+            return memory.break_down(peak, self.model, self.optimizer, "profiled allocations")
+        peak = torch.cuda.max_memory_allocated(self.device)
+        breakdown = memory.break_down(peak, self.model, self.optimizer, "allocator")
+        breakdown["reserved"] = torch.cuda.max_memory_reserved(self.device) / memory.MB
         return breakdown
 
     def _live_bytes(self) -> int:
@@ -412,8 +412,7 @@ def train(
     before_clock: Callable[[], None] | None = None,
     after_clock: Callable[[Tensor], None] | None = None,
 ) -> Training:
-    """Trains the schedule's steps: warm-up, timed, and those whose parts are timed. On the CPU
-    one step between the first two measures the peak of memory.
+    """Trains the schedule's steps, and those in which more is measured.
 
     Args:
         batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own
@@ -423,8 +422,8 @@ def train(
             the weights and gradients are still theirs.
 
     A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
-    marked `interrupted`, without phases. These are left out, too, if there is no memory for the
-    graphs that they are captured in.
+    marked `interrupted`, without phases, and on the CPU without memory. The phases are left out,
+    too, if there is no memory for the graphs that they are captured in.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
     start, compiled = time.perf_counter(), startup.compile_seconds()
@@ -433,26 +432,28 @@ def train(
     apart = runner.capture_s + startup.compile_seconds() - compiled
     warm_up = max(0.0, time.perf_counter() - start - apart)
     training = Training(setup_s={"capture": runner.capture_s, "warm_up": warm_up})
-    if runner.device.type == "cpu":
-        runner.profile_cpu_peak()
     if before_clock is not None:
         before_clock()
 
-    first, clock = runner.done, StepClock(runner.device)
+    clock, on_gpu = StepClock(runner.device), runner.device.type == "cuda"
     start, waited = time.perf_counter(), waiting.seconds_without_processor()
     try:
         _timed_steps(runner, clock, schedule.timed, progress)
         training.waited_share = waiting.longest_share(waited, time.perf_counter() - start)
-        training.memory_mb = runner.memory_mb()  # before the phases, which capture graphs anew
+        if on_gpu:  # before the audit's copies, and the graphs of the phases
+            training.memory_mb = runner.memory_mb()
         if after_clock is not None:
             after_clock(runner.losses())
+        if not on_gpu:
+            training.memory_mb = runner.memory_mb()
         if schedule.phases:
             _time_phases(runner, schedule.phases, training)
     except KeyboardInterrupt:
         training.interrupted = True
     training.step_ms = clock.durations_ms()
-    training.losses = runner.losses()[: first + len(training.step_ms)].tolist()
-    training.memory_mb = training.memory_mb or runner.memory_mb()
+    training.losses = runner.losses()[: schedule.warmup + len(training.step_ms)].tolist()
+    if on_gpu and not training.memory_mb:
+        training.memory_mb = runner.memory_mb()
     return training
 
 
@@ -508,7 +509,7 @@ def _timed_steps(
     runner: Runner, clock: StepClock, num_steps: int, progress: Progress | None
 ) -> None:
     """Enqueues the steps; reports those that the device has meanwhile finished, never waiting."""
-    first, reported = runner.done, 0
+    warmup, reported = runner.done, 0
     clock.mark()
     for step in range(1, num_steps + 1):
         runner.advance()
@@ -517,6 +518,5 @@ def _timed_steps(
             runner.wait()
         while progress and reported < step and clock.reached(reported + 1):
             reported += 1
-            time_ms = clock.between_ms(reported - 1, reported)
-            loss = runner.loss(first + reported - 1)
-            progress(reported, loss, time_ms, runner.peak_bytes)
+            number = warmup + reported
+            progress(number, runner.loss(number - 1), clock.between_ms(reported - 1, reported))

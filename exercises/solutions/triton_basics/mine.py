@@ -30,7 +30,7 @@ def add(x: Tensor, y: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _softmax_kernel(x_ptr, out_ptr, stride_x, stride_out, C, BLOCK_C: tl.constexpr):
-    r = tl.program_id(0)
+    r = tl.program_id(0).to(tl.int64)  # from 2^31 elements on 32 bits are too few for r * stride_x
     c = tl.arange(0, BLOCK_C)
     # exp(-inf) = 0: what lies beyond the row adds nothing to the sum, and is never the largest.
     x = tl.load(x_ptr + r * stride_x + c, mask=c < C, other=-float("inf"))
@@ -54,8 +54,8 @@ def _transpose_kernel(
     x_ptr, out_ptr, R, C, stride_xr, stride_xc, stride_or, stride_oc,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)[:, None]
-    c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)[None, :]
+    r = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)[:, None]
+    c = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)[None, :]
     inside = (r < R) & (c < C)
     x = tl.load(x_ptr + r * stride_xr + c * stride_xc, mask=inside)
     tl.store(out_ptr + c * stride_or + r * stride_oc, x, mask=inside)

@@ -1,8 +1,8 @@
 """Times single PyTorch operators and holds each against what the machine can do.
 
 A row is one operator at one size. First its result is compared with the same operator in fp64; a
-row that is wrong is red and gets no time. Then it is timed, and its rate is shown with two limits:
-what a large copy or product reached on this device in this run, and the data sheet.
+wrong row is a FAIL and gets no time. Then it is timed, and its rate is shown with two limits: what
+a large copy or product reached on this device in this run, and the data sheet.
 
 Bytes are counted from the shapes, each tensor once: what is read and what is written (tensor_ops.py
 has the details). A small tensor lives in the cache, where it seems faster than memory can be. So
@@ -44,6 +44,7 @@ from workshop import errors, operators, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.gate import plausibility  # noqa: E402
+from workshop.results import FAIL, PASS, SKIPPED  # noqa: E402
 from workshop.roofline import ceilings, model  # noqa: E402
 from workshop.roofline.model import COMPUTE, DATA_SHEET, MEASURED, MEMORY, Point, Roofline  # noqa: E402
 from workshop.run import hardware, timing  # noqa: E402
@@ -53,8 +54,8 @@ from workshop.run.timing import StepClock  # noqa: E402
 SCHEMA_VERSION = 1
 DEFAULT_FOLDER = results.DEFAULT_FOLDER / "inference_benchmark" / "ops"
 
-OK, WRONG, NO_MEMORY, ABSENT = "ok", "WRONG", "no memory", "absent"
-CACHED = "ok, cached"
+NO_MEMORY = "no memory"
+CACHED = f"{PASS}, cached"
 """Correct and timed, but so small that its result may stay in the cache."""
 IMPLAUSIBLE = "IMPLAUSIBLE"
 
@@ -97,7 +98,7 @@ class Row:
     """Roundings."""
     error: float | None = None
     """Roundings."""
-    status: str = OK
+    status: str = PASS
     note: str = ""
     samples_ms: list[float] = field(default_factory=list)
     trace: str | None = None
@@ -155,7 +156,7 @@ def measure_row(case: Case, setting: Setting) -> Row:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             row.status, row.note = NO_MEMORY, _no_memory(needed, free)
         elif "not implemented for" in str(error):
-            row.status, row.note = ABSENT, str(error).splitlines()[0]
+            row.status, row.note = SKIPPED, str(error).splitlines()[0]
         else:
             raise
     return row
@@ -182,7 +183,7 @@ def _fill(row: Row, case: Case, setting: Setting) -> None:
     roundoff = setting.precision.unit_roundoff
     row.error = tensor_ops.error_roundings(case, [original, *inputs[1:]], call(), roundoff)
     if not row.error <= row.allowed:
-        row.status = WRONG
+        row.status = FAIL
         row.note = f"off by {row.error:,.3g} roundings of {row.dtype}, allowed {row.allowed:,.3g}"
         return
     buffer = torch.ones(max(1, 2 * setting.cache // 4), device=setting.device)
@@ -248,11 +249,11 @@ def cache_bytes(device: torch.device) -> int:
 
 # --- showing -------------------------------------------------------------------------------------
 
-HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "bound", "error (allowed)",
-          "status")  # fmt: skip
+HEADER = ("op", "shapes", "ms", "rate", "of ceiling", "of sheet", "roof", "error (allowed)",
+          "verdict")  # fmt: skip
 WIDTH = 100
 """Columns of a terminal that the table takes at most."""
-STYLES = {WRONG: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", ABSENT: "dim"}
+STYLES = {FAIL: "red", IMPLAUSIBLE: "red", NO_MEMORY: "yellow", SKIPPED: "dim"}
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class Report:
             f"{row.seconds * 1e3:,.4g} ±{half:.{1 if half < 0.1 else 0}%}",
             model.rate_text(row.rate, row.kind),
             *("-" if share is None else f"{share:.1%}" for share in shares),
-            model.bound(self.limits, self.point(row)),
+            roof.kind if (roof := self.limits.roof(self.point(row))) else "",
             error,
             self.status(row),
         ]
@@ -510,7 +511,7 @@ def _benchmark(arguments: argparse.Namespace) -> int:
 
 
 def exit_code(rows: list[Row]) -> int:
-    wrong = any(row.status == WRONG for row in rows)
+    wrong = any(row.status == FAIL for row in rows)
     no_room = all(row.status == NO_MEMORY for row in rows)
     return errors.ANSWER_IS_NO if wrong or no_room else errors.DONE
 

@@ -181,7 +181,7 @@ def _runs(work: Work) -> Iterator[Item]:
     yield Item(
         gate and not doubts,
         "they passed the gate, and no number is impossible",
-        "\n".join(doubts) if doubts else "" if gate else "The gate is red: see its result file.",
+        "\n".join(doubts) if doubts else "" if gate else "The gate failed: see its result file.",
     )
 
 
@@ -190,7 +190,7 @@ def _runs(work: Work) -> Iterator[Item]:
 
 def measured(work: Work) -> Measured:
     """Raises Missing: a run is not there."""
-    # A comparison's repeats of the same code skip the gate: nothing of their own shows it green.
+    # A comparison's repeats of the same code skip the gate: they have no verdict of their own.
     gated = [one for one in work.stored_runs("v1") if one.run.parity.status != "not run"]
     alike = [stored for stored in gated if _is_base(stored.run)]
     if not alike:

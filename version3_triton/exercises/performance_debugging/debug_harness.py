@@ -1,4 +1,4 @@
-"""What the stages share: the same sizes, weights, batches and clock, and a result file each.
+"""The sizes, weights, batches and clock that all stages share, and a result file each.
 
 A stage imports this first, since V3 chooses between Triton's compiler and its interpreter before
 Triton is imported.
@@ -70,8 +70,8 @@ GPU_SIZE = Size(
     _SMALL.seq_len,
     schedule=Schedule(warmup=10, timed=30, phases=10),
 )
-# So small that the interpreter has patience, with two of all that has an order. Of so few
-# tokens chance decides what the loss is, so they are the same ones on every machine.
+# Small enough for the interpreter, with two of everything that has an order. On few tokens chance
+# decides the loss, so they are the same ones on every machine.
 INTERPRETED_SIZE = Size(
     "custom",
     {
@@ -104,7 +104,7 @@ def _parser(stage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=Path(stage).name,
         description="Trains one stage and saves what was measured.",
-        epilog="Exit status: 0 done, 1 --gate: the gate is red, 2 wrong usage, 77 Triton is "
+        epilog="Exit status: 0 done, 1 --gate: the gate failed, 2 wrong usage, 77 Triton is "
         "missing, 130 interrupted.",
     )
     parser.add_argument(
@@ -180,8 +180,6 @@ def measure(
         runner.warm_up(1)
     if size.schedule.warmup > 1:
         runner.warm_up(size.schedule.warmup - 1)
-    if device.type == "cpu":
-        runner.profile_cpu_peak()
     print(f"training {size.schedule.timed} steps ...", flush=True)
     loop_ms = _train(runner, size.schedule, run, timed_steps)
     run.gradients = canonical.count_gradients(model)

@@ -22,7 +22,7 @@ BLOCK = 4096
 
 @triton.jit
 def _swiglu_kernel(gate_ptr, up_ptr, y_ptr, elements, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < elements
     gate = tl.load(gate_ptr + i, mask=inside).to(tl.float32)
     up = tl.load(up_ptr + i, mask=inside).to(tl.float32)
@@ -34,7 +34,7 @@ def _swiglu_kernel(gate_ptr, up_ptr, y_ptr, elements, BLOCK: tl.constexpr):
 def _swiglu_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, elements, BLOCK: tl.constexpr
 ):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < elements
     dy = tl.load(dy_ptr + i, mask=inside).to(tl.float32)
     gate = tl.load(gate_ptr + i, mask=inside).to(tl.float32)

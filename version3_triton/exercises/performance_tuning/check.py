@@ -11,8 +11,9 @@ from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.kernels import benchmark
 from workshop.kernels import inspect as inspection
 from workshop.kernels.cases import BACKWARD, FORWARD, GBS, OURS, TFLOPS
-from workshop.kernels.measure import OK, Row
+from workshop.kernels.measure import Row
 from workshop.profilers import load
+from workshop.results import PASS
 from workshop.versions import ROOT
 
 REFERENCE = ROOT / "results/reference/nvidia_h200"
@@ -63,7 +64,7 @@ class Measured:
         """Raises WorkshopError: the file has no times of that size."""
         name = "{} x {}".format(*size)
         for row in self._rows:
-            if (row.op, row.size, row.contender, row.status) == ("rms_norm", name, OURS, OK):
+            if (row.op, row.size, row.contender, row.status) == ("rms_norm", name, OURS, PASS):
                 return row
         raise WorkshopError(
             f"{self.where} has no times of rms_norm at {name}: run "
