@@ -80,7 +80,7 @@ FAULTS = {
     # RoPE
     "rotated the wrong way": (ROPE, "y1 = x1 * cos1 - x2 * sin1", "y1 = x1 * cos1 + x2 * sin1"),
     "gradient not rotated back": (ROPE, "if BACKWARD:", "if not BACKWARD and BACKWARD:"),
-    "wrong position": (ROPE, "cos = cos_ptr + t[:, None]", "cos = cos_ptr + (t // 2)[:, None]"),
+    "wrong position": (ROPE, "cos = cos_ptr + t *", "cos = cos_ptr + t // 2 *"),
     # from the product on
     "gradients not turned back": (QKV, "dq, dk, dv, tables)", "dq, dk, dv)"),
     "gradients turned on": (QKV, "cos1, cos2, sin1, sin2, True)", "cos1, cos2, sin1, sin2, False)"),

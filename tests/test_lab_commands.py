@@ -60,7 +60,7 @@ def run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more:
     for flag, lines in EXPECTED.items():
         for line in lines if flag in command else ():
             assert re.search(line, printed.out), line
-    assert "Proof: pass" in printed.out and "Throughput: " in printed.out
+    assert "Gate: pass" in printed.out and "Throughput: " in printed.out
     return printed.out
 
 

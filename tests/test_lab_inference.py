@@ -551,7 +551,7 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
         r"Epoch 2: Loss = \d\.\d{4}, Time = \d+\.\d{4} seconds\n",
         r"Average time per iteration: \d", r"Standard deviation: \d", r"Throughput: [\d.]+ samples",
         r"Latency: p50 .* p90 .* p99", r"Memory Usage: \d+ MB", r"Images per second per GB",
-        r"Operations of a batch: 7\.3 GFLOP", r"Proof: pass",
+        r"Operations of a batch: 7\.3 GFLOP", r"Gate: pass",
     ):  # fmt: skip
         assert re.search(line, done.stdout), line
     (path,) = tmp_path.rglob("*.json")
@@ -675,7 +675,7 @@ def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> No
     one = bench(Variant(), training=True)
     measure.measure_training(one, iterations=2, warmup=1, say=print)
     output = summary_of({"step_ms": [1.0], "proof": one.run.proof}, capsys, 1)
-    assert re.search(r"Proof: pass; losses: error .* allowed \(plain fp32\); ", output)
+    assert re.search(r"Gate: pass; losses: error .* allowed \(plain fp32\); ", output)
     assert "; weights that stay: 0\n" in output
 
 

@@ -365,7 +365,7 @@ ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.
         (["--strategy", "fsdp", "--cuda-graph"], {}, 2, "--cuda-graph needs a GPU"),
         (["--strategy", "fsdp", "--compile", "max-autotune"], {}, 2,
          "--compile max-autotune captures graphs of its own, and --strategy fsdp in 1 process can"),
-        (["--reduce-dtype", "bf16"], {}, 2, "at fp32 the proof would be red; use --precision bf16"),
+        (["--reduce-dtype", "bf16"], {}, 2, "at fp32 the gate would fail; use --precision bf16"),
         (["--strategy", "fsdp", "--bucket-mb", "5"], {}, 2, "--strategy fsdp has no such buckets"),
         (["--precision", "fp16"], {}, 2, "precision fp16"),
         (["--resume"], {}, 2, "--resume: there is no complete checkpoint in --checkpoints"),
