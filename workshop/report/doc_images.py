@@ -138,7 +138,8 @@ def _of_dashboard(collection: Collection) -> str:
     shown = [dataclasses.replace(block, after=()) for block in shown]
     seen = [*layout.controls(snapshot, choice, blocks.OVERVIEW), *layout.content(shown)]
     style = (server.ASSETS / "style.css").read_bytes()
-    text = json.dumps(seen, cls=PlotlyJSONEncoder)
+    # The choice of a profile has its folder, which is another one in each checkout.
+    text = json.dumps(seen, cls=PlotlyJSONEncoder).replace(str(ROOT), "")
     return _fingerprint(text, *blocks.VIEWS, style, str(_DASHBOARD_SIZE))
 
 
