@@ -329,7 +329,7 @@ def test_what_has_no_interval_does_not_look_like_what_has_no_effect() -> None:
     legend = {text.get_text(): look(patch) for text, patch in entries}
     assert len(set(legend.values())) == len(legend)
     words = ("the whole step", "saved", "no significant difference", "lost", "the whole step",
-             "1 process: no verdict")  # fmt: skip
+             "1 process: no interval")  # fmt: skip
     assert drawn == [legend[one] for one in words]
 
 

@@ -146,7 +146,7 @@ _LEGEND = (
     (SAVED, "saved"),
     (LOST, "lost"),
     (NEITHER, "no significant difference"),
-    (UNKNOWN, f"{ONE_PROCESS}: no verdict"),
+    (UNKNOWN, f"{ONE_PROCESS}: no interval"),
 )
 _INCHES_A_RUNG, _INCHES_OF_LEGEND = 0.56, 0.4
 
