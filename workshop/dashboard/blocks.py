@@ -453,7 +453,7 @@ def _labs(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block]:
     ]  # fmt: skip
     if any(row.times for row in found) and not found[0].of:  # a table of many subjects is enough
         title = f"{printable(found[0].first.unit).capitalize()} a second"
-        colours = "Green is faster than the baseline, orange slower, pale not significantly either."
+        colours = "Green is faster than the baseline, orange slower, pale not shown to differ."
         after = [colours] if any(row.speedup for row in found) else []
         blocks.append(Block("lab-rates", title, figures.lab_rates(found), after=after, wide=True))
     return blocks
