@@ -252,6 +252,7 @@ def test_without_triton(type_command, tmp_path) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_kernels_compile_where_triton_has_no_early_launches(type_command, tmp_path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OLD_TRITON)
     words = (*TOOL, "--target", "sm_90", "--kernel", "rope", "--config", "small")

@@ -11,7 +11,13 @@ from workshop.run import timing
 from workshop.versions import VERSIONS
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize(
+    "processes",
+    [
+        number if number == 3 else pytest.param(number, marks=pytest.mark.slow)
+        for number in PROCESSES
+    ],
+)
 def test_a_version_differs_from_itself_in_one_of_twenty_comparisons(processes: int) -> None:
     """As docs/regression.md has it, with fewer trials."""
     assert 0.04 <= share(normal(0.003, 0.003), processes, 4000) <= 0.06
