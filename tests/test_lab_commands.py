@@ -98,7 +98,7 @@ def test_a_study_alternates_processes_and_writes_its_table(tmp_path: Path) -> No
          "--repeats", "2", "--device", "cpu", "--output-dir", str(tmp_path)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    order = re.findall(r"^(.*), run \d of 2: .* proof pass$", done.stdout, re.MULTILINE)
+    order = re.findall(r"^(.*), run \d of 2: .* gate pass$", done.stdout, re.MULTILINE)
     assert order == [*variants, *variants[::-1]]
     (table,) = tmp_path.glob("compare_memory_format_resnet18*.json")
     rows = json.loads(table.read_text())["rows"]
