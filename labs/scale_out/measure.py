@@ -4,7 +4,7 @@
     python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 2
 
 Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
-is a group of processes of its own, through train.py and its proof; their order alternates. The
+is a group of processes of its own, through train.py and its gate; their order alternates. The
 bandwidth of the collectives is measured as well. From it and from one process a model predicts the
 step's time, for up to 1,024 GPUs.
 """
@@ -57,7 +57,7 @@ class Training(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a group of processes trains; `share` is the batch size of each process."""
+    """The training of a group of processes; `share` is the batch size of each process."""
 
     config: str
     training: Training
@@ -258,7 +258,7 @@ def cases(arguments: argparse.Namespace, device: torch.device, sizes: Sequence[i
 
 
 def _alone(training: Training) -> Training:
-    """What one process runs: with `p2p` it does what it does with `ddp`, and is measured once."""
+    """The training in one process: `p2p` becomes `ddp`, so that it is measured once."""
     version, strategy, graph = training
     return Training(version, strategy.replace("p2p", "ddp"), graph and strategy == "fsdp")
 
@@ -289,7 +289,7 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
 
 
 def _of(case: Case) -> tuple[str, Training]:
-    """What a case has in common with the one process that it is compared with."""
+    """The facts that a case shares with the one process that it is compared with."""
     return case.config, _alone(case.training)
 
 
