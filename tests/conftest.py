@@ -43,9 +43,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if importlib.util.find_spec("hypothesis"):  # which a GPU machine need not have
     from hypothesis import HealthCheck, settings
 
-    # A test's examples may take as long as they take, on any machine and beside other work.
+    # A test's examples may take as long as they take, on any machine and beside other work. They
+    # are the same in each run: --hypothesis-profile search looks for others.
     slow = [HealthCheck.too_slow]
-    settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+    settings.register_profile("search", deadline=None, suppress_health_check=slow)
+    settings.register_profile("any machine", settings.get_profile("search"), derandomize=True)
     settings.load_profile("any machine")
 
 HANGS_S = 2400

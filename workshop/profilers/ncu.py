@@ -216,8 +216,7 @@ def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
     process, gpu = table.columns.get(_PROCESS), table.columns.get(_GPU)
     columns = {metric: i for metric, i in table.columns.items() if _is_wanted(metric)}
     units = dict.fromkeys(columns, "")
-    rows = _rows(table, problems, at_least=1 + max(name, *columns.values(), 0))
-    for index, (row, fields) in enumerate(rows):
+    for index, (row, fields) in enumerate(_rows(table, problems)):
         if fields[0]:
             values = {metric: fields[i] for metric, i in columns.items()}
             launched_by = "" if process is None else fields[process]
@@ -234,8 +233,7 @@ def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
     name, metric = table.index(_NAME), table.index("Metric Name")
     unit, value = table.index("Metric Unit"), table.index("Metric Value")
     process, gpu = table.index(_PROCESS), table.columns.get(_GPU)
-    at_least = 1 + max(name, metric, unit, value, process)
-    rows = _rows(table, problems, at_least)
+    rows = _rows(table, problems)
     for _, group in groupby(rows, key=lambda row: (row[1][process], row[1][0])):
         row, fields = first = next(group)
         if not fields[0]:
@@ -250,14 +248,15 @@ def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
         yield launch
 
 
-def _rows(table: CsvTable, problems: Problems, at_least: int) -> Iterator[tuple[int, list[str]]]:
-    """The rows of launches, and of units, which have no ID; what ncu and the program print between
-    them is no row."""
+def _rows(table: CsvTable, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """The rows of launches, and of units, which have no ID, with a field in every column; what ncu
+    and the program print between them is no row."""
+    width = 1 + max(table.columns.values())
     for row, fields in table.rows():
         first = fields[0]
         if first.startswith("=="):  # "==PROF== Disconnected from process 4711"
             continue
-        if len(fields) < at_least:
+        if len(fields) < width:
             problems.add(row, f"has only {len(fields)} fields")
         elif first.isdigit() or not first:
             yield row, fields
