@@ -208,6 +208,49 @@ def halved_gradient(name: str, rows: int) -> Fault:
     return plant
 
 
+def rounded_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step gets gradients that went through bf16, from step 9 on."""
+
+    def step(plain: Callable[[], object]) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.bfloat16().float()
+        plain()
+
+    from_step(GATED + 1, step)(model, optimizer)
+
+
+class Tf32(torch.autograd.Function):
+    """x weight', from what tf32 keeps of the numbers: 10 bits."""
+
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return cut(x) @ cut(weight).t()
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, weight = map(cut, ctx.saved_tensors)
+        return cut(dy) @ weight, cut(dy).flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def products_in_tf32(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """From step 9 on."""
+
+    def step(plain: Callable[[], object]) -> None:
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.forward = lambda x, of=layer: Tf32.apply(x, of.weight)  # type: ignore
+        plain()
+
+    from_step(GATED, step)(model, optimizer)
+
+
 FAULTS: dict[str, Fault] = {
     "frozen from step 9": from_step(GATED + 1, lambda plain: None),
     "ten times the rate from step 9": at_rate(10),
@@ -225,7 +268,11 @@ FAULTS: dict[str, Fault] = {
     "the queries' gradient halved": halved_gradient(
         "layers.1.self_attn.qkv_proj.weight", CONFIG.hidden_dim
     ),
+    "gradients rounded to bf16 from step 9": rounded_gradients,
+    "products in tf32 from step 9": products_in_tf32,
 }
+
+IN_FP32_ALONE = ("gradients rounded to bf16 from step 9", "products in tf32 from step 9")
 
 
 HIDDEN_IN_FP8 = (
@@ -243,7 +290,8 @@ HIDDEN_IN_FP8 = (
         pytest.param(precision, fault, marks=[] if precision == "fp32" else pytest.mark.slow)
         for precision in PRECISIONS
         for fault in FAULTS
-        if precision not in FLOAT8 or fault not in HIDDEN_IN_FP8
+        if (precision not in FLOAT8 or fault not in HIDDEN_IN_FP8)
+        and (precision == "fp32" or fault not in IN_FP32_ALONE)
     ],
 )
 def test_a_planted_fault_is_red(fault: str, precision: str, v1_runs: Runs) -> None:
