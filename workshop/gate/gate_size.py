@@ -48,10 +48,12 @@ def bytes_needed(model: flops.ModelSizes, batch_size: int, seq_len: int, width: 
     """About the most that `parity.check_model` holds at once.
 
     V1 in high precision, V1 and the version train one after the other: each holds weights, their
-    copy, gradients, two moments, and the gradients to compare. Those and the logits outlive it.
+    copy, gradients, two moments, and the gradients to compare. Those, in fp32 the movements, and
+    the logits outlive it.
     """
     in_truth = 4 + 6 * width  # the version's weights wait
-    in_version = width + 4 + 6 * 4  # the two others' gradients stay
+    movements = 2 * 4 if width == 8 else 0  # below fp32 a GPU's truth has none
+    in_version = width + 4 + movements + 6 * 4  # the two others' gradients stay
     state = 4 + 4 + max(in_truth, in_version)  # beside the two sets of weights that all load
     logits = batch_size * seq_len * model.vocab_size
     numbers = activations(model, batch_size, seq_len, scores=True) + logits
