@@ -1,11 +1,11 @@
-"""What the gate is run on: V1 in high precision, which it trains beside the version, takes more
+"""The shape that the gate is run on: V1 in high precision, which it trains beside the version, takes more
 memory than the version itself."""
 
 from workshop.gate.parity import Setting, truth_dtype
 from workshop.run import flops, hardware
 
 SHARE = 0.9
-"""Of the free memory, what the gate may fill."""
+"""The share of the free memory that the gate may fill."""
 LEAST = (3, 65)
 """Batch size and sequence length that the gate is not run below, unless the run is: its default."""
 _MARGIN = 2
