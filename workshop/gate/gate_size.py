@@ -1,5 +1,5 @@
-"""The shape that the gate is run on: V1 in high precision, which it trains beside the version, takes more
-memory than the version itself."""
+"""The shape that the gate is run on: V1 in high precision, which it trains beside the version,
+takes more memory than the version itself."""
 
 from workshop.gate.parity import Setting, truth_dtype
 from workshop.run import flops, hardware

@@ -91,8 +91,8 @@ DECAY_FLOOR = 1e-4
 """The same along the initial weights: true versions are up to 2e-5 off, without decay 5e-4."""
 
 ALONG = 1 / 8
-"""The share of V1's error in the logits that may lie in a given direction: four standard deviations,
-if it is spread over 1,024 numbers, as sketches have. Few tokens spread it less."""
+"""The share of V1's error in the logits that may lie in a given direction: four standard
+deviations, if it is spread over 1,024 numbers, as sketches have. Few tokens spread it less."""
 
 MOVEMENT_NOISE_FP8 = 0.6
 """Added at fp8, over the square root of a tensor's elements, of which each is driven off by luck.
@@ -196,8 +196,8 @@ def badness(measure: Measure) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, arithmetic and shape that V1, the truth and the candidate are all run on. A run that is to be timed gives its
-    own shape, so that its own kernels are the ones checked."""
+    """The model, arithmetic and shape that V1, the truth and the candidate are all run on. A run
+    that is to be timed gives its own shape, so that its own kernels are the ones checked."""
 
     config: Any
     precision: Precision
