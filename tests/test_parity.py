@@ -461,7 +461,7 @@ def score_scale_of_1_02_in_bf16_alone(model):
 
 @pytest.fixture(autouse=True)
 def references_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What V1 does in a setting is the same in each test."""
+    """V1's results in a setting are the same in each test."""
 
     def kept(setting: parity.Setting) -> tuple[parity.Outcome, parity.Outcome]:
         if repr(setting) not in REFERENCES:

@@ -34,7 +34,7 @@ from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
 
 LOSS_FLOOR = (1e-5, 0.023)
-"""What a step's loss may always be off: in exact arithmetic, and for each unit of a precision's
+"""How far a step's loss may always be off: in exact arithmetic, and for each unit of a precision's
 roundoff. AdamW divides by the size of a gradient: one that is near 0 takes its sign from roundings,
 and the weight moves a whole step either way. Training carries this on, and which of two true runs
 then comes closer to the truth is luck. In fp32 over 12 seeds, losses are at most 3e-7 off after 26

@@ -100,7 +100,7 @@ def canonical_weights(model: nn.Module) -> dict[str, Tensor]:
 def take_apart(
     model: nn.Module, get: Callable[[nn.Parameter], Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """What `get` gives for each parameter, under V1's names, what is fused in it taken apart."""
+    """The tensors that `get` gives for each parameter, under V1's names, fused ones taken apart."""
     rows = _canonical_rows(model)
     tensors: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():

@@ -1,11 +1,11 @@
-"""What the gate is run on: V1 in high precision, which it trains beside the version, takes more
-memory than the version itself."""
+"""The shape that the gate is run on: V1 in high precision, which it trains beside the version,
+takes more memory than the version itself."""
 
 from workshop.gate.parity import Setting, truth_dtype
 from workshop.run import flops, hardware
 
 SHARE = 0.9
-"""Of the free memory, what the gate may fill."""
+"""The share of the free memory that the gate may fill."""
 LEAST = (3, 65)
 """Batch size and sequence length that the gate is not run below, unless the run is: its default."""
 _MARGIN = 2
@@ -48,10 +48,12 @@ def bytes_needed(model: flops.ModelSizes, batch_size: int, seq_len: int, width: 
     """About the most that `parity.check_model` holds at once.
 
     V1 in high precision, V1 and the version train one after the other: each holds weights, their
-    copy, gradients, two moments, and the gradients to compare. Those and the logits outlive it.
+    copy, gradients, two moments, and the gradients to compare. Those, in fp32 the movements, and
+    the logits outlive it.
     """
     in_truth = 4 + 6 * width  # the version's weights wait
-    in_version = width + 4 + 6 * 4  # the two others' gradients stay
+    movements = 2 * 4 if width == 8 else 0  # below fp32 a GPU's truth has none
+    in_version = width + 4 + movements + 6 * 4  # the two others' gradients stay
     state = 4 + 4 + max(in_truth, in_version)  # beside the two sets of weights that all load
     logits = batch_size * seq_len * model.vocab_size
     numbers = activations(model, batch_size, seq_len, scores=True) + logits
