@@ -1,4 +1,4 @@
-"""The command line of every `tiny_llama_vN.py`: gate, train, audit, print, save."""
+"""The command line of every `tiny_llama_vN.py`: gate, train, print, save; or answer the judge."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from workshop import errors, results, versions
 from workshop.arguments import parse
-from workshop.gate import audit, canonical, gate_size, parity, plausibility
+from workshop.gate import canonical, gate_size, parity, plausibility
+from workshop.judge import candidate
+from workshop.judge.pipe import Pipe
 from workshop.profilers import profile_run
 from workshop.request import (
     Request,
@@ -20,20 +22,19 @@ from workshop.request import (
     first_and_last,
     load_data,
     new_result,
-    peak,
     print_configuration,
     print_lines,
     within_memory,
 )
 from workshop.results import RunResult
-from workshop.run import flops, hardware, interpreter, startup, timing, trainer, turns
+from workshop.run import flops, hardware, interpreter, startup, timing, trainer
 
 _EXIT_STATUS = {
     "complete": errors.DONE,
     "gate failed": errors.ANSWER_IS_NO,
-    "audit failed": errors.ANSWER_IS_NO,
     "interrupted": errors.INTERRUPTED,
 }
+NOT_JUDGED = "not judged: this process timed itself; analysis_tools/compare_versions.py judges"
 _PROGRESS_LINES = 10
 _SECONDS_OF_SILENCE = 10.0
 
@@ -63,6 +64,9 @@ def leave_if_missing(key: str) -> None:
 def _run(request: Request) -> int:
     if request.arguments.profile_steps:
         return profile_run.profile(request)
+    if request.arguments.candidate:
+        with Pipe(*map(int, request.arguments.candidate.split(","))) as pipe:
+            return within_memory(request, lambda: candidate.serve(request, pipe))
     return within_memory(request, lambda: _gate_train_save(request))
 
 
@@ -71,7 +75,7 @@ def _gate_train_save(request: Request) -> int:
     batches, data_record = load_data(request)
     results.prepare_folder(request.output_dir)  # after all that is checked without it
     result = new_result(request, data_record)
-    result.peak_tflops, result.peak_source = peak(request)
+    result.peak_tflops, result.peak_source = hardware.peak(request.device, request.precision)
     print_configuration(request, data_record)
     startup.watch_compilers(torch_compile=request.compile_mode != "none")
     model = request.build()
@@ -87,37 +91,17 @@ def _gate_train_save(request: Request) -> int:
     if arguments.validate_setup:
         print("This machine is ready. Nothing was timed.")
         return errors.DONE
-    training, course = _train(request, model, batches)
+    training = _train(request, model, batches)
     _record_training(request, result, training, model)
     if training.interrupted:
         result.status = "interrupted"
         if not training.step_ms:
             raise KeyboardInterrupt
-        return _finish(request, result)
-    del model  # its memory goes to the truth that V1's process trains
-    try:
-        result.audit = _audit(request, data_record, batches, course)
-        if result.audit.status == "fail":
-            result.status = "audit failed"
-    except KeyboardInterrupt:  # the timed steps are complete
-        result.status = "interrupted"
     return _finish(request, result)
 
 
-def _setting(request: Request) -> parity.Setting:
-    """The run's own."""
-    return parity.Setting(
-        config=request.config,
-        precision=request.precision,
-        device=request.device,
-        seed=request.arguments.seed,
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
-    )
-
-
 def _gate(request: Request, model: nn.Module) -> parity.ParityReport:
-    setting = _setting(request)
+    setting = candidate.setting_of(request, request.arguments.seed)
     of_the_run = (request.batch_size, request.seq_len)
     if request.arguments.gate_shape is not None:
         shape = tuple(request.arguments.gate_shape)
@@ -158,16 +142,12 @@ def _now_and_then() -> trainer.Notify:
     return report
 
 
-def _train(
-    request: Request, model: nn.Module, batches: Tensor
-) -> tuple[trainer.Training, audit.Course | None]:
-    """Trains the run's steps; with what the audit needs of the timed ones, if there will be one."""
+def _train(request: Request, model: nn.Module, batches: Tensor) -> trainer.Training:
     arguments = request.arguments
-    courses: list[audit.Course] = []
     canonical.load_canonical(model, canonical.canonical_state(request.config, arguments.seed))
     request.precision.set_matmul_mode()
     print(f"warming up for {request.schedule.warmup} steps ...", flush=True)
-    training = trainer.train(
+    return trainer.train(
         model,
         request.module.configure_optimizer(model, arguments.learning_rate),
         batches,
@@ -175,44 +155,7 @@ def _train(
         schedule=request.schedule,
         cuda_graph=request.cuda_graph,
         progress=_progress(request),
-        before_clock=turns.wait_turn if arguments.wait_turn else None,
-        after_clock=lambda losses: (
-            courses.append(audit.record(model, _setting(request), losses))
-            if arguments.audit
-            else None
-        ),
     )
-    return training, courses[0] if courses else None
-
-
-def _audit(
-    request: Request,
-    data_record: dict[str, str | int],
-    batches: Tensor,
-    course: audit.Course | None,
-) -> results.Audit:
-    arguments = request.arguments
-    if course is None:
-        return results.Audit()
-    steps = len(course.losses)
-    path = audit.reference_path(
-        arguments.audit,
-        config=dataclasses.asdict(request.config),
-        batch=[request.batch_size, request.seq_len, steps],
-        precision=request.precision.name,
-        device=str(request.device),
-        seed=arguments.seed,
-        learning_rate=arguments.learning_rate,
-        data=data_record,
-    )
-    may_lead = request.version.key == versions.BASELINE
-    may_lead &= request.compile_mode == "none" and not request.cuda_graph
-    print(f"audit: comparing the {steps} steps with V1's own ...", flush=True)
-    found = audit.of_run(
-        course, _setting(request), batches, arguments.learning_rate, path, may_lead=may_lead
-    )
-    print("\n  ".join([f"audit: {audit.summary(found)}", *found.failures]))
-    return found
 
 
 def _progress(request: Request) -> trainer.Progress:
@@ -257,42 +200,11 @@ def _record_training(
     if not (training.interrupted or training.no_memory_for_phases):
         result.gradients = canonical.count_gradients(model)
     if result.step_ms:
-        result.plausibility = plausibility.check(_claim(request, result))
-
-
-def _claim(request: Request, result: RunResult) -> plausibility.Claim:
-    peaks = hardware.peaks(request.device)
-    # An interpreted run claims no time.
-    step_ms = [] if request.interpreted else result.step_ms
-    return plausibility.Claim(
-        name=f"{request.version.key} {request.config_name} {request.precision.name}",
-        model=results.model_sizes(result.config),
-        batch_size=request.batch_size,
-        seq_len=request.seq_len,
-        step_ms=_median(step_ms),
-        forward_ms=_median(result.forward_ms),
-        backward_ms=_median(result.backward_ms),
-        optimizer_ms=_median(result.optimizer_ms),
-        memory_mb=float(result.memory_mb["peak"]) if result.memory_mb else None,
-        memory_is_peak=True,
-        params_with_grad=result.gradients.params_with_grad if result.gradients else None,
-        loss_first=result.losses[0],
-        # A product that was measured here is no law of nature: only data sheets refute a figure.
-        peak_tflops=peaks.tflops.get(request.precision.name) if peaks else None,
-        bandwidth_gbs=peaks.bandwidth_gbs if peaks else None,
-    )
-
-
-def _median(samples: list[float]) -> float | None:
-    return timing.median(samples) if samples else None
+        result.plausibility = plausibility.check(plausibility.claim(result))
 
 
 def _finish(request: Request, result: RunResult) -> int:
-    target = request.arguments.result_file
-    if target is None:
-        path = results.save(result, request.output_dir)
-    else:
-        path = results.save_as(target, result)
+    path = results.save(result, request.output_dir)
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")
@@ -311,7 +223,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         *([] if request.interpreted else [("rate", _rate_line(request, result))]),
         ("gradients", _gradients_line(result)),
         ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
-        ("audit", audit.summary(result.audit)),
+        ("verdict", NOT_JUDGED),
     ]
     print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")
     print_lines(rows)

@@ -22,7 +22,9 @@ from workshop.run.presets import PRESETS, check_sizes, default_preset, get_prese
 from workshop.versions import Version
 
 _SIZES = (*results.MODEL_SIZES, "max_seq_len")
-USUAL = trainer.Schedule(warmup=5, timed=20, phases=10)
+PHASES = 10
+"""Steps, at most, in which the phases are timed."""
+USUAL = trainer.Schedule(warmup=5, timed=20, phases=PHASES)
 """The steps of a run, and of each process of a comparison, by default."""
 _INTERPRETED = trainer.Schedule(warmup=1, timed=3, phases=0)
 """The same in Triton's interpreter: enough to see the loss fall. A phase's time says nothing."""
@@ -173,13 +175,8 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         help="what the gate runs on (default: the run's own batch size and sequence length, or as "
         "much as V1 in high precision has the memory for)",
     )
-    # compare_versions.py names the session, what the run is for, and the file that it reads then.
-    add("--session", help=argparse.SUPPRESS)
-    add("--kind", choices=results.KINDS, default=results.KINDS[0], help=argparse.SUPPRESS)
-    add("--result-file", type=Path, help=argparse.SUPPRESS)
-    add("--audit", type=Path, help=argparse.SUPPRESS)  # where its V1 leaves what others are held to
-    # The number of others that prepare at the same time: see workshop/run/turns.py.
-    add("--wait-turn", type=int, default=0, help=argparse.SUPPRESS)
+    # The judge's end of two pipes, as READ,WRITE: see workshop/judge/.
+    add("--candidate", help=argparse.SUPPRESS)
     add(
         "--no-gate",
         action="store_true",
@@ -242,7 +239,9 @@ def check_arguments(version: Version, module: ModuleType, arguments: argparse.Na
                 f"--gate-shape {batch} {length}: use at least 1 sequence, of 2 to "
                 f"{config.max_seq_len} tokens"
             )
-    compile_mode, cuda_graph = _execution(version, arguments, device, interpreted)
+    compile_mode, cuda_graph = execution(
+        version, arguments.compile, arguments.cuda_graph, device, interpreted, notify=print
+    )
     folder = PROFILES / version.key / "steps" if arguments.profile_steps else results.DEFAULT_FOLDER
     trainer.check_options(device, precision, compile_mode, cuda_graph)
     return Request(
@@ -274,22 +273,25 @@ def _schedule(arguments: argparse.Namespace, interpreted: bool) -> trainer.Sched
     return trainer.Schedule(warmup, timed, phases=min(default.phases, timed))
 
 
-def _execution(
-    version: Version, arguments: argparse.Namespace, device: torch.device, interpreted: bool
+def execution(
+    version: Version,
+    compile_mode: str | None,
+    cuda_graph: bool | None,
+    device: torch.device,
+    interpreted: bool,
+    notify: trainer.Notify,
 ) -> tuple[str, bool]:
     """Compile mode and graph: what was asked for, else the version's defaults where they work.
 
     Raises:
         WorkshopError: a graph was asked for of kernels that are interpreted.
     """
-    compile_mode = arguments.compile
     if compile_mode is None:
         compile_mode = version.compile
         missing = trainer.missing_for_compile(device) if compile_mode != "none" else None
         if missing:
-            print(f"note: {missing} not found, so this runs without torch.compile")
+            notify(f"note: {missing} not found, so this runs without torch.compile")
             compile_mode = "none"
-    cuda_graph = arguments.cuda_graph
     if cuda_graph is None:
         cuda_graph = version.cuda_graph and device.type == "cuda" and not interpreted
     if cuda_graph and interpreted and device.type == "cuda":
@@ -311,22 +313,15 @@ def load_data(request: Request) -> Data:
         WorkshopError: there is no text for them.
     """
     arguments = request.arguments
-    shape: dict[str, int] = {
-        "steps": request.schedule.batches,
-        "batch_size": request.batch_size,
-        "seq_len": request.seq_len,
-        "vocab_size": request.config.vocab_size,
-        "seed": arguments.seed,
-    }
-    if arguments.data == "synthetic":
-        return data.synthetic_batches(**shape), {"name": "synthetic: uniformly random tokens"}
-    corpus = data.read_corpus(arguments.text_file)
-    record: dict[str, str | int] = {
-        "name": corpus.name,
-        "bytes": len(corpus.data),
-        "sha256": corpus.sha256,
-    }
-    return data.text_batches(corpus, **shape), record
+    source = data.Source(arguments.data, arguments.text_file)
+    batches = source.draw(
+        steps=request.schedule.batches,
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+        vocab_size=request.config.vocab_size,
+        seed=arguments.seed,
+    )
+    return batches, source.record
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -403,7 +398,7 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         options["interpreted"] = request.interpreted
     return RunResult(
         version=request.version.key,
-        session=arguments.session or results.new_session(),
+        session=results.new_session(),
         config_name=request.config_name,
         config=dataclasses.asdict(request.config),
         batch_size=request.batch_size,
@@ -414,9 +409,7 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
-        kind=arguments.kind,
         options=options,
-        prepared_beside=arguments.wait_turn,
         command=_command(),
         data=data_record,
     )
@@ -425,19 +418,6 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
 def _command() -> list[str]:
     """The command line, without the folders in which this machine keeps things."""
     return ["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]
-
-
-def peak(request: Request) -> tuple[float | None, str | None]:
-    """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches; and
-    where the figure is from."""
-    peaks = hardware.peaks(request.device)
-    if peaks and request.precision.name in peaks.tflops:
-        return peaks.tflops[request.precision.name], peaks.source
-    request.precision.set_matmul_mode()
-    dtype = request.precision.autocast_dtype
-    measured = hardware.measure_matmul_tflops(request.device, dtype)
-    which = " in bf16" if request.precision.float8_recipe else ""
-    return measured, f"measured: a large matrix product{which}"
 
 
 def print_configuration(request: Request, data_record: dict[str, str | int]) -> None:

@@ -145,6 +145,8 @@ class RunResult:
     plausibility: list[str] = field(default_factory=list)
     peak_tflops: float | None = None
     peak_source: str | None = None
+    judge_ms: float | None = field(default=None, metadata=NEWER)
+    """The time of a step by the judge's clock, which `step_ms` must agree with."""
     waited_share: float | None = field(default=None, metadata=NEWER)
     """The share of the timed steps in which the thread that waited longest was ready to run but
     had no processor; None where the system doesn't count that."""

@@ -1,6 +1,7 @@
 """The registry of versions: where each lives, what it is measured against, what it may change; and
 of peers, other people's training code, which is measured like a version."""
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Iterable
@@ -252,6 +253,22 @@ def missing(version: Version) -> str | None:
         f"{needs}: for a CPU build of PyTorch `pip install -r setup/requirements-triton.txt`, for "
         "a GPU build the Triton of its release"
     )
+
+
+def switches(version: Version) -> list[str]:
+    """The names of a version's ablation switches, the fields of its `Fusions`, read from its file
+    without running it; none of a file that can't be run."""
+    try:
+        classes = ast.parse(version.path.read_bytes()).body
+    except SyntaxError:
+        return []
+    return [
+        field.target.id
+        for one in classes
+        if isinstance(one, ast.ClassDef) and one.name == "Fusions"
+        for field in one.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
 
 
 def load(key: str) -> ModuleType:

@@ -12,90 +12,33 @@ import functools
 import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from workshop import errors, results, versions
+from workshop import results, versions
 from workshop.errors import WorkshopError
+from workshop.gate.parity import Setting
+from workshop.judge.cases import Case, Round
+from workshop.judge.judge import Candidate, gate_shape, is_v1
+from workshop.judge.plans import LEARNING_RATE, Options, Plan, flag, record
 from workshop.results import RunResult
-from workshop.run import hardware, interpreter, presets, processes, timing, turns, waiting
+from workshop.run import data, hardware, interpreter, presets, turns, waiting
 from workshop.run.precision import LADDER, get_precision
 
-SECONDS_TO_STOP = 120
+__all__ = ["Options", "Plan", "alternate", "check", "load_session", "run_plans"]
+
 UNDER_WAY = " ..."
-"""Ends a line of a version's process about a stage that may take long."""
+"""Ends a line about a stage that may take long."""
 SLOW = (
     "in Triton's interpreter on this machine, which takes one to three minutes: one run of a step "
     "or two, to check it; its time is not compared"
 )
-Options = Mapping[str, str | bool]
 Say = Callable[[str], object]
-Hear = Callable[["Plan", str], object]
+Hear = Callable[[Plan, str], object]
 """Takes a line that the process of a plan has printed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One process to run."""
-
-    version: str
-    config: str
-    precision: str
-    repeat: int = 0
-    kind: str = "run"
-    """One of results.KINDS."""
-    interpreted: bool = False
-    """Triton's interpreter runs it: one process, which times a single step."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Differences from the preset: `batch_size`, `seq_len` or fields of TinyLlamaConfig."""
-    options: Options = field(default_factory=dict)
-    """Differences from the version's defaults: `compile`, `cuda_graph` or its switches, as a
-    result file records them."""
-    name: str = ""
-    """Distinguishes it from others of its version, size and precision."""
-    left_out: str = ""
-    """Why it is not run, but recorded as skipped."""
-    prediction: Mapping[str, float] = field(default_factory=dict)
-    """The numbers behind `left_out`, for the record's options."""
-    again: bool = False
-    """Whether it repeats a run that other programs disturbed."""
-
-    @property
-    def label(self) -> str:
-        name = f", {self.name}" if self.name else ""
-        return f"{self.version} {self.config} {self.precision}{name}"
-
-    def shape(self) -> tuple[str, dict[str, int]]:
-        """The config's name, "custom" unless it is the preset's, and all sizes."""
-        preset = presets.get_preset(self.config)
-        own = preset.model() | {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
-        sizes = {**own, **self.sizes}
-        return (self.config if sizes == own else "custom"), sizes
-
-    def flags(self) -> list[str]:
-        """The flags of the version's command line for its size, precision and options."""
-        words = ["--config", self.config, "--precision", self.precision]
-        for name, size in self.sizes.items():
-            words += [_flag(name), str(size)]
-        for name, value in self.options.items():
-            if isinstance(value, str):
-                words += [_flag(name), value]
-            elif not value:
-                words.append(_flag(f"no_{name}"))
-            elif not name.startswith("fuse_"):  # a switch is on unless it is switched off
-                words.append(_flag(name))
-        return words
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def alternate(plans: list[Plan], repeats: int) -> list[Plan]:
@@ -122,7 +65,7 @@ def check(arguments: argparse.Namespace) -> tuple[torch.device, list[str], list[
         value = getattr(arguments, name)
         if not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
-            raise WorkshopError(f"{_flag(name)} {value}: it must be {bound}")
+            raise WorkshopError(f"{flag(name)} {value}: it must be {bound}")
     if not 0 <= arguments.seed < 2**63:
         raise WorkshopError(f"--seed {arguments.seed}: it must lie between 0 and 2^63")
     device = hardware.get_device(arguments.device)
@@ -165,7 +108,6 @@ def run_plans(
     columns = (BarColumn(20), count, TimeElapsedColumn(), what)
     interrupted = False
     with (
-        tempfile.TemporaryDirectory() as audit,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("", total=total)
@@ -175,11 +117,11 @@ def run_plans(
             if line.endswith(UNDER_WAY) and not console.is_terminal:
                 say(f"{plan.label}: {line}")
 
-        under_way = _Session(session, arguments, Path(audit), missing, say, hear)
         try:
-            for batch in _batches(plans, arguments.jobs):
-                under_way.run(batch)
-                progress.advance(task, len(batch))
+            with _Session(session, arguments, missing, say, hear) as under_way:
+                for batch in _batches(plans, arguments.jobs):
+                    under_way.run(batch)
+                    progress.advance(task, len(batch))
         except KeyboardInterrupt:
             interrupted = True
     return load_session(arguments.output_dir, session), interrupted
@@ -237,18 +179,37 @@ def _held_back_interrupt() -> Iterator[None]:
         signal.raise_signal(came[0])
 
 
-@dataclass
+class _Failed(Exception):
+    """A plan that can't be run, which is recorded and told."""
+
+
 class _Session:
     """A session under way, and what has failed in it."""
 
-    name: str
-    arguments: argparse.Namespace
-    audit: Path
-    """A folder in which its first V1 leaves the audit's reference."""
-    missing: Mapping[str, str]
-    say: Say
-    hear: Hear
-    failed: set[str] = field(default_factory=set)
+    def __init__(
+        self,
+        name: str,
+        arguments: argparse.Namespace,
+        missing: Mapping[str, str],
+        say: Say,
+        hear: Hear,
+    ) -> None:
+        self.name, self.arguments, self.missing = name, arguments, missing
+        self.say, self.hear = say, hear
+        self.failed: set[str] = set()
+        self._source = data.Source(arguments.data)
+        self._cases: dict[str, Case] = {}
+        """By size and precision; no more than one has a process."""
+        self._paths: dict[int, Path] = {}
+        self._waiting: list[Candidate] = []
+        """Those whose reference, V1's own run, comes later in their repeat."""
+
+    def __enter__(self) -> "_Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for case in self._cases.values():
+            case.stop()
 
     def run(self, batch: list[Plan]) -> None:
         """Runs plans that prepare at the same time; once more those that were disturbed."""
@@ -260,186 +221,118 @@ class _Session:
     def _leave_out(self, plan: Plan) -> None:
         reason = plan.left_out or self.missing.get(plan.version)
         if reason and plan.label not in self.failed:
-            save_record(plan, self.arguments, self.name, "skipped", reason)
-            self.failed.add(plan.label)
+            result = record(plan, self.arguments, self.name)
+            result.status, result.error = "skipped", reason
+            self._save(plan, result)
             if plan.left_out:
                 self.say(f"{plan.label}: {reason}")
 
+    def _case_of(self, plan: Plan, result: RunResult) -> Case:
+        """The references of a plan's size and precision, up to those of its gate."""
+        config, batch_size, seq_len = plan.model_config()
+        device = hardware.get_device(self.arguments.device)
+        precision = get_precision(plan.precision, device, LADDER)
+        setting = Setting(config, precision, device, self.arguments.seed, batch_size, seq_len)
+        key = repr(setting)
+        for other, case in self._cases.items():
+            if other != key:
+                case.release()
+        if key not in self._cases:
+            self.hear(plan, f"V1 answers what the others are compared with{UNDER_WAY}")
+            self._cases[key] = Case(
+                setting,
+                self._source,
+                warmup=self.arguments.warmup_steps,
+                learning_rate=LEARNING_RATE,
+                environment=self._environment(),
+                v1_is_timed=is_v1(plan, result),
+            )
+        case = self._cases[key]
+        if plan.repeat == 0 and not plan.again:
+            case.prepare_gate(gate_shape(plan, case))
+        return case
+
     def _time(self, batch: list[Plan]) -> list[Plan]:
         """Those that other programs disturbed."""
-        children: list[_Child] = []
+        candidates: list[Candidate] = []
         with contextlib.ExitStack() as stack:
+            pool = ThreadPoolExecutor(max(len(batch), 1))
+            stack.callback(pool.shutdown)
             for plan in batch:
-                with _held_back_interrupt():
-                    children.append(_Child(plan, self, beside=len(batch) - 1))
-                    stack.callback(children[-1].interrupt)
-            for child in children:
-                child.prepare()
-            for child in children:
-                outcome = child.outcome()
-                repeats = 1 if child.plan.interpreted else self.arguments.repeats
-                again = " again" if child.plan.again else ""
-                which = f"run {child.plan.repeat + 1} of {repeats}{again}"
-                self.say(f"{child.plan.label}, {which}: {outcome}")
-                if child.failed:
-                    self.failed.add(child.plan.label)
-        return [child.plan for child in children if child.disturbed]
+                with contextlib.suppress(_Failed):
+                    candidates.append(self._start(plan, len(batch) - 1))
+                    stack.callback(candidates[-1].stop)
+            list(pool.map(Candidate.prepare, candidates))
+            for one in candidates:
+                one.measure()
+                self._finish(one)
+        return [one.plan for one in candidates if one.result.disturbed]
 
+    def _start(self, plan: Plan, beside: int) -> Candidate:
+        """Starts a process, when V1 has answered what it needs. Raises _Failed: V1 could not."""
+        result = record(plan, self.arguments, self.name, beside)
+        try:
+            case = self._case_of(plan, result)
+            if plan.interpreted:
+                made = Round(case.draw(1, warmup=1))
+            else:
+                made = case.round(plan.repeat, plan.again, self.arguments.num_steps)
+        except WorkshopError as error:
+            result.status, result.error = "failed", str(error)
+            self._save(plan, result)
+            self._tell(plan, result.error)
+            raise _Failed from None
+        if case.setting.device.type == "cuda":  # its memory is the candidate's
+            case.release()
+        environment = self._environment(plan.interpreted, beside)
+        hear = functools.partial(self.hear, plan)
+        with _held_back_interrupt():
+            return Candidate(plan, case, made, self.arguments, result, environment, hear)
 
-class _Child:
-    """One version's process: its output line by line, and its result."""
+    def _finish(self, one: Candidate) -> None:
+        """Judges a candidate, and those that have waited for it; saves and tells."""
+        if one.leads:
+            one.case.lead(one.round, one.course)
+        one.judge()
+        self._save(one.plan, one.result, one.stderr)
+        self._tell(one.plan, one.line())
+        if one.waits:
+            self._waiting.append(one)
+        if one.leads:
+            for other in [other for other in self._waiting if other.round is one.round]:
+                self._waiting.remove(other)
+                other.judge()
+                self._save(other.plan, other.result)
+                self._tell(other.plan, other.verdict())
 
-    def __init__(self, plan: Plan, session: _Session, beside: int) -> None:
-        """`beside` counts the other processes that prepare at the same time."""
-        self.plan, self.session, self.beside = plan, session, beside
-        self.arguments = session.arguments
-        self.failed = self.disturbed = False
-        name, _ = plan.shape()
-        self.result_file = results.new_path(
-            self.arguments.output_dir, session.name, plan.version, name, plan.precision
-        )
-        self._verdict = ""
-        """The last line about the gate or the audit."""
-        self._stderr: list[str] = []
-        # A session of its own: a Ctrl-C at the terminal reaches us alone, and we pass it on once.
-        self._process = subprocess.Popen(
-            self._command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            env=self._environment(),
-            start_new_session=True,
-        )
-        self._watch = contextlib.ExitStack()
-        self._watch.enter_context(processes.ended_with_us(self._process))
-        self._reader = threading.Thread(target=self._read_stderr, daemon=True)
-        self._reader.start()
+    def _save(self, plan: Plan, result: RunResult, stderr: Iterable[str] = ()) -> None:
+        path = self._paths.setdefault(id(result), self._new_path(result))
+        results.save_as(path, result)
+        if result.status != "complete":
+            self.failed.add(plan.label)
+        if result.status == "failed":
+            name = re.sub(r"\W+", "_", plan.label)
+            log = path.with_name(f"{name}_{plan.repeat + 1}.log")
+            results.write_text(log, "\n".join(stderr) + "\n")
 
-    def _command(self) -> list[str]:
-        plan, arguments = self.plan, self.arguments
-        # The gate has shown what an interpreted run can show.
-        steps = (1, 1) if plan.interpreted else (arguments.num_steps, arguments.warmup_steps)
-        values: dict[str, object] = {"num_steps": steps[0], "warmup_steps": steps[1]}
-        values |= {n: getattr(arguments, n) for n in ("device", "data", "seed", "output_dir")}
-        values |= {"session": self.session.name, "kind": plan.kind, "result_file": self.result_file}
-        if not plan.interpreted:  # of which nothing is timed
-            values["audit"] = self.session.audit
-        command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
-        for name, value in values.items():
-            command += [_flag(name), str(value)]
-        if self.beside:
-            command += ["--wait-turn", str(self.beside)]
-        # The first run has passed the gate, with the same code and sizes.
-        return [*command, "--no-gate"] if plan.repeat > 0 or plan.again else command
+    def _new_path(self, result: RunResult) -> Path:
+        folder, name = self.arguments.output_dir, result.config_name
+        return results.new_path(folder, self.name, result.version, name, result.precision)
 
-    def _environment(self) -> dict[str, str]:
-        # What it prints is read here as UTF-8, in any locale.
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    def _tell(self, plan: Plan, what: str) -> None:
+        repeats = 1 if plan.interpreted else self.arguments.repeats
+        again = " again" if plan.again else ""
+        self.say(f"{plan.label}, run {plan.repeat + 1} of {repeats}{again}: {what}")
+
+    def _environment(self, interpreted: bool = False, beside: int = 0) -> dict[str, str]:
+        environment = dict(os.environ)
         environment.pop(interpreter.VARIABLE, None)  # torch.compile's kernels obey it too
         if hardware.get_device(self.arguments.device).type == "cpu":
             environment |= waiting.short_spin()
-        if self.beside:
-            environment = turns.share_of_compilers(self.beside + 1) | environment
-        if self.plan.interpreted:
+        if beside:
+            environment = turns.share_of_compilers(beside + 1) | environment
+        if interpreted:
             # Set for a CPU that has a GPU beside it, too. Its products are so small that threads
             # take longer to meet than to multiply.
             environment |= {interpreter.VARIABLE: "1", "OMP_NUM_THREADS": "1"}
         return environment
-
-    def _read_stderr(self) -> None:
-        assert self._process.stderr is not None
-        self._stderr.extend(line.rstrip() for line in self._process.stderr if line.strip())
-
-    def prepare(self) -> None:
-        """Waits until the process is ready to be timed, if it is not the only one, or has ended."""
-        if self.beside:
-            self._hear(until=turns.READY)
-
-    def _hear(self, until: str | None = None) -> None:
-        """Passes on what the process prints, up to this line or its end. Other processes are not
-        read meanwhile: what each prints is less than a pipe holds."""
-        assert self._process.stdout is not None
-        for line in filter(None, map(str.strip, self._process.stdout)):
-            if line == until:
-                return
-            if line.startswith(("gate:", "audit:")):
-                self._verdict = line
-            self.session.hear(self.plan, line)
-
-    def interrupt(self) -> None:
-        """Lets the process save what it has and end. By SIGTERM, of which it obeys the first only:
-        a batch system may have sent it one, too."""
-        processes.stop(self._process, SECONDS_TO_STOP)
-        self._watch.close()
-
-    def outcome(self) -> str:
-        """Gives the process its turn and waits for its end; a line about it. One that left no
-        result gets a record of its failure, so that its row can be rebuilt."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("\n")
-            self._process.stdin.close()
-        self._hear()
-        self._process.wait()
-        self._watch.close()
-        self._reader.join(timeout=SECONDS_TO_STOP)
-        status = self._process.returncode
-        self.failed = status != errors.DONE
-        if status == errors.DONE:
-            result = results.load(self.result_file)
-            if result.interpreted:
-                return f"{interpreter.NOT_COMPARABLE}; {self._verdict}"
-            self.disturbed = result.disturbed
-            line = f"{timing.median(result.step_ms):.2f} ms a step; {self._verdict}"
-            return f"{line}; {results.DISTURBED}" if result.disturbed else line
-        if status == errors.ANSWER_IS_NO and self.result_file.exists():
-            return self._verdict
-        reason, kind = self._reason(status), "failed"
-        if status == errors.NOT_ON_THIS_MACHINE:
-            kind = "skipped"
-        else:
-            folder = results.prepare_folder(self.result_file.parent)
-            name = re.sub(r"\W+", "_", self.plan.label)
-            log = folder / f"{name}_{self.plan.repeat + 1}.log"
-            results.write_text(log, "\n".join(self._stderr) + "\n")
-        save_record(self.plan, self.arguments, self.session.name, kind, reason)
-        return reason if kind == "failed" else f"skipped: {reason}"
-
-    def _reason(self, status: int) -> str:
-        if status == -signal.SIGKILL:
-            return "killed from outside (SIGKILL): most likely the machine ran out of memory"
-        if status < 0:
-            return f"crashed with {signal.Signals(-status).name}"
-        last = self._stderr[-1] if self._stderr else "no message"
-        own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
-        return last.removeprefix("error: ") if status in own else f"exit {status}: {last}"
-
-
-def save_record(
-    plan: Plan, arguments: argparse.Namespace, session: str, status: str, reason: str
-) -> None:
-    """Writes a result without numbers, for a process that left none or was not started."""
-    name, sizes = plan.shape()
-    batch_size, seq_len = sizes.pop("batch_size"), sizes.pop("seq_len")
-    config = versions.load(versions.BASELINE).TinyLlamaConfig(**sizes)
-    record = RunResult(
-        version=plan.version,
-        session=session,
-        config_name=name,
-        config=dataclasses.asdict(config),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        precision=plan.precision,
-        warmup_steps=arguments.warmup_steps,
-        device=hardware.describe(hardware.get_device(arguments.device)),
-        software=results.describe_software(),
-        git_commit=results.git_commit(),
-        created=results.now(),
-        kind=plan.kind,
-        status=status,
-        error=reason,
-        options={**plan.options, **plan.prediction},
-    )
-    results.save(record, arguments.output_dir)

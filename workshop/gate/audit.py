@@ -1,25 +1,21 @@
 """The audit: did the timed run train V1's model?
 
-The gate runs before the clock, on eight steps of its own. The audit looks at the timed run itself,
-after the clock has stopped: the loss of each step, how far and in which direction each weight has
-moved, and the last step's gradients, at the run's own batch, length, compile mode and graph. All
-are compared with V1's on the same batches.
+The gate runs before the clock, on steps of its own. The audit looks at the timed run itself: a
+fingerprint of the weights, with whose arrival the judge's clock stops; then the loss of each step,
+how far and in which direction each weight has moved, and the last step's gradients, at the run's
+own batch, length, compile mode and graph. All are compared with V1's on the same batches, of which
+no process knew the timed ones before its clock started.
 
-The truth comes from a process of V1, the first of the session: after its own timed run it trains
-V1 once more in higher precision, and leaves both for the others. So nothing that a version's
-process does can change it. As in the gate, the tolerance is a multiple of V1's own distance from
-the truth at the precision in use, plus a few roundings.
+In a comparison's first repeat the reference is V1 in higher precision, trained by a process of its
+own. As in the gate, the tolerance is a multiple of V1's own distance from it at the precision in
+use, plus a few roundings. In later repeats, which have other batches, the reference is V1's own
+timed run; what it may itself be off, as measured in the first repeat, is added.
 """
 
-import dataclasses
-import hashlib
-import io
-import json
 import math
-import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +30,7 @@ from workshop.gate.parity import (
     Measure,
     Setting,
 )
-from workshop.results import FAIL, NOT_AUDITED, PASS
+from workshop.results import FAIL, PASS
 from workshop.run import trainer
 from workshop.run.precision import get_precision, kept_matmul_mode
 
@@ -62,6 +58,13 @@ seeds of each size and recipe, V2, V3 and V4 are up to 2.9 times as far off as V
 What fp8 then hides: a gradient of half the size, a rate 5% too high, most single steps lost. A run
 in bf16 shows them."""
 
+PROBES = 4
+"""Numbers of each weight's fingerprint."""
+
+FINGERPRINT_SCATTER = 1.5
+"""Of the directions' tolerance, what the fingerprint may be off: a few hundred numbers estimate a
+distance with 5% to 10% of scatter."""
+
 BUCKETS = 1024
 """Numbers that are kept of each tensor, see `sketch`."""
 _CHUNK = 2**22
@@ -74,35 +77,40 @@ class Course:
 
     `losses` (steps,); by V1's name of a tensor: `distance`, the norm of its whole movement since
     the initial weights; `moved` and `gradients`, sketches (BUCKETS,) of that movement and of the
-    last step's gradient. A tensor without a gradient is not among these.
+    last step's gradient. A tensor without a gradient is not among these. `fingerprint`, (PROBES,)
+    numbers, is of the weight itself.
     """
 
     losses: Tensor
     distance: dict[str, float]
     moved: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    fingerprint: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What V1's process leaves for the others: its own timed run, and the truth."""
+    """V1's run on the batches of a run that is audited."""
 
-    truth: Course
-    own: Course
-    arithmetic: str
-    """Of the truth, as in `float64`."""
+    course: Course
+    own_errors: Mapping[str, float]
+    """V1's distances at the precision in use from V1 in higher precision, by kind of measure."""
+    name: str
+    """As in "V1 in float64"."""
+    exact: bool
+    """Whether it is V1 in higher precision, and not V1's own timed run."""
 
 
-def sketch(tensor: Tensor, name: str) -> Tensor:
+def sketch(tensor: Tensor, name: str, seed: int = 0) -> Tensor:
     """BUCKETS numbers whose differences estimate how far two tensors are apart: (BUCKETS,), fp64.
-    Only sketches of one name may be compared: it decides the signs.
+    Only sketches of one name and seed may be compared: they decide the signs.
 
     A count sketch (Charikar, Chen and Farach-Colton, 2002): each element goes with a random sign
     into one bucket. The expected square of the sketch's norm is that of the tensor's norm, and it
     scatters by sqrt(2 / BUCKETS), 4%.
     """
     flat = tensor.detach().flatten()
-    generator = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator(flat.device).manual_seed(seed ^ zlib.crc32(name.encode()))
     total = torch.zeros(BUCKETS, dtype=torch.float64, device=flat.device)
     for chunk in flat.split(_CHUNK):
         signs = torch.randint(
@@ -114,11 +122,40 @@ def sketch(tensor: Tensor, name: str) -> Tensor:
     return total.cpu()
 
 
-def record(model: nn.Module, setting: Setting, losses: Tensor) -> Course:
+def fingerprint(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Four numbers of each weight, under V1's names, that depend on all of it: (4,), fp64.
+
+    They are u' W v with random u, v: two weights that differ by D have fingerprints that differ by
+    about |D| in each number. It takes a device as long as to read the weights once.
+    """
+    weights = canonical.canonical_weights(model)
+    device = next(iter(weights.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    tables = {name: weight.reshape(-1, weight.shape[-1]) for name, weight in weights.items()}
+    rows, columns = (max(table.shape[i] for table in tables.values()) for i in (0, 1))
+    dtype = next(iter(weights.values())).dtype
+    u = torch.randn(rows, generator=generator, device=device).to(dtype)
+    v = torch.randn(columns, PROBES, generator=generator, device=device).to(dtype)
+    with kept_matmul_mode():
+        get_precision("fp32", device).set_matmul_mode()
+        numbers = [u[: len(table)] @ (table @ v[: table.shape[1]]) for table in tables.values()]
+        stacked = torch.stack(numbers).cpu().double()  # waits for the device
+    return dict(zip(tables, stacked, strict=True))
+
+
+def record(
+    model: nn.Module,
+    setting: Setting,
+    losses: Tensor,
+    fingerprint: dict[str, Tensor],
+    seed: int = 0,
+) -> Course:
     """The course of a run that began with V1's initial weights and has just ended.
 
     Args:
         losses: of all its steps, (steps,).
+        fingerprint: of the weights as they are now.
+        seed: of the sketches.
     """
     distance, moved = {}, {}
     initial = canonical.canonical_state(setting.config, setting.seed)
@@ -126,86 +163,96 @@ def record(model: nn.Module, setting: Setting, losses: Tensor) -> Course:
         if name in initial:
             movement = weight - initial[name].to(weight.device, weight.dtype)
             distance[name] = movement.double().norm().item()
-            moved[name] = sketch(movement, name)
+            moved[name] = sketch(movement, name, seed)
     gradients = {
-        name: sketch(gradient, name)
+        name: sketch(gradient, name, seed)
         for name, gradient in canonical.canonical_gradients(model).items()
         if gradient is not None
     }
     if setting.precision.loss_scaling:  # by a factor that is no part of the model
         size = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
         gradients = {name: gradient / size for name, gradient in gradients.items()}
-    return Course(losses.double().cpu(), distance, moved, gradients)
+    return Course(losses.double().cpu(), distance, moved, gradients, fingerprint)
 
 
-def train_truth(setting: Setting, batches: Tensor, learning_rate: float) -> tuple[Course, str]:
-    """Trains V1 in higher precision on `batches` (steps, 2, B, T); its course and arithmetic."""
-    dtype = parity.truth_dtype(setting)
+def train_v1(
+    setting: Setting,
+    batches: Tensor,
+    learning_rate: float,
+    *,
+    in_higher_precision: bool,
+    probe_seed: int,
+    seed: int,
+) -> Course:
+    """Trains V1 on `batches` (steps, 2, B, T), in higher precision than the setting's or at it."""
+    precision, dtype = setting.precision, torch.float32
+    if in_higher_precision:  # no autocast: the weights' own arithmetic
+        precision, dtype = get_precision("fp32", setting.device), parity.truth_dtype(setting)
     configure_optimizer = versions.load(versions.BASELINE).configure_optimizer
-    exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
     with kept_matmul_mode():
-        exact.set_matmul_mode()
+        precision.set_matmul_mode()
         with torch.device(setting.device):
             model = canonical.build_baseline(setting.config).to(dtype)
         canonical.load_canonical(model, canonical.canonical_state(setting.config, setting.seed))
         optimizer = configure_optimizer(model, learning_rate)
-        losses = trainer.train_losses(model, optimizer, batches, exact)
-        return record(model, setting, losses), str(dtype).removeprefix("torch.")
-
-
-# --- between processes -----------------------------------------------------------------------
-
-
-def reference_path(folder: Path, **facts: object) -> Path:
-    """Where V1's process leaves what a run with these facts is compared with: everything that
-    decides what V1 would do, such as its sizes, batches, seed, rate and number of steps."""
-    key = json.dumps(facts, sort_keys=True, default=str)
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
-
-
-def save_reference(path: Path, reference: Reference) -> None:
-    content = io.BytesIO()  # of a full disk torch.save says nothing that a user understands
-    torch.save(dataclasses.asdict(reference), content)
-    with results.atomic_path(path) as temporary:
-        temporary.write_bytes(content.getvalue())
-
-
-def load_reference(path: Path) -> Reference:
-    content = torch.load(path, weights_only=True)
-    return Reference(Course(**content["truth"]), Course(**content["own"]), content["arithmetic"])
+        losses = trainer.train_losses(model, optimizer, batches, precision)
+        return record(model, setting, losses, fingerprint(model, probe_seed), seed)
 
 
 # --- the verdict -----------------------------------------------------------------------------
 
 
+def errors_of(own: Course, truth: Course) -> dict[str, float]:
+    """How far V1's own run is from V1 in higher precision, by kind of measure: which tensor
+    training drives off furthest is luck, so the largest counts for all."""
+    found = {
+        what: max(_distance(mine.get(name), true) for name, true in of_truth.items())
+        for what, mine, of_truth in (
+            ("movement", own.distance, truth.distance),
+            ("direction", own.moved, truth.moved),
+            ("gradient", own.gradients, truth.gradients),
+        )
+    }
+    found["loss"] = _furthest(own.losses, truth.losses)
+    return found | {"fingerprint": _apart(own.fingerprint, truth)}
+
+
 def judge(found: Course, reference: Reference, setting: Setting) -> results.Audit:
     """Holds a run against V1's."""
-    measures = {"loss": _loss(found, reference, setting)}
-    truth, own = reference.truth, reference.own
-    noise = 0.0
-    if setting.precision.float8_recipe:
-        noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim)
-    measures |= _tensors(
-        *("movement", found.distance, truth.distance, own.distance, MOVEMENT_FLOOR),
-        most=MOST,
-        noise=noise,
-    )
+    course, own = reference.course, reference.own_errors
+    of_v1 = 0 if reference.exact else 1  # what V1's own run may itself be off
     floor = MOVEMENT_FLOOR + ROUNDING_UNITS * setting.precision.unit_roundoff
-    measures |= _tensors("direction", found.moved, truth.moved, own.moved, floor)
-    measures |= _tensors(
-        *("gradient", found.gradients, truth.gradients, own.gradients, floor),
-        multiple=_multiple(setting),
-        of_scores=SCORES_MULTIPLE,
-    )
+    measures = {"loss": _loss(found, reference, setting, of_v1)}
+    apart = _apart(found.fingerprint, course)
+    allowed = FINGERPRINT_SCATTER * (MULTIPLE + of_v1) * own["fingerprint"] + floor
+    measures["fingerprint"] = Measure(apart, allowed, own["fingerprint"])
+    fp8 = setting.precision.float8_recipe
+    noise = MOVEMENT_NOISE_FP8 / math.sqrt(setting.config.hidden_dim) if fp8 else 0.0
+    for name, true in course.distance.items():
+        allowed = min((MULTIPLE + of_v1) * own["movement"] + MOVEMENT_FLOOR, MOST)
+        if name.endswith("norm.weight"):  # which has few elements
+            allowed = min(allowed + noise, MOST)
+        error = _distance(found.distance.get(name), true)
+        measures[f"movement of {name}"] = Measure(error, allowed, own["movement"])
+    for name, true in course.moved.items():
+        allowed = (MULTIPLE + of_v1) * own["direction"] + floor
+        error = _distance(found.moved.get(name), true)
+        measures[f"direction of {name}"] = Measure(error, allowed, own["direction"])
+    for name, true in course.gradients.items():
+        scores = name.endswith(("q_proj.weight", "k_proj.weight"))
+        multiple = SCORES_MULTIPLE if scores else _multiple(setting)
+        allowed = (multiple + of_v1) * own["gradient"] + floor
+        error = _distance(found.gradients.get(name), true)
+        measures[f"gradient of {name}"] = Measure(error, allowed, own["gradient"])
     red = {name: measure for name, measure in measures.items() if not measure.passed}
     worst = max(measures, key=lambda name: parity.badness(measures[name]))
     shown = dict.fromkeys(["loss", worst, *red])
     return results.Audit(
         status="fail" if red else "pass",
-        failures=[_sentence(name, measure, found, truth) for name, measure in red.items()],
+        failures=[_sentence(name, measure, found, course) for name, measure in red.items()],
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
-        reference=f"V1 in {reference.arithmetic}",
+        reference=reference.name,
         measures={name: parity.as_recorded(measures[name]) for name in shown},
         steps=len(found.losses),
         why="",
@@ -217,13 +264,14 @@ def _multiple(setting: Setting) -> float:
     return FP8_MULTIPLE if setting.precision.float8_recipe else MULTIPLE
 
 
-def _loss(found: Course, reference: Reference, setting: Setting) -> Measure:
+def _loss(found: Course, reference: Reference, setting: Setting, of_v1: int) -> Measure:
     """The largest relative distance of any step's loss. Of independent roundings of the tokens'
     losses 1 / sqrt(tokens) remains in the mean."""
-    truth, own = reference.truth.losses, _furthest(reference.own.losses, reference.truth.losses)
+    own = reference.own_errors["loss"]
     of_a_mean = setting.precision.unit_roundoff / math.sqrt(setting.batch_size * setting.seq_len)
-    allowed = min(_multiple(setting) * own + LOSS_FLOOR + ROUNDING_UNITS * of_a_mean, MOST)
-    return Measure(_furthest(found.losses, truth), allowed, own)
+    floor = LOSS_FLOOR + ROUNDING_UNITS * of_a_mean
+    allowed = min((_multiple(setting) + of_v1) * own + floor, MOST)
+    return Measure(_furthest(found.losses, reference.course.losses), allowed, own)
 
 
 def _furthest(losses: Tensor, truth: Tensor) -> float:
@@ -232,34 +280,16 @@ def _furthest(losses: Tensor, truth: Tensor) -> float:
     return float(((losses - truth).abs() / truth).max())
 
 
-def _tensors(
-    what: str,
-    found: dict[str, float] | dict[str, Tensor],
-    truth: dict[str, float] | dict[str, Tensor],
-    own: dict[str, float] | dict[str, Tensor],
-    floor: float,
-    most: float = math.inf,
-    noise: float = 0.0,
-    multiple: float = MULTIPLE,
-    of_scores: float = MULTIPLE,
-) -> dict[str, Measure]:
-    """A measure of each tensor, all with V1's largest error: which tensor training drives off
-    furthest is luck. Why there is a floor: see LOSS_FLOOR.
-
-    Args:
-        noise: added to the norms' floor: they have few elements.
-        of_scores: the multiple for q_proj and k_proj.
-    """
-    of_v1 = max(_distance(own.get(name), true) for name, true in truth.items())
-
-    def measure(name: str) -> Measure:
-        scores = name.endswith(("q_proj.weight", "k_proj.weight"))
-        allowed = min((of_scores if scores else multiple) * of_v1 + floor, most)
-        if name.endswith("norm.weight"):
-            allowed = min(allowed + noise, most)
-        return Measure(_distance(found.get(name), truth[name]), allowed, of_v1)
-
-    return {f"{what} of {name}": measure(name) for name in truth}
+def _apart(found: dict[str, Tensor], course: Course) -> float:
+    """The distance of a fingerprint from a run's, over how far that run has moved the weights:
+    the root of the mean square over tensors and probes."""
+    if found.keys() != course.fingerprint.keys():
+        return math.inf
+    squares = [
+        (found[name] - true).square().mean() / course.distance[name] ** 2
+        for name, true in course.fingerprint.items()
+    ]
+    return float(torch.stack(squares).mean().sqrt())
 
 
 def _distance(found: float | Tensor | None, true: float | Tensor) -> float:
@@ -281,6 +311,11 @@ def _sentence(name: str, measure: Measure, found: Course, truth: Course) -> str:
             f"V1's {truth.losses[step]:.4f}"
         )
     what, _, tensor = name.partition(" of ")
+    if what == "fingerprint":
+        return (
+            f"timed run: its weights, when it said that it was done, are off V1's by "
+            f"{measure.error:.1%} of their movement, {measure.allowed:.1%} allowed"
+        )
     if what == "movement":
         return (
             f"timed run: {tensor} moved by {found.distance.get(tensor, 0.0):.3g}, "
@@ -303,38 +338,3 @@ def summary(audit: results.Audit) -> str:
         name, error, allowed = closest
         line += f"; worst {name}, error {error:.1e} of {allowed:.1e} allowed"
     return line if audit.seconds is None else f"{line} ({audit.seconds:.1f} s)"
-
-
-def of_run(
-    found: Course,
-    setting: Setting,
-    batches: Tensor,
-    learning_rate: float,
-    path: Path,
-    *,
-    may_lead: bool,
-) -> results.Audit:
-    """Audits a run whose model and optimizer have been freed.
-
-    Args:
-        batches: all that it may have trained on, (n, 2, B, T).
-        path: the reference's, which is made if the run is the session's first of V1.
-        may_lead: whether the run is V1's own, eager, as the ladder times it.
-    """
-    start = time.perf_counter()
-    if path.exists():
-        reference = load_reference(path)
-    elif may_lead:
-        try:
-            truth, dtype = train_truth(setting, batches[: len(found.losses)], learning_rate)
-        except (RuntimeError, MemoryError) as error:
-            if trainer.memory_asked_for(error) is None:
-                raise
-            return results.Audit(why=f"{NOT_AUDITED}: no memory for V1 in higher precision")
-        reference = Reference(truth, found, dtype)
-        save_reference(path, reference)
-    else:
-        return results.Audit(why=f"{NOT_AUDITED}: no V1 ran before it in this session")
-    audit = judge(found, reference, setting)
-    audit.seconds = time.perf_counter() - start
-    return audit

@@ -27,6 +27,7 @@ What passes all the same:
   beside bf16's roundings. The run itself is audited for that (workshop/gate/audit.py).
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -248,11 +249,20 @@ class Outcome:
     gradients under V1's names; then a training run's losses."""
 
     logits: Tensor
+    """(B, T, vocab), or their sketch."""
     loss: Tensor
     gradients: dict[str, Tensor | None]
+    """Whole, or their sketches."""
     curve: Tensor
     moved: dict[str, float]
     """Relative change of each weight over the training run."""
+    float8_share: float = 1.0
+    """Of the operations of the layers' products, what runs in fp8; 1 where that is not asked."""
+    logits_shape: tuple[int, ...] = ()
+    """The logits' own, where they are sketched."""
+
+    def __post_init__(self) -> None:
+        self.logits_shape = self.logits_shape or tuple(self.logits.shape)
 
 
 @dataclass
@@ -334,35 +344,104 @@ def check_model(
             compiled, it may take long.
     """
     optimizer = configure_optimizer or versions.load(versions.BASELINE).configure_optimizer
-    precision, report = setting.precision, new_report(setting)
-    if build is not None and precision.name != "fp32":
-        _check_in_fp32(report, build, setting, optimizer, cuda_graph=cuda_graph)
+    report = new_report(setting)
+    for part in parts(setting):
+        if part.where and build is None:
+            continue
+        found = answer(part, model, build, optimizer, cuda_graph=cuda_graph, notify=notify)
+        add(report, part, found, *references(part.setting))
         if not report.passed:
-            return report
-    try:
-        load_canonical(model, setting.random_weights)
-    except ValueError as error:
-        report.failures.append(f"V1's weights can't be loaded: {error}")
-        return report
-
-    truth, baseline = references(setting)
-    with kept_matmul_mode():
-        candidate = _run(model, setting, precision, optimizer, cuda_graph=cuda_graph, notify=notify)
-    compare(report, setting, Runs(truth, baseline, candidate))
-    if report.passed and precision.float8_recipe:
-        _check_float8(report, model, setting)
+            break
     return report
 
 
-def _check_float8(report: ParityReport, model: nn.Module, setting: Setting) -> None:
-    """Looks for products in bf16: nearer to the truth, they are within every limit."""
-    autocast = setting.precision.autocast(setting.device.type)
-    share = float8.share_in_float8(model, setting.config, autocast)
-    if share < 1:
-        report.failures.append(
-            f"{share:.1%} of the operations of the layers' products run in fp8: the others are in "
-            "a higher precision"
+@dataclass(frozen=True)
+class Part:
+    """One of the settings that the gate compares in."""
+
+    setting: Setting
+    where: str = ""
+    """In words, if it is not the one that was asked for."""
+
+
+def parts(setting: Setting) -> list[Part]:
+    """What the gate compares in: the setting itself; before a lower precision fp32, on few tokens
+    and a small model, where what is small beside that precision's roundings shows."""
+    if setting.precision.name == "fp32":
+        return [Part(setting)]
+    config = small_config(setting.config)
+    in_fp32 = dataclasses.replace(
+        setting,
+        config=config,
+        precision=get_precision("fp32", setting.device),
+        batch_size=min(setting.batch_size, 3),
+        seq_len=min(setting.seq_len, 65),
+    )
+    tokens = f"{in_fp32.batch_size} x {in_fp32.seq_len} tokens"
+    return [Part(in_fp32, f"fp32, hidden_dim {config.hidden_dim}, {tokens}"), Part(setting)]
+
+
+def answer(
+    part: Part,
+    model: nn.Module,
+    build: Build | None,
+    configure_optimizer: ConfigureOptimizer,
+    *,
+    cuda_graph: bool = False,
+    notify: trainer.Notify = lambda _: None,
+) -> Outcome | str:
+    """What a candidate does in a part of the gate, or why it can't take V1's weights."""
+    setting = part.setting
+    counted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if part.where:
+        assert build is not None
+        with torch.device(setting.device):
+            model = build(setting.config).to(setting.device)
+        counted = startup.not_counted(kernels=False)  # of fp32, which training never calls
+    try:
+        load_canonical(model, setting.random_weights)
+    except ValueError as error:
+        return f"V1's weights can't be loaded: {error}"
+    with kept_matmul_mode(), counted:
+        found = _run(
+            model,
+            setting,
+            setting.precision,
+            configure_optimizer,
+            cuda_graph=cuda_graph,
+            notify=notify,
         )
+    if setting.precision.float8_recipe:
+        autocast = setting.precision.autocast(setting.device.type)
+        found.float8_share = float8.share_in_float8(model, setting.config, autocast)
+    return found
+
+
+def add(
+    report: ParityReport, part: Part, found: Outcome | str, truth: Outcome, baseline: Outcome
+) -> None:
+    """Adds a part's measures and failures to the report."""
+    of_part = new_report(part.setting)
+    if isinstance(found, str):
+        of_part.failures.append(found)
+    else:
+        compare(of_part, part.setting, Runs(truth, baseline, found))
+        if of_part.passed and found.float8_share < 1:
+            of_part.failures.append(
+                f"{found.float8_share:.1%} of the operations of the layers' products run in fp8: "
+                "the others are in a higher precision"
+            )
+    where = part.where.partition(",")[0]
+    report.measures |= {
+        f"{name} in {where}" if where else name: one for name, one in of_part.measures.items()
+    }
+    report.failures += [
+        f"{failure} (in {part.where})" if where else failure for failure in of_part.failures
+    ]
+    report.tensors_total, report.tensors_with_grad = (
+        of_part.tensors_total,
+        of_part.tensors_with_grad,
+    )
 
 
 def new_report(setting: Setting) -> ParityReport:
@@ -377,40 +456,20 @@ def new_report(setting: Setting) -> ParityReport:
     )
 
 
-def references(setting: Setting) -> tuple[Outcome, Outcome]:
-    """What V1 does in one process: in higher precision, the truth, and at the setting's."""
+def references(
+    setting: Setting, keep: Callable[[Outcome], Outcome] = lambda outcome: outcome
+) -> tuple[Outcome, Outcome]:
+    """What V1 does in one process: in higher precision, the truth, and at the setting's.
+
+    Args:
+        keep: makes what is kept of the one before the other is run.
+    """
     exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
     optimizer = versions.load(versions.BASELINE).configure_optimizer
     with kept_matmul_mode():
-        truth = _run(_baseline(setting, truth_dtype(setting)), setting, exact, optimizer)
-        baseline = _run(_baseline(setting, torch.float32), setting, setting.precision, optimizer)
-    return truth, baseline
-
-
-def _check_in_fp32(
-    report: ParityReport,
-    build: Build,
-    setting: Setting,
-    configure_optimizer: ConfigureOptimizer,
-    *,
-    cuda_graph: bool,
-) -> None:
-    """The gate in fp32, on few tokens and a small model: what is small beside the roundings of a
-    lower precision shows there. It adds its measures and failures to the report."""
-    config = small_config(setting.config)
-    in_fp32 = dataclasses.replace(
-        setting,
-        config=config,
-        precision=get_precision("fp32", setting.device),
-        batch_size=min(setting.batch_size, 3),
-        seq_len=min(setting.seq_len, 65),
-    )
-    with startup.not_counted(kernels=False):  # of fp32, which training never calls
-        small = check_setting(build, in_fp32, configure_optimizer, cuda_graph=cuda_graph)
-    where = f"fp32, hidden_dim {config.hidden_dim}, {small.batch_size} x {small.seq_len} tokens"
-    report.measures |= {f"{name} in fp32": measure for name, measure in small.measures.items()}
-    report.failures += [f"{failure} (in {where})" for failure in small.failures]
-    report.tensors_total, report.tensors_with_grad = small.tensors_total, small.tensors_with_grad
+        truth = keep(_run(_baseline(setting, truth_dtype(setting)), setting, exact, optimizer))
+        own = _run(_baseline(setting, torch.float32), setting, setting.precision, optimizer)
+    return truth, keep(own)
 
 
 def small_config(config: Any) -> Any:
@@ -516,11 +575,10 @@ def compare(report: ParityReport, setting: Setting, runs: Runs) -> None:
 
 
 def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None:
-    if runs.candidate.logits.shape != runs.truth.logits.shape or runs.candidate.loss.dim():
+    if runs.candidate.logits_shape != runs.truth.logits_shape or runs.candidate.loss.dim():
         report.failures.append(
-            f"logits are {tuple(runs.candidate.logits.shape)} and the loss "
-            f"{tuple(runs.candidate.loss.shape)}, "
-            f"V1's {tuple(runs.truth.logits.shape)} and a scalar"
+            f"logits are {runs.candidate.logits_shape} and the loss "
+            f"{tuple(runs.candidate.loss.shape)}, V1's {runs.truth.logits_shape} and a scalar"
         )
         return
     own = relative_rms(runs.baseline.logits, runs.truth.logits)

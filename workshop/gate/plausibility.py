@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from workshop import results
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
-from workshop.run import flops
+from workshop.run import chips, flops, timing
 
 LEAST_BACKWARD_SHARE = 0.5
 """A backward pass multiplies twice as much as its forward. Where launches and not products take
@@ -58,6 +58,33 @@ class Claim:
     loss_first: float | None = None
     peak_tflops: float | None = None
     bandwidth_gbs: float | None = None
+
+
+def claim(run: results.RunResult) -> Claim:
+    """What a run's figures claim, to be held against its device's data sheet."""
+    sheet = chips.find_peaks(str(run.device.get("name")))
+    step_ms = [] if run.interpreted else run.step_ms  # an interpreted run claims no time
+
+    def median(samples: list[float]) -> float | None:
+        return timing.median(samples) if samples else None
+
+    return Claim(
+        name=f"{run.version} {run.config_name} {run.precision}",
+        model=results.model_sizes(run.config),
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        step_ms=median(step_ms),
+        forward_ms=median(run.forward_ms),
+        backward_ms=median(run.backward_ms),
+        optimizer_ms=median(run.optimizer_ms),
+        memory_mb=float(run.memory_mb["peak"]) if run.memory_mb else None,
+        memory_is_peak=True,
+        params_with_grad=run.gradients.params_with_grad if run.gradients else None,
+        loss_first=run.losses[0],
+        # A product that was measured here is no law of nature: only data sheets refute a figure.
+        peak_tflops=sheet.tflops.get(run.precision) if sheet else None,
+        bandwidth_gbs=sheet.bandwidth_gbs if sheet else None,
+    )
 
 
 def check(claim: Claim) -> list[str]:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop import errors, results
 from workshop.gate import canonical
-from workshop.request import Request, peak
+from workshop.request import Request
 from workshop.run import flops, hardware, interpreter, timing, trainer
 from workshop.run.flops import ModelSizes, StepFlops
 from workshop.run.precision import Precision
@@ -389,8 +389,7 @@ def measure_utilisation(request: Request, batches: Tensor) -> Utilisation:
     )
     if training.interrupted:
         raise KeyboardInterrupt
-    ceiling, source = peak(request)
-    assert ceiling is not None and source is not None
+    ceiling, source = hardware.peak(request.device, request.precision)
     step = flops.step_flops(request.config, request.batch_size, request.seq_len)
     return Utilisation(training.step_ms, step.total, ceiling, source)
 

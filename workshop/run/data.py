@@ -5,6 +5,7 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,6 +75,38 @@ def _sources(folder: Path) -> Iterator[Path]:
                 yield from _sources(entry)
         elif entry.suffix == ".py":
             yield entry
+
+
+class Source:
+    """Where batches are drawn from: a text, or random tokens.
+
+    Attributes:
+        record: what a result file keeps of it.
+    """
+
+    def __init__(self, kind: str, text_file: Path | None = None) -> None:
+        """
+        Args:
+            kind: "text" or "synthetic".
+
+        Raises:
+            WorkshopError: the text can't be read.
+        """
+        self._corpus = read_corpus(text_file) if kind == "text" else None
+        self.record: dict[str, str | int] = {"name": "synthetic: uniformly random tokens"}
+        if self._corpus is not None:
+            corpus = self._corpus
+            self.record = {"name": corpus.name, "bytes": len(corpus.data), "sha256": corpus.sha256}
+
+    def draw(
+        self, *, steps: int, batch_size: int, seq_len: int, vocab_size: int, seed: int
+    ) -> Tensor:
+        """Batches, int64 (steps, 2, batch_size, seq_len). Raises WorkshopError: the text is too
+        short for them."""
+        draw = synthetic_batches if self._corpus is None else partial(text_batches, self._corpus)
+        return draw(
+            steps=steps, batch_size=batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=seed
+        )
 
 
 def text_batches(

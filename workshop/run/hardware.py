@@ -6,12 +6,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from workshop.errors import WorkshopError
 from workshop.run import chips
+
+if TYPE_CHECKING:
+    from workshop.run.precision import Precision
 
 
 def get_device(name: str) -> torch.device:
@@ -148,6 +151,18 @@ def describe(device: torch.device) -> dict[str, str | int | float | None]:
         "multiprocessors": properties.multi_processor_count,
         "memory_gb": round(properties.total_memory / 1e9, 1),
     }
+
+
+def peak(device: torch.device, precision: "Precision") -> tuple[float, str]:
+    """TFLOP/s that a share is given of: the data sheet's, else what a large product reaches; and
+    where the figure is from."""
+    sheet = peaks(device)
+    if sheet and precision.name in sheet.tflops:
+        return sheet.tflops[precision.name], sheet.source
+    precision.set_matmul_mode()
+    measured = measure_matmul_tflops(device, precision.autocast_dtype)
+    which = " in bf16" if precision.float8_recipe else ""
+    return measured, f"measured: a large matrix product{which}"
 
 
 def measure_matmul_tflops(device: torch.device, autocast_dtype: torch.dtype | None) -> float:

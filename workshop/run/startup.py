@@ -43,17 +43,18 @@ def compile_seconds() -> float:
 
 
 @contextlib.contextmanager
-def not_counted(*, kernels: bool = True) -> Iterator[None]:
+def not_counted(*, kernels: bool = True, graphs: bool = False) -> Iterator[None]:
     """What torch.compile takes in the block is not counted: its graphs are for other shapes or
     without a backward pass, and training never calls them.
 
     Args:
         kernels: whether training calls Triton's kernels of the block, not so if they are of another
             precision: they are not counted then.
+        graphs: whether training calls torch.compile's graphs of the block.
     """
     global _count_graphs, _count_kernels
     before = _count_graphs, _count_kernels
-    _count_graphs, _count_kernels = False, kernels and _count_kernels
+    _count_graphs, _count_kernels = graphs and _count_graphs, kernels and _count_kernels
     try:
         yield
     finally:

@@ -217,6 +217,10 @@ class Runner:
         )
         return loss
 
+    def replace_batches(self, first: int, batches: Tensor) -> None:
+        """Puts other batches, (n, 2, B, T), in the place of those from `first` on."""
+        self._batches[first : first + len(batches)].copy_(batches)
+
     def load(self) -> None:
         """Puts the next batch where the step reads it."""
         self.inputs.copy_(self._batches[self.done], non_blocking=True)
@@ -409,52 +413,52 @@ def train(
     schedule: Schedule,
     cuda_graph: bool,
     progress: Progress | None = None,
-    before_clock: Callable[[], None] | None = None,
-    after_clock: Callable[[Tensor], None] | None = None,
 ) -> Training:
     """Trains the schedule's steps, and those in which more is measured.
 
     Args:
         batches: int64 (n, 2, B, T) on the host, n = `schedule.batches`. Each step copies its own
             batch to the device, and that copy is in its time.
-        before_clock: called when all is ready for the timed steps.
-        after_clock: called with the losses so far, (steps,), when the timed steps are over and
-            the weights and gradients are still theirs.
 
     A KeyboardInterrupt from the timed steps on ends the run: what was completed is returned,
     marked `interrupted`, without phases, and on the CPU without memory. The phases are left out,
     too, if there is no memory for the graphs that they are captured in.
     """
     runner = Runner(model, optimizer, batches, precision, cuda_graph=cuda_graph)
-    start, compiled = time.perf_counter(), startup.compile_seconds()
-    runner.warm_up(schedule.warmup)
-    runner.wait()
-    apart = runner.capture_s + startup.compile_seconds() - compiled
-    warm_up = max(0.0, time.perf_counter() - start - apart)
-    training = Training(setup_s={"capture": runner.capture_s, "warm_up": warm_up})
-    if before_clock is not None:
-        before_clock()
-
-    clock, on_gpu = StepClock(runner.device), runner.device.type == "cuda"
+    training = Training(setup_s=warm_up(runner, schedule.warmup))
+    clock = StepClock(runner.device)
     start, waited = time.perf_counter(), waiting.seconds_without_processor()
     try:
-        _timed_steps(runner, clock, schedule.timed, progress)
+        timed_steps(runner, clock, schedule.timed, progress)
         training.waited_share = waiting.longest_share(waited, time.perf_counter() - start)
-        if on_gpu:  # before the audit's copies, and the graphs of the phases
-            training.memory_mb = runner.memory_mb()
-        if after_clock is not None:
-            after_clock(runner.losses())
-        if not on_gpu:
-            training.memory_mb = runner.memory_mb()
-        if schedule.phases:
-            _time_phases(runner, schedule.phases, training)
+        measure_more(runner, schedule, training)
     except KeyboardInterrupt:
         training.interrupted = True
     training.step_ms = clock.durations_ms()
     training.losses = runner.losses()[: schedule.warmup + len(training.step_ms)].tolist()
-    if on_gpu and not training.memory_mb:
+    if runner.device.type == "cuda" and not training.memory_mb:
         training.memory_mb = runner.memory_mb()
     return training
+
+
+def warm_up(runner: Runner, steps: int) -> dict[str, float]:
+    """`Runner.warm_up`, up to a device that waits; the seconds it took: `capture`, and `warm_up`
+    without it and without what compilers took meanwhile."""
+    start, compiled = time.perf_counter(), startup.compile_seconds()
+    runner.warm_up(steps)
+    runner.wait()
+    apart = runner.capture_s + startup.compile_seconds() - compiled
+    return {
+        "capture": runner.capture_s,
+        "warm_up": max(0.0, time.perf_counter() - start - apart),
+    }
+
+
+def measure_more(runner: Runner, schedule: Schedule, training: Training) -> None:
+    """The peak of memory of the timed steps, which are over, and the times of a step's phases."""
+    training.memory_mb = training.memory_mb or runner.memory_mb()
+    if schedule.phases:
+        _time_phases(runner, schedule.phases, training)
 
 
 def _time_phases(runner: Runner, steps: int, training: Training) -> None:
@@ -505,8 +509,8 @@ def check_memory(
         raise explain(f"at least {needed_bytes / 1e9:,.1f} GB of {available / 1e9:,.1f} needed")
 
 
-def _timed_steps(
-    runner: Runner, clock: StepClock, num_steps: int, progress: Progress | None
+def timed_steps(
+    runner: Runner, clock: StepClock, num_steps: int, progress: Progress | None = None
 ) -> None:
     """Enqueues the steps; reports those that the device has meanwhile finished, never waiting."""
     warmup, reported = runner.done, 0

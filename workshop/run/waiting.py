@@ -12,7 +12,7 @@ SPIN = {"GOMP_SPINCOUNT": "1000"}
 sleeps, and leaves its processor to them. As the runtime has it, a thread spins for milliseconds for
 one that can't run meanwhile: on shared processors a step then takes ten times as long and more."""
 _OF_THE_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-_TASKS = Path("/proc/self/task")
+_TASKS = "/proc/{}/task"
 
 
 def short_spin() -> dict[str, str]:
@@ -20,11 +20,11 @@ def short_spin() -> dict[str, str]:
     return {} if any(name in os.environ for name in _OF_THE_USER) else SPIN
 
 
-def seconds_without_processor() -> dict[str, float] | None:
-    """For how long each thread of this process was ready to run and had no processor, by its id;
+def seconds_without_processor(process: int | str = "self") -> dict[str, float] | None:
+    """For how long each thread of a process was ready to run and had no processor, by its id;
     None where the system doesn't count that."""
     found = {}
-    for task in _TASKS.glob("*"):
+    for task in Path(_TASKS.format(process)).glob("*"):
         with contextlib.suppress(OSError, ValueError):  # it has ended
             ran, waited, _ = map(int, (task / "schedstat").read_text().split())
             if ran:  # a kernel that doesn't count writes zeros
@@ -32,13 +32,19 @@ def seconds_without_processor() -> dict[str, float] | None:
     return found or None
 
 
+def longest_wait(before: dict[str, float] | None, now: dict[str, float] | None) -> float | None:
+    """The seconds in which the thread that waited longest had no processor, between two counts."""
+    if before is None or now is None:
+        return None
+    return max(waited - before.get(thread, 0.0) for thread, waited in now.items())
+
+
 def longest_share(before: dict[str, float] | None, seconds: float) -> float | None:
-    """The share of the last `seconds` in which the thread that waited longest had no processor.
+    """The share of the last `seconds` in which the thread of this process that waited longest had
+    no processor.
 
     Args:
         before: `seconds_without_processor` at their start.
     """
-    now = seconds_without_processor()
-    if before is None or now is None:
-        return None
-    return max(waited - before.get(thread, 0.0) for thread, waited in now.items()) / seconds
+    waited = longest_wait(before, seconds_without_processor())
+    return None if waited is None else waited / seconds

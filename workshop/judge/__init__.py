@@ -1,0 +1,1 @@
+"""The judge, and the process that it judges: see docs/trust.md."""

@@ -1,0 +1,111 @@
+"""The side that is judged: it answers what the judge asks, and takes nothing from anywhere else.
+
+It is given its weights as the seed that they are drawn from, each batch when it has to be used,
+and the seeds of fingerprints and sketches when the work is done.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+from torch import nn
+
+from workshop import errors
+from workshop.gate import audit, canonical, parity
+from workshop.judge import wire
+from workshop.judge.pipe import Message, Pipe
+from workshop.request import Request
+from workshop.run import startup, trainer
+from workshop.run.timing import StepClock
+
+
+def serve(request: Request, pipe: Pipe) -> int:
+    """Answers until the judge has no more questions; the exit status.
+
+    Raises:
+        Closed: the judge is gone.
+    """
+    startup.watch_compilers(torch_compile=request.compile_mode != "none")
+    model, setup_s = request.build(), {"gate": 0.0}
+    while (asked := pipe.receive()).kind != "end":
+        if asked.kind == "gate":
+            _answer_gate(request, model, pipe, asked.values, setup_s)
+        else:
+            _train(request, model, pipe, asked, setup_s)
+    return errors.DONE
+
+
+def setting_of(request: Request, seed: int) -> parity.Setting:
+    """The run's own, with the seed that the judge chose."""
+    return parity.Setting(
+        config=request.config,
+        precision=request.precision,
+        device=request.device,
+        seed=seed,
+        batch_size=request.batch_size,
+        seq_len=request.seq_len,
+    )
+
+
+def _answer_gate(
+    request: Request, model: nn.Module, pipe: Pipe, asked: dict[str, Any], setup_s: dict[str, float]
+) -> None:
+    setting = setting_of(request, asked["seed"])
+    shape = asked["batch_size"], asked["seq_len"]
+    setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
+    part = parity.parts(setting)[asked["part"]]
+    start, compiled = time.perf_counter(), startup.compile_seconds()
+    with startup.not_counted(kernels=True, graphs=shape == (request.batch_size, request.seq_len)):
+        found = parity.answer(
+            part,
+            model,
+            lambda config: dataclasses.replace(request, config=config).build_on(request.device),
+            request.module.configure_optimizer,
+            cuda_graph=request.cuda_graph,
+            notify=lambda what: print(f"gate: {what}", flush=True),
+        )
+    took = time.perf_counter() - start - (startup.compile_seconds() - compiled)
+    setup_s["gate"] += max(0.0, took)
+    pipe.send("answered")
+    seed = pipe.receive().values["seed"]
+    if isinstance(found, str):
+        pipe.send("refused", why=found)
+    else:
+        tensors, values = wire.of_outcome(wire.sketched(found, seed))
+        pipe.send("outcome", tensors, **values)
+
+
+def _train(
+    request: Request, model: nn.Module, pipe: Pipe, asked: Message, setup_s: dict[str, float]
+) -> None:
+    values, batches = asked.values, asked.tensors["batches"].long()
+    setting = setting_of(request, values["seed"])
+    schedule = trainer.Schedule(values["warmup"], values["timed"], values["phases"])
+    canonical.load_canonical(model, canonical.canonical_state(request.config, setting.seed))
+    request.precision.set_matmul_mode()
+    optimizer = request.module.configure_optimizer(model, values["learning_rate"])
+    runner = trainer.Runner(
+        model, optimizer, batches, request.precision, cuda_graph=request.cuda_graph
+    )
+    print("warming up", flush=True)
+    setup_s |= trainer.warm_up(runner, schedule.warmup)
+    audit.fingerprint(model, seed=0)  # its kernels are loaded now, not on the judge's clock
+    pipe.send("ready")
+
+    go = pipe.receive()
+    clock = StepClock(runner.device)
+    runner.replace_batches(schedule.warmup, go.tensors["batches"].long())
+    trainer.timed_steps(runner, clock, schedule.timed)
+    pipe.send("done", wire.of_fingerprint(audit.fingerprint(model, go.values["seed"])))
+
+    training = trainer.Training(step_ms=clock.durations_ms())
+    if runner.device.type == "cuda":  # before the copies that sketches take
+        training.memory_mb = runner.memory_mb()
+    seed = pipe.receive().values["seed"]
+    course = audit.record(model, setting, runner.losses(), {}, seed)
+    tensors, of_course = wire.of_course(course)
+    pipe.send("course", tensors, **of_course)
+    print("measuring memory and phases", flush=True)
+    trainer.measure_more(runner, schedule, training)
+    training.setup_s = {"compile": startup.compile_seconds(), **setup_s}
+    pipe.send("details", **dataclasses.asdict(training))

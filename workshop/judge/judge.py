@@ -1,0 +1,284 @@
+"""The judge of one candidate: it asks, times, compares and writes the record.
+
+Nothing that it takes from the candidate is a verdict or a setting: only tensors, which it compares
+with V1's, and times, which must add up to its own.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from workshop import errors, results, versions
+from workshop.gate import audit, parity, plausibility
+from workshop.gate.audit import Course
+from workshop.judge import wire
+from workshop.judge.cases import Case, Round
+from workshop.judge.pipe import Closed
+from workshop.judge.plans import LEARNING_RATE, Plan, flag
+from workshop.judge.process import Hear, Process
+from workshop.results import RunResult
+from workshop.run import flops, interpreter, timing
+
+SHARE, FIXED_MS = 0.05, 10.0
+"""By how much a candidate's step times may differ from the judge's clock, which also counts how the
+batches reach it and how the fingerprint comes back: measured as docs/trust.md has it."""
+IMPOSSIBLE = 3.0
+"""Times the measured peak, at which no step can run."""
+PHASES_WITHIN = 0.5, 2.0
+"""The sum of a step's phases, which are timed in a pass of their own, as a share of the step. On
+an H200, of 400 runs, 0.68 to 1.39."""
+
+
+class Candidate:
+    """A process that is judged."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        case: Case,
+        round_: Round,
+        arguments: argparse.Namespace,
+        result: RunResult,
+        environment: Mapping[str, str],
+        hear: Hear,
+    ) -> None:
+        """
+        Args:
+            result: the record that it will fill.
+        """
+        self.plan, self.case, self.round, self.result = plan, case, round_, result
+        self._schedule = plan.schedule(arguments)
+        self.course: Course | None = None
+        """Its timed run, to be compared."""
+        self._times: list[str] = []
+        """What is wrong with its times, in sentences."""
+        values = {"device": arguments.device, "data": arguments.data, "seed": arguments.seed}
+        values |= {"compile": result.options["compile"], "candidate": "{pipe}"}
+        command = [sys.executable, str(versions.get_version(plan.version).path), *plan.flags()]
+        for name, value in values.items():
+            command += [flag(name), str(value)]
+        command.append("--cuda-graph" if result.options["cuda_graph"] else "--no-cuda-graph")
+        self._process = Process(command, environment, hear)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+    @property
+    def stderr(self) -> list[str]:
+        return self._process.stderr
+
+    # --- what it is asked ---
+
+    def prepare(self) -> None:
+        """Has it pass the gate, in its first run, and train the warm-up: then it waits."""
+        try:
+            if self.plan.repeat == 0 and not self.plan.again:
+                self._gate()
+            if self.result.status == "complete":
+                self._warm_up()
+        except Closed as closed:
+            self._fail(closed)
+
+    def _gate(self) -> None:
+        case, plan = self.case, self.plan
+        shape = gate_shape(plan, case)
+        report = case.report(shape)
+        for part, where in enumerate(case.parts(shape)):
+            self._process.ask(
+                "gate", part=part, seed=case.setting.seed, batch_size=shape[0], seq_len=shape[1]
+            )
+            self._process.answer("answered")
+            self._process.ask("sketch", seed=case.gate_seed)
+            answer = self._process.answer("outcome", "refused")
+            refused = answer.kind == "refused"
+            found = str(answer.values.get("why")) if refused else wire.to_outcome(answer)
+            parity.add(report, where, found, *case.gate_answers(shape, part))
+            if not report.passed:
+                self.result.status = "gate failed"
+                break
+        self.result.parity = report.record()
+        self._summary = report.summary()
+
+    def _warm_up(self) -> None:
+        schedule, case = self._schedule, self.case
+        # In the place of the timed steps' batches, which come with "go", stand others.
+        batches = case.draw(schedule.batches - schedule.warmup, schedule.warmup)
+        self._process.ask(
+            "train",
+            {"batches": batches},
+            seed=case.setting.seed,
+            learning_rate=LEARNING_RATE,
+            warmup=schedule.warmup,
+            timed=schedule.timed,
+            phases=schedule.phases,
+        )
+        self._process.answer("ready")
+
+    def measure(self) -> None:
+        """Times the steps, and takes what the audit compares."""
+        if self.result.error:
+            return
+        try:
+            if self.result.status == "complete":
+                self._measure()
+            self._process.end()
+        except Closed as closed:
+            self._fail(closed)
+
+    def _measure(self) -> None:
+        schedule, result, round_ = self._schedule, self.result, self.round
+        timed = round_.batches[schedule.warmup :]
+        done, seconds, waited = self._process.timed(
+            "go", {"batches": timed}, "done", seed=round_.probe_seed
+        )
+        result.judge_ms = seconds * 1e3 / schedule.timed
+        result.waited_share = None if waited is None else waited / seconds
+        fingerprint = wire.to_fingerprint(done)
+        self._process.ask("sketch", seed=round_.sketch_seed)
+        course = wire.to_course(self._process.answer("course"))
+        self.course = dataclasses.replace(course, fingerprint=fingerprint)
+        self._take(self._process.answer("details").values)
+        self._times = wrong_times(result, seconds * 1e3, schedule.timed, (waited or 0.0) * 1e3)
+
+    def _take(self, details: dict[str, Any]) -> None:
+        """Fills the record with the details that a candidate tells."""
+        result, course = self.result, self.course
+        assert course is not None
+        try:
+            for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms"):
+                setattr(result, name, list(map(float, details[name])))
+            result.setup_s = {str(k): float(v) for k, v in details["setup_s"].items()}
+            memory = {k: v for k, v in details["memory_mb"].items() if k != "source"}
+            result.memory_mb = {str(k): float(v) for k, v in memory.items()}
+            result.memory_mb["source"] = str(details["memory_mb"]["source"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Closed(f"the process answered something else ({error!s:.60})") from None
+        result.losses = results.finite(course.losses.tolist())
+        sizes = self.case.sizes
+        reached = [n for n, sketch in course.gradients.items() if n in sizes and sketch.any()]
+        result.gradients = results.Gradients(
+            tensors_total=len(sizes),
+            tensors_with_grad=len(reached),
+            params_total=sum(sizes.values()),
+            params_with_grad=sum(sizes[name] for name in reached),
+        )
+        result.peak_tflops, result.peak_source = self.case.peak
+        for where, wrong in results.senseless(result):
+            raise Closed(f"the process told nonsense: {where} {wrong}")
+
+    def _fail(self, closed: Closed) -> None:
+        """Records why a process ended, or was ended, before its last answer."""
+        status = self._process.end()
+        self.result.status = "skipped" if status == errors.NOT_ON_THIS_MACHINE else "failed"
+        self.result.error = self._process.reason(status) if status else str(closed)
+
+    # --- the verdict ---
+
+    @property
+    def leads(self) -> bool:
+        """Whether its run is V1's, which others of its round are compared with."""
+        return self.course is not None and not self.plan.again and is_v1(self.plan, self.result)
+
+    @property
+    def waits(self) -> bool:
+        """Whether V1's run on its batches is yet to come."""
+        missing = self.course is not None and self.case.reference(self.round) is None
+        return missing and not self.leads and not self.plan.interpreted
+
+    def judge(self) -> None:
+        """Compares the timed run with V1's, and its times with what is possible."""
+        result = self.result
+        if self.course is None:
+            return
+        setting = self.case.setting
+        reference = None if self.plan.interpreted else self.case.reference(self.round)
+        if reference is not None:
+            result.audit = audit.judge(self.course, reference, setting)
+        elif not self.plan.interpreted:
+            result.audit = results.Audit(why=self.round.why)
+        result.plausibility = plausibility.check(plausibility.claim(result))
+        if wrong := [*self._times, *self._impossible()]:
+            result.audit.status = "fail"
+            result.audit.failures = [*wrong, *result.audit.failures]
+        if result.audit.status == "fail":
+            result.status = "audit failed"
+
+    def _impossible(self) -> list[str]:
+        result = self.result
+        if result.interpreted or not result.peak_tflops:
+            return []
+        work = flops.step_flops(
+            results.model_sizes(result.config), result.batch_size, result.seq_len
+        )
+        rate = work.total / timing.median(result.step_ms) / 1e9
+        if rate <= IMPOSSIBLE * result.peak_tflops:
+            return []
+        return [
+            f"timed run: {rate:,.3g} TFLOP/s, {rate / result.peak_tflops:,.1f} times what a large "
+            f"matrix product reaches here"
+        ]
+
+    def line(self) -> str:
+        """What became of it, in a line."""
+        result = self.result
+        if result.error:
+            return f"skipped: {result.error}" if result.status == "skipped" else result.error
+        if result.status == "gate failed":
+            return "\n  ".join([f"gate: {self._summary}", *result.parity.failures])
+        if result.interpreted:
+            return f"{interpreter.NOT_COMPARABLE}; gate: {self._summary}"
+        line = f"{timing.median(result.step_ms):.2f} ms a step; {self.verdict()}"
+        return f"{line}; {results.DISTURBED}" if result.disturbed else line
+
+    def verdict(self) -> str:
+        """The audit's, in a line, with what it found."""
+        found = self.result.audit
+        waits = found.status == "not run" and self.waits
+        summary = "when V1 has trained these batches" if waits else audit.summary(found)
+        return "\n  ".join([f"audit: {summary}", *found.failures])
+
+
+def is_v1(plan: Plan, result: RunResult) -> bool:
+    """Whether a plan is V1 as the ladder times it: eager."""
+    plain = result.options["compile"] == "none" and not result.options["cuda_graph"]
+    return plan.version == versions.BASELINE and plain
+
+
+def gate_shape(plan: Plan, case: Case) -> tuple[int, int]:
+    """Batch size and sequence length of a candidate's gate."""
+    if plan.interpreted:
+        return interpreter.gate_shape(case.setting.batch_size, case.setting.seq_len)
+    return case.gate_shape
+
+
+def wrong_times(
+    result: RunResult, judge_ms: float, steps: int, waited_ms: float = 0.0
+) -> list[str]:
+    """What is wrong with the times that a candidate tells, in sentences.
+
+    Args:
+        judge_ms: from "go" to the fingerprint's arrival.
+        waited_ms: of these, in which other programs had the processor.
+    """
+    told = sum(result.step_ms)
+    if len(result.step_ms) != steps or not all(0 < ms < math.inf for ms in result.step_ms):
+        return [f"timed run: {len(result.step_ms)} step times, of {steps} steps"]
+    sentences = []
+    if abs(judge_ms - told) > SHARE * judge_ms + FIXED_MS + waited_ms:
+        sentences.append(
+            f"timed run: its {steps} step times add up to {told:,.1f} ms, the judge's clock says "
+            f"{judge_ms:,.1f} ms"
+        )
+    phases = [result.forward_ms, result.backward_ms, result.optimizer_ms]
+    if all(phases):
+        step, parts = timing.median(result.step_ms), sum(map(timing.median, phases))
+        low, high = PHASES_WITHIN
+        if not low * step - FIXED_MS <= parts <= high * step + FIXED_MS:
+            sentences.append(
+                f"timed run: forward, backward and optimizer take {parts:,.2f} ms together, the "
+                f"step {step:,.2f} ms"
+            )
+    return sentences

@@ -1,0 +1,141 @@
+"""What the judge runs: one process of a version, and the record that it begins with."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from workshop import results, versions
+from workshop.request import PHASES, execution
+from workshop.results import RunResult
+from workshop.run import hardware, presets, trainer
+
+LEARNING_RATE = 3e-4
+Options = Mapping[str, str | bool]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One process to run."""
+
+    version: str
+    config: str
+    precision: str
+    repeat: int = 0
+    kind: str = "run"
+    """One of results.KINDS."""
+    interpreted: bool = False
+    """Triton's interpreter runs it: one process, which times a single step."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Differences from the preset: `batch_size`, `seq_len` or fields of TinyLlamaConfig."""
+    options: Options = field(default_factory=dict)
+    """Differences from the version's defaults: `compile`, `cuda_graph` or its switches, as a
+    result file records them."""
+    name: str = ""
+    """Distinguishes it from others of its version, size and precision."""
+    left_out: str = ""
+    """Why it is not run, but recorded as skipped."""
+    prediction: Mapping[str, float] = field(default_factory=dict)
+    """The numbers behind `left_out`, for the record's options."""
+    again: bool = False
+    """Whether it repeats a run that other programs disturbed."""
+
+    @property
+    def label(self) -> str:
+        name = f", {self.name}" if self.name else ""
+        return f"{self.version} {self.config} {self.precision}{name}"
+
+    def shape(self) -> tuple[str, dict[str, int]]:
+        """The config's name, "custom" unless it is the preset's, and all sizes."""
+        preset = presets.get_preset(self.config)
+        own = preset.model() | {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
+        sizes = {**own, **self.sizes}
+        return (self.config if sizes == own else "custom"), sizes
+
+    def model_config(self) -> tuple[Any, int, int]:
+        """V1's config, which every candidate gets whole; batch size and sequence length."""
+        _, sizes = self.shape()
+        batch_size, seq_len = sizes.pop("batch_size"), sizes.pop("seq_len")
+        config = versions.load(versions.BASELINE).TinyLlamaConfig(**sizes)
+        return config, batch_size, seq_len
+
+    def flags(self) -> list[str]:
+        """The flags of the version's command line for its size, precision and options."""
+        words = ["--config", self.config, "--precision", self.precision]
+        for name, size in self.sizes.items():
+            words += [flag(name), str(size)]
+        for name, value in self.options.items():
+            if isinstance(value, str):
+                words += [flag(name), value]
+            elif not value:
+                words.append(flag(f"no_{name}"))
+            elif not name.startswith("fuse_"):  # a switch is on unless it is switched off
+                words.append(flag(name))
+        return words
+
+    def schedule(self, arguments: argparse.Namespace) -> trainer.Schedule:
+        """Its steps: of an interpreted run two, as its gate has shown what it can show."""
+        if self.interpreted:
+            return trainer.Schedule(1, 1, 0)
+        timed = arguments.num_steps
+        return trainer.Schedule(arguments.warmup_steps, timed, min(PHASES, timed))
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int = 0) -> RunResult:
+    """The record of a process that has not measured yet: what was asked for.
+
+    Args:
+        beside: the number of others that prepare at the same time.
+    """
+    version, device = versions.get_version(plan.version), hardware.get_device(arguments.device)
+    config, batch_size, seq_len = plan.model_config()
+    compile_mode, cuda_graph = _execution(plan, version, device)
+    options: dict[str, str | int | float | bool | None] = {
+        "compile": compile_mode,
+        "cuda_graph": cuda_graph,
+        "learning_rate": LEARNING_RATE,
+        "seed": arguments.seed,
+        "num_steps": arguments.num_steps,
+        **dict.fromkeys(versions.switches(version), True),
+        **plan.options,
+        **plan.prediction,
+    }
+    if version.triton:
+        options["interpreted"] = plan.interpreted
+    return RunResult(
+        version=plan.version,
+        session=session,
+        config_name=plan.shape()[0],
+        config=dataclasses.asdict(config),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=plan.precision,
+        warmup_steps=plan.schedule(arguments).warmup,
+        device=hardware.describe(device),
+        software=results.describe_software(),
+        git_commit=results.git_commit(),
+        created=results.now(),
+        kind=plan.kind,
+        options=options,
+        prepared_beside=beside,
+        command=["python", version.path.name, *plan.flags()],
+    )
+
+
+def _execution(plan: Plan, version: versions.Version, device: torch.device) -> tuple[str, bool]:
+    mode, graph = plan.options.get("compile"), plan.options.get("cuda_graph")
+    return execution(
+        version,
+        None if mode is None else str(mode),
+        None if graph is None else bool(graph),
+        device,
+        plan.interpreted,
+        notify=lambda _: None,
+    )

@@ -1,0 +1,123 @@
+"""A process that the judge has started, the judge's end of its pipe, and what it prints."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from workshop import errors
+from workshop.judge.pipe import Closed, Message, Pipe
+from workshop.run import processes, waiting
+
+SECONDS_TO_STOP = 120
+Hear = Callable[[str], object]
+"""Takes a line that the process has printed."""
+
+
+class Process:
+    """Answers questions until it is told to end. It ends with the judge, however that ends."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], hear: Hear = lambda _: None
+    ) -> None:
+        """
+        Args:
+            command: `{pipe}` in it becomes the process's end of the pipe, as READ,WRITE.
+        """
+        asked, to_ask = os.pipe()
+        to_hear, answered = os.pipe()
+        words = [word.replace("{pipe}", f"{asked},{answered}") for word in command]
+        self.stderr: list[str] = []
+        # A session of its own: a Ctrl-C at the terminal reaches us alone.
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            # What it prints is read here as UTF-8, in any locale.
+            env={**environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
+            start_new_session=True,
+            pass_fds=(asked, answered),
+        )
+        os.close(asked)
+        os.close(answered)
+        self._pipe = Pipe(to_hear, to_ask)
+        self._watch = contextlib.ExitStack()
+        self._watch.enter_context(processes.ended_with_us(self._process))
+        self._readers = [
+            threading.Thread(target=self._read, args=one, daemon=True)
+            for one in ((self._process.stdout, hear), (self._process.stderr, self.stderr.append))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @staticmethod
+    def _read(stream: Any, hear: Hear) -> None:
+        for line in filter(None, map(str.rstrip, stream)):
+            hear(line)
+
+    def ask(self, kind: str, tensors: Mapping[str, Tensor] | None = None, /, **values: Any) -> None:
+        """Raises Closed: the process has ended."""
+        self._pipe.send(kind, tensors, **values)
+
+    def answer(self, *kinds: str) -> Message:
+        """The next message, of one of these kinds. Raises Closed: there is none."""
+        message = self._pipe.receive()
+        if message.kind not in kinds:
+            raise Closed(f"the process answered {message.kind!r:.40}, not {' or '.join(kinds)}")
+        return message
+
+    def timed(
+        self, kind: str, tensors: Mapping[str, Tensor], answer: str, /, **values: Any
+    ) -> tuple[Message, float, float | None]:
+        """Asks and takes the answer; it, the seconds from one to the other, and for how many of
+        them the thread that waited longest, of the process or of the judge, had no processor."""
+        pids = (self._process.pid, os.getpid())
+        before = [waiting.seconds_without_processor(pid) for pid in pids]
+        start = time.perf_counter()
+        self.ask(kind, tensors, **values)
+        message = self.answer(answer)
+        seconds = time.perf_counter() - start
+        waited = [
+            waiting.longest_wait(then, waiting.seconds_without_processor(pid))
+            for pid, then in zip(pids, before, strict=True)
+        ]
+        return message, seconds, None if waited[0] is None else sum(filter(None, waited))
+
+    def end(self) -> int:
+        """Tells the process that there are no more questions, and waits; its exit status."""
+        with contextlib.suppress(Closed):
+            self.ask("end")
+        self._pipe.close()
+        status = self._process.wait()
+        self._watch.close()
+        for reader in self._readers:
+            reader.join(timeout=SECONDS_TO_STOP)
+        return status
+
+    def stop(self) -> None:
+        """Ends the process now, and what it has started, if it has not ended."""
+        if self._process.poll() is None:
+            processes.stop(self._process, SECONDS_TO_STOP)
+            processes.kill_group(self._process)  # which may hold the pipe open
+        self._watch.close()
+        self._pipe.close()
+
+    def reason(self, status: int) -> str:
+        """Why it failed, in words: what it said, or what ended it."""
+        if status == -signal.SIGKILL:
+            return "killed from outside (SIGKILL): most likely the machine ran out of memory"
+        if status < 0:
+            return f"crashed with {signal.Signals(-status).name}"
+        last = self.stderr[-1] if self.stderr else "no message"
+        own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
+        return re.sub("^error: ", "", last) if status in own else f"exit {status}: {last}"

@@ -1,0 +1,117 @@
+"""What a process answers with, as messages: the gate's outcomes and the audit's courses."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workshop.gate.audit import BUCKETS, PROBES, Course, sketch
+from workshop.gate.parity import Outcome
+from workshop.judge.pipe import Closed, Message
+
+_GRADIENT, _MOVED, _FINGERPRINT = "gradient ", "moved ", "fingerprint "
+
+
+def sketched(outcome: Outcome, seed: int) -> Outcome:
+    """An outcome with sketches in place of its large tensors."""
+    gradients = {
+        name: None if gradient is None else sketch(gradient, name, seed)
+        for name, gradient in outcome.gradients.items()
+    }
+    return dataclasses.replace(
+        outcome, logits=sketch(outcome.logits, "logits", seed), gradients=gradients
+    )
+
+
+Sent = tuple[dict[str, Tensor], dict[str, Any]]
+"""The tensors and values of a message."""
+
+
+def of_outcome(outcome: Outcome) -> Sent:
+    """What to send of an outcome that is sketched."""
+    missing = [name for name, gradient in outcome.gradients.items() if gradient is None]
+    tensors = {"logits": outcome.logits, "loss": outcome.loss.double()}
+    tensors["curve"] = outcome.curve.double()
+    tensors |= {_GRADIENT + n: g for n, g in outcome.gradients.items() if g is not None}
+    values = {"missing": missing, "moved": outcome.moved, "float8_share": outcome.float8_share}
+    return tensors, values | {"logits_shape": list(outcome.logits_shape)}
+
+
+def to_outcome(message: Message) -> Outcome:
+    """Raises Closed: the message is no outcome."""
+    values, tensors = message.values, message.tensors
+    with _expected():
+        gradients: dict[str, Tensor | None] = dict.fromkeys(map(str, values["missing"]))
+        gradients |= _group(tensors, _GRADIENT, BUCKETS)
+        return Outcome(
+            logits=_vector(tensors["logits"], BUCKETS),
+            loss=tensors["loss"].double(),
+            gradients=gradients,
+            curve=tensors["curve"].double().flatten(),
+            moved=_numbers(values["moved"]),
+            float8_share=float(values["float8_share"]),
+            logits_shape=tuple(map(int, values["logits_shape"])),
+        )
+
+
+def of_course(course: Course) -> Sent:
+    tensors = {"losses": course.losses}
+    for prefix, group in (
+        (_MOVED, course.moved),
+        (_GRADIENT, course.gradients),
+        (_FINGERPRINT, course.fingerprint),
+    ):
+        tensors |= {prefix + name: tensor for name, tensor in group.items()}
+    return tensors, {"distance": course.distance}
+
+
+def to_course(message: Message) -> Course:
+    """Raises Closed: the message is no course."""
+    with _expected():
+        return Course(
+            losses=message.tensors["losses"].double().flatten(),
+            distance=_numbers(message.values["distance"]),
+            moved=_group(message.tensors, _MOVED, BUCKETS),
+            gradients=_group(message.tensors, _GRADIENT, BUCKETS),
+            fingerprint=_group(message.tensors, _FINGERPRINT, PROBES),
+        )
+
+
+def of_fingerprint(fingerprint: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {_FINGERPRINT + name: numbers for name, numbers in fingerprint.items()}
+
+
+def to_fingerprint(message: Message) -> dict[str, Tensor]:
+    """Raises Closed: the message is no fingerprint."""
+    with _expected():
+        return _group(message.tensors, _FINGERPRINT, PROBES)
+
+
+@contextlib.contextmanager
+def _expected() -> Iterator[None]:
+    """Turns what goes wrong while an answer is read into Closed."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Closed(f"the process answered something else ({error!s:.60})") from None
+
+
+def _group(tensors: dict[str, Tensor], prefix: str, size: int) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): _vector(tensor, size)
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _vector(tensor: Tensor, size: int) -> Tensor:
+    if tensor.shape != (size,):
+        raise ValueError(f"{tuple(tensor.shape)} numbers, not {size}")
+    return tensor.to(torch.float64)
+
+
+def _numbers(values: dict[Any, Any]) -> dict[str, float]:
+    return {str(name): float(number) for name, number in values.items()}
