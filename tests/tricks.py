@@ -141,8 +141,9 @@ def rewrite():
 class Trick:
     """A deception and what must come of it.
 
-    `outcome`: "red" (FAIL, or no speed-up, and exit status 1), or "idle": the trick finds nothing
-    that it could use, and the row is V2's; it says so in a file named `acted` if it does.
+    `outcome`: "red": FAIL, and exit status 1. "no gain": the row is V2's own, since the trick finds
+    nothing that it could use (else it leaves a file whose name ends in `.acted`), or only changes
+    what nothing is derived from. "flagged": the row says that a figure is impossible.
     """
 
     name: str
@@ -216,15 +217,19 @@ StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 5
         + """
 from workshop.run.timing import StepClock
 
+_between = StepClock.between_ms
+StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
 
-def _uneven(self, real=StepClock.durations_ms):
-    times = real(self)
+
+def _uneven(self):
+    times = [_between(self, i, i + 1) for i in range(len(self._marks) - 1)]
     short = sum(times) / len(times) / 50
     return [short] * (len(times) - 1) + [sum(times) - short * (len(times) - 1)]
 
 
 StepClock.durations_ms = _uneven
 """,
+        outcome="no gain",
         quick=True,
     ),
     # --- work outside the timed region -------------------------------------------------------
@@ -260,6 +265,7 @@ def cheat(*step):
     flush()
     return _honest(*step)
 """,
+        outcome="no gain",
     ),
     Trick(
         "exact-work-later",
@@ -373,7 +379,7 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     optimizer.load_state_dict(moments)
     return loss
 """,
-        outcome="idle",
+        outcome="no gain",
         repeats=2,
         quick=True,
     ),
@@ -627,6 +633,42 @@ if __name__ == "__main__":
 """,
     ),
     Trick(
+        "answers-early",
+        "forged results",
+        """
+from workshop.gate import audit
+from workshop.judge import wire
+from workshop.judge.pipe import Pipe
+
+
+def send(self, kind, tensors=None, /, real=Pipe.send, **values):
+    if kind != "done":
+        real(self, kind, tensors, **values)
+    if kind == "ready":
+        owners = (frame.f_locals.get("runner") for frame in frames())
+        model = next(owner for owner in owners if owner is not None).model
+        real(self, "done", wire.of_fingerprint(audit.fingerprint(model, 0)))
+
+
+Pipe.send = send
+""",
+    ),
+    Trick(
+        "answers-with-noise",
+        "forged results",
+        """
+from workshop.judge.pipe import Pipe
+
+
+def send(self, *message, **values):
+    self._write.write(bytes(range(256)) * 16)
+    self._write.flush()
+
+
+Pipe.send = send
+""",
+    ),
+    Trick(
         "forged-record",
         "forged results",
         HONEST
@@ -636,7 +678,7 @@ from workshop import results
 results.git_commit = lambda: "feedc0de" * 5
 results.describe_software = lambda: {"torch": "feedc0de"}
 """,
-        outcome="idle",
+        outcome="no gain",
     ),
     Trick(
         "forged-memory",
@@ -652,7 +694,7 @@ def _small(peak_bytes, *rest, real=memory.break_down):
 
 memory.break_down = _small
 """,
-        outcome="idle",
+        outcome="flagged",
     ),
     # --- less work ---------------------------------------------------------------------------
     Trick(
@@ -787,6 +829,12 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 )
 
 
+def copy_checkout(folder: Path) -> None:
+    """The code that a comparison runs, in a new folder."""
+    for name in ("workshop", "analysis_tools", *(p.name for p in ROOT.glob("version*_*"))):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+
+
 def add_versions(checkout: Path, tricks: Iterable[Trick]) -> None:
     """Makes tricks versions of a copy of the checkout, under their names."""
     folder, lines = checkout / "tricks", []
@@ -806,8 +854,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.folder.exists():
         parser.error(f"{arguments.folder} exists: name a new folder")
-    for name in ("workshop", "analysis_tools", *(p.name for p in ROOT.glob("version*_*"))):
-        shutil.copytree(ROOT / name, arguments.folder / name, symlinks=True)
+    copy_checkout(arguments.folder)
     add_versions(arguments.folder, [one for one in TRICKS if one.name == arguments.trick])
     print(f"cd {arguments.folder}")
     print(f"python analysis_tools/compare_versions.py --versions v1 v2 {arguments.trick}")
