@@ -414,7 +414,7 @@ def test_an_interpreted_run_shows_that_it_is_right_and_no_speed(run: Call, tmp_p
     assert [number for number, _ in steps] == ["2", "3", "4"]
     shown = summary(finished)
     assert shown["speed"] == "interpreted, not comparable"
-    assert list(shown) == ["speed", "loss", "memory", "gradients", "gate", "audit"]
+    assert list(shown) == ["speed", "loss", "memory", "gradients", "gate", "verdict"]
     for word in ("samples/s", "tokens/s", " ms", "FLOP/s", "IMPLAUSIBLE"):
         assert word not in finished.stdout
     saved = the_run(tmp_path)

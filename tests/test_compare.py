@@ -26,8 +26,10 @@ from workshop.compare import figures, rows, sessions, sweep, tables, waterfall
 from workshop.compare.rows import Row
 from workshop.dashboard import data
 from workshop.dashboard import figures as pages
+from workshop.judge import process
 from workshop.report import charts, comparisons
 from workshop.results import RunResult
+from workshop.run import presets, waiting
 from workshop.versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -520,7 +522,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 SHRINK_PRESET = ("Preset(256, 4, 8, seq_len=128, batch_size=8)", "Preset(64, 1, 4, 16, 2, 300)")
 
 
-NEVER_WAITS = ("    now = seconds_without_processor()\n", "    return 0.0\n")
+NEVER_WAITS = ("    return max(waited - before", "    return 0.0 * max(waited - before")
 
 
 def copy_repository(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
@@ -563,7 +565,10 @@ CRASH = "raise RuntimeError('no such kernel')\n"
 
 
 def use_versions_of(code: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
-    """Versions and peers are those of another copy, and some have other texts there."""
+    """Versions and peers are those of another copy, and some have other texts there. The preset is
+    small, and no run is disturbed."""
+    monkeypatch.setitem(presets.PRESETS, "tiny", presets.Preset(64, 1, 4, 16, 2, 300))
+    monkeypatch.setattr(waiting, "longest_wait", lambda *_: 0.0)
     for key, version in versions.ALL.items():
         own = dataclasses.replace(version, folder=str(code / version.folder), packages=())
         monkeypatch.setitem(versions.ALL, key, own)
@@ -651,7 +656,7 @@ def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
     (v3,) = (run for run in runs if run.version == "v3")
     assert (v3.warmup_steps, v3.options["num_steps"]) == (1, 1)
     v1 = next(run for run in runs if run.version == "v1")
-    assert v3.losses == pytest.approx(v1.losses[:2], rel=1e-4)  # the same text, the same math
+    assert v3.losses[0] == pytest.approx(v1.losses[0], rel=1e-4)  # the same text, the same math
     found = {row["version"]: row for row in json.loads(read(folder, "json"))["rows"]}
     assert (found["v3"]["status"], found["v3"]["parity"]) == ("interpreted", "pass")
     assert [found["v3"][name] for name in TIMES] == [None] * len(TIMES)
@@ -680,9 +685,10 @@ def test_results_alone_give_the_same_rows_again(
 def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A change that it makes in its process is one of the gate's V1 as well."""
-    old = "import torch.nn.functional as F\n"
-    fault = {V2: (old, f"{old}\nF.silu = F.relu  # V1's in this process, too\n")}
+    """Its timed steps are another model's than those of the gate's shape."""
+    old = '    with phase("forward"), autocast:\n'
+    other = f"    if len(tokens) == 2 and optimizer.state:\n        targets = tokens\n{old}"
+    fault = {V2: (old, other)}
     code = copy_repository(tmp_path / "code", RED_V2 | fault)
     use_versions_of(code, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -698,27 +704,7 @@ def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     assert len(re.findall(r"^v2 tiny fp32, run", captured.err, re.MULTILINE)) == 1
     assert re.search(r"│ v2 +│ +FAIL │", captured.out)
     runs = {run.version: run for run in results.load_folder(tmp_path / "out")}
-    assert runs["v2"].status == "audit failed" and runs["v2"].audit.seconds
-
-
-def test_a_process_is_given_its_result_file_and_read_in_any_locale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "print('gate: é')\nraise SystemExit(77)"
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    words = ["--device", "cpu", "--output-dir", str(tmp_path)]
-    arguments = compare_versions.build_parser().parse_args(words)
-    plan = sessions.Plan("v1", "tiny", "fp32", kind="sweep point", sizes={"seq_len": 64})
-    use_versions_of(tmp_path, monkeypatch, v1=text)
-    heard: list[str] = []
-    session = sessions._Session("1", arguments, tmp_path, {}, print, lambda _, s: heard.append(s))
-    child = sessions._Child(plan, session, beside=0)
-    child.outcome()
-    assert heard == ["gate: é"]
-    command = child._command()
-    assert child.result_file.match("runs/1/v1_custom_fp32_*.json")
-    for flag, value in (("--result-file", str(child.result_file)), ("--kind", "sweep point")):
-        assert command[command.index(flag) + 1] == value
+    assert runs["v2"].status == "audit failed" and runs["v2"].judge_ms
 
 
 WRONG = {
@@ -809,9 +795,9 @@ def running(folder: Path) -> list[int]:
 def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) -> None:
     code = copy_repository(tmp_path / "code", {"workshop/run/presets.py": SHRINK_PRESET})
     folder = tmp_path / "out"
-    words = tool("--versions", "v1", "v2", "--config", "tiny", "--num-steps", "100000")
-    words += ["--repeats", "1", "--jobs", "2", "--warmup-steps", "1", "--output-dir", folder]
-    process = subprocess.Popen(
+    words = tool("--versions", "v1", "v2", "--config", "tiny", "--num-steps", "2")
+    words += ["--repeats", "999", "--jobs", "2", "--warmup-steps", "1", "--output-dir", folder]
+    tool_process = subprocess.Popen(
         [sys.executable, *map(str, words[1:])],
         cwd=code,
         env=os.environ | {"FORCE_COLOR": "1", "TERM": "xterm", "OMP_NUM_THREADS": "1"},
@@ -819,31 +805,30 @@ def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) ->
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    assert process.stdout is not None
+    assert tool_process.stdout is not None
     shown = b""
     try:
-        while b"v1 tiny fp32: step " not in shown:  # progress, as a terminal shows it
-            shown += (block := os.read(process.stdout.fileno(), 65536))
+        while b"v2 tiny fp32, run 1 of 999" not in shown:
+            shown += (block := os.read(tool_process.stdout.fileno(), 65536))
             assert block, shown.decode()
-        pids = running(folder)
+        pids = running(code)
         assert len(pids) >= 2
         time.sleep(0.5)
         if how == "Ctrl-C":  # a terminal's goes to the command's group
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(tool_process.pid, signal.SIGINT)
         else:  # a batch system's to all processes of the job
             for pid in pids:
                 os.kill(pid, signal.SIGTERM)
-        shown += process.communicate(timeout=HANGS_S)[0]
+        shown += tool_process.communicate(timeout=HANGS_S)[0]
     finally:
-        process.kill()
+        tool_process.kill()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert process.returncode == 130, text
+    assert tool_process.returncode == 130, text
     assert "interrupted: the table holds what was completed" in text
-    assert "Traceback" not in text and running(folder) == []
-    (run,) = results.load_folder(folder)
-    assert run.status == "interrupted" and 1 <= len(run.step_ms) < 100_000
-    (row,) = json.loads((folder / "comparison.json").read_text())["rows"]
-    assert row["note"] == "1 of 1 runs interrupted" and row["step_ms"]
+    assert "Traceback" not in text and running(code) == []
+    assert {run.status for run in results.load_folder(folder)} == {"complete"}
+    found = json.loads((folder / "comparison.json").read_text())["rows"]
+    assert all(row["step_ms"] for row in found) and len(found) == 2
     assert not [name for name in files(folder) if Path(name).name.startswith(".")]
 
 
@@ -855,22 +840,22 @@ def test_ctrl_c_while_a_process_starts_leaves_none_running(
     def start(command: list[str], **words: Any) -> subprocess.Popen[str]:
         if command[0] != sys.executable:
             return popen(command, **words)
-        process = popen([sys.executable, "-c", "import time; time.sleep(9999)"], **words)
-        started.append(process)
+        one = popen([sys.executable, "-c", "import time; time.sleep(9999)"], **words)
+        started.append(one)
         signal.raise_signal(signal.SIGINT)
-        return process
+        return one
 
     popen = subprocess.Popen
-    monkeypatch.setattr(sessions.subprocess, "Popen", start)
+    monkeypatch.setattr(process.subprocess, "Popen", start)
     words = ["--device", "cpu", "--output-dir", str(tmp_path)]
     arguments = compare_versions.build_parser().parse_args(words)
     plans = [sessions.Plan("v1", "tiny", "fp32")]
     try:
         assert sessions.run_plans(plans, arguments, "1") == ([], True)
-        assert [process.poll() is not None for process in started] == [True]
+        assert [one.poll() is not None for one in started] == [True]
     finally:
-        for process in started:
-            process.kill()
+        for one in started:
+            one.kill()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -30,10 +30,8 @@ time.sleep(1e6)
 # Programs, each given a folder with a CHILD to start in its own way.
 PROGRAMS = {
     "comparison": """
-from workshop.compare import sessions
-sessions._Child._command = lambda self: [sys.executable, str(here / "child.py")]
-arguments = argparse.Namespace(repeats=1, jobs=1, device="cpu", output_dir=here / "out")
-sessions.run_plans([sessions.Plan("v1", "tiny", "fp32", repeat=0)], arguments, "1")
+from workshop.judge.process import Process
+Process([sys.executable, str(here / "child.py")], {}).answer("ready")
 """,
     "all profilers": """
 from workshop.profilers import run_all

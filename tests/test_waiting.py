@@ -66,7 +66,7 @@ def test_the_wait_is_that_of_the_thread_that_waited_longest(
             (tmp_path / name / "schedstat").write_text(text)
         return waiting.seconds_without_processor()
 
-    monkeypatch.setattr(waiting, "_TASKS", tmp_path)
+    monkeypatch.setattr(waiting, "_TASKS", str(tmp_path))
     assert write() is None and waiting.longest_share(None, 1.0) is None  # no Linux
     assert write(t1="0 0 0\n") is None  # a kernel that doesn't count
     (tmp_path / "t0").mkdir()  # a thread that has ended

@@ -6,6 +6,7 @@ gate/parity.py has the check, gate/canonical.py V1's names of weights and gradie
 """
 
 import argparse
+import dataclasses
 import sys
 
 if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to import
@@ -67,7 +68,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _check_version(arguments: argparse.Namespace) -> ParityReport:
     module = versions.load(arguments.version)
-    config = module.TinyLlamaConfig(**presets.get_preset(arguments.config).model())
+    of_v1 = versions.load(versions.BASELINE).TinyLlamaConfig
+    sizes = dataclasses.asdict(of_v1(**presets.get_preset(arguments.config).model()))
+    config = module.TinyLlamaConfig(**sizes)  # V1's values also where its own defaults differ
     device = hardware.get_device(arguments.device)
     interpreter.check_device(versions.get_version(arguments.version), device)
     precision = get_precision(arguments.precision, device, LADDER)

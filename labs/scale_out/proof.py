@@ -96,10 +96,11 @@ def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityRepor
     """Runs what the gate runs, in all processes together; adds copies that differ to the report."""
     batches = group.part(setting.batches(1 + CURVE_STEPS), dim=2)
     setting.precision.set_matmul_mode()
-    strategy.prepare(setting.random_weights, setting.learning_rate)
     tokens, targets = batches[0]
+    strategy.prepare(setting.far_weights(), setting.learning_rate)
     with torch.no_grad(), strategy.autocast():
         logits = groups.joined(strategy(tokens))
+    strategy.prepare(setting.random_weights, setting.learning_rate)
     strategy.clear_gradients()
     loss = groups.mean(strategy.passes(tokens, targets))
     gradients = strategy.gradients()
@@ -118,7 +119,8 @@ def _run(strategy: Strategy, setting: Setting, group: Group, report: ParityRepor
     after = strategy.weights()
     _compare_copies("weight", after, report)
     moved = {name: parity.relative_rms(after[name], before[name]) for name in before}
-    return Outcome(logits, loss, gradients, groups.mean(curve), moved)
+    updates = {name: after[name] - before[name] for name in before}
+    return Outcome(logits, loss, gradients, groups.mean(curve), moved, updates)
 
 
 def _compare_copies(what: str, tensors: Mapping[str, Tensor | None], report: ParityReport) -> None:

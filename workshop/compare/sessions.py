@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import os
 import re
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,24 +160,6 @@ def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> d
     return found
 
 
-@contextlib.contextmanager
-def _held_back_interrupt() -> Iterator[None]:
-    """Delays Ctrl-C and SIGTERM to the end of the block, so that the process that it starts can be
-    ended."""
-    came: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
-
-
 class _Failed(Exception):
     """A plan that can't be run, which is recorded and told."""
 
@@ -286,8 +267,7 @@ class _Session:
             case.release()
         environment = self._environment(plan.interpreted, beside)
         hear = functools.partial(self.hear, plan)
-        with _held_back_interrupt():
-            return Candidate(plan, case, made, self.arguments, result, environment, hear)
+        return Candidate(plan, case, made, self.arguments, result, environment, hear)
 
     def _finish(self, one: Candidate) -> None:
         """Judges a candidate, and those that have waited for it; saves and tells."""

@@ -19,6 +19,18 @@ def build_baseline(config: Any) -> nn.Module:
     return v1.TinyLlama(v1.TinyLlamaConfig(**dataclasses.asdict(config)))
 
 
+def differing_defaults(config: Any) -> list[str]:
+    """A sentence for each default of a `TinyLlamaConfig` that is not V1's: a run that names no
+    other value trains another model than V1."""
+    of_v1 = dataclasses.asdict(versions.load(versions.BASELINE).TinyLlamaConfig())
+    return [
+        f"{type(config).__name__}'s default of {one.name} is {one.default!r}, "
+        f"V1's {of_v1[one.name]!r}"
+        for one in dataclasses.fields(config)
+        if one.default is not dataclasses.MISSING and one.default != of_v1[one.name]
+    ]
+
+
 def canonical_state(config: Any, seed: int) -> Mapping[str, Tensor]:
     """V1's initial weights for a seed, drawn on the CPU: every version starts from these."""
     return _canonical_state(dataclasses.astuple(config), seed)

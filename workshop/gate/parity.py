@@ -31,7 +31,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ from workshop.gate.canonical import (
     canonical_gradients,
     canonical_state,
     canonical_weights,
+    differing_defaults,
     is_gradient,
     load_canonical,
 )
@@ -73,6 +74,21 @@ versions are up to 0.7% off, and an optimizer that is 5% too fast by 4.2% to 6.2
 
 MOVEMENT_FLOOR_FP32 = 0.005
 """True versions are up to 0.006% off there; without its decay AdamW moves a norm 1.2% too far."""
+
+UPDATE_FLOOR = 5e-3
+"""The same in fp32 for the change of a weight by training, as a vector. An element whose gradient
+is near 0 takes its first step's sign from roundings, which costs a tensor up to 2e-3."""
+
+DIRECTION_FLOOR = 1e-4
+"""The same for the median tensor, which has no such element: true versions are up to 3e-5 off,
+moments rounded to bf16 1.4e-3, the second moment alone 6e-4."""
+
+DECAY_FLOOR = 1e-4
+"""The same along the initial weights: true versions are up to 2e-5 off, without decay 5e-4."""
+
+ALONG = 1 / 8
+"""Of the size of V1's error in the logits, what may lie in a given direction: four standard
+deviations, if it is spread over 1,024 numbers, as sketches have. Few tokens spread it less."""
 
 MOVEMENT_NOISE_FP8 = 0.6
 """Added at fp8, over the square root of a tensor's elements, of which each is driven off by luck.
@@ -219,15 +235,48 @@ class Setting:
                 tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
         return state
 
+    def far_weights(self) -> dict[str, Tensor]:
+        """`random_weights`, changed so that a lower precision's roundings hide less in the logits.
+
+        Logits go as far as a trained model's, for a cap; scores go further, for positions; the
+        embedding is small, for the norms' epsilon; in a row of the other matrices one weight is
+        large, so that 8 bits on one scale leave the others few steps. All are bf16 numbers, which
+        no precision rounds.
+        """
+        generator = torch.Generator(self.device).manual_seed(self.seed + 2)
+        factors = {"norm": 32.0, "q_proj": 2.0, "embed_tokens": 0.25}
+        state = {}
+        for name, weight in self.random_weights.items():
+            layer = name.split(".")[-2]
+            changed = weight * factors.get(layer, 1.0)
+            if weight.dim() == 2 and layer not in ("q_proj", "k_proj"):
+                shape, columns = (len(weight), 1), weight.shape[1]
+                at = torch.randint(columns, shape, generator=generator, device=self.device)
+                changed.scatter_(1, at, 12 * changed.std().expand(shape))
+            state[name] = changed.bfloat16().float()
+        return state
+
     def batches(self, count: int) -> Tensor:
-        """Random tokens and targets, (count, 2, B, T). The first half of each sequence of the first
-        batch is text, which repeats a few tokens often and leaves most others out."""
+        """Tokens and targets, (count, 2, B, T). The first half of each sequence of the first batch
+        is text, which repeats a few tokens often and leaves most others out; all else are random
+        orders of all tokens, which begin in the first batch with the lowest and the highest."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        shape = (count, 2, self.batch_size, self.seq_len)
-        batches = torch.randint(self.config.vocab_size, shape, generator=generator)
+        batches = torch.empty(count, 2, self.batch_size, self.seq_len, dtype=torch.int64)
         half = (self.seq_len + 1) // 2
-        batches[:1, :, :, :half] = self._text(half)
+        in_order = torch.ones(count, self.batch_size, self.seq_len, dtype=torch.bool)
+        in_order[0, :, :half] = False
+        for kind in range(2):
+            batches[:, kind][in_order] = self._orders(int(in_order.sum()), generator)
+        batches[0, :, :, :half] = self._text(half)
         return batches.to(self.device)
+
+    def _orders(self, length: int, generator: torch.Generator) -> Tensor:
+        last = self.config.vocab_size - 1
+        ends, orders = torch.tensor([0, last]).unique(), []
+        for _ in range(0, length, last + 1):
+            between = 1 + torch.randperm(max(last - 1, 0), generator=generator)
+            orders += [ends, between]
+        return torch.cat(orders)[:length]
 
     def _text(self, length: int) -> Tensor:
         """Windows of V1's own source, which every machine has: (1, 2, B, length)."""
@@ -245,8 +294,13 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What a model did in a setting: on its first batch, with its random weights, logits, loss and
-    gradients under V1's names; then a training run's losses."""
+    """What a model did in a setting: the logits of its first batch with far weights; with random
+    ones that batch's loss, and the gradients that the version's own training step gives to the
+    optimizer, by V1's names; then a training run's losses.
+
+    `compare` takes only norms and projections of `logits` and `directions`, and of each tensor of
+    `gradients`, and of `updates` and `initial`: sketches by one linear map do as well.
+    """
 
     logits: Tensor
     """(B, T, vocab), or their sketch."""
@@ -256,6 +310,12 @@ class Outcome:
     curve: Tensor
     moved: dict[str, float]
     """Relative change of each weight over the training run."""
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    """In fp32 that change itself."""
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
+    """In fp32, of the truth alone: the weights that the training run begins with."""
+    directions: dict[str, Tensor] = field(default_factory=dict)
+    """Below fp32, of the truth alone: how the logits change with a number of the model."""
     float8_share: float = 1.0
     """Of the operations of the layers' products, what runs in fp8; 1 where that is not asked."""
     logits_shape: tuple[int, ...] = ()
@@ -345,6 +405,9 @@ def check_model(
     """
     optimizer = configure_optimizer or versions.load(versions.BASELINE).configure_optimizer
     report = new_report(setting)
+    report.failures += differing_defaults(setting.config)
+    if report.failures:  # a baseline with the same numbers would show nothing
+        return report
     for part in parts(setting):
         if part.where and build is None:
             continue
@@ -467,7 +530,13 @@ def references(
     exact = get_precision("fp32", setting.device)  # no autocast: the weights' own arithmetic
     optimizer = versions.load(versions.BASELINE).configure_optimizer
     with kept_matmul_mode():
-        truth = keep(_run(_baseline(setting, truth_dtype(setting)), setting, exact, optimizer))
+        truth = _run(_baseline(setting, truth_dtype(setting)), setting, exact, optimizer)
+        if setting.precision.name == "fp32":
+            initial = canonical_state(setting.config, setting.seed)
+            truth.initial = {name: weight.to(setting.device) for name, weight in initial.items()}
+        else:
+            truth.directions = _directions(setting, exact, truth.logits)
+        truth = keep(truth)
         own = _run(_baseline(setting, torch.float32), setting, setting.precision, optimizer)
     return truth, keep(own)
 
@@ -514,14 +583,15 @@ def _run(
     batches = setting.batches(1 + CURVE_STEPS)
     precision.set_matmul_mode()
     precision.prepare(model)
-    tokens, targets = batches[0]
     load_canonical(model, setting.random_weights)
     # Compiled first, as training will need it: the first compilation pays what all others share.
     notify("gradients")
-    loss, gradients = _loss_and_gradients(model, precision, tokens, targets)
+    loss, gradients = _loss_and_gradients(
+        model, configure_optimizer(model, setting.learning_rate), precision, batches[:1]
+    )
     notify("logits")
-    with startup.not_counted(), torch.no_grad(), precision.autocast(setting.device.type):
-        logits = model(tokens).clone()
+    with startup.not_counted():
+        logits = _logits(model, precision, setting.far_weights(), batches[0, 0])
 
     load_canonical(model, canonical_state(setting.config, setting.seed))
     before = {name: weight.clone() for name, weight in canonical_weights(model).items()}
@@ -535,30 +605,59 @@ def _run(
         curve = torch.full((CURVE_STEPS,), math.nan)
     after = canonical_weights(model)
     moved = {name: relative_rms(after[name], before[name]) for name in before}
+    updates = {}
+    if setting.precision.name == "fp32":
+        updates = {name: (after[name] - before.pop(name)).float() for name in after}
     model.zero_grad(set_to_none=True)
-    return Outcome(logits, loss, gradients, curve, moved)
+    return Outcome(logits, loss, gradients, curve, moved, updates)
 
 
 def _loss_and_gradients(
-    model: nn.Module, precision: Precision, tokens: Tensor, targets: Tensor
+    model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, batches: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """One forward and backward pass. fp16's loss is scaled by the largest power of two at which
-    no gradient overflows, as a GradScaler finds it by and by."""
-    scale = 2.0**16 if precision.loss_scaling else 1.0
-    while True:
-        model.zero_grad(set_to_none=True)
-        with precision.autocast(tokens.device.type):
-            loss = model(tokens, targets)
-        if not loss.requires_grad:  # the whole backward pass is cut
-            return loss.detach().clone(), dict.fromkeys(canonical_gradients(model))
-        (loss * scale).backward()
-        gradients = canonical_gradients(model)
-        overflow = any(g is not None and not g.isfinite().all() for g in gradients.values())
-        if scale == 1.0 or not overflow:
-            break
-        scale /= 2
-    unscaled = {name: None if g is None else g / scale for name, g in gradients.items()}
-    return loss.detach().clone(), unscaled
+    """The loss of one training step, and the gradients that its optimizer gets."""
+    found: dict[str, Tensor | None] = dict.fromkeys(canonical_gradients(model))
+
+    def note(*_: object) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # fp16's, if the optimizer takes it away
+        for name, gradient in canonical_gradients(model).items():
+            found[name] = gradient if gradient is None or scale is None else gradient / scale
+
+    optimizer.register_step_pre_hook(note)
+    try:
+        (loss,) = trainer.train_losses(model, optimizer, batches, precision)
+    except trainer.NoGradient:
+        loss = torch.tensor(math.nan)
+    optimizer.zero_grad(set_to_none=True)  # those that are kept are not to be changed
+    return loss, found
+
+
+def _logits(
+    model: nn.Module, precision: Precision, weights: Mapping[str, Tensor], tokens: Tensor
+) -> Tensor:
+    load_canonical(model, weights)
+    with torch.no_grad(), precision.autocast(tokens.device.type):
+        logits: Tensor = model(tokens)
+    return logits.clone()
+
+
+def _directions(setting: Setting, exact: Precision, logits: Tensor) -> dict[str, Tensor]:
+    """How V1's logits change where RoPE's base or the scores are 1% larger, or the norms' epsilon
+    is a tenth of what it should be."""
+    weights, tokens = setting.far_weights(), setting.batches(1 + CURVE_STEPS)[0, 0]
+    larger = {name: weights[name] * 1.01 for name in weights if "q_proj" in name}
+    found = {}
+    for name, factor, changed in (
+        ("rope_theta", 1.01, weights),
+        ("norm_eps", 0.1, weights),
+        ("scores", 1.0, weights | larger),
+    ):
+        config = setting.config
+        if hasattr(config, name):
+            config = dataclasses.replace(config, **{name: factor * getattr(config, name)})
+        model = _baseline(dataclasses.replace(setting, config=config), truth_dtype(setting))
+        found[name] = _logits(model, exact, changed, tokens) - logits
+    return found
 
 
 def compare(report: ParityReport, setting: Setting, runs: Runs) -> None:
@@ -572,18 +671,25 @@ def compare(report: ParityReport, setting: Setting, runs: Runs) -> None:
     for name in sorted(runs.candidate.gradients.keys() - runs.truth.gradients.keys()):
         report.failures.append(f"{name} is a parameter of its own, which V1 does not have")
     _compare_movements(report, setting, runs)
+    if setting.precision.name == "fp32":
+        _compare_updates(report, runs)
 
 
 def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None:
-    if runs.candidate.logits_shape != runs.truth.logits_shape or runs.candidate.loss.dim():
+    if runs.candidate.logits_shape != runs.truth.logits_shape:
         report.failures.append(
-            f"logits are {runs.candidate.logits_shape} and the loss "
-            f"{tuple(runs.candidate.loss.shape)}, V1's {runs.truth.logits_shape} and a scalar"
+            f"logits are {runs.candidate.logits_shape}, V1's {runs.truth.logits_shape}"
         )
         return
-    own = relative_rms(runs.baseline.logits, runs.truth.logits)
-    floor = ROUNDING_UNITS * setting.precision.unit_roundoff
-    _judge(report, "logits", relative_rms(runs.candidate.logits, runs.truth.logits), own, floor)
+    found, of_v1, true = (run.logits for run in (runs.candidate, runs.baseline, runs.truth))
+    own = relative_rms(of_v1, true)
+    _judge(report, "logits", relative_rms(found, true), own, 0.0)
+    if setting.precision.name != "fp32":
+        averaged = max(ALONG, 2 / math.sqrt(setting.batch_size * setting.seq_len))
+        for name, direction in {"their own scale": true, **runs.truth.directions}.items():
+            along = [_along(logits, true, direction) for logits in (found, of_v1)]
+            floor = averaged * own + (direction is true) * setting.precision.unit_roundoff
+            _judge(report, f"logits along {name}", *along, floor)
     # The loss is a mean over tokens: of independent errors as large as those of the logits,
     # 1 / sqrt(tokens) remains. V1's own error of a single number may be small by luck.
     of_a_mean = own / math.sqrt(setting.batch_size * setting.seq_len)
@@ -638,8 +744,27 @@ def _compare_scales(report: ParityReport, setting: Setting, runs: Runs) -> None:
     _judge(report, "scale of all gradients", mean, mean_of_v1, floor)
 
 
+def _compare_updates(report: ParityReport, runs: Runs) -> None:
+    """The optimizer's own work: how each weight was changed, and by how much along what it was at
+    first, where decay shows, and an element that a rounding turns round does not."""
+    truth = runs.truth.updates
+    found, own = (
+        {name: relative_rms(run.updates[name], true) for name, true in truth.items()}
+        for run in (runs.candidate, runs.baseline)
+    )
+    typical, of_v1 = (torch.tensor(list(of.values())).median().item() for of in (found, own))
+    _judge(report, "direction of all movements", typical, of_v1, DIRECTION_FLOOR)
+    for name, true in truth.items():
+        _judge(report, f"direction of {name}", found[name], max(own.values()), UPDATE_FLOOR)
+        along = [
+            _along(run.updates[name], true, runs.truth.initial[name])
+            for run in (runs.candidate, runs.baseline)
+        ]
+        _judge(report, f"decay of {name}", *along, DECAY_FLOOR)
+
+
 def _compare_movements(report: ParityReport, setting: Setting, runs: Runs) -> None:
-    """The optimizer's own work, in any precision: the loss curve shows it through few numbers."""
+    """How far training moves each weight, in any precision."""
     in_fp32 = setting.precision.name == "fp32"
     own_errors = {
         name: abs(runs.baseline.moved[name] / far - 1) for name, far in runs.truth.moved.items()
@@ -677,6 +802,13 @@ def relative_rms(found: Tensor | None, true: Tensor | None) -> float:
     assert found is not None and true is not None
     true = true.double()
     return float((found.double() - true).norm() / true.norm())
+
+
+def _along(found: Tensor, true: Tensor, direction: Tensor) -> float:
+    """How far the two are apart along a direction, over the size of the true one, in fp64."""
+    true, direction = true.double(), direction.to(true.device).double()
+    apart = ((found.double() - true) * direction).sum()
+    return abs(float(apart / direction.norm() / true.norm()))
 
 
 def _projection(found: Tensor | None, true: Tensor | None) -> float:

@@ -1,7 +1,7 @@
 """The side that is judged: it answers what the judge asks, and takes nothing from anywhere else.
 
-It is given its weights as the seed that they are drawn from, each batch when it has to be used,
-and the seeds of fingerprints and sketches when the work is done.
+It is given every size and constant of the model, its weights as the seed that they are drawn from,
+each batch when it has to be used, and the seeds of sketches when the work is done.
 """
 
 import dataclasses
@@ -25,13 +25,20 @@ def serve(request: Request, pipe: Pipe) -> int:
     Raises:
         Closed: the judge is gone.
     """
+    asked = pipe.receive().values
+    request = dataclasses.replace(
+        request,
+        config=request.module.TinyLlamaConfig(**asked["config"]),
+        batch_size=asked["batch_size"],
+        seq_len=asked["seq_len"],
+    )
     startup.watch_compilers(torch_compile=request.compile_mode != "none")
     model, setup_s = request.build(), {"gate": 0.0}
-    while (asked := pipe.receive()).kind != "end":
-        if asked.kind == "gate":
-            _answer_gate(request, model, pipe, asked.values, setup_s)
+    while (message := pipe.receive()).kind != "end":
+        if message.kind == "gate":
+            _answer_gate(request, model, pipe, message.values, setup_s)
         else:
-            _train(request, model, pipe, asked, setup_s)
+            _train(request, model, pipe, message, setup_s)
     return errors.DONE
 
 
@@ -54,6 +61,7 @@ def _answer_gate(
     shape = asked["batch_size"], asked["seq_len"]
     setting = dataclasses.replace(setting, batch_size=shape[0], seq_len=shape[1])
     part = parity.parts(setting)[asked["part"]]
+    print("gate: answering what V1 has answered ...", flush=True)
     start, compiled = time.perf_counter(), startup.compile_seconds()
     with startup.not_counted(kernels=True, graphs=shape == (request.batch_size, request.seq_len)):
         found = parity.answer(
@@ -87,7 +95,7 @@ def _train(
     runner = trainer.Runner(
         model, optimizer, batches, request.precision, cuda_graph=request.cuda_graph
     )
-    print("warming up", flush=True)
+    print(f"warming up for {schedule.warmup} steps ...", flush=True)
     setup_s |= trainer.warm_up(runner, schedule.warmup)
     audit.fingerprint(model, seed=0)  # its kernels are loaded now, not on the judge's clock
     pipe.send("ready")
@@ -105,7 +113,7 @@ def _train(
     course = audit.record(model, setting, runner.losses(), {}, seed)
     tensors, of_course = wire.of_course(course)
     pipe.send("course", tensors, **of_course)
-    print("measuring memory and phases", flush=True)
+    print("audit: measuring memory and phases ...", flush=True)
     trainer.measure_more(runner, schedule, training)
     training.setup_s = {"compile": startup.compile_seconds(), **setup_s}
     pipe.send("details", **dataclasses.asdict(training))

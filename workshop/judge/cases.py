@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from workshop.judge.pipe import Closed
 from workshop.judge.process import Process
 from workshop.results import NOT_AUDITED
 from workshop.run.data import Source
+from workshop.versions import ROOT
 
 
 @dataclass
@@ -73,7 +75,9 @@ class Case:
         """V1's process, started if it has to be. Raises WorkshopError: it has ended."""
         if self._process is None:
             command = [sys.executable, "-m", "workshop.judge.reference", "{pipe}"]
-            self._process = Process(command, self._environment)
+            # From this checkout, which need not be installed.
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            self._process = Process(command, {**self._environment, "PYTHONPATH": path})
             self._described = {}
         process = self._process
         try:

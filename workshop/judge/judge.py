@@ -74,7 +74,14 @@ class Candidate:
 
     def prepare(self) -> None:
         """Has it pass the gate, in its first run, and train the warm-up: then it waits."""
+        setting = self.case.setting
         try:
+            self._process.ask(
+                "build",
+                config=dataclasses.asdict(setting.config),
+                batch_size=setting.batch_size,
+                seq_len=setting.seq_len,
+            )
             if self.plan.repeat == 0 and not self.plan.again:
                 self._gate()
             if self.result.status == "complete":
@@ -141,7 +148,8 @@ class Candidate:
         course = wire.to_course(self._process.answer("course"))
         self.course = dataclasses.replace(course, fingerprint=fingerprint)
         self._take(self._process.answer("details").values)
-        self._times = wrong_times(result, seconds * 1e3, schedule.timed, (waited or 0.0) * 1e3)
+        if not result.interpreted:  # whose times are of the interpreter, and not compared
+            self._times = wrong_times(result, seconds * 1e3, schedule.timed, (waited or 0.0) * 1e3)
 
     def _take(self, details: dict[str, Any]) -> None:
         """Fills the record with the details that a candidate tells."""

@@ -102,7 +102,7 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
         "cuda_graph": cuda_graph,
         "learning_rate": LEARNING_RATE,
         "seed": arguments.seed,
-        "num_steps": arguments.num_steps,
+        "num_steps": plan.schedule(arguments).timed,
         **dict.fromkeys(versions.switches(version), True),
         **plan.options,
         **plan.prediction,

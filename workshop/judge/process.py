@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,14 @@ class Process:
         Args:
             command: `{pipe}` in it becomes the process's end of the pipe, as READ,WRITE.
         """
+        try:
+            with _held_back_interrupt():
+                self._start(command, environment, hear)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], hear: Hear) -> None:
         asked, to_ask = os.pipe()
         to_hear, answered = os.pipe()
         words = [word.replace("{pipe}", f"{asked},{answered}") for word in command]
@@ -121,3 +129,21 @@ class Process:
         last = self.stderr[-1] if self.stderr else "no message"
         own = (errors.ANSWER_IS_NO, errors.WRONG_USAGE, errors.NOT_ON_THIS_MACHINE)
         return re.sub("^error: ", "", last) if status in own else f"exit {status}: {last}"
+
+
+@contextlib.contextmanager
+def _held_back_interrupt() -> Iterator[None]:
+    """Delays Ctrl-C and SIGTERM to the end of the block, so that the process that it starts can be
+    ended."""
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])

@@ -13,6 +13,8 @@ from workshop.gate.parity import Outcome
 from workshop.judge.pipe import Closed, Message
 
 _GRADIENT, _MOVED, _FINGERPRINT = "gradient ", "moved ", "fingerprint "
+_KINDS = ("updates", "initial", "directions")
+"""An outcome's further groups of tensors."""
 
 
 def sketched(outcome: Outcome, seed: int) -> Outcome:
@@ -21,9 +23,17 @@ def sketched(outcome: Outcome, seed: int) -> Outcome:
         name: None if gradient is None else sketch(gradient, name, seed)
         for name, gradient in outcome.gradients.items()
     }
-    return dataclasses.replace(
-        outcome, logits=sketch(outcome.logits, "logits", seed), gradients=gradients
-    )
+    # A direction is a change of the logits, and the others are changes of weights: each has the
+    # sketch of what it is compared with.
+    groups = {
+        kind: {
+            name: sketch(tensor, "logits" if kind == "directions" else name, seed)
+            for name, tensor in getattr(outcome, kind).items()
+        }
+        for kind in _KINDS
+    }
+    logits = sketch(outcome.logits, "logits", seed)
+    return dataclasses.replace(outcome, logits=logits, gradients=gradients, **groups)
 
 
 Sent = tuple[dict[str, Tensor], dict[str, Any]]
@@ -36,6 +46,8 @@ def of_outcome(outcome: Outcome) -> Sent:
     tensors = {"logits": outcome.logits, "loss": outcome.loss.double()}
     tensors["curve"] = outcome.curve.double()
     tensors |= {_GRADIENT + n: g for n, g in outcome.gradients.items() if g is not None}
+    for kind in _KINDS:
+        tensors |= {f"{kind} {name}": one for name, one in getattr(outcome, kind).items()}
     values = {"missing": missing, "moved": outcome.moved, "float8_share": outcome.float8_share}
     return tensors, values | {"logits_shape": list(outcome.logits_shape)}
 
@@ -54,6 +66,7 @@ def to_outcome(message: Message) -> Outcome:
             moved=_numbers(values["moved"]),
             float8_share=float(values["float8_share"]),
             logits_shape=tuple(map(int, values["logits_shape"])),
+            **{kind: _group(tensors, f"{kind} ", BUCKETS) for kind in _KINDS},
         )
 
 

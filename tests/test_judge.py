@@ -1,0 +1,211 @@
+"""The judge's side of the pipe: what it makes of answers that are wrong, late or none at all."""
+
+import dataclasses
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_results import make_result
+
+from workshop.gate import audit, parity
+from workshop.judge import judge, wire
+from workshop.judge.pipe import Closed, Pipe
+from workshop.judge.plans import Plan, record
+from workshop.judge.process import Process
+from workshop.results import RunResult
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Pipe, int]]:
+    """A pipe's reading end, and the descriptor that the other side writes to."""
+    read, write = os.pipe()
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    with Pipe(read, nobody) as pipe:
+        yield pipe, write
+
+
+def test_what_is_sent_is_what_is_received(ends: tuple[Pipe, int]) -> None:
+    receiver, write = ends
+    tensors = {"a": torch.randn(3, 4).double(), "b": torch.tensor(7), "none": torch.empty(0, 2)}
+    with Pipe(os.open(os.devnull, os.O_RDONLY), write) as sender:
+        sender.send("answer", tensors, seed=2**61, share=float("nan"), words=["é"])
+        found = receiver.receive()
+    assert (found.kind, found.values["seed"], found.values["words"]) == ("answer", 2**61, ["é"])
+    assert found.tensors.keys() == tensors.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(Closed, match="ended without an answer"):
+        receiver.receive()
+
+
+HEAD = b'{"kind": "x", "values": {}, "tensors": {"a": %s}}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no newline",
+        b"\n",
+        b"[]\n",
+        b'{"kind": "x"}\n',
+        b"[" * 99_999 + b"\n",
+        b"\x80\x04cos\nsystem\n(S'true'\ntR.\n",  # a pickle
+        HEAD % b'["float64", [2]]' + b"12345678",  # cut off
+        HEAD % b'["float64", [-2]]',
+        HEAD % b'["float64", [9999999999]]',
+        HEAD % b'["object", [1]]' + b"12345678",
+        HEAD % b'["float64", "x"]',
+    ],
+    ids=lambda content: repr(content[:60]),
+)
+def test_what_is_no_message_is_no_answer(content: bytes, ends: tuple[Pipe, int]) -> None:
+    pipe, write = ends
+    os.write(write, content)
+    os.close(write)
+    with pytest.raises(Closed):
+        pipe.receive()
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+TALK = """
+import json, os, sys
+read, write = map(int, sys.argv[1].split(","))
+print("gate: é", flush=True)
+question = json.loads(os.fdopen(read).readline())
+os.write(write, {answer!r})
+{rest}
+"""
+READY = b'{"kind": "ready", "values": {}, "tensors": {}}\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "rest", "reason"),
+    [
+        (READY, "", "ready"),
+        (b"", "sys.exit(print('error: it needs a widget', file=sys.stderr) or 77)", "a widget"),
+        (b"", "os.abort()", "crashed with SIGABRT"),
+        (READY.replace(b"ready", b"pass"), "", "answered 'pass', not ready"),
+        (b"pass\n", "", "wrote no message"),
+    ],
+)
+def test_a_process_answers_or_says_why_not(
+    answer: bytes, rest: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    heard: list[str] = []
+    command = [sys.executable, "-c", TALK.format(answer=answer, rest=rest), "{pipe}"]
+    process = Process(command, os.environ, heard.append)
+    try:
+        process.ask("train")
+        found = process.answer("ready").kind
+    except Closed as closed:
+        status = process.end()
+        found = process.reason(status) if status else str(closed)
+    process.stop()
+    assert reason in found
+    assert heard == ["gate: é"]
+
+
+# --- times --------------------------------------------------------------------------------------
+
+STEPS = [100.0, 101.0, 99.0, 100.0]  # 400 ms
+PHASES = {"forward_ms": [30.0], "backward_ms": [60.0], "optimizer_ms": [10.0]}
+
+
+@pytest.mark.parametrize(
+    ("told", "judge_ms", "waited_ms", "wrong"),
+    [
+        ({}, 402.0, 0.0, ""),
+        ({}, 430.0, 0.0, ""),
+        ({}, 900.0, 500.0, ""),  # another program had the processor
+        ({}, 500.0, 0.0, "its 4 step times add up to 400.0 ms, the judge's clock says 500.0 ms"),
+        ({"step_ms": [20.0] * 4}, 402.0, 0.0, "add up to 80.0 ms"),
+        ({"step_ms": [200.0] * 4}, 402.0, 0.0, "add up to 800.0 ms"),
+        ({"step_ms": STEPS[:3]}, 302.0, 0.0, "3 step times, of 4 steps"),
+        ({"step_ms": [*STEPS[:3], -1.0]}, 302.0, 0.0, "4 step times, of 4 steps"),
+        ({"step_ms": [*STEPS[:3], float("nan")]}, 402.0, 0.0, "4 step times, of 4 steps"),
+        ({"backward_ms": [2.0]}, 402.0, 0.0, "take 42.00 ms together"),
+        ({"forward_ms": [900.0]}, 402.0, 0.0, "take 970.00 ms together"),
+    ],
+)
+def test_a_candidates_times_add_up_to_the_judges(
+    told: dict[str, list[float]], judge_ms: float, waited_ms: float, wrong: str
+) -> None:
+    run = dataclasses.replace(make_result(), **{"step_ms": STEPS, **PHASES, **told})  # type: ignore[arg-type]
+    found = judge.wrong_times(run, judge_ms, 4, waited_ms)
+    assert [sentence for sentence in found if wrong not in sentence] == []
+    assert bool(found) == bool(wrong)
+
+
+def arguments(folder: Path) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        num_steps=4, warmup_steps=1, device="cpu", data="text", seed=1, output_dir=folder
+    )
+
+
+def test_a_rate_that_no_machine_reaches_is_red(tmp_path: Path) -> None:
+    result = record(Plan("v2", "tiny", "fp32"), arguments(tmp_path), "s")  # type: ignore[arg-type]
+    result.step_ms, result.peak_tflops = [1e-3] * 4, 0.1
+    candidate = types.SimpleNamespace(result=result)
+    (sentence,) = judge.Candidate._impossible(candidate)  # type: ignore[arg-type]
+    assert "times what a large matrix product reaches here" in sentence
+    result.step_ms = [1e3] * 4
+    assert judge.Candidate._impossible(candidate) == []  # type: ignore[arg-type]
+
+
+def test_the_record_is_what_was_asked_for(tmp_path: Path) -> None:
+    """Every setting comes from the plan: nothing that a candidate tells can change it."""
+    plan = Plan("v2", "tiny", "fp32", options={"fuse_qkv": False}, sizes={"seq_len": 64})
+    result = record(plan, arguments(tmp_path), "s")  # type: ignore[arg-type]
+    assert isinstance(result, RunResult)
+    assert (result.version, result.config_name, result.seq_len) == ("v2", "custom", 64)
+    assert result.options["learning_rate"] == 3e-4 and result.options["seed"] == 1
+    assert result.options["fuse_qkv"] is False and result.options["fuse_norm"] is True
+    assert result.command[:2] == ["python", "tiny_llama_v2.py"]
+
+
+# --- sketches -----------------------------------------------------------------------------------
+
+
+def test_an_outcome_and_a_course_survive_the_pipe(ends: tuple[Pipe, int]) -> None:
+    receiver, write = ends
+    outcome = parity.Outcome(
+        logits=torch.randn(2, 3, 5),
+        loss=torch.tensor(1.5),
+        gradients={"a": torch.randn(4, 4), "gone": None},
+        curve=torch.tensor([1.0, float("nan")]),
+        moved={"a": 0.1},
+        float8_share=0.5,
+    )
+    course = audit.Course(
+        losses=torch.tensor([2.0, 1.0]).double(),
+        distance={"a": 0.5},
+        moved={"a": torch.randn(audit.BUCKETS).double()},
+        gradients={},
+        fingerprint={"a": torch.randn(audit.PROBES).double()},
+    )
+    sketched = wire.sketched(outcome, seed=3)
+    with Pipe(os.open(os.devnull, os.O_RDONLY), write) as sender:
+        for kind, (tensors, values) in (
+            ("outcome", wire.of_outcome(sketched)),
+            ("course", wire.of_course(course)),
+        ):
+            sender.send(kind, tensors, **values)
+            message = receiver.receive()
+            back = (wire.to_outcome if kind == "outcome" else wire.to_course)(message)
+            if isinstance(back, parity.Outcome):
+                assert back.logits_shape == (2, 3, 5) and back.float8_share == 0.5
+                assert back.gradients["gone"] is None
+                assert torch.equal(back.gradients["a"], sketched.gradients["a"])  # type: ignore[arg-type]
+                assert back.curve[0] == 1 and back.curve[1].isnan()
+            else:
+                assert torch.equal(back.moved["a"], course.moved["a"])
+                assert torch.equal(back.fingerprint["a"], course.fingerprint["a"])
+                assert back.distance == course.distance
