@@ -119,9 +119,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         print("interrupted before a run was complete: nothing saved", file=sys.stderr)
         return errors.INTERRUPTED
     report = study.report(found)
-    # Before anything is shown: the output may be closed before its end.
-    names = write(study, found, report, runs, arguments.output_dir) if writes else []
-    report.show(arguments.format)
+    names: list[str] = []
+    try:
+        # Before anything is shown: the output may be closed before its end.
+        names = write(study, found, report, runs, arguments.output_dir) if writes else []
+    finally:  # a full disk does not cost the table
+        report.show(arguments.format)
     if writes:
         # Not in a form that a program reads.
         stream = sys.stdout if arguments.format == "table" else sys.stderr

@@ -38,7 +38,7 @@ Finished = subprocess.CompletedProcess[str]
 TypeCommand = Callable[..., Finished]
 
 FASTER = [50.0, 49.0, 50.0, 51.0, 50.0]
-CONTRACT = """version config precision device step_ms tokens_per_s samples_per_s forward_ms
+CONTRACT = """version config precision device step_ms judge_ms tokens_per_s samples_per_s forward_ms
 backward_ms optimizer_ms speedup speedup_ci peak_memory_mb loss_first loss_last params_total
 params_with_grad parity plausibility note""".split()
 TIMES = """step_ms step_spread tokens_per_s samples_per_s forward_ms backward_ms optimizer_ms
@@ -733,6 +733,7 @@ WRONG = {
         ["--waterfall", "v4", "v9", "--from-results", "ONE"], "--waterfall v9: choose from v4, v3"),
     "no waterfall": (["--waterfall", "--from-results", "ONE"], "no waterfall: V1 at fp32"),
     "axis": (["--sweep", "width", "1", "2"], "--sweep width: choose from"),
+    "downwards": (["--sweep", "seq-len", "128", "...", "100"], "the second size must be the larger"),
     "one size": (["--sweep", "seq-len", "128"], "--sweep seq-len: give two sizes or more"),
     "heads": (["--sweep", "hidden-dim", "64", "100"], "must be a multiple of 64"),
     "version": (["--sweep", "seq-len", "8", "16", "--versions", "v9"], "unknown version 'v9'"),

@@ -54,7 +54,7 @@ HEAD = b'{"kind": "x", "values": {}, "tensors": {"a": %s}}\n'
         b"\n",
         b"[]\n",
         b'{"kind": "x"}\n',
-        b"[" * 99_999 + b"\n",
+        b"[" * 9_999 + b"\n",
         b"\x80\x04cos\nsystem\n(S'true'\ntR.\n",  # a pickle
         HEAD % b'["float64", [2]]' + b"12345678",  # cut off
         HEAD % b'["float64", [-2]]',
@@ -116,7 +116,7 @@ def test_a_process_answers_or_says_why_not(
 # --- times --------------------------------------------------------------------------------------
 
 STEPS = [100.0, 101.0, 99.0, 100.0]  # 400 ms
-PHASES = {"forward_ms": [30.0], "backward_ms": [60.0], "optimizer_ms": [10.0]}
+PHASES: dict[str, list[float]] = {"forward_ms": [30.0], "backward_ms": [60.0], "optimizer_ms": [10.0]}
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,11 @@ PHASES = {"forward_ms": [30.0], "backward_ms": [60.0], "optimizer_ms": [10.0]}
         ({}, 500.0, 0.0, "its 4 step times add up to 400.0 ms, the judge's clock says 500.0 ms"),
         ({"step_ms": [20.0] * 4}, 402.0, 0.0, "add up to 80.0 ms"),
         ({"step_ms": [200.0] * 4}, 402.0, 0.0, "add up to 800.0 ms"),
+        ({"step_ms": [10.0, 10.0, 10.0, 370.0]}, 402.0, 0.0, "their median to 40.0 ms"),
         ({"step_ms": STEPS[:3]}, 302.0, 0.0, "3 step times, of 4 steps"),
         ({"step_ms": [*STEPS[:3], -1.0]}, 302.0, 0.0, "4 step times, of 4 steps"),
         ({"step_ms": [*STEPS[:3], float("nan")]}, 402.0, 0.0, "4 step times, of 4 steps"),
-        ({"backward_ms": [2.0]}, 402.0, 0.0, "take 42.00 ms together"),
+        ({"backward_ms": [-10.0]}, 402.0, 0.0, "take 30.00 ms together"),
         ({"forward_ms": [900.0]}, 402.0, 0.0, "take 970.00 ms together"),
     ],
 )
@@ -140,8 +141,7 @@ def test_a_candidates_times_add_up_to_the_judges(
 ) -> None:
     run = dataclasses.replace(make_result(), **{"step_ms": STEPS, **PHASES, **told})  # type: ignore[arg-type]
     found = judge.wrong_times(run, judge_ms, 4, waited_ms)
-    assert [sentence for sentence in found if wrong not in sentence] == []
-    assert bool(found) == bool(wrong)
+    assert wrong in found[0] if wrong else found == []
 
 
 def arguments(folder: Path) -> types.SimpleNamespace:

@@ -112,9 +112,13 @@ def test_times_are_those_of_the_undisturbed_runs(
     assert len(regression._values(runs, regression.STEP)) == regression.repeats(runs) == len(kept)
 
 
-# The first process of each version and repeat waits; the second, which is not gated, does not.
-FIRST_WAITS = (NEVER_WAITS[0], "    return 0.0 if '--no-gate' in __import__('sys').argv else 0.9\n")
-ALL_WAIT = (NEVER_WAITS[0], "    return 0.9\n")
+# The first process waits; the second does not. The judge asks twice: of itself, too.
+FIRST_WAITS = (
+    NEVER_WAITS[0],
+    "    global _asked\n    _asked = globals().get('_asked', 0) + 1\n"
+    "    return 1e3 * (_asked <= 2) + 0.0 * max(waited - before",
+)
+ALL_WAIT = (NEVER_WAITS[0], "    return 1e3 + 0.0 * max(waited - before")
 
 
 @pytest.mark.slow

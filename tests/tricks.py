@@ -122,6 +122,25 @@ def _wait(self, real=Runner.wait):
 Runner.wait = _wait
 '''
 """Steps that are noted, and trained when the harness waits for the device: past the last mark."""
+UNEVEN = (
+    HONEST
+    + """
+from workshop.run.timing import StepClock
+
+_between = StepClock.between_ms
+StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
+
+
+def _uneven(self):
+    times = [_between(self, i, i + 1) for i in range(len(self._marks) - 1)]
+    short = sum(times) / len(times) / 50
+    return [short] * (len(times) - 1) + [sum(times) - short * (len(times) - 1)]
+
+
+StepClock.durations_ms = _uneven
+"""
+)
+"""Most steps short and the last one long, with the same sum; phases that agree with the short ones."""
 REWRITE = """
 def rewrite():
     import json
@@ -210,27 +229,28 @@ _between = StepClock.between_ms
 StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
 """,
     ),
+    Trick("uneven-step-times", "times that add up", UNEVEN, outcome="no gain", quick=True),
     Trick(
-        "uneven-step-times",
+        "uneven-with-waits-of-its-own",
         "times that add up",
-        HONEST
+        UNEVEN
         + """
-from workshop.run.timing import StepClock
-
-_between = StepClock.between_ms
-StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
-
-
-def _uneven(self):
-    times = [_between(self, i, i + 1) for i in range(len(self._marks) - 1)]
-    short = sum(times) / len(times) / 50
-    return [short] * (len(times) - 1) + [sum(times) - short * (len(times) - 1)]
+import hashlib
+import os
+import threading
 
 
-StepClock.durations_ms = _uneven
+def _wait():
+    # Two threads that share a processor wait for it half of the time: the judge forgives waits.
+    os.sched_setaffinity(threading.get_native_id(), {min(os.sched_getaffinity(0))})
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+
+
+for _ in range(4):
+    threading.Thread(target=_wait, daemon=True).start()
 """,
         outcome="no gain",
-        quick=True,
     ),
     # --- work outside the timed region -------------------------------------------------------
     Trick("deferred-work", "work past the clock", DEFERRED, quick=True),
@@ -290,7 +310,7 @@ def record(model, *rest, real=audit.record):
     for parameter, weight in zip(model.parameters(), _before):
         parameter.data.copy_(weight)
     optimizer, scaler = configure_optimizer(model, *_rate), torch.amp.GradScaler(enabled=False)
-    losses = [_honest(model, optimizer, scaler, *step) for step in _steps]
+    losses = [_honest(model, optimizer, scaler, *step) for step in _steps[: len(rest[1])]]
     return real(model, rest[0], torch.stack(losses), *rest[2:])
 
 

@@ -49,6 +49,9 @@ class Row:
     plausibility: list[str] = field(default_factory=list)
     note: str = ""
     step_ms: float | None = None
+    judge_ms: float | None = None
+    """The time of a step by the judge's clock, with what it takes to hand over the batches and to
+    read the weights."""
     step_spread: float | None = None
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
@@ -332,9 +335,10 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
 
 
 def steady(runs: list[RunResult]) -> list[RunResult]:
-    """The runs whose times count: without those that other programs disturbed, unless that were
-    all."""
-    return [run for run in runs if not run.disturbed] or runs
+    """The runs whose times count: without those that other programs disturbed; if that were all,
+    the first of each repeat, since a second one makes no second process."""
+    first = [run for run in runs if not run.options.get("again")]
+    return [run for run in runs if not run.disturbed] or first or runs
 
 
 def _parity(runs: list[RunResult]) -> str:
@@ -396,6 +400,8 @@ def _fill_times(row: Row, timed: list[RunResult]) -> None:
     steps = [milliseconds for run in timed for milliseconds in run.step_ms]
     row.step_ms = timing.median(steps)
     row.step_spread = timing.spread(steps)
+    judged = [run.judge_ms for run in timed if run.judge_ms is not None]
+    row.judge_ms = timing.median(judged) if judged else None
     row.samples_per_s = row.batch_size / row.step_ms * 1e3
     row.tokens_per_s = row.samples_per_s * row.seq_len
     for name in ("forward_ms", "backward_ms", "optimizer_ms"):

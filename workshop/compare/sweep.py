@@ -86,6 +86,9 @@ def parse(words: Sequence[str]) -> tuple[Axis, list[int]]:
             raise WorkshopError(f"--sweep {flag}: {ELLIPSIS} goes between two sizes")
         else:
             end = _size(axis, numbers[index + 1])
+            if end <= sizes[-1]:
+                words = f"{sizes[-1]} {ELLIPSIS} {end}"
+                raise WorkshopError(f"--sweep {flag} {words}: the second size must be the larger")
             while 2 * sizes[-1] < end:
                 sizes.append(2 * sizes[-1])
     return axis, sorted(set(sizes))

@@ -109,6 +109,8 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
     }
     if version.triton:
         options["interpreted"] = plan.interpreted
+    if plan.again:
+        options["again"] = True
     return RunResult(
         version=plan.version,
         session=session,

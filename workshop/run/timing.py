@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 TAIL = 0.025
 """The probability on each side of an interval headed 95%."""
 
+LEAST_SCATTER = 1e-3
+"""Of processes whose times agree to the last digit, as a share: no two are so much alike."""
+
 
 class StepClock:
     """Marks moments; the time between two marks is measured where the work runs.
@@ -100,7 +103,8 @@ def speedup(baseline: Sequence[Sequence[float]], other: Sequence[Sequence[float]
     if min(map(len, sides)) < 2:
         return Ratio(value, None)
     difference = statistics.fmean(sides[0]) - statistics.fmean(sides[1])
-    half = _half_width(*sides)
+    # Processes that agree to the last digit do so by luck: their steps' scatter remains.
+    half = _half_width(*sides) or max(LEAST_SCATTER, *map(spread, [*baseline, *other]))
     # Of many uneven processes the middle one may lie far from the mean: the interval holds both.
     low, high = math.exp(difference - half), math.exp(difference + half)
     return Ratio(value, (min(low, value), max(high, value)))
