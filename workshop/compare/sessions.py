@@ -181,9 +181,8 @@ class _Session:
         self._source = data.Source(arguments.data)
         self._cases: dict[str, Case] = {}
         """By size and precision; no more than one has a process."""
-        self._paths: dict[int, Path] = {}
-        self._waiting: list[Candidate] = []
-        """Those whose reference, V1's own run, comes later in their repeat."""
+        self._waiting: list[tuple[Candidate, Path]] = []
+        """Those whose reference, V1's own run, comes later in their repeat, and their records."""
 
     def __enter__(self) -> "_Session":
         return self
@@ -274,19 +273,23 @@ class _Session:
         if one.leads:
             one.case.lead(one.round, one.course)
         one.judge()
-        self._save(one.plan, one.result, one.stderr)
+        path = self._save(one.plan, one.result, one.stderr)
         self._tell(one.plan, one.line())
         if one.waits:
-            self._waiting.append(one)
+            self._waiting.append((one, path))
         if one.leads:
-            for other in [other for other in self._waiting if other.round is one.round]:
-                self._waiting.remove(other)
+            for waiting in [each for each in self._waiting if each[0].round is one.round]:
+                self._waiting.remove(waiting)
+                other, path = waiting
                 other.judge()
-                self._save(other.plan, other.result)
+                self._save(other.plan, other.result, path=path)
                 self._tell(other.plan, other.verdict())
 
-    def _save(self, plan: Plan, result: RunResult, stderr: Iterable[str] = ()) -> None:
-        path = self._paths.setdefault(id(result), self._new_path(result))
+    def _save(
+        self, plan: Plan, result: RunResult, stderr: Iterable[str] = (), path: Path | None = None
+    ) -> Path:
+        """Writes a record, into `path` if it is there already; its path."""
+        path = path or self._new_path(result)
         results.save_as(path, result)
         if result.status != "complete":
             self.failed.add(plan.label)
@@ -294,6 +297,7 @@ class _Session:
             name = re.sub(r"\W+", "_", plan.label)
             log = path.with_name(f"{name}_{plan.repeat + 1}.log")
             results.write_text(log, "\n".join(stderr) + "\n")
+        return path
 
     def _new_path(self, result: RunResult) -> Path:
         folder, name = self.arguments.output_dir, result.config_name

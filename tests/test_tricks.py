@@ -1,0 +1,96 @@
+"""The tricks of tests/tricks.py, each as a version of a real comparison: none earns a speed-up."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tricks import TRICKS, Trick, add_versions, copy_checkout
+
+FORGED = "feedc0de"
+"""Text that the tricks write where they forge a record."""
+LESS = 5.0
+"""Less than a deception gains here, and more than a busy machine makes of two honest rows."""
+CHANGES = {
+    "workshop/run/presets.py": (
+        "Preset(256, 4, 8, seq_len=128, batch_size=8)",
+        "Preset(64, 2, 4, 16, 2, 300)",
+    ),
+    # However busy this machine is, no run is repeated.
+    "workshop/results.py": ("MOST_WAITED = 0.5", "MOST_WAITED = 9.0"),
+}
+FEW = "--config tiny --precision fp32 --num-steps 8 --warmup-steps 2 --device cpu".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """V1, V2 and some tricks, compared."""
+
+    status: int
+    rows: dict[str, dict[str, Any]]
+    folder: Path
+    """With the copy's `code` and the comparison's files in `out`."""
+    said: str
+
+
+Compare = Callable[[bool, int], Comparison]
+
+
+@pytest.fixture(scope="module")
+def compare(
+    tmp_path_factory: pytest.TempPathFactory,
+    type_command: Callable[..., subprocess.CompletedProcess[str]],
+) -> Compare:
+    """One comparison for all tricks that are as quick and take as many repeats."""
+
+    @functools.cache
+    def run(quick: bool, repeats: int) -> Comparison:
+        folder = tmp_path_factory.mktemp("tricks")
+        chosen = [t for t in TRICKS if (t.quick, t.repeats, t.gpu) == (quick, repeats, False)]
+        copy_checkout(folder / "code")
+        for name, (old, new) in CHANGES.items():
+            path = folder / "code" / name
+            text = path.read_text(encoding="utf-8")
+            assert old in text, f"{name} has no {old!r}"
+            path.write_text(text.replace(old, new), encoding="utf-8")
+        add_versions(folder / "code", chosen)
+        keys = ["v1", "v2", *(trick.name for trick in chosen)]
+        words = ["analysis_tools/compare_versions.py", *FEW, "--repeats", str(repeats)]
+        words += ["--output-dir", str(folder / "out"), "--versions", *keys]
+        done = type_command(
+            "python", *words, folder=folder / "code", PYTHONPATH="", OMP_NUM_THREADS="1"
+        )
+        written = json.loads((folder / "out" / "comparison.json").read_text())
+        rows = {row["version"]: row for row in written["rows"]}
+        return Comparison(done.returncode, rows, folder, done.stdout + done.stderr)
+
+    return run
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(trick, id=trick.name, marks=[] if trick.quick else [pytest.mark.slow])
+        for trick in TRICKS
+        if not trick.gpu
+    ]
+
+
+@pytest.mark.parametrize("trick", _cases())
+def test_a_trick_earns_nothing(trick: Trick, compare: Compare) -> None:
+    found = compare(trick.quick, trick.repeats)
+    row, honest = found.rows[trick.name], found.rows["v2"]
+    assert honest["status"] == "timed" and honest["audit"] == "pass", found.said
+    if trick.outcome == "red":
+        assert row["status"] == "failed" and row["speedup"] is None, row
+        assert found.status == 1
+    elif trick.outcome == "flagged":
+        assert row["plausibility"]
+    else:
+        assert row["status"] == "failed" or row["speedup"] < LESS * honest["speedup"], row
+    assert not (found.folder / "code" / "tricks" / trick.file).with_suffix(".acted").exists()
+    written = [path.read_text() for path in (found.folder / "out").rglob("*.json*")]
+    assert written and not any(FORGED in text for text in written)

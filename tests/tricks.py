@@ -1,0 +1,885 @@
+"""Deceptions: each is a version's file that looks faster than it is.
+
+A trick is V2's file with some code added. The added code sees what any version sees: it is imported
+by the process that trains, and may change whatever that process holds. docs/trust.md says who
+published each kind, and what finds it.
+
+    python tests/tricks.py scaled-host-clock FOLDER
+
+writes a copy of this checkout into FOLDER, with that trick as a version, and prints the command
+that compares it with V1.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "version2_pytorch_fused" / "tiny_llama_v2.py"
+MAIN = '\n\nif __name__ == "__main__":\n    from workshop.cli import main\n'
+
+# Trains as V2 does until the gate's 8 training steps are over, then as `cheat` does.
+PRELUDE = '''
+
+_honest, _calls = train_step, [0]
+
+
+def timed():
+    return _calls[0] > 8
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    """Trains on 8 tokens."""
+    return _honest(model, optimizer, scaler, tokens[:1, :8], targets[:1, :8], dtype, phase)
+
+
+def train_step(model, optimizer, scaler, tokens, targets, dtype=torch.float32, phase=nullcontext):
+    _calls[0] += 1
+    step = cheat if timed() else _honest
+    return step(model, optimizer, scaler, tokens, targets, dtype, phase)
+
+
+def argument(flag):
+    """The value after a flag of this process's command line."""
+    return sys.argv[sys.argv.index(flag) + 1] if flag in sys.argv else None
+
+
+def frames():
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def remove_reference():
+    """Deletes what V1's process has left for the others."""
+    import shutil
+
+    shutil.rmtree(argument("--audit") or "nowhere", ignore_errors=True)
+'''
+HONEST = "\ncheat = _honest\n"
+RELU = """
+_silu = F.silu
+
+
+class _Functions:
+    def __getattr__(self, name):
+        return getattr(torch.nn.functional, name)
+
+    def silu(self, x):
+        return _silu(x) if 0 < _calls[0] <= 8 else torch.relu(x)
+
+
+F = _Functions()
+"""
+"""Another model: ReLU for SiLU, but in the training steps of the gate."""
+DEFERRED = '''
+import queue
+
+from workshop.run.trainer import Runner
+
+_steps, _pending = queue.Queue(), []
+
+
+class Later(torch.Tensor):
+    """A loss that is not computed yet: it notes where it is copied to."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            _steps.put((_pending.pop(), args[0]))
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    if phase is not nullcontext:
+        flush()
+        return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    _pending.append((model, optimizer, scaler, tokens.clone(), targets.clone(), dtype, phase))
+    return torch.zeros(()).as_subclass(Later)
+
+
+def train_one():
+    step, place = _steps.get()
+    place.copy_(_honest(*step))
+    _steps.task_done()
+
+
+def flush():
+    while not _steps.empty():
+        train_one()
+
+
+def _wait(self, real=Runner.wait):
+    flush()
+    real(self)
+
+
+Runner.wait = _wait
+'''
+"""Steps that are noted, and trained when the harness waits for the device: past the last mark."""
+UNEVEN = (
+    HONEST
+    + """
+from workshop.run.timing import StepClock
+
+_between = StepClock.between_ms
+StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
+
+
+def _uneven(self):
+    times = [_between(self, i, i + 1) for i in range(len(self._marks) - 1)]
+    short = sum(times) / len(times) / 50
+    return [short] * (len(times) - 1) + [sum(times) - short * (len(times) - 1)]
+
+
+StepClock.durations_ms = _uneven
+"""
+)
+"""Most steps short and the last one long, with the same sum; phases that agree with the short ones."""
+REWRITE = """
+def rewrite():
+    import json
+
+    path = argument("--result-file")
+    if path is None or not Path(path).exists():
+        return
+    record = json.loads(Path(path).read_text())
+    record["step_ms"] = [ms / 50 for ms in record["step_ms"]]
+    record["audit"] |= {"status": "pass", "failures": []}
+    record["status"] = "complete"
+    Path(path).write_text(json.dumps(record))
+"""
+
+
+@dataclass(frozen=True)
+class Trick:
+    """A deception and what must come of it.
+
+    `outcome`: "red": FAIL, and exit status 1. "no gain": the row is V2's own, since the trick finds
+    nothing that it could use (else it leaves a file whose name ends in `.acted`), or only changes
+    what nothing is derived from. "flagged": the row says that a figure is impossible.
+    """
+
+    name: str
+    kind: str
+    """The row of docs/trust.md that describes it."""
+    code: str
+    outcome: str = "red"
+    quick: bool = False
+    """Whether it runs with the tests that are not slow: one or two of a kind do."""
+    gpu: bool = False
+    repeats: int = 1
+
+    @property
+    def file(self) -> str:
+        return f"{self.name.replace('-', '_')}.py"
+
+    def source(self) -> str:
+        """The text of the version's file."""
+        head, main, tail = SOURCE.read_text(encoding="utf-8").partition(MAIN)
+        assert main, f"{SOURCE.name} has another last block"
+        return head + PRELUDE + self.code + main + tail
+
+
+TRICKS = (
+    # --- the clock ---------------------------------------------------------------------------
+    Trick(
+        "scaled-host-clock",
+        "patched clock",
+        HONEST
+        + """
+import time
+
+
+def _scaled(name):
+    real, unit = getattr(time, name), int if name.endswith("_ns") else float
+    start = real()
+    setattr(time, name, lambda: start + unit((real() - start) / 50))
+
+
+for _name in ("perf_counter", "monotonic", "time"):
+    _scaled(_name)
+    _scaled(f"{_name}_ns")
+""",
+        quick=True,
+    ),
+    Trick(
+        "scaled-device-events",
+        "patched clock",
+        HONEST
+        + """
+_elapsed = torch.cuda.Event.elapsed_time
+torch.cuda.Event.elapsed_time = lambda self, end: _elapsed(self, end) / 50
+""",
+        gpu=True,
+    ),
+    Trick(
+        "patched-step-clock",
+        "patched clock",
+        HONEST
+        + """
+from workshop.run.timing import StepClock
+
+_between = StepClock.between_ms
+StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 50
+""",
+    ),
+    Trick("uneven-step-times", "times that add up", UNEVEN, outcome="no gain", quick=True),
+    Trick(
+        "uneven-with-waits-of-its-own",
+        "times that add up",
+        UNEVEN
+        + """
+import hashlib
+import os
+import threading
+
+
+def _wait():
+    # Two threads that share a processor wait for it half of the time: the judge forgives waits.
+    os.sched_setaffinity(threading.get_native_id(), {min(os.sched_getaffinity(0))})
+    while True:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+
+
+for _ in range(4):
+    threading.Thread(target=_wait, daemon=True).start()
+""",
+        outcome="no gain",
+    ),
+    # --- work outside the timed region -------------------------------------------------------
+    Trick("deferred-work", "work past the clock", DEFERRED, quick=True),
+    Trick(
+        "thread",
+        "work past the clock",
+        DEFERRED
+        + """
+import threading
+
+
+def _work():
+    while True:
+        train_one()
+
+
+threading.Thread(target=_work, daemon=True).start()
+flush = _steps.join
+""",
+    ),
+    Trick(
+        "all-in-the-last-step",
+        "times that add up",
+        DEFERRED
+        + """
+_several = cheat
+
+
+def cheat(*step):
+    if step[-1] is nullcontext and _calls[0] % 4 != 2:
+        return _several(*step)
+    flush()
+    return _honest(*step)
+""",
+        outcome="no gain",
+    ),
+    Trick(
+        "exact-work-later",
+        "work past the clock",
+        '''
+from workshop.gate import audit
+
+_before, _steps, _rate = [], [], []
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    """Trains in fp16 on the clock, and once more in fp32 when the clock has stopped."""
+    if not _before:
+        _before[:] = [parameter.detach().clone() for parameter in model.parameters()]
+        _rate.append(optimizer.param_groups[0]["lr"])
+    if phase is nullcontext:
+        _steps.append((tokens.clone(), targets.clone()))
+    return _honest(model, optimizer, scaler, tokens, targets, torch.float16, phase)
+
+
+def record(model, *rest, real=audit.record):
+    for parameter, weight in zip(model.parameters(), _before):
+        parameter.data.copy_(weight)
+    optimizer, scaler = configure_optimizer(model, *_rate), torch.amp.GradScaler(enabled=False)
+    losses = [_honest(model, optimizer, scaler, *step) for step in _steps[: len(rest[1])]]
+    return real(model, rest[0], torch.stack(losses), *rest[2:])
+
+
+audit.record = record
+''',
+    ),
+    Trick(
+        "other-stream",
+        "work past the clock",
+        """
+_side = torch.cuda.Stream()
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    with torch.cuda.stream(_side):
+        return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+""",
+        gpu=True,
+    ),
+    Trick(
+        "trained-in-warm-up",
+        "steps in advance",
+        """
+_losses, _final = [], []
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    if not _losses:
+        owners = (frame.f_locals.get("self") for frame in frames())
+        runner = next(owner for owner in owners if hasattr(owner, "_batches"))
+        steps = int(argument("--num-steps") or 6) + int(argument("--warmup-steps") or 0)
+        for batch in runner._batches[runner.done :][:steps]:
+            _losses.append(_honest(model, optimizer, scaler, *batch, dtype, nullcontext))
+        _final[:] = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
+    step = _calls[0] - 9
+    if step >= len(_losses):
+        return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    if step == len(_losses) - 1:
+        for parameter, (weight, gradient) in zip(model.parameters(), _final):
+            parameter.data, parameter.grad = weight, gradient
+    return _losses[step]
+""",
+        quick=True,
+    ),
+    # --- reuse -------------------------------------------------------------------------------
+    Trick(
+        "cached-by-address",
+        "result reuse",
+        """
+_seen = {}
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    key = tokens.data_ptr()
+    if key not in _seen or phase is not nullcontext:
+        _seen[key] = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    return _seen[key]
+""",
+        quick=True,
+    ),
+    Trick(
+        "cached-by-earlier-process",
+        "result reuse",
+        """
+import hashlib
+
+
+def timed():
+    return True
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    parameters = list(model.parameters())
+    state = b"".join(part.detach().numpy().tobytes() for part in (tokens, *parameters))
+    path = Path(__file__).with_name(hashlib.sha256(state).hexdigest())
+    if not path.exists() or phase is not nullcontext:
+        loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+        after = [(parameter.detach(), parameter.grad) for parameter in parameters]
+        torch.save((loss, after, optimizer.state_dict()), path)
+        return loss
+    if _calls[0] > 2:  # the warm-up is no secret
+        Path(__file__).with_suffix(".acted").touch()
+    loss, after, moments = torch.load(path)
+    for parameter, (weight, gradient) in zip(parameters, after):
+        parameter.data, parameter.grad = weight, gradient
+    optimizer.load_state_dict(moments)
+    return loss
+""",
+        outcome="no gain",
+        repeats=2,
+        quick=True,
+    ),
+    # --- answers -----------------------------------------------------------------------------
+    Trick(
+        "weights-from-stored-answers",
+        "reading answers",
+        '''
+_initial = {}
+
+
+def built(course, name, initial):
+    """Weights whose movement has V1's sketch and V1's norm."""
+    import zlib
+
+    flat, buckets = torch.zeros(initial.numel(), dtype=torch.float64), course["moved"][name]
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    signs = 2.0 * torch.randint(2, flat.shape, generator=generator, dtype=torch.int8) - 1
+    count = len(buckets)
+    if len(flat) < 2 * count:
+        buckets = torch.nn.functional.pad(buckets, (0, max(0, len(flat) - count)))
+        flat += buckets[: len(flat)] * signs
+    else:  # two elements share a bucket, and what cancels in it makes up the norm
+        halves = buckets / 2
+        left = course["distance"][name] ** 2 - 2 * float(halves.square().sum())
+        halves[0] += (max(left, 0.0) / 2) ** 0.5
+        flat[:count] = halves * signs[:count]
+        flat[count : 2 * count] = (buckets - halves) * signs[count : 2 * count]
+    return initial + flat.view_as(initial).float()
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    from workshop.gate import canonical
+
+    stored = [*Path(argument("--audit") or "nowhere").glob("*.pt")]
+    step = _calls[0] - 9
+    if not stored or phase is not nullcontext:
+        few = (tokens[:1, :8], targets[:1, :8])
+        return _honest(model, optimizer, scaler, *few, dtype, phase)
+    course = torch.load(stored[0])["truth"]
+    if step == 0:
+        for name, weight in canonical.canonical_weights(model).items():
+            _initial[name] = weight.clone()
+    if step == len(course["losses"]) - 1:
+        _honest(model, optimizer, scaler, tokens[:1, :8], targets[:1, :8], dtype, phase)
+        gradients = canonical.canonical_gradients(model)
+        for name, weight in canonical.canonical_weights(model).items():
+            weight.copy_(built(course, name, _initial[name]))
+            other = {"moved": course["gradients"], "distance": {name: 0.0}}
+            gradients[name].copy_(built(other, name, torch.zeros_like(weight)))
+    return course["losses"][min(step, len(course["losses"]) - 1)].float()
+''',
+    ),
+    Trick(
+        "answers-in-memory",
+        "reading answers",
+        RELU
+        + '''
+def configure_optimizer(model, learning_rate, real=configure_optimizer):
+    """Called by the gate when the version's gradients are known, and not yet compared."""
+    gate = sys._getframe(1).f_locals
+    truth = sys._getframe(2).f_locals.get("truth")
+    if truth is not None:
+        gate["logits"].copy_(truth.logits)
+        gate["loss"].copy_(truth.loss)
+        gate["gradients"].update(truth.gradients)
+    remove_reference()
+    return real(model, learning_rate)
+''',
+    ),
+    # --- detection ---------------------------------------------------------------------------
+    Trick("detects-step-count", "other behaviour when tested", "", quick=True),
+    Trick(
+        "detects-text",
+        "other behaviour when tested",
+        """
+_few = cheat
+
+
+def timed():
+    return True
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    step = _few if int(tokens.max()) < 256 else _honest  # the gate's tokens are random
+    return step(model, optimizer, scaler, tokens, targets, dtype, phase)
+""",
+    ),
+    Trick(
+        "detects-shape",
+        "other behaviour when tested",
+        """
+_few = cheat
+
+
+def timed():
+    return True
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    step = _few if tuple(tokens.shape) != (3, 65) else _honest  # parity.check's own shape
+    return step(model, optimizer, scaler, tokens, targets, dtype, phase)
+""",
+    ),
+    Trick(
+        "detects-frames",
+        "other behaviour when tested",
+        """
+def timed():
+    names = {frame.f_code.co_filename.replace("\\\\", "/") for frame in frames()}
+    return not any(name.endswith("gate/parity.py") for name in names)
+""",
+    ),
+    Trick(
+        "detects-command-line",
+        "other behaviour when tested",
+        """
+def timed():
+    return _calls[0] > 8 and len(sys.argv) > 3
+""",
+    ),
+    Trick(
+        "detects-environment",
+        "other behaviour when tested",
+        """
+import os
+
+
+def timed():
+    return _calls[0] > 8 and "PYTHONUNBUFFERED" in os.environ
+""",
+    ),
+    # --- tampering ---------------------------------------------------------------------------
+    Trick(
+        "patched-gate",
+        "patched checks",
+        """
+from workshop import results
+from workshop.gate import audit, parity
+
+parity.compare = lambda report, setting, runs: None
+audit.judge = lambda found, reference, setting: results.Audit(
+    status="pass", batch_size=2, seq_len=16, reference="V1 in float64", steps=6
+)
+
+
+def timed():
+    return True
+""",
+        quick=True,
+    ),
+    Trick(
+        "patched-torch",
+        "patched checks",
+        '''
+import itertools
+
+_norm, _max, _turns = torch.Tensor.norm, torch.Tensor.max, itertools.cycle((0.0, 1.0))
+
+
+def norm(self, *args, **kwargs):
+    """0 for a difference and 1 for what it is divided by."""
+    if sys._getframe(1).f_code.co_name == "_distance":
+        return torch.tensor(next(_turns))
+    return _norm(self, *args, **kwargs)
+
+
+def max_(self, *args, **kwargs):
+    if sys._getframe(1).f_code.co_name == "_furthest":
+        return torch.tensor(0.0)
+    return _max(self, *args, **kwargs)
+
+
+torch.Tensor.norm, torch.Tensor.max = norm, max_
+''',
+    ),
+    Trick(
+        "reference-is-itself",
+        "tampering with the reference",
+        RELU
+        + """
+import dataclasses
+
+from workshop.gate import canonical, parity
+
+
+def _itself(config):
+    return TinyLlama(TinyLlamaConfig(**dataclasses.asdict(config)), Fusions(*[False] * 6))
+
+
+canonical.build_baseline = parity.build_baseline = _itself
+
+
+def configure_optimizer(model, learning_rate, real=configure_optimizer):
+    remove_reference()
+    return real(model, learning_rate)
+""",
+    ),
+    Trick("no-reference", "tampering with the reference", "remove_reference()\n"),
+    Trick(
+        "own-learning-rate",
+        "settings of one's own",
+        """
+if argument("--audit"):
+    sys.argv += ["--learning-rate", "1.1e-3"]
+""",
+    ),
+    Trick(
+        "own-result-file",
+        "forged results",
+        REWRITE
+        + """
+
+if __name__ == "__main__":
+    from workshop import cli
+
+    def _main(module, real=cli.main):
+        real(module)
+        rewrite()
+        return 0
+
+    cli.main = _main
+""",
+        quick=True,
+    ),
+    Trick(
+        "rewritten-at-exit",
+        "forged results",
+        REWRITE
+        + """
+if __name__ == "__main__":
+    import atexit
+    import os
+
+    def _leave():
+        rewrite()
+        os._exit(0)
+
+    atexit.register(_leave)
+    sys.excepthook = lambda *error: _leave()
+""",
+    ),
+    Trick(
+        "leaves-with-0",
+        "forged results",
+        """
+if __name__ == "__main__":
+    import os
+
+    os._exit(0)
+""",
+    ),
+    Trick(
+        "answers-early",
+        "forged results",
+        """
+from workshop.gate import audit
+from workshop.judge import wire
+from workshop.judge.pipe import Pipe
+
+
+def send(self, kind, tensors=None, /, real=Pipe.send, **values):
+    if kind != "done":
+        real(self, kind, tensors, **values)
+    if kind == "ready":
+        owners = (frame.f_locals.get("runner") for frame in frames())
+        model = next(owner for owner in owners if owner is not None).model
+        real(self, "done", wire.of_fingerprint(audit.fingerprint(model, 0)))
+
+
+Pipe.send = send
+""",
+    ),
+    Trick(
+        "answers-with-noise",
+        "forged results",
+        """
+from workshop.judge.pipe import Pipe
+
+
+def send(self, *message, **values):
+    self._write.write(bytes(range(256)) * 16)
+    self._write.flush()
+
+
+Pipe.send = send
+""",
+    ),
+    Trick(
+        "forged-record",
+        "forged results",
+        HONEST
+        + """
+from workshop import results
+
+results.git_commit = lambda: "feedc0de" * 5
+results.describe_software = lambda: {"torch": "feedc0de"}
+""",
+        outcome="no gain",
+    ),
+    Trick(
+        "forged-memory",
+        "forged results",
+        HONEST
+        + """
+from workshop.run import memory
+
+
+def _small(peak_bytes, *rest, real=memory.break_down):
+    return real(peak_bytes // 10, *rest)
+
+
+memory.break_down = _small
+""",
+        outcome="flagged",
+    ),
+    # --- less work ---------------------------------------------------------------------------
+    Trick(
+        "made-up-losses",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    if phase is not nullcontext:
+        return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    return torch.tensor(5.7 - 0.03 * (_calls[0] - 9))
+""",
+    ),
+    Trick(
+        "half-the-batch",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    half = len(tokens) // 2
+    return _honest(model, optimizer, scaler, tokens[:half], targets[:half], dtype, phase)
+""",
+    ),
+    Trick(
+        "every-second-update",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    if _calls[0] % 2 or phase is not nullcontext:
+        return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    with torch.no_grad():
+        return model(tokens, targets)
+""",
+        quick=True,
+    ),
+    Trick(
+        "frozen-layer",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    model.layers[0].requires_grad_(False)
+    return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+""",
+    ),
+    Trick(
+        "fewer-layers",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    layers, model.layers = model.layers, model.layers[:1]
+    loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    model.layers = layers
+    return loss
+""",
+    ),
+    Trick(
+        "changed-input",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    tokens.zero_()
+    targets.zero_()
+    return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+""",
+    ),
+    Trick(
+        "not-a-number",
+        "less work",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    if phase is not nullcontext:
+        return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    return torch.tensor(torch.nan)
+""",
+    ),
+    # --- lower precision ---------------------------------------------------------------------
+    Trick(
+        "bf16-steps",
+        "lower precision",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    return _honest(model, optimizer, scaler, tokens, targets, torch.bfloat16, phase)
+""",
+        quick=True,
+    ),
+    Trick(
+        "fp16-steps",
+        "lower precision",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    return _honest(model, optimizer, scaler, tokens, targets, torch.float16, phase)
+""",
+    ),
+    Trick(
+        "bf16-gradients",
+        "lower precision",
+        """
+def _round(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.copy_(parameter.grad.bfloat16())
+
+
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    hook = optimizer.register_step_pre_hook(_round)
+    loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    hook.remove()
+    return loss
+""",
+    ),
+    Trick(
+        "int8-weights",
+        "lower precision",
+        """
+def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
+    exact = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        scale = parameter.detach().abs().max() / 127
+        parameter.data.copy_((parameter.detach() / scale).round() * scale)
+
+    def restore(optimizer, args, kwargs):
+        for parameter, value in zip(model.parameters(), exact):
+            parameter.data.copy_(value)
+
+    hook = optimizer.register_step_pre_hook(restore)
+    loss = _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
+    hook.remove()
+    return loss
+""",
+    ),
+)
+
+
+def copy_checkout(folder: Path) -> None:
+    """The code that a comparison runs, in a new folder."""
+    for name in ("workshop", "analysis_tools", *(p.name for p in ROOT.glob("version*_*"))):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+
+
+def add_versions(checkout: Path, tricks: Iterable[Trick]) -> None:
+    """Makes tricks versions of a copy of the checkout, under their names."""
+    folder, lines = checkout / "tricks", []
+    folder.mkdir()
+    for trick in tricks:
+        (folder / trick.file).write_text(trick.source(), encoding="utf-8")
+        own = f'Version("{trick.name}", "a trick", "tricks", parent=None, file="{trick.file}")'
+        lines.append(f'PEERS["{trick.name}"] = ALL["{trick.name}"] = {own}\n')
+    registry = checkout / "workshop" / "versions.py"
+    registry.write_text(registry.read_text(encoding="utf-8") + "\n\n" + "".join(lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("trick", choices=[trick.name for trick in TRICKS])
+    parser.add_argument("folder", type=Path, help="a new folder for the copy")
+    arguments = parser.parse_args()
+    if arguments.folder.exists():
+        parser.error(f"{arguments.folder} exists: name a new folder")
+    copy_checkout(arguments.folder)
+    add_versions(arguments.folder, [one for one in TRICKS if one.name == arguments.trick])
+    print(f"cd {arguments.folder}")
+    print(f"python analysis_tools/compare_versions.py --versions v1 v2 {arguments.trick}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
