@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 
 from labs.scale_out import collectives, documents, loop, measure, prediction, request, scaling
 from labs.scale_out.prediction import Link, Model
-from workshop import errors, labs
+from workshop import errors, labs, records
 from workshop.compare import tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
@@ -122,8 +122,8 @@ def test_a_collective_with_a_wrong_result_has_no_bandwidth(
     words = ["--device", "cpu", "--sizes", "4096", "--iterations", "2", "--output-dir", tmp_path]
     ended = processes.run(2, *words, wrong_collective=wrong)
     assert ended.statuses == [bool(wrong)] * 2, ended.err
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
-    assert {run.metrics["collective"]: run.proof.status for run in runs} == {
+    runs = records.load_folder(tmp_path, LabRun)
+    assert {run.metrics["collective"]: run.gate.status for run in runs} == {
         name: "fail" if name == wrong else "pass" for name in collectives.OPERATIONS
     }
     ((_, found),) = collectives.curves(labs.build_rows(runs)).items()
@@ -243,12 +243,12 @@ def session() -> list[LabRun]:
         trained("ddp", 1, 16, 34.0 * scatter), trained("ddp", 2, 16, 40.0 * scatter),
         trained("ddp", 2, 8, 25.0 * scatter),
     )]  # fmt: skip
-    runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, proof=red,
-                                                   status="proof failed")]  # fmt: skip
+    runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, gate=red,
+                                                   status="gate failed")]  # fmt: skip
     # Compared with ddp's process; the model of a step has no p2p.
     runs.append(trained("p2p", 2, 16, 35.0, baseline=runs[0].variant))
     runs.append(trained("zero1", 2, 16, 1.0, status="skipped", error="deepspeed is missing",
-                        step_ms=[], proof=Parity()))  # fmt: skip
+                        step_ms=[], gate=Parity()))  # fmt: skip
     runs += itertools.starmap(sent, itertools.product(
         collectives.OPERATIONS, (2**16, 2**30), (300.0,)))  # fmt: skip
     for second, run in enumerate(runs):
@@ -421,11 +421,11 @@ def test_the_study_measures_groups_beside_each_other(
     words += ["--processes", "2", "--device", "cpu", "--output-dir", str(tmp_path)]
     train = "--seq-len 16 --num-steps 3 --warmup-steps 1 --compile none".split()
     assert measure.main([*words, "--", *train]) == 0
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    runs = records.load_folder(tmp_path, LabRun)
     own = [run for run in runs if run.unit == "tokens"]
     assert sorted(run.metrics["processes"] for run in own) == [1, 2]
     assert {run.baseline for run in own} == {"v2, ddp, 1 process, 2 sequences each, fp32"}
-    assert {run.proof.status for run in runs} == {"pass"} and all(run.step_ms for run in runs)
+    assert {run.gate.status for run in runs} == {"pass"} and all(run.step_ms for run in runs)
     text = (tmp_path / "scaling.md").read_text()
     assert len(lines(text, "v2, ddp")) == 2 and len(lines(text, "16 MiB")) == 1
     assert {path.name for path in tmp_path.glob("*.png")} == {"collectives.png", "prediction.png"}

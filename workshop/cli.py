@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from workshop import errors, results, versions
+from workshop import errors, records, results, versions
 from workshop.arguments import parse
 from workshop.gate import audit, canonical, gate_size, parity, plausibility
 from workshop.profilers import profile_run
@@ -80,7 +80,7 @@ def _gate_train_save(request: Request) -> int:
         report = _gate(request, model)
         gate_s = time.perf_counter() - start - startup.compile_seconds()
         result.setup_s["gate"] = max(0.0, gate_s)
-        result.parity = report.record()
+        result.gate = report.record()
         if not report.passed:
             result.status = "gate failed"
             return _finish(request, result)
@@ -288,11 +288,8 @@ def _median(samples: list[float]) -> float | None:
 
 
 def _finish(request: Request, result: RunResult) -> int:
-    target = request.arguments.result_file
-    if target is None:
-        path = results.save(result, request.output_dir)
-    else:
-        path = results.save_as(target, result)
+    own = records.path_in(request.output_dir, result.session)
+    path = records.save(result, request.arguments.result_file or own)
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")
@@ -310,7 +307,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         ("memory", interpreter.NOT_COMPARABLE if request.interpreted else _memory_line(result)),
         *([] if request.interpreted else [("rate", _rate_line(request, result))]),
         ("gradients", _gradients_line(result)),
-        ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
+        ("gate", "pass" if result.gate.status == "pass" else "NOT RUN: figures unverified"),
         ("audit", audit.summary(result.audit)),
     ]
     print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from workshop.errors import WorkshopError
 
-RUN, LAB, OPERATORS = "run of a version", "run of a lab", "operator bench"
+RUNS, OPERATORS = "runs of a comparison", "operator bench"
 BENCHMARK, KERNEL_TABLE, CEILINGS = "kernels' benchmark", "kernel table", "measured ceilings"
 KINDS = {
-    ("version", "session"): RUN,
-    ("lab", "session"): LAB,
+    ("session", "device"): RUNS,
     ("operators",): OPERATORS,
     ("session", "created"): BENCHMARK,
     ("kernel_table",): KERNEL_TABLE,

@@ -50,6 +50,8 @@ class Row:
     note: str = ""
     step_ms: float | None = None
     step_spread: float | None = None
+    judge_ms: float | None = None
+    """The judge's time for a step, the median of its processes."""
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     forward_ms: float | None = None
@@ -282,7 +284,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         baseline: what its speed-up is over; none is given without any.
     """
     first = runs[0]
-    shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
+    shapes = ((run.gate.batch_size, run.gate.seq_len) for run in runs)
     row = Row(
         version=first.version,
         variant=variant(first),
@@ -338,7 +340,7 @@ def steady(runs: list[RunResult]) -> list[RunResult]:
 
 
 def _parity(runs: list[RunResult]) -> str:
-    return _worst((run.parity.status for run in runs), "fail", "pass")
+    return _worst((run.gate.status for run in runs), "fail", "pass")
 
 
 def _audit(runs: list[RunResult]) -> str:
@@ -396,6 +398,8 @@ def _fill_times(row: Row, timed: list[RunResult]) -> None:
     steps = [milliseconds for run in timed for milliseconds in run.step_ms]
     row.step_ms = timing.median(steps)
     row.step_spread = timing.spread(steps)
+    judged = [run.judge_ms for run in timed if run.judge_ms is not None]
+    row.judge_ms = timing.median(judged) if judged else None
     row.samples_per_s = row.batch_size / row.step_ms * 1e3
     row.tokens_per_s = row.samples_per_s * row.seq_len
     for name in ("forward_ms", "backward_ms", "optimizer_ms"):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from workshop import errors, results, versions
+from workshop import errors, records, results, versions
 from workshop.errors import WorkshopError
 from workshop.results import RunResult
 from workshop.run import hardware, interpreter, presets, processes, timing, turns, waiting
@@ -49,8 +49,7 @@ class Plan:
     config: str
     precision: str
     repeat: int = 0
-    kind: str = "run"
-    """One of results.KINDS."""
+    kind: results.Kind = "run"
     interpreted: bool = False
     """Triton's interpreter runs it: one process, which times a single step."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -203,7 +202,7 @@ def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
     """The results of a session so far."""
-    return [results.load(path) for path in sorted((output_dir / "runs" / session).glob("*.json"))]
+    return records.load_runs(records.path_in(output_dir, session), RunResult)
 
 
 def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> dict[str, str]:
@@ -294,10 +293,7 @@ class _Child:
         self.plan, self.session, self.beside = plan, session, beside
         self.arguments = session.arguments
         self.failed = self.disturbed = False
-        name, _ = plan.shape()
-        self.result_file = results.new_path(
-            self.arguments.output_dir, session.name, plan.version, name, plan.precision
-        )
+        self.result_file = session.audit / f"{results.new_session()}.jsonl"
         self._verdict = ""
         """The last line about the gate or the audit."""
         self._stderr: list[str] = []
@@ -373,6 +369,16 @@ class _Child:
         a batch system may have sent it one, too."""
         processes.stop(self._process, SECONDS_TO_STOP)
         self._watch.close()
+        self._take()
+
+    def _take(self) -> RunResult | None:
+        """Moves the result that the process left to the comparison's file; None without one."""
+        for result in records.load_runs(self.result_file, RunResult):
+            result.parent_command = results.own_command()
+            records.add(result, self.arguments.output_dir)
+            self.result_file.unlink()
+            return result
+        return None
 
     def outcome(self) -> str:
         """Gives the process its turn and waits for its end; a line about it. One that left no
@@ -387,25 +393,25 @@ class _Child:
         self._reader.join(timeout=SECONDS_TO_STOP)
         status = self._process.returncode
         self.failed = status != errors.DONE
-        if status == errors.DONE:
-            result = results.load(self.result_file)
+        result = self._take()
+        if result and status == errors.DONE:
             if result.interpreted:
                 return f"{interpreter.NOT_COMPARABLE}; {self._verdict}"
             self.disturbed = result.disturbed
             line = f"{timing.median(result.step_ms):.2f} ms a step; {self._verdict}"
             return f"{line}; {results.DISTURBED}" if result.disturbed else line
-        if status == errors.ANSWER_IS_NO and self.result_file.exists():
+        if result and status == errors.ANSWER_IS_NO:
             return self._verdict
-        reason, kind = self._reason(status), "failed"
-        if status == errors.NOT_ON_THIS_MACHINE:
-            kind = "skipped"
-        else:
-            folder = results.prepare_folder(self.result_file.parent)
+        reason = self._reason(status)
+        skipped = status == errors.NOT_ON_THIS_MACHINE
+        if not skipped:
             name = re.sub(r"\W+", "_", self.plan.label)
+            folder = results.prepare_folder(self.arguments.output_dir / "runs" / self.session.name)
             log = folder / f"{name}_{self.plan.repeat + 1}.log"
             results.write_text(log, "\n".join(self._stderr) + "\n")
-        save_record(self.plan, self.arguments, self.session.name, kind, reason)
-        return reason if kind == "failed" else f"skipped: {reason}"
+        ended: results.Status = "skipped" if skipped else "failed"
+        save_record(self.plan, self.arguments, self.session.name, ended, reason)
+        return f"skipped: {reason}" if skipped else reason
 
     def _reason(self, status: int) -> str:
         if status == -signal.SIGKILL:
@@ -418,7 +424,7 @@ class _Child:
 
 
 def save_record(
-    plan: Plan, arguments: argparse.Namespace, session: str, status: str, reason: str
+    plan: Plan, arguments: argparse.Namespace, session: str, status: results.Status, reason: str
 ) -> None:
     """Writes a result without numbers, for a process that left none or was not started."""
     name, sizes = plan.shape()
@@ -437,9 +443,10 @@ def save_record(
         software=results.describe_software(),
         git_commit=results.git_commit(),
         created=results.now(),
+        parent_command=results.own_command(),
         kind=plan.kind,
         status=status,
         error=reason,
         options={**plan.options, **plan.prediction},
     )
-    results.save(record, arguments.output_dir)
+    records.add(record, arguments.output_dir)
