@@ -196,12 +196,12 @@ def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path)
         until(lambda: "NVIDIA H200" in text(window, "#device"), "a first result")
         until(lambda: "859" in text(window, "#block-summary") and drawn(window), "its figures")
         stored_runs.write(tmp_path, stored_runs.reference("v2"))
-        written.with_name("cut.json").write_text(written.read_text()[:500])
+        written.with_name("cut.jsonl").write_text(written.read_text()[:500])
         until(lambda: "cut.jsonl" in text(window, "#alarms"), "a broken file")
         until(lambda: "v2" in text(window, "#block-summary"), "a second result")
         assert "v1" in text(window, "#block-summary")
-        written.with_name("cut.json").unlink()
-        until(lambda: "cut.json" not in text(window), "it is removed")
+        written.with_name("cut.jsonl").unlink()
+        until(lambda: "cut.jsonl" not in text(window), "it is removed")
         assert chromium.complaints(window) == []
 
 

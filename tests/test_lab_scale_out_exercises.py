@@ -187,7 +187,7 @@ def test_a_wrong_correction_is_red_where_it_shows(fault: str, tmp_path: Path) ->
     ("answer", "says"),
     [
         ({"first": "barrier"}, "run_group.py shows it"),
-        ({"second": "all-reduce"}, "run_group.py shows it"),
+        ({"second": "all_reduce"}, "run_group.py shows it"),
         ({"why": "slow"}, "it gets there"),
         ({"why": "order"}, "in the same order"),
         ({"evenly": "wrong"}, "compare two means"),

@@ -25,7 +25,7 @@ NAMES = ("resnet18", "alexnet", "vgg11", "vgg13")
 FLAGS = ["--network", "all", "--batch-size", "2", "--device", "cpu"]
 
 STAND_IN = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 here, words = Path(__file__).parent, sys.argv[1:]
 value = dict(zip(words, words[1:]))
@@ -47,11 +47,16 @@ if "--wait-turn" in words:
     print("ready", flush=True)
     if not sys.stdin.readline():
         sys.exit(130)
-log("begin")
-time.sleep(1e6 if fault == "endless" else 0.05)
+status = "complete"
+try:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log("begin")
+    time.sleep(1e6 if fault == "endless" else 0.05)
+except KeyboardInterrupt:
+    status = "interrupted"
 head, run = map(json.loads, (here / (name.split()[1] + ".jsonl")).read_text().splitlines())
 head["session"], run["options"]["network"] = value["--session"], value["--network"]
-run["baseline"] = value["--baseline"]
+run["baseline"], run["status"] = value["--baseline"], status
 run["subject"] = run["subject"].replace("resnet18", value["--network"])
 Path(value["--result-file"]).write_text(f"{json.dumps(head)}\\n{json.dumps(run)}\\n")
 log("end")
@@ -181,6 +186,9 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
         [True, True, False, False],
         [True, True, True, False],
     ]
+    of_run = stand_in.statuses()
+    assert of_run.pop("vgg13") == ["interrupted"]  # it saved what it had when it was ended
+    assert of_run == {name: ["complete"] * 2 for name in NAMES[:3]}
     events = stand_in.log()
     assert len({pid for _, pid, _ in events}) == 8
     assert not any(is_running(int(pid)) for _, pid, _ in events)

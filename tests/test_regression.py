@@ -417,8 +417,8 @@ def with_run(baseline: dict, **changes: object) -> dict:
 
 
 BROKEN_BASELINES: dict[str, tuple[Callable[[dict], object], str]] = {
-    "a result file": (lambda b: b["runs"][0], "no baseline of schema_version 1"),
-    "another schema": (lambda b: {**b, "schema_version": 2}, "no baseline of schema_version 1"),
+    "a result": (lambda b: b["runs"][0], "no baseline of schema_version 2"),
+    "another schema": (lambda b: {**b, "schema_version": 1}, "no baseline of schema_version 2"),
     "no runs": (lambda b: {**b, "runs": []}, "field runs is empty"),
     "wrong type": (lambda b: {**b, "device": 3}, "field device: expected `object`"),
     "wrong sample": (

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from workshop import file_kinds, operators, records, results
 from workshop.compare.rows import size_name, variant
@@ -29,20 +30,19 @@ RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
 table or of its run's record."""
 
 
-@dataclass(frozen=True)
-class StoredRun:
-    """A run of a version, and the file of its comparison."""
-
-    path: Path
-    run: RunResult
+R = TypeVar("R", bound=Run)
 
 
 @dataclass(frozen=True)
-class StoredLab:
-    """A run of a lab, and the file of its comparison."""
+class Stored(Generic[R]):
+    """A run, and the file of its comparison."""
 
     path: Path
-    run: LabRun
+    run: R
+
+
+StoredRun = Stored[RunResult]
+StoredLab = Stored[LabRun]
 
 
 @dataclass(frozen=True)

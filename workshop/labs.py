@@ -24,11 +24,11 @@ class LabRun(Run):
     lab: str
     """The lab's folder, such as "inference_benchmark"."""
     subject: str
-    """What ran: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
+    """The work: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
     variant: str
     """How it ran, such as "fp16, channels-last, compiled"."""
     unit: str
-    """What a step works on, in the plural: "images"."""
+    """The units of a step's work, in the plural: "images"."""
     units_per_step: Count
     baseline: str = ""
     """The variant of the same session whose time every speed-up is derived from, if there is
@@ -37,9 +37,9 @@ class LabRun(Run):
     """Where `step_ms` has the means of whole epochs."""
     flops_per_step: float | None = None
     ceiling_tflops: Positive | None = None
-    """What a large matrix product reached on this device at this precision."""
+    """The rate that a large matrix product reached on this device at this precision."""
     metrics: dict[str, Value] = field(default_factory=dict)
-    """What only this lab measures."""
+    """Measures of this lab alone."""
 
     @property
     def failure(self) -> str:
@@ -48,7 +48,7 @@ class LabRun(Run):
 
     @property
     def processes(self) -> int:
-        """That share a step, each on a device of its own."""
+        """The number of processes that share a step, each on another device."""
         return int(self.metrics.get("processes") or 1)
 
 
@@ -60,7 +60,7 @@ class LabRow:
     speedup: timing.Ratio | None = None
     """Units a second over the baseline's; None without one, and for the baseline."""
     of: str = ""
-    """What tells its subject from those of the rows beside it, if these have several."""
+    """The part of its subject that the rows beside it don't share, if they have several."""
 
     @property
     def first(self) -> LabRun:
@@ -81,7 +81,7 @@ class LabRow:
 
     @property
     def gate(self) -> str:
-        """Of all processes: "pass", "fail", or "not run" if one of them was not proven."""
+        """The verdict on all processes: "pass", "fail", or "not run" if one of them had no gate."""
         found = {run.gate.status for run in self.runs}
         return next((status for status in ("fail", "not run") if status in found), "pass")
 
@@ -119,7 +119,7 @@ class LabRow:
 
     @property
     def peak_memory_mb(self) -> float | None:
-        """Of the largest process; None for a row that failed, which has no numbers."""
+        """The largest process's; None for a row that failed, which has no numbers."""
         if self.failed:
             return None
         peaks = [run.memory_mb["peak"] for run in self.runs if "peak" in run.memory_mb]
@@ -148,7 +148,7 @@ class LabRow:
 
     @property
     def plausibility(self) -> list[str]:
-        """What contradicts the physics, in sentences."""
+        """Contradictions to the physics, in sentences."""
         return sorted({sentence for run in self.runs for sentence in run.plausibility})
 
     def percentile_ms(self, share: float) -> float | None:
@@ -166,7 +166,7 @@ class LabRow:
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Of sorted values; the smallest that `share` of them do not exceed."""
+    """The smallest of sorted values that `share` of them do not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -211,7 +211,7 @@ def _with_own_part(rows: list[LabRow]) -> list[LabRow]:
 
 
 def precisions(rows: Iterable[LabRow]) -> tuple[str, ...]:
-    """Of all rows, each once; none where a lab has none."""
+    """The precisions of all rows, each once; none where a lab has none."""
     return tuple(sorted({str(row.first.options.get("precision") or "") for row in rows} - {""}))
 
 

@@ -24,7 +24,7 @@ class Operator:
     gbs: float | None
     tflops: float | None
     of_ceiling: float | None
-    """Of what a large copy or product reached in the same run."""
+    """The share of what a large copy or product reached in the same run."""
 
     @property
     def rate(self) -> str:

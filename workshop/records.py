@@ -64,10 +64,9 @@ class Comparison:
                 del line[own]
         return line
 
-    def add(self, run: Run, folder: Path) -> Path:
-        """Adds a run and writes the comparison's file below the folder; its path."""
+    def add(self, run: Run, path: Path) -> Path:
+        """Adds a run and writes the file anew; its path."""
         self.runs.append(run)
-        path = path_in(folder, self.session)
         self.write(path)
         return path
 
@@ -85,9 +84,12 @@ def add(run: Run, folder: Path) -> Path:
 def save(run: Run, path: Path) -> Path:
     """Adds a run to the comparison in a file, which need not be there yet; its path."""
     comparison = load(path) if path.exists() else Comparison.of(run)
-    comparison.runs.append(run)
-    comparison.write(path)
-    return path
+    return comparison.add(run, path)
+
+
+def write(run: Run, path: Path) -> Path:
+    """Writes a file of this run alone, such as the record of a profile; its path."""
+    return Comparison.of(run).add(run, path)
 
 
 def load(path: Path) -> Comparison:
@@ -126,7 +128,7 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             content = msgspec.json.decode(line)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise WorkshopError(f"{where}: no valid JSON ({error!s:.60}); truncated?") from None
+            raise WorkshopError(f"{where}: no valid JSON ({error!s:.60})") from None
         if not isinstance(content, dict):
             raise WorkshopError(f"{where}: expected a JSON object")
         yield where, content
@@ -163,7 +165,7 @@ def load_folder(folder: Path, kind: type[R]) -> list[R]:
     """All runs of one kind in a file or in `files_in` a folder, oldest session first.
 
     Raises:
-        WorkshopError: there is none, or a file is broken.
+        WorkshopError: no run is found, or a file is broken.
     """
     if not folder.exists():
         raise WorkshopError(f"results {folder}: no such folder")

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from workshop import errors, file_kinds
+from workshop import errors
 from workshop.errors import WorkshopError
 from workshop.run import flops
 from workshop.versions import ALL, ROOT, available
@@ -137,7 +137,7 @@ class Run:
     losses: list[float | None] = field(default_factory=list)
     """null where one was not finite."""
     gate: Parity = field(default_factory=Parity)
-    """What shows that the timed steps do the work."""
+    """The check that the timed steps do the work."""
     audit: Audit = field(default_factory=Audit)
     plausibility: list[str] = field(default_factory=list)
     peak_tflops: Positive | None = None
@@ -145,8 +145,8 @@ class Run:
     peak_source: str | None = None
 
     def wrong(self) -> Iterator[str]:
-        """What contradicts itself in a finished run, though each field is right alone. Readers
-        take medians and divide without another check."""
+        """Contradictions in a finished run whose fields are right alone. Readers take medians and
+        divide without another check."""
         if self.status == "complete" and not self.step_ms:
             yield "step_ms is empty in a complete run"
         for part, amount in self.memory_mb.items():
@@ -318,7 +318,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
             shutil.rmtree(target)
         temporary.replace(target)
     except OSError as error:
-        why = error.strerror or error  # the libraries that draw have errors of their own
+        why = error.strerror or error  # the libraries that draw have other errors
         raise WorkshopError(f"{target} can't be written: {why}") from None
     finally:
         if temporary.is_dir():
@@ -361,7 +361,6 @@ def write_json(target: Path, content: dict[str, Any]) -> None:
 
 def json_text(content: dict[str, Any]) -> str:
     """As `write_json` writes it."""
-    file_kinds.check(content)
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 

@@ -62,7 +62,7 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
     record.status = "complete" if passed else "gate failed"
     records.save(record, arguments.result_file)
     if arguments.profile_dir:
-        records.save(record, arguments.profile_dir / RUN_FILE)
+        records.write(record, arguments.profile_dir / RUN_FILE)
     if arguments.wait_turn:
         turns.end_turn()
     return errors.DONE if passed else errors.ANSWER_IS_NO

@@ -138,7 +138,7 @@ def _save_record(bench: Bench, path: Path) -> None:
     record = dataclasses.replace(
         run, status="profiled", units_per_step=batch, flops_per_step=flops, step_ms=[]
     )
-    records.save(record, path)
+    records.write(record, path)
 
 
 # --- operations ----------------------------------------------------------------------------------

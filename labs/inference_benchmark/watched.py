@@ -67,7 +67,7 @@ class Watched:
         return nullcontext()
 
     def save_record(self, folder: Path) -> Path:
-        return records.save(self.record, folder / RUN_FILE)
+        return records.write(self.record, folder / RUN_FILE)
 
     def verdict(self) -> str:
         return "what it computes was not compared: the benchmark does that, without --profile-steps"

@@ -32,7 +32,7 @@ from workshop.results import RunResult
 from workshop.run import timing
 from workshop.versions import ALL
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FALSE_ALARMS = 0.005
 """The share of checks of unchanged code with a "slower" among the verdicts, if processes scatter
 normally. They do not, and it may reach 0.01."""

@@ -136,7 +136,7 @@ class ProfileRun:
         self.runner.wait()
         self.record.gradients = canonical.count_gradients(self.model)
         self.record.losses = []
-        return records.save(self.record, folder / RUN_FILE)
+        return records.write(self.record, folder / RUN_FILE)
 
 
 def plan(program: Program, flags: list[str], steps: int) -> Plan[Prepare]:

@@ -1,4 +1,4 @@
-"""Processes that prepare beside each other and are timed in turns.
+"""Processes that prepare in parallel and are timed one at a time.
 
 To import, build and compile takes a minute of one core, the timed iterations a second of the whole
 device. A process says on stdout that it is ready, and waits for a line on stdin.
@@ -48,11 +48,11 @@ class Plan:
     planned: LabRun
     """The record for a process that leaves none."""
     folder: Path
-    """Of results, with the comparison's file."""
+    """The folder of results in which the comparison has its file."""
 
 
 def share_of_compilers(number: int) -> dict[str, str]:
-    """What to add to the environment of so many processes that prepare at the same time: by default
+    """Additions to the environment of `number` processes that prepare at the same time: by default
     each has a compiler for every core. Every second one compiles."""
     threads = max(1, 2 * (os.cpu_count() or 1) // number)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
@@ -127,8 +127,8 @@ class Child:
 
 
 def _message(text: str) -> str:
-    """What a failed process says on stderr: our line, or a traceback's, after which PyTorch has
-    lines of advice. Of several processes their launcher has more to say than they."""
+    """The message of a failed process on stderr: our line, or a traceback's, after which PyTorch
+    has lines of advice. Of several processes their launcher has more to say than they."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
     own = [line for line in lines if line.startswith("error: ")]
     # PyTorch may write [rank0]: before it; torchrun's own error, the last, has no words.
@@ -138,8 +138,8 @@ def _message(text: str) -> str:
 
 
 def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
-    """The run of each plan. So many processes as `jobs` prepare beside each other, with
-    --wait-turn; each is timed alone."""
+    """The run of each plan. Up to `jobs` processes prepare in parallel, with --wait-turn; each is
+    timed alone."""
     if jobs == 1:
         yield from map(_alone, plans)
         return

@@ -12,7 +12,7 @@ from workshop.results import RunResult
 from workshop.run import timing
 
 FOLDER = results.DEFAULT_FOLDER / "performance_debugging"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEALTHY = "stage6"
 
 METRICS = {
