@@ -37,7 +37,7 @@ from workshop.run.presets import PRESETS  # noqa: E402
 
 FORMATS = ("table", "markdown", "json")
 FOLDER = "regression"
-"""Below an output folder, whose own *.json files are taken for runs."""
+"""Below an output folder."""
 DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.json"
 REPEATS = 10
 

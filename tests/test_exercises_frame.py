@@ -48,7 +48,11 @@ Add it to itself.
 </details>
 """
 LAB_RUN = LabRun(
-    *("a_lab", "s", "a network", "fp32", "images"),
+    lab="a_lab",
+    session="s",
+    subject="a network",
+    variant="fp32",
+    unit="images",
     units_per_step=4,
     device={},
     software={},

@@ -19,7 +19,7 @@ from workshop.dashboard.data import Choice, Snapshot
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.report import content, pages
-from workshop.results import Parity, RunResult
+from workshop.results import Audit, Parity, RunResult
 from workshop.run import lab_record
 
 RED = Parity(status="fail", failures=["logits differ"])
@@ -77,6 +77,8 @@ def test_a_speedup_is_per_unit_and_within_a_session() -> None:
 @pytest.mark.parametrize(("changes", "verdict", "note"), [
     ({"gate": RED, "status": "gate failed"}, "FAIL", "gate failed: logits differ"),
     ({"gate": RED}, "FAIL", "gate failed: logits differ"),
+    ({"audit": Audit(status="fail", failures=["weights differ"])}, "FAIL",
+     "audit failed: weights differ"),
     ({"status": "failed", "error": "out of memory"}, "FAIL", "out of memory"),
     ({"status": "skipped", "error": "no fp16", "step_ms": [], "gate": Parity()}, "skipped",
      "no fp16"),

@@ -44,7 +44,8 @@ class LabRun(Run):
     @property
     def failure(self) -> str:
         """In words, of a run that is not complete."""
-        return "; ".join([self.status, *self.gate.failures, *([self.error] if self.error else [])])
+        reasons = self.refused[1] if self.refused else []
+        return "; ".join([self.status, *reasons, *([self.error] if self.error else [])])
 
     @property
     def processes(self) -> int:
@@ -87,8 +88,8 @@ class LabRow:
 
     @property
     def failed(self) -> bool:
-        ended = any(run.status in ("gate failed", "failed") for run in self.runs)
-        return ended or self.gate == "fail"
+        ends = ("gate failed", "audit failed", "failed")
+        return any(run.refused or run.status in ends for run in self.runs)
 
     @property
     def times(self) -> list[list[float]]:
@@ -157,8 +158,9 @@ class LabRow:
     def note(self) -> str:
         """Why there is no time, or nothing."""
         for run in self.runs:
-            if run.gate.status == "fail":
-                return "gate failed: " + "; ".join(run.gate.failures)
+            if run.refused:
+                check, failures = run.refused
+                return f"{check} failed: {'; '.join(failures)}"
             if run.error:
                 return run.error
         untimed = "no times" if any(run.step_ms for run in self.runs) else "no timed step"

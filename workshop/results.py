@@ -144,6 +144,14 @@ class Run:
     """At the precision of the run."""
     peak_source: str | None = None
 
+    @property
+    def refused(self) -> tuple[str, list[str]] | None:
+        """The check that failed, "gate" or "audit", with its reasons."""
+        for check, verdict in (("gate", self.gate), ("audit", self.audit)):
+            if verdict.status == "fail":
+                return check, verdict.failures
+        return None
+
     def wrong(self) -> Iterator[str]:
         """Contradictions in a finished run whose fields are right alone. Readers take medians and
         divide without another check."""
@@ -200,14 +208,6 @@ class RunResult(Run):
     def disturbed(self) -> bool:
         """Whether other programs took the processor for most of the timed steps."""
         return self.waited_share is not None and self.waited_share > MOST_WAITED
-
-    @property
-    def refused(self) -> tuple[str, list[str]] | None:
-        """The check that failed, "gate" or "audit", with its reasons."""
-        for check, verdict in (("gate", self.gate), ("audit", self.audit)):
-            if verdict.status == "fail":
-                return check, verdict.failures
-        return None
 
     @property
     def interpreted(self) -> bool:
