@@ -16,6 +16,7 @@ import pytest
 from workshop import records, results
 from workshop.compare import rows, tables
 from workshop.errors import WorkshopError
+from workshop.records import Comparison
 from workshop.results import Audit, Gradients, Parity, RunResult
 from workshop.versions import ROOT, VERSIONS
 
@@ -155,6 +156,16 @@ def test_what_is_saved_is_loaded(run: RunResult, tmp_path: Path) -> None:
     assert head == HEAD
     assert "device" not in first and second["device"] == {"name": "another"}
     assert files(tmp_path) == [str(path.relative_to(tmp_path))]  # no temporary file
+
+
+def test_a_run_that_is_judged_later_is_written_once_more(tmp_path: Path) -> None:
+    run, path = make_result(audit="not run"), tmp_path / "a.jsonl"
+    comparison = Comparison.of(run)
+    for one in (run, make_result("v2")):
+        comparison.add(one, path)
+    run.audit = Audit("pass")
+    comparison.add(run, path)
+    assert records.load(path) == comparison and len(comparison.runs) == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

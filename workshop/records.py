@@ -65,8 +65,9 @@ class Comparison:
         return line
 
     def add(self, run: Run, path: Path) -> Path:
-        """Adds a run and writes the file anew; its path."""
-        self.runs.append(run)
+        """Adds a run, or a change to one that it has, and writes the file anew; its path."""
+        if not any(run is one for one in self.runs):
+            self.runs.append(run)
         self.write(path)
         return path
 
