@@ -220,7 +220,8 @@ def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> 
     fields: dict[str, Any] = {
         "lab": request.LAB, "subject": loop.subject_of("medium", 512, None), "unit": "tokens",
         "units_per_step": size * share * 512, "metrics": metrics, "options": options,
-        "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16", "study": ["measure.py"],
+        "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16",
+        "parent_command": ["measure.py"],
         "memory_mb": {"peak": 2000.0 / size, "source": "allocator"},
         "setup_s": {"compile": 12.5},
     }  # fmt: skip
@@ -233,7 +234,7 @@ def sent(name: str, size: int, rate_gbs: float) -> LabRun:
     return lab_run(
         f"{name}, {collectives.size_text(size)}", units / rate_gbs / 1e6, lab=request.LAB,
         subject="collectives, 2 processes", unit=collectives.UNIT, units_per_step=units,
-        metrics=metrics, study=["collectives.py"], baseline="", memory_mb={}, options={},
+        metrics=metrics, parent_command=["collectives.py"], baseline="", memory_mb={}, options={},
     )  # fmt: skip
 
 
@@ -264,7 +265,7 @@ def lines(text: str, begin: str) -> list[list[str]]:
 def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path) -> None:
     ((_, own),) = documents.parts([], tmp_path).items()
     assert own["scaling"] == f"Not measured yet: `{documents.COMMAND}`."
-    by_hand = trained("ddp", 2, 16, 1.0, study=["train.py"], session="2028")
+    by_hand = trained("ddp", 2, 16, 1.0, parent_command=["train.py"], session="2028")
     later = [sent(name, 2**20, 300.0) for name in collectives.OPERATIONS]
     for run in later:  # of another session: the model finds them for all
         run.session = "2029"
@@ -272,7 +273,7 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     again = trained("ddp", 1, 16, 50.0, session="2030", created="2030-01")  # another machine?
     added = trained(
         "zero2", 1, 8, 90.0, session="2030", created="2030-02", subject="large",
-        study=["measure.py", "--session", "2030"],
+        parent_command=["measure.py", "--session", "2030"],
     )  # fmt: skip
     ((_, own),) = documents.parts([*first, by_hand, *later, again, added], tmp_path).items()
     text = own["scaling"]
