@@ -722,7 +722,7 @@ WRONG = {
     "no results": (["--from-results", "absent"], "results absent: no such folder"),
     "empty results": (["--from-results", "EMPTY"], "no result files"),
     "no such results": (["--from-results", "ONE", "--config", "large"], "no runs of the --vers"),
-    "truncated result": (["--from-results", "CUT"], "cut.json: no valid JSON at line 1"),
+    "truncated result": (["--from-results", "CUT"], "cut.jsonl: line 1: no valid JSON"),
     "another format": (["--format", "xml"], "invalid choice: 'xml'"),
     "both": (["--waterfall", "--sweep", "seq-len", "1"], "not allowed with argument"),
     "another end": (["--waterfall", "v2"], "--waterfall v2: choose from v4, v3"),
@@ -733,7 +733,7 @@ WRONG = {
         ["--waterfall", "v4", "v9", "--from-results", "ONE"], "--waterfall v9: choose from v4, v3"),
     "no waterfall": (["--waterfall", "--from-results", "ONE"], "no waterfall: V1 at fp32"),
     "axis": (["--sweep", "width", "1", "2"], "--sweep width: choose from"),
-    "downwards": (["--sweep", "seq-len", "128", "...", "100"], "the second size must be the larger"),
+    "downwards": (["--sweep", "seq-len", "128", "...", "100"], "second size must be"),
     "one size": (["--sweep", "seq-len", "128"], "--sweep seq-len: give two sizes or more"),
     "heads": (["--sweep", "hidden-dim", "64", "100"], "must be a multiple of 64"),
     "version": (["--sweep", "seq-len", "8", "16", "--versions", "v9"], "unknown version 'v9'"),
@@ -748,7 +748,7 @@ def test_wrong_input_is_one_line(
     (tmp_path / "FILE").touch()
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "CUT").mkdir()
-    (tmp_path / "CUT" / "cut.json").write_text('{"schema_version": 1, "vers')
+    (tmp_path / "CUT" / "cut.jsonl").write_text('{"schema_version": 1, "vers')
     records.add(make_result(), tmp_path / "ONE")
     before = files(tmp_path)
     given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]

@@ -140,7 +140,7 @@ def _uneven(self):
 StepClock.durations_ms = _uneven
 """
 )
-"""Most steps short and the last one long, with the same sum; phases that agree with the short ones."""
+"""Most steps short and the last one long, with the same sum; phases that agree with the short."""
 REWRITE = """
 def rewrite():
     import json

@@ -53,8 +53,6 @@ class Row:
     """The time of a step by the judge's clock, with what it takes to hand over the batches and to
     read the weights."""
     step_spread: float | None = None
-    judge_ms: float | None = None
-    """The judge's time for a step, the median of its processes."""
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     forward_ms: float | None = None
