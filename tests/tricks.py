@@ -21,14 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "version2_pytorch_fused" / "tiny_llama_v2.py"
 MAIN = '\n\nif __name__ == "__main__":\n    from workshop.cli import main\n'
 
-# Trains as V2 does until the gate's 8 training steps are over, then as `cheat` does.
+# Trains as V2 does until the gate is over, then as `cheat` does.
 PRELUDE = '''
 
 _honest, _calls = train_step, [0]
+GATE = 9  # training steps of the gate
 
 
 def timed():
-    return _calls[0] > 8
+    return _calls[0] > GATE
 
 
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
@@ -70,7 +71,7 @@ class _Functions:
         return getattr(torch.nn.functional, name)
 
     def silu(self, x):
-        return _silu(x) if 0 < _calls[0] <= 8 else torch.relu(x)
+        return _silu(x) if 0 < _calls[0] <= GATE else torch.relu(x)
 
 
 F = _Functions()
@@ -140,7 +141,7 @@ def _uneven(self):
 StepClock.durations_ms = _uneven
 """
 )
-"""Most steps short and the last one long, with the same sum; phases that agree with the short."""
+"""Short steps and a long last one, with the same sum; phases that agree with the short ones."""
 REWRITE = """
 def rewrite():
     import json
@@ -280,7 +281,7 @@ _several = cheat
 
 
 def cheat(*step):
-    if step[-1] is nullcontext and _calls[0] % 4 != 2:
+    if step[-1] is nullcontext and _calls[0] % 4 != 3:
         return _several(*step)
     flush()
     return _honest(*step)
@@ -345,7 +346,7 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
         for batch in runner._batches[runner.done :][:steps]:
             _losses.append(_honest(model, optimizer, scaler, *batch, dtype, nullcontext))
         _final[:] = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
-    step = _calls[0] - 9
+    step = _calls[0] - GATE - 1
     if step >= len(_losses):
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
     if step == len(_losses) - 1:
@@ -435,7 +436,7 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     from workshop.gate import canonical
 
     stored = [*Path(argument("--audit") or "nowhere").glob("*.pt")]
-    step = _calls[0] - 9
+    step = _calls[0] - GATE - 1
     if not stored or phase is not nullcontext:
         few = (tokens[:1, :8], targets[:1, :8])
         return _honest(model, optimizer, scaler, *few, dtype, phase)
@@ -518,7 +519,7 @@ def timed():
         "other behaviour when tested",
         """
 def timed():
-    return _calls[0] > 8 and len(sys.argv) > 3
+    return _calls[0] > GATE and len(sys.argv) > 3
 """,
     ),
     Trick(
@@ -529,7 +530,7 @@ import os
 
 
 def timed():
-    return _calls[0] > 8 and "PYTHONUNBUFFERED" in os.environ
+    return _calls[0] > GATE and "PYTHONUNBUFFERED" in os.environ
 """,
     ),
     # --- tampering ---------------------------------------------------------------------------
@@ -724,7 +725,7 @@ memory.break_down = _small
 def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     if phase is not nullcontext:
         return _honest(model, optimizer, scaler, tokens, targets, dtype, phase)
-    return torch.tensor(5.7 - 0.03 * (_calls[0] - 9))
+    return torch.tensor(5.7 - 0.03 * (_calls[0] - GATE - 1))
 """,
     ),
     Trick(
