@@ -140,6 +140,7 @@ def test_a_disturbed_run_is_measured_again_once_and_both_are_kept(
     tmp_path: Path,
 ) -> None:
     changes = {"workshop/run/presets.py": SHRINK_PRESET, "workshop/run/waiting.py": planted}
+    changes["workshop/judge/process.py"] = ("max(busy - busy_before, 0.0)", "1e9")
     code, folder = copy_repository(tmp_path / "code", changes), tmp_path / "out"
     words = tool("--config", "tiny", "--versions", "v1", *FEW_STEPS, "--output-dir", folder)
     done = type_command(*words, folder=code)
