@@ -298,15 +298,12 @@ def _exported(model: nn.Module, variant: Variant, images: Tensor) -> Callable[[T
 
 
 class Training:
-    """A network that learns one batch by heart: forward, loss, backward, SGD. Weights and momentum
-    are fp32 at every precision, as autocast has it; in fp16 the loss is scaled."""
+    """A network that learns: forward, loss, backward, SGD. Weights and momentum are fp32 at every
+    precision, as autocast has it; in fp16 the loss is scaled."""
 
-    def __init__(
-        self, model: nn.Module, variant: Variant, setting: Setting, images: Tensor, targets: Tensor
-    ) -> None:
+    def __init__(self, model: nn.Module, variant: Variant, setting: Setting) -> None:
         self.device, self.variant, self.network = setting.device, variant, setting.network
-        self.weight = setting.loss_weight
-        self.images, self.targets = images, targets
+        self.weight, self.rank = setting.loss_weight, setting.rank
         self.model = laid_out(model.train(), variant)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         precision = PRECISIONS[variant.precision]
@@ -315,29 +312,18 @@ class Training:
         if variant.compile is not None:
             self.run = torch.compile(self.model, **variant.compile)
 
-    def step(self, range_: Range = contextlib.nullcontext) -> Tensor:
+    def step(
+        self, images: Tensor, targets: Tensor, range_: Range = contextlib.nullcontext
+    ) -> Tensor:
         """Trains one step, with a marker range around each part; its loss, a scalar on the
         device."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward(self.images, self.targets, self.weight, range_)
-        with range_("optimizer"):
-            self.update()
-        return loss
-
-    def backward(
-        self,
-        images: Tensor,
-        targets: Tensor,
-        weight: float,
-        range_: Range = contextlib.nullcontext,
-    ) -> Tensor:
-        """Adds the gradients of the weighted loss; returns the loss as it is, a scalar."""
         with range_("forward"), PRECISIONS[self.variant.precision].autocast(self.device.type):
             loss = self.network.loss(self.run(images), targets)
         with range_("backward"):
-            self.scaler.scale(loss if weight == 1 else weight * loss).backward()
+            weighted = loss if self.weight == 1 else self.weight * loss
+            self.scaler.scale(weighted).backward()
+        with range_("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         return loss.detach()
-
-    def update(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
