@@ -499,7 +499,9 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "tested in training mode": lambda patch: patch.setattr(
         Training, "evaluate", evaluated_in_training_mode
     ),
-    "tested on one image": lambda patch: patch.setattr(Training, "evaluate", evaluated_on_first_image),
+    "tested on one image": lambda patch: patch.setattr(
+        Training, "evaluate", evaluated_on_first_image
+    ),
 }  # fmt: skip
 UNSEEN_IN_BF16 = ("no weight decay",)
 """Smaller than what a plain step in bf16 loses."""

@@ -29,7 +29,7 @@ from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
 from workshop.run.timing import StepClock, median
 
 SETTLING_STEPS = 5
-"""That are not in the time of a training of one epoch: in them memory, compilers and a graph
+"""Steps that are not in the time of a training of one epoch: in them memory, compilers and a graph
 settle. Of several epochs the first one is not in."""
 TEST_BATCH = 500
 CIFAR10_IMAGES = 50_000
@@ -38,7 +38,7 @@ STEP = "train_step"
 _SAME_ON_RESUME = (
     *("model", "epochs", "batch_size", "epoch_images", "lr", "label_smoothing", "seed"),
 )
-"""Of the settings that a resumed training should share with its checkpoint."""
+"""Settings that must match the checkpoint when training resumes."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Run:
     """How many are complete."""
     best_accuracy: float = 0.0
     test_logits: Tensor | None = None
-    """Of the test images, after the newest complete epoch."""
+    """The test images' logits (N, 10) after the newest complete epoch."""
 
     def path(self, ending: str) -> Path:
         name = f"{self.arguments.model}_{self.dataset.name}_{ending}"

@@ -1,4 +1,4 @@
-"""What shows that a fast training trains the network that was asked for.
+"""The gate: a fast training trains the network that was asked for.
 
 Four steps of the run are done again (workshop/gate/steps.py) by a plain step that shares no code
 with the run's: batches cropped one image at a time, the images' mean and deviation from where they
@@ -97,7 +97,7 @@ class Reference:
 
     @torch.no_grad()
     def logits(self, state: State, images: Tensor, precision: str) -> Tensor:
-        """Of test images, fp64 on the CPU."""
+        """The logits of test images, (N, 10) fp64 on the CPU."""
         kept = state.weights | state.statistics
         tensors = {name: tensor.to(self.device) for name, tensor in kept.items()}
         with plain_arithmetic(precision, self.device):

@@ -31,7 +31,7 @@ class Variant:
     """How a step runs. All of it is off in the plain one."""
 
     precision: str = "fp32"
-    """Of workshop.run.precision."""
+    """A name of workshop.run.precision."""
     channels_last: bool = False
     compile: bool = False
     cuda_graph: bool = False
@@ -55,7 +55,7 @@ class Schedule:
     total: int
 
     def at(self, step: int) -> float:
-        """That of a step, from 0."""
+        """The rate of a step, counted from 0."""
         if step < self.warmup:
             return self.highest * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.total - self.warmup)
@@ -64,7 +64,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is learned, at any variant."""
+    """The task, which every variant learns."""
 
     schedule: Schedule
     label_smoothing: float
@@ -113,7 +113,7 @@ class Training:
         self._own_steps = 0
 
     def logits(self, images: Tensor) -> Tensor:
-        """Of uint8 images (B, 3, 32, 32)."""
+        """The logits (B, 10) of uint8 images (B, 3, 32, 32)."""
         values = images.float() * self._scale - self._shift
         out: Tensor = self.model(values.contiguous(memory_format=self.variant.layout()))
         return out

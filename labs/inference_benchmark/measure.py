@@ -130,7 +130,7 @@ class Inference:
             self._step = captured(self._step, self.bench.setting.device)
 
     def keep(self, iterations: int) -> None:
-        """Makes room for the logits of the iterations, or of as many as fit."""
+        """Makes room for the logits of the newest iterations, up to KEPT_BYTES."""
         output = self._step()
         each = output.numel() * output.element_size()
         self._ring = min(iterations, max(2, int(KEPT_BYTES / each)))

@@ -1,4 +1,4 @@
-"""What the benchmark switches on: arithmetic, layout, folding, compiler, graph, export.
+"""The benchmark's switches: arithmetic, layout, folding, compiler, graph, export.
 
 A `Variant` says how a network runs; `inference_step` and `training_step` make a step of it that
 reads static tensors, as a server's or a captured graph's does.
@@ -52,7 +52,7 @@ class Variant:
     export: bool = False
     """Compiled ahead of time, by AOTInductor."""
     peer: str = ""
-    """Whose way of running it this is, of request.PEERS; empty: ours."""
+    """One of request.PEERS whose way of running it this is; empty: ours."""
 
     @property
     def label(self) -> str:
@@ -69,7 +69,7 @@ class Variant:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of images and weights."""
+        """The type of images and weights."""
         dtype = PRECISIONS[self.precision].autocast_dtype
         return torch.float32 if dtype is None or self.autocast else dtype
 
@@ -101,7 +101,7 @@ def _compile_words(context: Mapping[str, Any]) -> str:
 
 @dataclass
 class Setting:
-    """What a step is made of besides its variant."""
+    """The parts of a step besides its variant."""
 
     network: Network
     device: torch.device
@@ -119,7 +119,7 @@ class Setting:
         return nn.DataParallel(model, list(self.gpus)) if self.gpus else model
 
     def images_seed(self, rank: int | None = None) -> int:
-        """Of a process's images, its own by default: no two processes have the same."""
+        """The seed of a process's images, by default this one's: no two processes share it."""
         return self.seed + RANK_STRIDE * (self.rank if rank is None else rank)
 
     @property

@@ -1,4 +1,4 @@
-"""What shows that the timed iterations did the network's work.
+"""The gate: the timed iterations did the network's work.
 
 Inference: images are drawn after the clock, and the logits that any timed iteration left for them
 are compared with the fp32 network's in fp64. They may be no further from them than a small multiple
@@ -27,8 +27,8 @@ from workshop.results import Parity
 from workshop.run.precision import set_arithmetic
 
 MOST_TIMES = 3.0
-"""The plain network's error at the same precision, of which the timed one may have this many. True
-runs of 65 networks had 0.8 to 1.1 of it in fp16 on an H200, and up to 2.0 in bf16 on a CPU."""
+"""The timed network's error may be this many times the plain one's at the same precision. True runs
+of 65 networks had 0.8 to 1.1 of it in fp16 on an H200, and up to 2.0 in bf16 on a CPU."""
 FLOOR = 8 * 2.0**-24
 """Relative to the logits: the plain network may by luck be nearer to the truth than fp32 rounds."""
 MOST_ERROR = 0.7
@@ -40,7 +40,7 @@ SAMPLE = 8
 MOST_LAYERS_OF_A_BLOCK = 12
 SGD = steps.Sgd(0.9, lambda number: 0.01)
 Timed = tuple[Sequence[int], Tensor]
-"""Which of the drawn images an iteration had, and its logits for them, fp64 on the CPU."""
+"""The drawn images that an iteration had, by number, and its logits for them, fp64 on the CPU."""
 
 
 def sample_of(batch_size: int, generator: torch.Generator) -> Tensor:
@@ -54,9 +54,9 @@ class Truth:
     """Logits of some images, fp64 on the CPU, (N, classes) or (N, classes, H, W)."""
 
     logits: Tensor
-    """Of the fp32 network, computed in fp64."""
+    """The fp32 network's, computed in fp64."""
     plain: Tensor
-    """Of plain eager mode at the variant's precision."""
+    """Plain eager mode's, at the variant's precision."""
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def of_inference(variant: Variant, known: Truth, timed: Sequence[Timed]) -> tupl
     """The verdict on what timed iterations gave for the drawn images, and the share of these (of
     segmentation: pixels) for which the class with the largest logit is the truth's."""
     truth, eager = known.logits, known.plain
-    # What all images have in common says nothing of whether each was looked at.
+    # The part that all images share says nothing of whether each was looked at.
     scale = (truth - truth.mean(0, keepdim=True)).square().mean().sqrt()
     if len(truth) == 1:
         scale = truth.square().mean().sqrt()

@@ -1,4 +1,4 @@
-"""Measures the engines beside each other, on a Llama of random weights.
+"""Measures and compares the engines, on a Llama of random weights.
 
     python measure_engines.py
     python measure_engines.py --engines hf fast --batch-sizes 1 --repeats 1
@@ -342,7 +342,7 @@ def ladder(rows: Sequence[LabRow]) -> list[LabRow]:
 
 
 def costs_table(rows: Sequence[LabRow]) -> Table:
-    """What a token's bytes take, the pass over the prompts, and what compiling took."""
+    """Times: of a token's bytes, of the pass over the prompts, and of compiling."""
     lines = [
         Line([row.label, number(floor := metric(row, "floor_ms"), ",.3f"),
               number(row.step_ms / floor if floor and row.step_ms else None, ",.2f"),

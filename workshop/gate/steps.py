@@ -1,10 +1,10 @@
 """The audit of a lab's training: some of its steps, done again one at a time.
 
-A lab trains too long for a second run beside it. So four of its steps are done again: the first,
-one that is drawn anew in each run, and the last two, which lead to the final weights. Each begins
-from the state that the run itself had before it, and has the batch of its number, whatever the run
-has read. A plain step that shares no code with the run's gives the gradients: in fp32, and at the
-run's precision to see what that costs.
+A lab trains too long to be trained twice, so four of its steps are done again: the first, one that
+is drawn anew in each run, and the last two, which lead to the final weights. Each begins from the
+state that the run itself had before it, and has the batch of its number, whatever the run has read.
+A plain step that shares no code with the run's gives the gradients: in fp32, and at the run's
+precision to see what that costs.
 
 The optimizer needs no second run. From the momentum before and after a step follows the gradient
 that was added to it, and from both the new weights, at any precision up to roundings of fp32.
@@ -26,7 +26,7 @@ from workshop.results import Parity
 from workshop.run.precision import PRECISIONS, set_arithmetic
 
 MOST_TIMES = 3.0
-"""The plain step's error at the run's precision, of which the run may have this many."""
+"""The run's error may be this many times the plain step's at the run's precision."""
 LOSS_FLOOR = 2.0**-16
 """Relative: what a loss may always be off, beside the roundings of a mean over the batch."""
 FLOOR, TENSOR_FLOOR = 2.0**-5, 2.0**-4
@@ -41,12 +41,12 @@ of the steps, for each tensor. Eager channels-last on an H200, three seeds, two 
 weight of ResNet-34 at batch 256 differs by up to 0.19 in bf16, 0.03 in fp16; of ResNet-18 at batch
 128 by up to 0.05 in bf16. A weight whose gradient is zero differs by 0.63 or more."""
 NEGLIGIBLE = 1e-5
-"""Of the norm of all gradients: a tensor with less has a gradient of roundings alone, as a bias
-before a batch norm."""
+"""A tensor whose gradient is a smaller share of the norm of all is not compared alone: roundings
+are all it has, as a bias before a batch norm."""
 UPDATE_ROUNDINGS = 2 * 2.0**-24
-"""Of a weight: what its update may be off."""
+"""An update's error that is allowed, as a share of the weight."""
 RATE_ROUNDINGS = 2.0**-18
-"""Of the movement: what the update may be off beside that. A rate kept in fp32 is 2^-24 off."""
+"""The same as a share of the movement, in addition. A rate kept in fp32 is 2^-24 off."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step did: its loss, sketches of the gradients, changes of the norms' statistics."""
+    """The effect of one step: loss, sketches of the gradients, changes of the norms' statistics."""
 
     loss: float
     gradients: dict[str, Tensor]
