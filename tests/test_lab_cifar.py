@@ -1,8 +1,8 @@
 """The CIFAR-10 lab's training: its images, its step, its checkpoints, the proof, the program."""
 
 import copy
+import dataclasses
 import io
-import math
 import os
 import pickle
 import signal
@@ -43,18 +43,42 @@ IMAGES = 10
 """In each of the six files."""
 
 
+class Block(nn.Module):
+    """torchvision's BasicBlock."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = None
+        if stride > 1:
+            convolution = nn.Conv2d(before, width, 1, stride, bias=False)
+            self.downsample = nn.Sequential(convolution, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(out + (self.downsample(x) if self.downsample else x))
+
+
 class Small(nn.Module):
-    """In the place of a ResNet: milliseconds a step."""
+    """In the place of a ResNet, with its names: milliseconds a step."""
+
+    severed = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, stride=2, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.head = nn.Linear(8 * 9, 10)
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(Block(8, 8, 1))
+        self.layer2 = nn.Sequential(Block(8, 16, 2))
+        self.fc = nn.Linear(16, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        found = torch.relu(self.norm(self.conv(images)))
-        out: Tensor = self.head(nn.functional.adaptive_avg_pool2d(found, 3).flatten(1))
+        found = self.layer1(torch.relu(self.bn1(self.conv1(images))))
+        found = self.layer2(found.detach() if self.severed else found)
+        out: Tensor = self.fc(found.mean((2, 3)))
         return out
 
 
@@ -88,6 +112,9 @@ def train(
 ) -> Callable[..., tuple[int, str]]:
     """Runs the program on a small network and 50 images; its status and all that it printed."""
     monkeypatch.setattr(networks, "build", lambda name: Small())
+    monkeypatch.setattr(
+        proof, "WEIGHTS", {"resnet18": sum(w.numel() for w in Small().parameters())}
+    )
     monkeypatch.setattr("workshop.run.hardware.measure_matmul_tflops", lambda *_: 1.0)
     write_cifar(tmp_path / "data")
 
@@ -220,7 +247,9 @@ def test_digits_stand_in_loudly(
     train: Callable[..., tuple[int, str]],
 ) -> None:
     other = data.cifar10(tmp_path / "data")
-    stand_in = data.Dataset("digits", other.train, other.test, other.mean, other.std, False)
+    values = other.train.images / 255
+    mean, std = (float(values.mean()),) * 3, (float(values.std()),) * 3
+    stand_in = data.Dataset("digits", other.train, other.test, mean, std, False)
     monkeypatch.setattr(data, "digits", lambda: stand_in)
     monkeypatch.setattr(data, "_download", lambda folder: "no network")
     status, printed = train("--data", tmp_path / "nothing", "--epochs", "2")
@@ -298,156 +327,199 @@ def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine() -> None:
 PROBLEM = Problem(Schedule(0.05, 2, 20), 0.1, (0.5,) * 3, (0.25,) * 3)
 
 
-def trained(training: Training, steps: int = 12) -> tuple[proof.First, list[float]]:
-    """A run of a training on one batch."""
-    first, losses = proof.First(copy.deepcopy(training.state())), []
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randint(256, (16, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(10, (16,), generator=generator)
-    for _ in range(steps):
-        loss = training.step(images, labels)
-        first.see(training, images, labels, loss)
-        losses.append(float(loss))
-    return first, losses
+def test_a_state_of_another_memory_format_can_be_trained_on() -> None:
+    """PyTorch's fused update, of GPUs, refuses momentum laid out otherwise than its weight."""
+    one, other = (
+        Training(Small(), Variant(channels_last=last), PROBLEM, CPU) for last in (True, False)
+    )
+    one.step(torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8), torch.arange(4))
+    other.load(one.state())
+    for weight, kept in other.optimizer.state.items():
+        assert kept["momentum_buffer"].stride() == weight.stride()
 
 
-class Deeper(Small):
-    """With what a fault can sever."""
+# --- the gate ------------------------------------------------------------------------------------
 
-    severed = False
-
-    def forward(self, images: Tensor) -> Tensor:
-        found = torch.relu(self.norm(self.conv(images)))
-        if self.severed:
-            found = found.detach()
-        out: Tensor = self.head(nn.functional.adaptive_avg_pool2d(found, 3).flatten(1))
-        return out
+Patch = pytest.MonkeyPatch
+true_step, true_loss, true_evaluate = Training.step, Training.loss, Training.evaluate
+true_draw, true_batch, true_at = Plan.draw, Plan.batch, Schedule.at
 
 
-def verdict(variant: Variant, break_it: Callable[[Training], None] = lambda training: None) -> Any:
-    torch.manual_seed(0)
-    model = Deeper()
-    training = Training(model, variant, PROBLEM, CPU)
-    break_it(training)
-    first, losses = trained(training)
-    return proof.of_training(model, training, first, losses)
+def stepping(wrong: Callable[..., Tensor]) -> Callable[[Patch], None]:
+    """A fault that takes the place of a step."""
+    return lambda patch: patch.setattr(Training, "step", wrong)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [Variant(), Variant(channels_last=True), Variant("bf16"), Variant("bf16", channels_last=True)],
-    ids=lambda variant: variant.label,
-)
-def test_true_steps_are_proven(variant: Variant) -> None:
-    found = verdict(variant)
-    assert found.status == "pass", found.failures
+def updating(wrong: Callable[[Training], None]) -> Callable[[Patch], None]:
+    """A fault of a training that has just been made."""
+    true_init = Training.__init__
+
+    def init(self: Training, *parts: Any) -> None:
+        true_init(self, *parts)
+        wrong(self)
+
+    return lambda patch: patch.setattr(Training, "__init__", init)
 
 
-def sever(training: Training) -> None:
+def half_the_batch(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    return true_step(self, images[: len(images) // 2], labels[: len(labels) // 2])
+
+
+def every_second_update(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    if self.done % 2:
+        self.done += 1
+        return true_loss(self, images, labels).detach()
+    return true_step(self, images, labels)
+
+
+def nothing_after_step_3(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    if self.done < 3:
+        self.last = true_step(self, images, labels)  # type: ignore[attr-defined]
+        return self.last  # type: ignore[attr-defined, no-any-return]
+    self.done += 1
+    return self.last * 0.9**self.done  # type: ignore[attr-defined, no-any-return]
+
+
+def first_pixels_again(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    if not hasattr(self, "pixels"):
+        self.pixels = images  # type: ignore[attr-defined]
+    return true_step(self, self.pixels, labels)  # type: ignore[attr-defined]
+
+
+def labels_rolled(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    return true_step(self, images, labels.roll(1))
+
+
+def one_image_twice(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    order = torch.tensor([*range(len(labels) - 1), 0])
+    return true_step(self, images[order], labels[order])
+
+
+def forgotten_momentum(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    for own in self.optimizer.state.values():
+        own["momentum_buffer"].zero_()
+    return true_step(self, images, labels)
+
+
+def other_settings(**wrong: Any) -> Callable[[Patch], None]:
+    return updating(lambda training: training.optimizer.param_groups[0].update(wrong))
+
+
+def normalised_with(**wrong: tuple[float, ...]) -> Callable[[Patch], None]:
+    true_cifar10 = data.cifar10
+    return lambda patch: patch.setattr(
+        data, "cifar10", lambda folder: dataclasses.replace(true_cifar10(folder), **wrong)
+    )
+
+
+def drawn_otherwise(batch: Callable[..., Any]) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(Plan, "batch", batch)
+
+
+def not_cropped(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Tensor, Tensor]:
+    chosen = plan.order[index * size : (index + 1) * size]
+    return part.images[chosen], part.labels[chosen]
+
+
+def not_mirrored(plan: Plan, part: data.Part, index: int, size: int) -> tuple[Tensor, Tensor]:
+    plain = dataclasses.replace(plan, flip=torch.zeros_like(plan.flip))
+    return true_batch(plain, part, index, size)
+
+
+def epochs_alike(patch: Patch) -> None:
+    true_epoch = Batches.epoch
+    patch.setattr(Batches, "epoch", lambda self, epoch: true_epoch(self, 0))
+
+
+def rate_5_percent_high(patch: Patch) -> None:
+    patch.setattr(Schedule, "at", lambda self, step: 1.05 * true_at(self, step))
+
+
+def rate_that_never_falls(patch: Patch) -> None:
+    patch.setattr(Schedule, "at", lambda self, step: self.highest)
+
+
+def no_smoothing(self: Training, images: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(self.logits(images).float(), labels)
+
+
+def severed(training: Training) -> None:
     training.model.severed = True  # type: ignore[assignment]
 
 
-def no_update(training: Training) -> None:
-    training.optimizer.step = lambda *_, **__: None  # type: ignore[method-assign]
-
-
-def no_momentum(training: Training) -> None:
-    training.optimizer.param_groups[0].update(momentum=0.0, nesterov=False)
-
-
-def rolled(training: Training) -> None:
-    true_step = training.step
-    training.step = lambda x, y: true_step(x, y.roll(1))  # type: ignore[method-assign]
+def one_weight_severed(training: Training) -> None:
+    training.model.bn1.bias.register_hook(torch.zeros_like)  # type: ignore[union-attr, operator]
 
 
 def stale_gradients(training: Training) -> None:
     training.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign, assignment]
 
 
-def forgotten_momentum(training: Training) -> None:
-    true_step = training.step
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        for own in training.optimizer.state.values():
-            own["momentum_buffer"].zero_()
-        return true_step(images, labels)
-
-    training.step = step  # type: ignore[method-assign, assignment]
-
-
 def statistics_at_rest(training: Training) -> None:
-    training.model.norm.momentum = 0.0  # type: ignore[union-attr]
+    training.model.bn1.momentum = 0.0  # type: ignore[union-attr]
 
 
-FAULTS = [sever, no_update, no_momentum, forgotten_momentum, stale_gradients, rolled,
-          statistics_at_rest]  # fmt: skip
+def block_left_out(training: Training) -> None:
+    training.model.layer1 = nn.Identity()
+
+
+def uphill(training: Training) -> None:
+    for weight in training.model.parameters():
+        weight.register_hook(torch.neg)
+
+
+@torch.no_grad()
+def evaluated_in_training_mode(self: Training, images: Tensor) -> Tensor:
+    return self.logits(images)
+
+
+def evaluated_on_first_image(self: Training, images: Tensor) -> Tensor:
+    return true_evaluate(self, images[:1]).expand(len(images), -1)
+
+
+FAULTS: dict[str, Callable[[Patch], None]] = {
+    **{fault.__name__: stepping(fault) for fault in (
+        half_the_batch, every_second_update, nothing_after_step_3, first_pixels_again,
+        labels_rolled, one_image_twice, forgotten_momentum,
+    )},
+    **{fault.__name__: updating(fault) for fault in (
+        severed, one_weight_severed, stale_gradients, statistics_at_rest, block_left_out, uphill,
+    )},
+    "no momentum": other_settings(momentum=0.0, nesterov=False),
+    "no Nesterov": other_settings(nesterov=False),
+    "no weight decay": other_settings(weight_decay=0.0),
+    "wrong mean": normalised_with(mean=(0.485, 0.456, 0.406)),
+    "wrong deviation": normalised_with(std=(0.229, 0.224, 0.225)),
+    "not cropped": drawn_otherwise(not_cropped),
+    "not mirrored": drawn_otherwise(not_mirrored),
+    "epochs alike": epochs_alike,
+    "rate 5% high": rate_5_percent_high,
+    "rate never falls": rate_that_never_falls,
+    "no label smoothing": lambda patch: patch.setattr(Training, "loss", no_smoothing),
+    "tested in training mode": lambda patch: patch.setattr(
+        Training, "evaluate", evaluated_in_training_mode
+    ),
+    "tested on one image": lambda patch: patch.setattr(
+        Training, "evaluate", evaluated_on_first_image
+    ),
+}  # fmt: skip
+UNSEEN_IN_BF16 = ("no weight decay",)
+"""Smaller than what a plain step in bf16 loses."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_trains_otherwise_is_found(
-    fault: Callable[[Training], None], precision: str
-) -> None:
-    assert verdict(Variant(precision, channels_last=True), fault).status == "fail"
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_weight_without_its_gradient_is_found_however_little_it_counts(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for limit in ("FLOOR", "MOST"):  # of all weights together
-        monkeypatch.setattr(proof, limit, 10.0)
-
-    def sever_one(training: Training) -> None:
-        bias: Tensor = training.model.norm.bias  # type: ignore[union-attr, assignment]
-        bias.register_hook(torch.zeros_like)
-
-    [failure] = verdict(Variant(precision, channels_last=True), sever_one).failures
-    assert "along fp64's" in failure
-
-
-def test_another_direction_is_found_whatever_rounding_costs(
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_training_that_does_other_work_is_red(
+    fault: str | None, precision: str, train: Callable[..., tuple[int, str]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(proof, "MOST_TIMES", 1e6)
-    monkeypatch.setattr(proof, "ALONG", math.inf)
-
-    def uphill(training: Training) -> None:
-        for weight in training.model.parameters():
-            weight.register_hook(torch.neg)
-
-    failures = verdict(Variant("bf16"), uphill).failures
-    assert any("the momentum" in failure and "1.2e+00 allowed" in failure for failure in failures)
-
-
-def test_steps_that_a_scaled_loss_leaves_out_are_not_compared() -> None:
-    torch.manual_seed(0)
-    model = Deeper()
-    training = Training(model, Variant(), PROBLEM, CPU)
-    true_step, steps = training.step, iter(range(100))
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        if next(steps) % 2:
-            return true_step(images, labels)
-        training.logits(images)  # which the norms' statistics see
-        return torch.tensor(2.4)
-
-    training.step = step  # type: ignore[method-assign, assignment]
-    first, losses = trained(training)
-    training.done = len(losses)
-    assert len(first.batches) == proof.FIRST_STEPS and 2.4 not in first.losses
-    assert proof.of_training(model, training, first, losses[1::2] * 2).status == "pass"
-
-
-def test_a_state_of_another_memory_format_can_be_trained_on() -> None:
-    """PyTorch's fused update, of GPUs, refuses momentum laid out otherwise than its weight."""
-    one, other = (
-        Training(Deeper(), Variant(channels_last=last), PROBLEM, CPU) for last in (True, False)
-    )
-    trained(one, steps=1)
-    other.load(one.state())
-    for weight, kept in other.optimizer.state.items():
-        assert kept["momentum_buffer"].stride() == weight.stride()
+) -> None:  # fmt: skip
+    if fault in UNSEEN_IN_BF16 and precision == "bf16":
+        pytest.skip("smaller than the roundings")
+    if fault:
+        FAULTS[fault](monkeypatch)
+    status, printed = train("--channels-last", "--precision", precision)
+    assert status == (1 if fault else 0) and ("FAIL: " in printed) == bool(fault), printed
+    assert ("images/s, " in printed) == (fault is None)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -534,7 +606,7 @@ def test_other_checkpoints_are_one_line(
     evil = tmp_path / "evil.pt"
     torch.save({"format": checkpoints.FORMAT, "more": Malicious(tmp_path / "ran")}, evil)
     other = weights(tmp_path / "out", good.name)
-    other["training"]["model"]["conv.weight"] = torch.zeros(2, 3)  # type: ignore[call-overload]
+    other["training"]["model"]["conv1.weight"] = torch.zeros(2, 3)  # type: ignore[call-overload]
     torch.save(other, tmp_path / "other.pt")
     for flags, said in (
         ((good, "--model", "resnet34"), "of --model resnet18, not resnet34"),
@@ -618,28 +690,12 @@ def test_a_first_step_that_overflows_changes_nothing(graph: bool) -> None:
     labels = torch.randint(0, 10, (8,), device=device)
     training.step(images, labels)
     weights = training.model.state_dict()
-    assert torch.equal(weights["head.weight"], before["model"]["head.weight"])
+    assert torch.equal(weights["fc.weight"], before["model"]["fc.weight"])
     for _ in range(40):
         loss = training.step(images, labels)
     assert torch.isfinite(loss) and not torch.equal(
-        training.model.state_dict()["head.weight"], before["model"]["head.weight"]
+        training.model.state_dict()["fc.weight"], before["model"]["fc.weight"]
     )
-
-
-def test_a_training_that_does_not_learn_is_red(
-    train: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    true_step = Training.step
-
-    def step(self: Training, images: Tensor, labels: Tensor, *more: Any) -> Tensor:
-        if self.variant.channels_last:
-            labels = labels.roll(1)
-        return true_step(self, images, labels, *more)
-
-    monkeypatch.setattr(Training, "step", step)
-    status, printed = train("--channels-last")
-    assert status == 1 and "FAIL: " in printed
-    assert labs.build_rows([the_run(tmp_path / "results")])[0].units_per_s is None
 
 
 @pytest.mark.parametrize(

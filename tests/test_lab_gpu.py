@@ -43,7 +43,7 @@ def test_a_variant_is_proven(variant: Variant) -> None:
     one = bench(variant, "resnet18")
     measured = measure.measure_inference(one, iterations=8, warmup=3, say=print)
     assert one.run.gate.status == "pass", one.run.gate.failures
-    assert measured.losses[-1] == measured.losses[-3] != measured.losses[-2]
+    assert len(set(measured.losses[-8:])) == 8  # each iteration has images of its own
 
 
 def test_an_exported_network_is_proven(tmp_path: Path, type_command) -> None:

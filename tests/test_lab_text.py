@@ -24,6 +24,7 @@ import language_models
 
 from labs.text_generation import (
     documents,
+    fast,
     lm_gen,
     lm_gen_ds,
     measure_engines,
@@ -208,21 +209,17 @@ def test_a_model_over_cpu_and_disk(typed) -> None:
 # --- the proof, and what a token costs -----------------------------------------------------------
 
 
-def without_mask(engine: HuggingFace, ids: Tensor, mask: Tensor, **_: Any) -> Tensor:
-    return torch.ones_like(mask)
-
-
-def one_token_less(engine: HuggingFace, ids: Tensor, mask: Tensor, **_: Any) -> Tensor:
+def one_token_less(mask: Tensor) -> Tensor:
     mask = mask.clone()
     mask[torch.arange(len(mask)), mask.argmax(1)] = 0  # of each prompt the first
     return mask
 
 
-@pytest.mark.parametrize("fault", [None, without_mask, one_token_less])
+@pytest.mark.parametrize("fault", [None, torch.ones_like, one_token_less])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("engine", ["static", "hf"])  # the second is what the first is held to
 def test_a_fault_turns_the_proof_red(
-    fault: Callable[..., Tensor] | None,
+    fault: Callable[[Tensor], Tensor] | None,
     dtype: str,
     engine: str,
     typed,
@@ -233,7 +230,7 @@ def test_a_fault_turns_the_proof_red(
 
     def faulty(self: HuggingFace, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
         own = engine == "hf" or "cache_implementation" in self._settings
-        mask = fault(self, ids, mask) if fault and own else mask
+        mask = fault(mask) if fault and own else mask
         return generate(self, ids, mask, *more)
 
     monkeypatch.setattr(HuggingFace, "generate", faulty)
@@ -244,6 +241,83 @@ def test_a_fault_turns_the_proof_red(
         return
     assert status == 1 and run.status == "gate failed" and "FAIL, so no speed" in printed
     assert "tokens/s" not in printed and not labs.build_rows([run])[0].times
+
+
+Generate = Callable[..., Answer]
+
+
+def masked_by(wrong: Callable[[Tensor], Tensor]) -> Callable[[Generate], Generate]:
+    return lambda true: lambda self, ids, mask, *more: true(self, ids, wrong(mask), *more)
+
+
+def answered_with(wrong: Callable[[Tensor], Tensor]) -> Callable[[Generate], Generate]:
+    """The tokens (B, n) of an answer are replaced."""
+
+    def fault(true: Generate) -> Generate:
+        def generate(*parts: Any) -> Answer:
+            answer = true(*parts)
+            answer.tokens = wrong(answer.tokens)
+            return answer
+
+        return generate
+
+    return fault
+
+
+def remembered_by(key: Callable[[Tensor, Tensor], object]) -> Callable[[Generate], Generate]:
+    """An earlier answer is given again, the warm-up's among them."""
+
+    def fault(true: Generate) -> Generate:
+        known: dict[object, Answer] = {}
+
+        def generate(self: Any, ids: Tensor, mask: Tensor, *more: Any) -> Answer:
+            name = key(ids, mask)
+            if name not in known:
+                known[name] = true(self, ids, mask, *more)
+            return copy.copy(known[name])
+
+        return generate
+
+    return fault
+
+
+FAST_FAULTS: dict[str, Callable[[Generate], Generate]] = {
+    "no mask": masked_by(torch.ones_like),
+    "first token hidden": masked_by(lambda mask: one_token_less(mask)),
+    "lengths of another prompt": masked_by(lambda mask: mask.roll(1, 0)),
+    "one prompt's answer for all": answered_with(lambda tokens: tokens[:1].expand_as(tokens)),
+    "answers in another order": answered_with(lambda tokens: tokens.roll(1, 0)),
+    "every second token twice": answered_with(lambda t: t[:, torch.arange(t.shape[1]) // 2 * 2]),
+    "remembered by the first token": remembered_by(lambda ids, mask: int(ids[0, 0])),
+    "remembered by the pointer": remembered_by(lambda ids, mask: ids.data_ptr()),
+    "remembered by the lengths": remembered_by(lambda ids, mask: tuple(mask.sum(1).tolist())),
+}
+
+
+@pytest.fixture(scope="module")
+def measured_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
+    return measure_engines.make_model(tmp_path_factory.mktemp("measured"), CPU, 64, sizes)
+
+
+@pytest.mark.parametrize("fault", [None, *FAST_FAULTS])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_measured_prompts_show_what_the_fast_engine_does_wrong(
+    fault: str | None,
+    dtype: str,
+    typed: Callable[..., int],
+    measured_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if fault:
+        spoilt = FAST_FAULTS[fault](fast.FastLlama.generate)
+        monkeypatch.setattr(fast.FastLlama, "generate", spoilt)
+    lines = measure_engines.make_prompts(4, 16)
+    assert [len(line) for line in lines] == [16, 14, 12, 10]
+    Path("prompts.txt").write_text("\n".join(lines), encoding="utf-8")
+    words = ["--model_path", measured_model, "--engine", "fast", "--batch_size", 4]
+    assert typed(*words, "--dtype", dtype) == (1 if fault else 0), record().gate
 
 
 def test_what_is_read_for_a_token(saved) -> None:

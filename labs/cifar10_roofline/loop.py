@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from labs.cifar10_roofline import checkpoints, curves, data, networks, proof, request
 from labs.cifar10_roofline.batches import Batches
@@ -22,13 +22,14 @@ from labs.cifar10_roofline.data import Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
+from workshop.gate.steps import State, Watch
 from workshop.labs import LabRun
 from workshop.run import hardware, lab_record, markers, memory, startup, trainer, turns
 from workshop.run.precision import PRECISIONS, set_arithmetic, untuned
 from workshop.run.timing import StepClock, median
 
 SETTLING_STEPS = 5
-"""That are not in the time of a training of one epoch: in them memory, compilers and a graph
+"""Steps that are not in the time of a training of one epoch: in them memory, compilers and a graph
 settle. Of several epochs the first one is not in."""
 TEST_BATCH = 500
 CIFAR10_IMAGES = 50_000
@@ -37,7 +38,7 @@ STEP = "train_step"
 _SAME_ON_RESUME = (
     *("model", "epochs", "batch_size", "epoch_images", "lr", "label_smoothing", "seed"),
 )
-"""Of the settings that a resumed training should share with its checkpoint."""
+"""Settings that must match the checkpoint when training resumes."""
 
 
 @dataclass
@@ -47,15 +48,17 @@ class Run:
     arguments: argparse.Namespace
     dataset: Dataset
     batches: Batches
-    model: nn.Module
     training: Training
     record: LabRun
     settings: dict[str, Any]
     history: list[dict[str, float]]
     """A line for each complete epoch."""
+    reference: proof.Reference
     epoch: int = 0
     """How many are complete."""
     best_accuracy: float = 0.0
+    test_logits: Tensor | None = None
+    """The test images' logits (N, 10) after the newest complete epoch."""
 
     def path(self, ending: str) -> Path:
         name = f"{self.arguments.model}_{self.dataset.name}_{ending}"
@@ -118,7 +121,11 @@ def prepare(arguments: argparse.Namespace, device: torch.device) -> Run:
     record = new_run(arguments, dataset.name, variant, device)
     record.options |= settings
     record.flops_per_step = networks.flops_per_image(model) * arguments.batch_size
-    ready = Run(arguments, dataset, batches, model, training, record, settings, [])
+    reference = proof.Reference(
+        arguments.model, dataset, device, arguments.batch_size, images, arguments.seed,
+        arguments.lr, warmup, total, arguments.label_smoothing,
+    )  # fmt: skip
+    ready = Run(arguments, dataset, batches, training, record, settings, [], reference)
     if saved:
         _resume(ready, saved)
     return ready
@@ -183,7 +190,12 @@ def train(ready: Run) -> int:
     if arguments.wait_turn:
         _compile(ready)
         turns.wait_turn()
-    first = proof.First(copy.deepcopy(training.state()))
+    watch = Watch(
+        lambda: State.of(training.model, training.optimizer, training.scaler),
+        ready.reference.sgd(),
+        ready.reference.total,
+        training.done,
+    )
     epochs: list[list[float]] = []
     losses: list[float] = []
     console = Console(stderr=True)
@@ -196,12 +208,12 @@ def train(ready: Run) -> int:
         while ready.epoch < arguments.epochs:
             advance = partial(progress.advance, task)
             progress.update(task, description=f"epoch {ready.epoch + 1}")
-            epoch_times, epoch_losses = _epoch(ready, first, advance)
+            epoch_times, epoch_losses = _epoch(ready, watch, advance)
             epochs.append(epoch_times)
             losses += epoch_losses
             _end_epoch(ready, epoch_times, epoch_losses)
     record.setup_s["training"] = time.perf_counter() - start
-    return _finish(ready, first, epochs, losses)
+    return _finish(ready, watch, epochs, losses)
 
 
 def _compile(ready: Run) -> None:
@@ -225,7 +237,7 @@ def _headline(ready: Run) -> str:
 
 
 def _epoch(
-    ready: Run, first: proof.First, advance: Callable[[], object]
+    ready: Run, watch: Watch, advance: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
     """Trains one epoch; times in ms, with the wait for the batch, and losses of its steps."""
     training, clock, losses = ready.training, StepClock(ready.training.device), list[Tensor]()
@@ -235,7 +247,8 @@ def _epoch(
         loss = training.step(images, labels)
         clock.mark()
         losses.append(loss)
-        first.see(training, images, labels, loss)
+        if watch.see(training.done - 1, loss):
+            clock.resume()
         advance()
     times = clock.durations_ms()
     return times, torch.stack(losses).tolist()
@@ -244,10 +257,9 @@ def _epoch(
 def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
     """Tests, prints the epoch's line, saves what is to be saved."""
     training, test = ready.training, ready.dataset.test
-    correct = sum(
-        training.correct(test.images[i : i + TEST_BATCH], test.labels[i : i + TEST_BATCH])
-        for i in range(0, len(test.labels), TEST_BATCH)
-    )
+    parts = [training.evaluate(images).cpu() for images in test.images.split(TEST_BATCH)]
+    ready.test_logits = torch.cat(parts)
+    correct = int((ready.test_logits.argmax(1) == test.labels).sum())
     ready.epoch += 1
     line = {
         "epoch": float(ready.epoch),
@@ -276,13 +288,13 @@ def _end_epoch(ready: Run, times: list[float], losses: list[float]) -> None:
             checkpoints.save(ready.path(f"epoch_{ready.epoch}.pt"), content)
 
 
-def _finish(ready: Run, first: proof.First, epochs: list[list[float]], losses: list[float]) -> int:
+def _finish(ready: Run, watch: Watch, epochs: list[list[float]], losses: list[float]) -> int:
     """Saves weights and curves, checks the run and writes its result; the exit status."""
     training, record, device = ready.training, ready.record, ready.training.device
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
     checkpoints.save(ready.path("final_weights.pt"), weights)
     curves.draw(record.subject, ready.history, ready.path("curves.png"))
-    _time(record, first, epochs)
+    _time(record, epochs)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         parts = memory.break_down(peak, training.model, training.optimizer, "allocator")
@@ -294,7 +306,11 @@ def _finish(ready: Run, first: proof.First, epochs: list[list[float]], losses: l
         "epochs": ready.epoch,
         "images_per_s_last_epoch": ready.history[-1]["images_per_s"],
     }
-    record.gate = proof.of_training(ready.model, training, first, losses)
+    accuracy = ready.history[-1]["test_accuracy"]
+    assert ready.test_logits is not None
+    record.gate = proof.of_training(
+        ready.reference, watch, training.variant.precision, ready.test_logits, accuracy
+    )
     dtype = PRECISIONS[training.variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(device, dtype)
     record.plausibility = labs.implausible(record)
@@ -309,12 +325,11 @@ def _finish(ready: Run, first: proof.First, epochs: list[list[float]], losses: l
     return errors.DONE if passed else errors.ANSWER_IS_NO
 
 
-def _time(record: LabRun, first: proof.First, epochs: list[list[float]]) -> None:
+def _time(record: LabRun, epochs: list[list[float]]) -> None:
     """A step's time is an epoch's, divided by its steps. The median step would mislead: workers
     deliver in bursts, so that most steps wait for nothing and one waits for all."""
     record.single_step_ms = [ms for times in epochs for ms in times]
-    # The step after one that the proof looks at waits for that.
-    settling = min(max(SETTLING_STEPS, first.seen + 1), len(epochs[0]) - 1)
+    settling = min(SETTLING_STEPS, len(epochs[0]) - 1)
     timed = epochs[1:] or [epochs[0][settling:]]
     record.step_ms = [sum(times) / len(times) for times in timed]
     warm_up = epochs[0] if epochs[1:] else epochs[0][:settling]

@@ -31,13 +31,10 @@ class Variant:
     """How a step runs. All of it is off in the plain one."""
 
     precision: str = "fp32"
-    """Of workshop.run.precision; or fp64, in which the truth is computed."""
+    """A name of workshop.run.precision."""
     channels_last: bool = False
     compile: bool = False
     cuda_graph: bool = False
-
-    def plain(self) -> "Variant":
-        return Variant(self.precision)
 
     @property
     def label(self) -> str:
@@ -58,7 +55,7 @@ class Schedule:
     total: int
 
     def at(self, step: int) -> float:
-        """That of a step, from 0."""
+        """The rate of a step, counted from 0."""
         if step < self.warmup:
             return self.highest * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.total - self.warmup)
@@ -67,7 +64,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is learned, at any variant."""
+    """The task, which every variant learns."""
 
     schedule: Schedule
     label_smoothing: float
@@ -83,13 +80,10 @@ class Training:
         self, model: nn.Module, variant: Variant, problem: Problem, device: torch.device
     ) -> None:
         self.variant, self.problem, self.device = variant, problem, device
-        exact = variant.precision == "fp64"
-        self._dtype = torch.float64 if exact else torch.float32
-        self.model: nn.Module = copy.deepcopy(model).to(device, self._dtype)
+        self.model: nn.Module = copy.deepcopy(model).to(device)
         self.model.to(memory_format=variant.layout())  # type: ignore[call-overload]
         mean, std = (
-            torch.tensor(v, dtype=self._dtype, device=device).view(3, 1, 1)
-            for v in (problem.mean, problem.std)
+            torch.tensor(v, device=device).view(3, 1, 1) for v in (problem.mean, problem.std)
         )
         self._scale, self._shift = 1 / (255 * std), mean / std
         # In memory of the device, a captured graph reads it anew at each step.
@@ -106,7 +100,7 @@ class Training:
         # the momentum that it was to write as it was allocated.
         for weight in self.model.parameters():
             self.optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        precision = PRECISIONS["fp32" if exact else variant.precision]
+        precision = PRECISIONS[variant.precision]
         self._autocast = lambda: precision.autocast(device.type)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision.loss_scaling)
         self._loss_of: Callable[[Tensor, Tensor], Tensor] = self.loss
@@ -119,14 +113,14 @@ class Training:
         self._own_steps = 0
 
     def logits(self, images: Tensor) -> Tensor:
-        """Of uint8 images (B, 3, 32, 32)."""
-        values = images.to(self._dtype) * self._scale - self._shift
+        """The logits (B, 10) of uint8 images (B, 3, 32, 32)."""
+        values = images.float() * self._scale - self._shift
         out: Tensor = self.model(values.contiguous(memory_format=self.variant.layout()))
         return out
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy, a scalar: at fp32, whatever the logits are."""
-        logits = self.logits(images).to(self._dtype)
+        logits = self.logits(images).float()
         return F.cross_entropy(logits, labels, label_smoothing=self.problem.label_smoothing)
 
     def step(self, images: Tensor, labels: Tensor, range_: Range = nullcontext) -> Tensor:
@@ -179,13 +173,13 @@ class Training:
         return self._graph_loss.clone()
 
     @torch.no_grad()
-    def correct(self, images: Tensor, labels: Tensor) -> int:
-        """How many images the network puts into the right class, in evaluation mode."""
+    def evaluate(self, images: Tensor) -> Tensor:
+        """The logits (B, 10) of images in evaluation mode, on the device."""
         self.model.eval()
         with self._autocast():
-            found = self.logits(images.to(self.device)).argmax(1)
+            found = self.logits(images.to(self.device))
         self.model.train()
-        return int((found == labels.to(self.device)).sum())
+        return found
 
     def state(self) -> dict[str, Any]:
         """All that the next step depends on."""

@@ -2,12 +2,12 @@
 
 import copy
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from labs.inference_benchmark.modes import (
     inference_step,
     prepare,
 )
+from workshop.gate.steps import State, Watch
 from workshop.labs import LabRun
 from workshop.profilers.table import STEP
 from workshop.run import memory, startup, timing
@@ -28,8 +29,10 @@ from workshop.run.markers import Range
 from workshop.run.precision import set_arithmetic, untuned
 from workshop.run.timing import StepClock
 
-BATCHES = 2
-"""Different batches of images, which take turns: each iteration reads a new one."""
+SAME_PIXELS = 8
+"""In the first row of each image."""
+IMAGES_OF_A_BATCH = 2
+"""In the images of all iterations, for each image of a large batch."""
 KEPT_BYTES = 256e6
 """Most logits of the timed iterations that are kept."""
 PLAIN_ITERATIONS = 5
@@ -79,24 +82,41 @@ def make_bench(setting: Setting, variant: Variant, run: LabRun, training: bool) 
 # --- inference -----------------------------------------------------------------------------------
 
 
+class Images:
+    """Images and targets of all iterations, those of a process of a group. Each iteration reads a
+    window that no other has, but shares most of its images with some; and all images begin with
+    the same pixels. So what an earlier iteration left is never the answer."""
+
+    def __init__(self, setting: Setting, iterations: int, rank: int | None = None) -> None:
+        network, seed = setting.network, setting.images_seed(rank)
+        self.batch = setting.batch_size
+        if rank is not None and setting.parts:
+            self.batch = setting.parts[rank]
+        self._places = max(self.batch, iterations) + 1
+        count = self.batch + self._places - 1
+        self.images = network.images(count, seed)
+        self.images[:, :, 0, :SAME_PIXELS] = self.images[0, :, 0, :SAME_PIXELS].clone()
+        self.targets = network.targets(count, seed)
+        steps = itertools.count(max(1, self.batch // 3))
+        self._step = next(step for step in steps if math.gcd(step, self._places) == 1)
+
+    def window(self, index: int) -> slice:
+        """The images of an iteration."""
+        first = index * self._step % self._places
+        return slice(first, first + self.batch)
+
+
 class Inference:
     """Iterations of inference: a batch comes in, its logits go out."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, iterations: int = 1) -> None:
         setting, variant = bench.setting, bench.variant
         self.bench = bench
-        network, batch = setting.network, setting.batch_size
-        self.targets = [
-            network.targets(batch, setting.images_seed() + 10 * index) for index in range(BATCHES)
-        ]
+        self.data = Images(setting, iterations)
         layout = variant.layout()
-        images = [images_of(setting, index) for index in range(BATCHES)]
-        self.sample = torch.cat([batch[sample_of(bench)] for batch in images])
-        self._batches = [
-            batch.to(setting.device, variant.dtype).to(memory_format=layout) for batch in images
-        ]
-        self._input = torch.empty_like(self._batches[0], memory_format=torch.preserve_format)
-        self._input.copy_(self._batches[0])
+        pool = self.data.images.to(setting.device, variant.dtype)
+        self._pool = pool.to(memory_format=layout)
+        self._input = self._pool[: setting.batch_size].clone(memory_format=layout)
         model = prepare(bench.model, variant)
         self.weights_bytes = memory.tensor_bytes([*model.parameters(), *model.buffers()])
         model = setting.spread(model)
@@ -110,51 +130,59 @@ class Inference:
             self._step = captured(self._step, self.bench.setting.device)
 
     def keep(self, iterations: int) -> None:
-        """Makes room for the logits of the iterations, or of as many as fit."""
+        """Makes room for the logits of the newest iterations, up to KEPT_BYTES."""
         output = self._step()
         each = output.numel() * output.element_size()
-        self._ring = min(iterations, max(BATCHES, int(KEPT_BYTES / each)))
+        self._ring = min(iterations, max(2, int(KEPT_BYTES / each)))
         self._kept = [torch.empty_like(output) for _ in range(self._ring)]
 
     def __call__(self, index: int, range_: Range = nullcontext) -> None:
-        self._input.copy_(self._batches[index % BATCHES], non_blocking=True)
+        self._input.copy_(self._pool[self.data.window(index)], non_blocking=True)
         with range_("forward"):
             output = self._step()
         if self._kept:
             self._kept[index % self._ring].copy_(output, non_blocking=True)
 
+    def images_bytes(self) -> int:
+        return memory.tensor_bytes([self._pool, self._input])
+
     def live_bytes(self) -> int:
-        return self.weights_bytes + memory.tensor_bytes([*self._batches, self._input, *self._kept])
+        return self.weights_bytes + self.images_bytes() + memory.tensor_bytes(self._kept)
 
-    def losses(self, done: int) -> list[float]:
+    def losses(self, iterations: range) -> list[float]:
         """The loss of each iteration whose logits are kept; NaN for the others."""
-        found = [math.nan] * done
-        for index in range(max(0, done - self._ring), done):
+        found = [math.nan] * len(iterations)
+        for place, index in list(enumerate(iterations))[-self._ring :]:
             output = self._kept[index % self._ring].detach().cpu().float()
-            targets = self.targets[index % BATCHES]
-            found[index] = float(self.bench.setting.network.loss(output, targets))
+            targets = self.data.targets[self.data.window(index)]
+            found[place] = float(self.bench.setting.network.loss(output, targets))
         return found
 
-    def timed_samples(self, done: int) -> list[Tensor]:
-        """The logits of all iterations that are kept, for the images of `sample`, or of its first
-        batch where that ran alone: a tensor for each iteration and the one after it."""
-        chosen = sample_of(self.bench).to(self.bench.setting.device)
-        found = []
-        for first in range(max(0, done - self._ring), max(1, done - BATCHES + 1)):
-            both = range(first, min(first + BATCHES, done))
-            by_batch = sorted(both, key=lambda index: index % BATCHES)
-            found.append(torch.cat([self._kept[i % self._ring][chosen].cpu() for i in by_batch]))
-        return found
+    def drawn(self, iterations: range) -> tuple[Tensor, list[proof.Timed]]:
+        """Images that are drawn after the clock, fp32 (N, 3, edge, edge): some of two iterations;
+        and where any iteration that is kept had one of them, what it gave."""
+        kept = iterations[-self._ring :]
+        chosen = [kept[i] for i in torch.randint(len(kept), (2,), generator=_by_chance())]
+        numbers = sorted({
+            self.data.window(index).start + place
+            for index in chosen
+            for place in proof.sample_of(self.data.batch, _by_chance()).tolist()
+        })  # fmt: skip
+        timed = []
+        for index in kept:
+            window = self.data.window(index)
+            which = [i for i, n in enumerate(numbers) if window.start <= n < window.stop]
+            places = torch.tensor([numbers[i] - window.start for i in which], dtype=torch.long)
+            output = self._kept[index % self._ring]
+            timed += [(which, output[places.to(output.device)].double().cpu())] if which else []
+        return self.data.images[torch.tensor(numbers)], timed
 
 
-def sample_of(bench: Bench) -> Tensor:
-    """The images of each batch that are compared."""
-    return proof.sample_of(bench.setting.batch_size, bench.setting.seed)
-
-
-def images_of(setting: Setting, index: int) -> Tensor:
-    """A batch of images, fp32 on the CPU."""
-    return setting.network.images(setting.batch_size, setting.images_seed() + 10 * index)
+def _by_chance() -> torch.Generator:
+    """Draws what no seed of the run tells, and leaves PyTorch's own random numbers as they are."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
 
 
 def measure_inference(
@@ -170,9 +198,8 @@ def measure_inference(
     if bench.variant.compile is not None or bench.variant.export:
         say("Compiling model (this may take minutes the first time) ...")
     start = time.perf_counter()
-    inference = Inference(bench)
+    inference = Inference(bench, warmup + iterations)
     prepared_s = time.perf_counter() - start
-    truth = proof.find_truth(bench.model, bench.variant, inference.sample.to(device))
     count_peak_anew(device)
     take_turn(lambda: inference(0), bench, wait_turn)
     inference.capture()
@@ -185,17 +212,56 @@ def measure_inference(
     run.setup_s |= {"compile": compile_s, "warm_up": sum(measured.warmup_ms) / 1e3}
     if not (bench.variant.cuda_graph or bench.variant.captures_itself):
         count_peak_anew(device)  # a graph's memory is seen only while it is captured
-    _timed(inference, device, iterations, measured, bench.range_)
-    done = len(measured.step_ms)
+    _timed(inference, device, range(warmup, warmup + iterations), measured, bench.range_)
+    done = range(warmup, warmup + len(measured.step_ms))
     measured.losses = [math.nan] * warmup + inference.losses(done)
-    timed = inference.timed_samples(done)  # before another iteration takes the place of one
-    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
-    run.gate, run.metrics["top1_agreement"] = proof.of_all(bench.variant, truth, timed)
+    images, timed = inference.drawn(done)  # before another iteration takes the place of one
+    held = inference.images_bytes()
+    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes, held)
+    truth = proof.find_truth(bench.model, bench.variant, images.to(device))
+    run.gate, run.metrics["top1_agreement"] = proof.of_inference(bench.variant, truth, timed)
     bench.iteration = inference
     return measured
 
 
 # --- training ------------------------------------------------------------------------------------
+
+
+class Learning:
+    """Iterations of training, without dropout, which the bench's network loses too."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        iterations: int = 1,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> None:
+        setting, variant = bench.setting, bench.variant
+        without_chance(bench.model)
+        self.data = Images(setting, iterations)
+        self._images = self.data.images.to(setting.device).to(memory_format=variant.layout())
+        self._targets = self.data.targets.to(setting.device)
+        self.training = Training(wrap(copy.deepcopy(bench.model)), variant, setting)
+        self.losses: list[Tensor] = []
+
+    def __call__(self, index: int, range_: Range = nullcontext) -> None:
+        window = self.data.window(index)
+        loss = self.training.step(self._images[window], self._targets[window], range_)
+        self.losses.append(loss)
+
+    def images_bytes(self) -> int:
+        return memory.tensor_bytes([self._images])
+
+    def live_bytes(self) -> int:
+        model, optimizer = self.training.model, self.training.optimizer
+        tensors = [*model.parameters(), *model.buffers(), *memory.optimizer_tensors(optimizer)]
+        return memory.tensor_bytes(tensors) + self.images_bytes()
+
+    def state(self) -> State:
+        found = State.of(self.training.model, self.training.optimizer, self.training.scaler)
+        if self.training.rank:  # DDP overwrites its statistics with those of the first process
+            found.statistics.clear()
+        return found
 
 
 def measure_training(
@@ -205,49 +271,35 @@ def measure_training(
     say: Notify,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Measured:
-    """As `measure_inference`. The network learns one batch, without dropout, so that its losses can
-    be compared; `wrap` makes it a part of a group of processes."""
+    """As `measure_inference`; `wrap` makes the network a part of a group of processes."""
     run, setting, device = bench.run, bench.setting, bench.setting.device
     startup.watch_compilers(torch_compile=bench.variant.compile is not None)
-    training = make_training(bench, wrap)
-    model, images, targets = training.model, training.images, training.targets
-    losses: list[Tensor] = []
+    total = warmup + iterations
+    learning = Learning(bench, total, wrap)
+    watch = Watch(learning.state, proof.SGD, total)
 
-    def iteration(index: int) -> None:
-        losses.append(training.step())
+    def see(index: int) -> bool:
+        return watch.see(index, learning.losses[-1])
 
     measured = Measured()
-    _warm_up(iteration, device, warmup, measured)
+    _warm_up(learning, device, warmup, measured, see)
     run.setup_s |= {
         "compile": startup.compile_seconds(),
         "warm_up": sum(measured.warmup_ms) / 1e3,
     }
     count_peak_anew(device)
-    before = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
-    _timed(iteration, device, iterations, measured, bench.range_)
-    after = (parameter.detach().cpu() for parameter in model.parameters())
-    stayed = list(map(torch.equal, before, after))
-    measured.losses = [float(loss) for loss in losses]
+    _timed(learning, device, range(warmup, total), measured, bench.range_, see)
+    measured.losses = [float(loss) for loss in learning.losses]
+    model = learning.training.model
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
-    live = partial(_training_bytes, training)
-    run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
-    run.gate = proof.of_training(
-        bench.model, bench.variant, setting, images, targets, measured.losses, stayed
+    run.memory_mb = memory_of(
+        bench, learning, weights, learning.live_bytes, learning.images_bytes(), learning.training
     )
-    bench.iteration = iteration
+    run.gate = proof.of_training(
+        bench.model, bench.variant, setting, watch, lambda rank: Images(setting, total, rank)
+    )
+    bench.iteration = learning
     return measured
-
-
-def make_training(
-    bench: Bench, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
-) -> Training:
-    """A copy of the bench's network, which loses its own dropout, ready to learn a batch."""
-    setting, variant = bench.setting, bench.variant
-    without_chance(bench.model)
-    images = setting.network.images(setting.batch_size, setting.images_seed()).to(setting.device)
-    images = images.to(memory_format=variant.layout())
-    targets = setting.network.targets(setting.batch_size, setting.images_seed()).to(setting.device)
-    return Training(wrap(copy.deepcopy(bench.model)), variant, setting, images, targets)
 
 
 def without_chance(model: nn.Module) -> None:
@@ -262,21 +314,27 @@ def without_chance(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _training_bytes(training: Training) -> int:
-    tensors = [*training.model.parameters(), *training.model.buffers(), training.images]
-    return memory.tensor_bytes([*tensors, *memory.optimizer_tensors(training.optimizer)])
-
-
 # --- both ----------------------------------------------------------------------------------------
 
 
-def _warm_up(iteration: Iteration, device: torch.device, count: int, measured: Measured) -> None:
+def _see_nothing(index: int) -> bool:
+    return False
+
+
+def _warm_up(
+    iteration: Iteration,
+    device: torch.device,
+    count: int,
+    measured: Measured,
+    see: Callable[[int], bool] = _see_nothing,
+) -> None:
     """Runs iterations, waiting for each: in them compilers and allocators settle."""
     for index in range(count):
         start = time.perf_counter()
         iteration(index)
         wait(device)
         measured.warmup_ms.append((time.perf_counter() - start) * 1e3)
+        see(index)
 
 
 def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn | None) -> None:
@@ -298,19 +356,22 @@ def take_turn(iterate: Callable[[], object], bench: Bench, wait_turn: WaitTurn |
 def _timed(
     iteration: Iteration,
     device: torch.device,
-    count: int,
+    iterations: range,
     measured: Measured,
     range_: Range = nullcontext,
+    see: Callable[[int], bool] = _see_nothing,
 ) -> None:
     """Times iterations on the device's own clock, waiting once, after the last. Ctrl-C keeps what
-    is complete."""
+    is complete. While `see` looks, after an iteration, the clock stands still."""
     clock = StepClock(device)
     clock.mark()
     try:
-        for index in range(count):
+        for index in iterations:
             with range_(STEP):
                 iteration(index)
             clock.mark()
+            if see(index):
+                clock.resume()
     except KeyboardInterrupt:
         measured.interrupted = True
     measured.step_ms = clock.durations_ms()
@@ -327,7 +388,7 @@ def time_plain(bench: Bench) -> float | None:
     measured = Measured()
     inference = Inference(plain)
     _warm_up(inference, bench.setting.device, 2, measured)
-    _timed(inference, bench.setting.device, PLAIN_ITERATIONS, measured)
+    _timed(inference, bench.setting.device, range(PLAIN_ITERATIONS), measured)
     return timing.median(measured.step_ms)
 
 
@@ -349,13 +410,12 @@ def memory_of(
     iteration: Iteration,
     weights: int,
     live: Callable[[], int],
+    images: int,
     training: Training | None = None,
-    *,
-    copies: int = BATCHES + 1,
 ) -> dict[str, float | str]:
-    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (so
-    many copies of a batch), and the rest: activations, workspaces, logits. The fp32 network, which
-    waits there for the proof, is no part of it."""
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (of
+    that many bytes), and the rest: activations, workspaces, logits. The fp32 network, which waits
+    there for the proof, is no part of it."""
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -363,9 +423,7 @@ def memory_of(
         parts["gradients"] = memory.tensor_bytes(gradients)
         state = memory.optimizer_tensors(training.optimizer)
         parts["optimizer_state"] = memory.tensor_bytes(state)
-    edge, images = bench.setting.network.edge, bench.setting.batch_size
-    size = 4 if training else bench.variant.dtype.itemsize
-    parts["images"] = copies * images * 3 * edge * edge * size
+    parts["images"] = images
     if device.type == "cuda":
         peak, source = torch.cuda.max_memory_allocated(device), "allocator"
         peak -= memory.tensor_bytes([*bench.model.parameters(), *bench.model.buffers()])
@@ -384,25 +442,26 @@ def make_iteration(
     model: nn.Module, variant: Variant, setting: Setting, training: bool
 ) -> Callable[[], object]:
     """One iteration as the benchmark runs it, on black images, to see what memory it takes."""
-    network, device = setting.network, setting.device
-    shape = (setting.batch_size, 3, network.edge, network.edge)
+    network, device, batch = setting.network, setting.device, setting.batch_size
     dtype = torch.float32 if training else variant.dtype
 
-    def black() -> Tensor:
+    def black(count: int) -> Tensor:
+        shape = (count, 3, network.edge, network.edge)
         images = torch.empty(shape, dtype=dtype, device=device, memory_format=variant.layout())
         return images.zero_()
 
+    pool = black(IMAGES_OF_A_BATCH * batch)
     if training:
-        targets = network.targets(setting.batch_size, setting.seed).to(device)
-        return Training(copy.deepcopy(model), variant, setting, black(), targets).step
-    # To the network's own input each iteration copies one of the batches, which wait beside it.
-    inputs, *batches = (black() for _ in range(BATCHES + 1))
-    step = inference_step(prepare(model, variant), variant, inputs, setting.device)
+        targets = network.targets(batch, setting.seed).to(device)
+        step = Training(copy.deepcopy(model), variant, setting).step
+        return lambda: step(pool[:batch], targets)
+    inputs = black(batch)
+    run = inference_step(prepare(model, variant), variant, inputs, setting.device)
     if variant.cuda_graph:
-        step = captured(step, setting.device)
+        run = captured(run, setting.device)
 
     def iteration() -> None:
-        inputs.copy_(batches[0])
-        step()
+        inputs.copy_(pool[:batch])
+        run()
 
     return iteration

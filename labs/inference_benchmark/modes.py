@@ -1,4 +1,4 @@
-"""What the benchmark switches on: arithmetic, layout, folding, compiler, graph, export.
+"""The benchmark's switches: arithmetic, layout, folding, compiler, graph, export.
 
 A `Variant` says how a network runs; `inference_step` and `training_step` make a step of it that
 reads static tensors, as a server's or a captured graph's does.
@@ -52,7 +52,7 @@ class Variant:
     export: bool = False
     """Compiled ahead of time, by AOTInductor."""
     peer: str = ""
-    """Whose way of running it this is, of request.PEERS; empty: ours."""
+    """One of request.PEERS whose way of running it this is; empty: ours."""
 
     @property
     def label(self) -> str:
@@ -69,7 +69,7 @@ class Variant:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of images and weights."""
+        """The type of images and weights."""
         dtype = PRECISIONS[self.precision].autocast_dtype
         return torch.float32 if dtype is None or self.autocast else dtype
 
@@ -101,7 +101,7 @@ def _compile_words(context: Mapping[str, Any]) -> str:
 
 @dataclass
 class Setting:
-    """What a step is made of besides its variant."""
+    """The parts of a step besides its variant."""
 
     network: Network
     device: torch.device
@@ -119,7 +119,7 @@ class Setting:
         return nn.DataParallel(model, list(self.gpus)) if self.gpus else model
 
     def images_seed(self, rank: int | None = None) -> int:
-        """Of a process's images, its own by default: no two processes have the same."""
+        """The seed of a process's images, by default this one's: no two processes share it."""
         return self.seed + RANK_STRIDE * (self.rank if rank is None else rank)
 
     @property
@@ -298,15 +298,12 @@ def _exported(model: nn.Module, variant: Variant, images: Tensor) -> Callable[[T
 
 
 class Training:
-    """A network that learns one batch by heart: forward, loss, backward, SGD. Weights and momentum
-    are fp32 at every precision, as autocast has it; in fp16 the loss is scaled."""
+    """A network that learns: forward, loss, backward, SGD. Weights and momentum are fp32 at every
+    precision, as autocast has it; in fp16 the loss is scaled."""
 
-    def __init__(
-        self, model: nn.Module, variant: Variant, setting: Setting, images: Tensor, targets: Tensor
-    ) -> None:
+    def __init__(self, model: nn.Module, variant: Variant, setting: Setting) -> None:
         self.device, self.variant, self.network = setting.device, variant, setting.network
-        self.weight = setting.loss_weight
-        self.images, self.targets = images, targets
+        self.weight, self.rank = setting.loss_weight, setting.rank
         self.model = laid_out(model.train(), variant)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         precision = PRECISIONS[variant.precision]
@@ -315,29 +312,18 @@ class Training:
         if variant.compile is not None:
             self.run = torch.compile(self.model, **variant.compile)
 
-    def step(self, range_: Range = contextlib.nullcontext) -> Tensor:
+    def step(
+        self, images: Tensor, targets: Tensor, range_: Range = contextlib.nullcontext
+    ) -> Tensor:
         """Trains one step, with a marker range around each part; its loss, a scalar on the
         device."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.backward(self.images, self.targets, self.weight, range_)
-        with range_("optimizer"):
-            self.update()
-        return loss
-
-    def backward(
-        self,
-        images: Tensor,
-        targets: Tensor,
-        weight: float,
-        range_: Range = contextlib.nullcontext,
-    ) -> Tensor:
-        """Adds the gradients of the weighted loss; returns the loss as it is, a scalar."""
         with range_("forward"), PRECISIONS[self.variant.precision].autocast(self.device.type):
             loss = self.network.loss(self.run(images), targets)
         with range_("backward"):
-            self.scaler.scale(loss if weight == 1 else weight * loss).backward()
+            weighted = loss if self.weight == 1 else self.weight * loss
+            self.scaler.scale(weighted).backward()
+        with range_("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         return loss.detach()
-
-    def update(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()

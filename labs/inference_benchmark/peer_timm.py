@@ -58,9 +58,7 @@ def measure_timm(
     startup.watch_compilers(torch_compile=variant.compile is not None)
     if variant.compile is not None:
         say("Compiling model (this may take minutes the first time) ...")
-    images = measure.images_of(setting, 0)
-    sample = images[measure.sample_of(bench)].to(device)
-    truth = proof.find_truth(bench.model, variant, sample)
+    images = setting.network.images(setting.batch_size, setting.images_seed())
     measure.count_peak_anew(device)
     model = modes.prepare(build(setting.network.name, bench.model), variant)
     batch = images.to(device, variant.dtype).to(memory_format=variant.layout())
@@ -94,19 +92,22 @@ def measure_timm(
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
     live = weights + memory.tensor_bytes([batch])
     bench.iteration = lambda index: step()
-    run.memory_mb = measure.memory_of(bench, bench.iteration, weights, lambda: live, copies=1)
-    _prove(bench, measured, truth, output)
+    held = memory.tensor_bytes([batch])
+    run.memory_mb = measure.memory_of(bench, bench.iteration, weights, lambda: live, held)
+    _prove(bench, measured, images, output)
     return measured
 
 
-def _prove(bench: Bench, measured: Measured, truth: proof.Truth, output: Tensor) -> None:
+def _prove(bench: Bench, measured: Measured, images: Tensor, output: Tensor) -> None:
     """Compares the logits of the last timed step with the truth; its loss is the only one kept."""
     run, setting = bench.run, bench.setting
     targets = setting.network.targets(setting.batch_size, setting.images_seed())
     loss = float(setting.network.loss(output.cpu().float(), targets))
     others = len(measured.warmup_ms) + len(measured.step_ms) - 1
     measured.losses = [math.nan] * others + [loss]
-    chosen = measure.sample_of(bench).to(setting.device)
+    chosen = proof.sample_of(setting.batch_size, torch.Generator().manual_seed(setting.seed))
+    truth = proof.find_truth(bench.model, bench.variant, images[chosen].to(setting.device))
+    timed = output[chosen.to(setting.device)].double().cpu()
     run.gate, run.metrics["top1_agreement"] = proof.of_inference(
-        bench.variant, truth, output[chosen]
+        bench.variant, truth, [(range(len(chosen)), timed)]
     )

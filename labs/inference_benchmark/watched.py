@@ -159,8 +159,12 @@ def _inference(bench: Bench) -> tuple[_Run, _Run]:
 
 
 def _training(bench: Bench) -> tuple[_Run, _Run]:
-    step = measure.make_training(bench).step
-    return step, step
+    learning, index = measure.Learning(bench), itertools.count()
+
+    def run(range_: markers.Range) -> None:
+        learning(next(index), range_)
+
+    return run, run
 
 
 def _within_memory(arguments: argparse.Namespace, work: Callable[[], int]) -> int:

@@ -191,13 +191,20 @@ def _shown(ready: Run) -> Iterable[Batch]:
 
 
 def _warm_up(ready: Run) -> None:
-    """The first batch: of Hugging Face's loop two tokens, of what is compiled or captured all."""
+    """Prompts as long as the first batch's: of Hugging Face's loop two tokens, of what is compiled
+    or captured all. They begin as the first batch's, lie in its memory, and go on otherwise: what
+    an engine remembers of them is no answer to those that are timed."""
     arguments, batch = ready.arguments, ready.batches[0]
     startup.watch_compilers(torch_compile=ready.engine.compiled)
     start = time.perf_counter()
     count = 2 if arguments.engine == "hf" else arguments.num_tokens
+    timed = batch.ids.clone()
+    for row, real in zip(batch.ids, batch.mask.bool(), strict=True):
+        tokens = row[real]
+        row[real] = torch.cat([tokens[:1], tokens[1:].roll(1)])
     with models.deepspeeds_errors(arguments):
         ready.engine.generate(batch.ids, batch.mask, count)
+    batch.ids.copy_(timed)
     ready.record.setup_s = {
         "load": ready.loaded.load.seconds,
         "compile": startup.compile_seconds(),

@@ -1,11 +1,12 @@
-"""Measures the engines beside each other, on a Llama of random weights.
+"""Measures and compares the engines, on a Llama of random weights.
 
     python measure_engines.py
     python measure_engines.py --engines hf fast --batch-sizes 1 --repeats 1
 
 On a GPU it has 1.04 billion weights, on a CPU 3 million. Each run is a process of its own; their
 order alternates. The picture has the time of a token, and as a line the least that its bytes allow.
-Long prompts, at the largest batch size, show how fast the pass over them is.
+Long prompts, at the largest batch size, show how fast the pass over them is. The prompts of a batch
+have different lengths.
 """
 
 import argparse
@@ -68,7 +69,7 @@ LONG = {"cuda": 2048, "cpu": 256}
 LONG_NEW = 16
 """Tokens of a long prompt, and after it."""
 Shape = tuple[int, int, int]
-"""Batch size, tokens of a prompt, new tokens."""
+"""Batch size, tokens of the longest prompt, new tokens."""
 Kind = tuple[str, int]
 """An engine, and how many processes share it."""
 GAIN = 1.6
@@ -267,12 +268,18 @@ def make_model(
     return path
 
 
+def make_prompts(batch: int, size: int) -> list[str]:
+    """Prompts of random letters, a token each. The first has `size`, the others ever fewer, down
+    to half of it: padding is in the batch, as in a service's."""
+    draw = random.Random(batch)
+    lengths = (size - i * size // (2 * batch) for i in range(batch))
+    return ["".join(draw.choices(string.ascii_letters, k=length)) for length in lengths]
+
+
 def _plan(study: Study, shape: Shape, kind: Kind) -> turns.Plan:
     (batch, size, new), (engine, processes), model = shape, kind, study.model
     prompts = model.parent / f"prompts_{batch}_{size}.txt"
-    letters = random.Random(batch).choices(string.ascii_letters, k=batch * size)
-    lines = ("".join(letters[i * size : (i + 1) * size]) for i in range(batch))
-    prompts.write_text("\n".join(lines), encoding="utf-8")
+    prompts.write_text("\n".join(make_prompts(batch, size)), encoding="utf-8")
     precision = get_precision("auto", study.device).name
     variant, first = (f"{precision}, {name}" for name in (engine, next(iter(ENGINES))))
     planned = lab_record.begin(
@@ -334,7 +341,7 @@ def ladder(rows: Sequence[LabRow]) -> list[LabRow]:
 
 
 def costs_table(rows: Sequence[LabRow]) -> Table:
-    """What a token's bytes take, the pass over the prompts, and what compiling took."""
+    """Times: of a token's bytes, of the pass over the prompts, and of compiling."""
     lines = [
         Line([row.label, number(floor := metric(row, "floor_ms"), ",.3f"),
               number(row.step_ms / floor if floor and row.step_ms else None, ",.2f"),

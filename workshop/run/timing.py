@@ -31,6 +31,7 @@ class StepClock:
 
         self._on_gpu = device.type == "cuda"
         self._marks: list[torch.cuda.Event | float] = []
+        self._resumed: set[int] = set()
         self._new_event = partial(torch.cuda.Event, enable_timing=True)
         self._synchronize = torch.cuda.synchronize
 
@@ -41,6 +42,11 @@ class StepClock:
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
+
+    def resume(self) -> None:
+        """Marks the end of a pause that began at the mark before it, and is in no duration."""
+        self._resumed.add(len(self._marks))
+        self.mark()
 
     def reached(self, index: int) -> bool:
         """Whether the device has come to mark `index`; never waits."""
@@ -57,10 +63,11 @@ class StepClock:
         return float(start.elapsed_time(end))
 
     def durations_ms(self) -> list[float]:
-        """The times between neighbouring marks, in milliseconds."""
+        """The times between neighbouring marks, in milliseconds, without pauses."""
         if self._marks and self._on_gpu:
             self._synchronize()
-        return [self.between_ms(i, i + 1) for i in range(len(self._marks) - 1)]
+        ends = [end for end in range(1, len(self._marks)) if end not in self._resumed]
+        return [self.between_ms(end - 1, end) for end in ends]
 
 
 def median(samples: Sequence[float]) -> float:

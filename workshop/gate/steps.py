@@ -1,0 +1,319 @@
+"""The audit of a lab's training: some of its steps, done again one at a time.
+
+A lab trains too long to be trained twice, so four of its steps are done again: the first, one that
+is drawn anew in each run, and the last two, which lead to the final weights. Each begins from the
+state that the run itself had before it, and has the batch of its number, whatever the run has read.
+A plain step that shares no code with the run's gives the gradients: in fp32, and at the run's
+precision to see what that costs.
+
+The optimizer needs no second run. From the momentum before and after a step follows the gradient
+that was added to it, and from both the new weights, at any precision up to roundings of fp32.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workshop.gate.audit import sketch
+from workshop.gate.parity import ROUNDING_UNITS, Measure, as_recorded, badness
+from workshop.results import Parity
+from workshop.run.precision import PRECISIONS, set_arithmetic
+
+MOST_TIMES = 3.0
+"""The run's error may be this many times the plain step's at the run's precision."""
+LOSS_FLOOR = 2.0**-16
+"""Relative: what a loss may always be off, beside the roundings of a mean over the batch."""
+FLOOR, TENSOR_FLOOR = 2.0**-5, 2.0**-4
+"""Relative: what all gradients together, and those of one tensor, may always be off. A fresh ResNet
+amplifies rounding: on digits, in whose even background many ReLUs switch together, channels-last is
+1.8% from the plain step in fp32, and 3.3% in one tensor."""
+MOST = 1.2
+"""However much the plain step loses: another direction is at 1.4."""
+ALONG = 0.35
+"""Rounding turns a gradient, but its part along the true one stays about the plain step's: the mean
+of the steps, for each tensor. Eager channels-last on an H200, three seeds, two learning rates: a
+weight of ResNet-34 at batch 256 differs by up to 0.19 in bf16, 0.03 in fp16; of ResNet-18 at batch
+128 by up to 0.05 in bf16. A weight whose gradient is zero differs by 0.63 or more."""
+NEGLIGIBLE = 1e-5
+"""A tensor whose gradient is a smaller share of the norm of all is not compared alone: roundings
+are all it has, as a bias before a batch norm."""
+UPDATE_ROUNDINGS = 2 * 2.0**-24
+"""An update's error that is allowed, as a share of the weight."""
+RATE_ROUNDINGS = 2.0**-18
+"""The same as a share of the movement, in addition. A rate kept in fp32 is 2^-24 off."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a step changes, on the CPU by the names of the network's tensors."""
+
+    weights: dict[str, Tensor]
+    momentum: dict[str, Tensor]
+    """Zeros where the optimizer has none yet."""
+    statistics: dict[str, Tensor]
+    """The batch norms' running means and variances."""
+    loss_scale: float
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> "State":
+        weights, momentum = {}, {}
+        for name, weight in model.named_parameters():
+            name = name.removeprefix("module.")  # DistributedDataParallel's
+            found = optimizer.state[weight].get("momentum_buffer")
+            weights[name] = _kept(weight)
+            momentum[name] = torch.zeros_like(weights[name]) if found is None else _kept(found)
+        statistics = {
+            name.removeprefix("module."): _kept(buffer)
+            for name, buffer in model.named_buffers()
+            if name.endswith(("running_mean", "running_var"))
+        }
+        return State(weights, momentum, statistics, scaler.get_scale())
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """SGD with momentum, written out."""
+
+    momentum: float
+    rate: Callable[[int], float]
+    """The learning rate of a step, by its number."""
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def gradient(self, name: str, before: State, after: State) -> Tensor:
+        """The loss's gradient that a step added to the momentum, fp64."""
+        added = after.momentum[name].double() - self.momentum * before.momentum[name].double()
+        return added - self.weight_decay * before.weights[name].double()
+
+    def movement(self, name: str, before: State, after: State, number: int) -> Tensor:
+        """How far the momentum moves the weight, fp64."""
+        along = after.momentum[name].double()
+        if self.nesterov:
+            added = along - self.momentum * before.momentum[name].double()
+            along = added + self.momentum * along
+        return -self.rate(number) * along
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The effect of one step: loss, sketches of the gradients, changes of the norms' statistics."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the run, counted from 0."""
+
+    number: int
+    before: State
+    found: Outcome
+    updates: dict[str, Measure]
+    """The distance of each weight's movement from the one that its momentum asks for."""
+
+
+Plain = Callable[[State, int, str], tuple[float, dict[str, Tensor], dict[str, Tensor]]]
+"""A plain step from a state, on the batch of that number, at a precision: its loss, the gradients
+and the norms' new statistics."""
+
+
+@contextmanager
+def plain_arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+    """A plain forward pass at a precision; the process keeps its switches, also for the backward
+    pass. To try all algorithms of a convolution would take longer than one step."""
+    set_arithmetic(precision)
+    torch.backends.cudnn.benchmark = False
+    with PRECISIONS[precision].autocast(device.type):
+        yield
+
+
+class Watch:
+    """Keeps the steps that are compared, while the run goes on.
+
+    Args:
+        state: gives the run's present one.
+        total: the number of the run's last step plus 1.
+        first: the number of the run's first step.
+    """
+
+    def __init__(self, state: Callable[[], State], sgd: Sgd, total: int, first: int = 0) -> None:
+        self._state, self._sgd = state, sgd
+        drawn = random.SystemRandom().randrange(first, total)
+        self._wanted = {drawn, total - 2, total - 1}
+        self.now = state()
+        """The newest state that was kept."""
+        self.steps: list[Step] = []
+
+    def see(self, number: int, loss: Tensor) -> bool:
+        """To be called after every step; whether it took time."""
+        wanted = number in self._wanted or not self.steps
+        if not wanted and number + 1 not in self._wanted:
+            return False
+        before, self.now = self.now, self._state()
+        # A scaled loss that overflows leaves the step out and lowers the scale.
+        if wanted and self.now.loss_scale >= before.loss_scale:
+            self.steps.append(self._step(number, float(loss), before))
+        return True
+
+    def _step(self, number: int, loss: float, before: State) -> Step:
+        gradients, updates = {}, {}
+        for name in before.weights:
+            gradients[name] = sketch(self._sgd.gradient(name, before, self.now), name)
+            updates[name] = self._update(name, before, number)
+        found = Outcome(loss, gradients, _changes(before, self.now.statistics))
+        return Step(number, before, found, updates)
+
+    def _update(self, name: str, before: State, number: int) -> Measure:
+        old, new = before.weights[name].double(), self.now.weights[name].double()
+        movement = self._sgd.movement(name, before, self.now, number)
+        error, size = float((new - old - movement).norm()), float(movement.norm())
+        allowed = UPDATE_ROUNDINGS * float(old.norm() + size) + RATE_ROUNDINGS * size
+        return Measure(error / size, allowed / size, 0.0) if size else Measure(error, 1e-30, 0.0)
+
+
+def _changes(before: State, after: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: after[name].double() - old.double() for name, old in before.statistics.items()}
+
+
+def audit(steps: Sequence[Step], plain: Plain, precision: str, batch_size: int) -> Parity:
+    """The verdict on the steps of a run at a precision."""
+    if not steps:
+        return Parity(status="fail", failures=["no step moved the weights"])
+    found = [step.found for step in steps]
+    truth = [_again(step, plain, "fp32") for step in steps]
+    own = truth if precision == "fp32" else [_again(step, plain, precision) for step in steps]
+    measures = {"loss": _losses(found, truth, own, precision, batch_size)}
+    measures["gradients"] = _all_gradients(found, truth, own)
+    runs = found, truth, own
+    gradients = ([one.gradients for one in run] for run in runs)
+    statistics = ([one.statistics for one in run] for run in runs)
+    names, norms = _with_gradient(truth), list(truth[0].statistics)
+    by_tensor = [
+        _of_each("gradient", names, TENSOR_FLOOR, *gradients),
+        _of_each("change", norms, FLOOR, *statistics),
+        _along(names, found, truth, own),
+        *({f"update of {name}": m for name, m in step.updates.items()} for step in steps),
+    ]
+    for group in by_tensor:  # of each kind the worst is shown
+        if group:
+            worst = max(group, key=lambda name: badness(group[name]))
+            measures[worst] = max(measures.get(worst, group[worst]), group[worst], key=badness)
+    failures = [
+        f"{name}: {measure.error:.1e} from the plain step's, {measure.allowed:.1e} allowed"
+        for name, measure in measures.items()
+        if not measure.passed
+    ]
+    numbers = ", ".join(str(step.number + 1) for step in steps)
+    return Parity(
+        status="fail" if failures else "pass",
+        failures=failures,
+        batch_size=batch_size,
+        reference=f"plain steps {numbers} in fp32",
+        measures={name: as_recorded(measure) for name, measure in measures.items()},
+    )
+
+
+def _again(step: Step, plain: Plain, precision: str) -> Outcome:
+    loss, gradients, statistics = plain(step.before, step.number, precision)
+    sketches = {name: sketch(gradient.cpu(), name) for name, gradient in gradients.items()}
+    after = {name: value.cpu() for name, value in statistics.items()}
+    return Outcome(loss, sketches, _changes(step.before, after))
+
+
+_Outcomes = Sequence[Outcome]
+
+
+def _losses(
+    found: _Outcomes, truth: _Outcomes, own: _Outcomes, precision: str, batch_size: int
+) -> Measure:
+    def furthest(outcomes: _Outcomes) -> float:
+        pairs = zip(outcomes, truth, strict=True)
+        return max(_number(abs(one.loss - true.loss) / abs(true.loss)) for one, true in pairs)
+
+    roundings = PRECISIONS[precision].unit_roundoff / math.sqrt(batch_size)
+    floor = LOSS_FLOOR + ROUNDING_UNITS * roundings
+    return Measure(furthest(found), min(MOST_TIMES * furthest(own) + floor, MOST), furthest(own))
+
+
+def _all_gradients(found: _Outcomes, truth: _Outcomes, own: _Outcomes) -> Measure:
+    def furthest(outcomes: _Outcomes) -> float:
+        pairs = zip(outcomes, truth, strict=True)
+        return max(_distance(one.gradients, true.gradients) for one, true in pairs)
+
+    return _within(furthest(found), furthest(own), FLOOR)
+
+
+def _of_each(
+    what: str, names: Sequence[str], floor: float, *runs: Sequence[dict[str, Tensor]]
+) -> dict[str, Measure]:
+    """For each tensor, how far what the run did with it is from the true, all steps together.
+
+    Args:
+        runs: of each step, the tensors of the run, the true ones and the plain step's own.
+    """
+
+    def measure(name: str) -> Measure:
+        found, truth, own = (
+            {str(step): tensors[name] for step, tensors in enumerate(run)} for run in runs
+        )
+        return _within(_distance(found, truth), _distance(own, truth), floor)
+
+    return {f"{what} of {name}": measure(name) for name in names}
+
+
+def _along(
+    names: Sequence[str], found: _Outcomes, truth: _Outcomes, own: _Outcomes
+) -> dict[str, Measure]:
+    """For each tensor, how far its gradients go along the true ones, beside the plain step's; as
+    shares of the true length, the mean of all steps."""
+
+    def share(outcomes: _Outcomes, name: str) -> float:
+        both = zip(outcomes, truth, strict=True)
+        pairs = [(one.gradients[name], true.gradients[name]) for one, true in both]
+        return sum(float(a @ b / (b @ b)) for a, b in pairs) / len(pairs)
+
+    return {
+        f"part of {name}'s gradient along the true one": Measure(
+            _number(abs(share(found, name) - share(own, name))), ALONG, 0.0
+        )
+        for name in names
+    }
+
+
+def _with_gradient(truth: _Outcomes) -> list[str]:
+    """The tensors whose gradient is more than roundings in every step."""
+    norms = [{name: float(g.norm()) for name, g in one.gradients.items()} for one in truth]
+    totals = [math.hypot(*step.values()) for step in norms]
+    return [
+        name
+        for name in truth[0].gradients
+        if all(s[name] > NEGLIGIBLE * total for s, total in zip(norms, totals, strict=True))
+    ]
+
+
+def _within(error: float, own: float, floor: float) -> Measure:
+    return Measure(error, min(MOST_TIMES * own + floor, MOST), own)
+
+
+def _distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """|found - true| / |true| of all tensors together."""
+    apart = math.hypot(*(float((found[name] - true[name]).norm()) for name in true))
+    size = math.hypot(*(float(true[name].norm()) for name in true))
+    return _number(apart / size) if size else 0.0
+
+
+def _number(error: float) -> float:
+    """A NaN would compare as smaller."""
+    return error if math.isfinite(error) else math.inf
