@@ -28,7 +28,7 @@ NAMES = (
 )
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("inference_1_baseline", {"weights_mb": 11.7}, "Four bytes for each weight"),
-    ("inference_1_baseline", {"batch_mb": 7.225}, "those of all iterations"),
+    ("inference_1_baseline", {"batch_mb": 7.225}, "three batches, and one was asked for"),
     ("inference_1_baseline", {"p50_ms": 0.0907}, "p50 in the line `Latency`"),
     ("inference_1_baseline", {"images_per_s": 11.03}, "that is batches a second"),
     ("inference_1_baseline", {"spread_percent": 1.2}, "Standard deviation"),

@@ -142,9 +142,9 @@ def of_training(
         )
     test = reference.dataset.test
     drawn = random.SystemRandom().sample(range(len(test.labels)), min(TESTED, len(test.labels)))
-    true, plain = (
-        reference.logits(watch.now, test.images[drawn], name) for name in ("fp32", precision)
-    )
+    true = plain = reference.logits(watch.now, test.images[drawn], "fp32")
+    if precision != "fp32":
+        plain = reference.logits(watch.now, test.images[drawn], precision)
     set_arithmetic(precision)
     found = logits[drawn].double().cpu()
     scale = (true - true.mean(0)).norm()

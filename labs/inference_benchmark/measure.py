@@ -31,8 +31,8 @@ from workshop.run.timing import StepClock
 
 SAME_PIXELS = 8
 """In the first row of each image."""
-IMAGES_OF_A_BATCH = 2
-"""In the images of all iterations, for each image of a large batch."""
+MOST_PLACES = 1000
+"""Iterations, or images of a batch if it has more, of which no two have the same images."""
 KEPT_BYTES = 256e6
 """Most logits of the timed iterations that are kept."""
 PLAIN_ITERATIONS = 5
@@ -92,7 +92,7 @@ class Images:
         self.batch = setting.batch_size
         if rank is not None and setting.parts:
             self.batch = setting.parts[rank]
-        self._places = max(self.batch, iterations) + 1
+        self._places = max(self.batch, min(iterations, MOST_PLACES)) + 1
         count = self.batch + self._places - 1
         self.images = network.images(count, seed)
         self.images[:, :, 0, :SAME_PIXELS] = self.images[0, :, 0, :SAME_PIXELS].clone()
@@ -144,7 +144,11 @@ class Inference:
             self._kept[index % self._ring].copy_(output, non_blocking=True)
 
     def images_bytes(self) -> int:
-        return memory.tensor_bytes([self._pool, self._input])
+        """Three batches: the input, and two of those that wait. What else waits is for the gate."""
+        return 3 * memory.tensor_bytes([self._input])
+
+    def spare_bytes(self) -> int:
+        return memory.tensor_bytes([self._pool, self._input]) - self.images_bytes()
 
     def live_bytes(self) -> int:
         return self.weights_bytes + self.images_bytes() + memory.tensor_bytes(self._kept)
@@ -216,8 +220,10 @@ def measure_inference(
     done = range(warmup, warmup + len(measured.step_ms))
     measured.losses = [math.nan] * warmup + inference.losses(done)
     images, timed = inference.drawn(done)  # before another iteration takes the place of one
-    held = inference.images_bytes()
-    run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes, held)
+    images_bytes, spare = inference.images_bytes(), inference.spare_bytes()
+    run.memory_mb = memory_of(
+        bench, inference, inference.weights_bytes, inference.live_bytes, images_bytes, spare
+    )
     truth = proof.find_truth(bench.model, bench.variant, images.to(device))
     run.gate, run.metrics["top1_agreement"] = proof.of_inference(bench.variant, truth, timed)
     bench.iteration = inference
@@ -250,7 +256,11 @@ class Learning:
         self.losses.append(loss)
 
     def images_bytes(self) -> int:
-        return memory.tensor_bytes([self._images])
+        """One batch: the images of the other iterations are for the gate."""
+        return memory.tensor_bytes([self._images]) // len(self._images) * self.data.batch
+
+    def spare_bytes(self) -> int:
+        return memory.tensor_bytes([self._images]) - self.images_bytes()
 
     def live_bytes(self) -> int:
         model, optimizer = self.training.model, self.training.optimizer
@@ -292,8 +302,9 @@ def measure_training(
     measured.losses = [float(loss) for loss in learning.losses]
     model = learning.training.model
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
+    images_bytes, spare = learning.images_bytes(), learning.spare_bytes()
     run.memory_mb = memory_of(
-        bench, learning, weights, learning.live_bytes, learning.images_bytes(), learning.training
+        *(bench, learning, weights, learning.live_bytes, images_bytes, spare, learning.training)
     )
     run.gate = proof.of_training(
         bench.model, bench.variant, setting, watch, lambda rank: Images(setting, total, rank)
@@ -411,11 +422,16 @@ def memory_of(
     weights: int,
     live: Callable[[], int],
     images: int,
+    spare: int = 0,
     training: Training | None = None,
 ) -> dict[str, float | str]:
-    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images (of
-    that many bytes), and the rest: activations, workspaces, logits. The fp32 network, which waits
-    there for the proof, is no part of it."""
+    """The peak in MB, split into weights (and buffers), gradients, optimizer's state, images, and
+    the rest: activations, workspaces, logits. The fp32 network and spare images, which wait there
+    for the gate, are no part of it.
+
+    Args:
+        images, spare: bytes.
+    """
     device = bench.setting.device
     parts = {"weights": weights}
     if training is not None:
@@ -426,7 +442,7 @@ def memory_of(
     parts["images"] = images
     if device.type == "cuda":
         peak, source = torch.cuda.max_memory_allocated(device), "allocator"
-        peak -= memory.tensor_bytes([*bench.model.parameters(), *bench.model.buffers()])
+        peak -= memory.tensor_bytes([*bench.model.parameters(), *bench.model.buffers()]) + spare
     else:
         peak = memory.cpu_step_peak(lambda: iteration(0), live)
         source = "profiled allocations"
@@ -450,7 +466,7 @@ def make_iteration(
         images = torch.empty(shape, dtype=dtype, device=device, memory_format=variant.layout())
         return images.zero_()
 
-    pool = black(IMAGES_OF_A_BATCH * batch)
+    pool = black(2 * batch)
     if training:
         targets = network.targets(batch, setting.seed).to(device)
         step = Training(copy.deepcopy(model), variant, setting).step

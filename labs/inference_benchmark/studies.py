@@ -486,7 +486,7 @@ class _Need:
                 few = Setting(setting.network, setting.device, batch, setting.seed)
                 # Made before it is measured: converting weights takes more than so few images.
                 iteration = measure.make_iteration(model, variant, few, training)
-                copies = measure.IMAGES_OF_A_BATCH + (not training)
+                copies = 2 if training else 3
                 held = copies * batch * _image_bytes(setting.network)
                 peaks.append(memory.cpu_step_peak(iteration, lambda held=held: held))  # type: ignore[misc]
             slope = (peaks[1] - peaks[0]) / 2

@@ -4,14 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from labs.inference_benchmark import networks, own_runs
-from labs.inference_benchmark.own_runs import (
-    images_per_s,
-    memory_mb,
-    p50_ms,
-    text_option,
-    true_counts,
-)
+from labs.inference_benchmark import own_runs
+from labs.inference_benchmark.own_runs import images_per_s, memory_mb, p50_ms, true_counts
 from workshop.exercises.frame import Item, Missing, Work
 from workshop.exercises.predict import Chosen, Found, Predicted, Question, ask
 from workshop.labs import LabRun
@@ -47,11 +41,6 @@ class Measured:
     def per_gb(self, run: LabRun) -> float:
         """Images a second for each GB of the peak."""
         return images_per_s(run) / memory_mb(run, "peak") * 1e3
-
-
-def batch_mb(run: LabRun) -> float:
-    edge = networks.LARGE_IMAGES.get(text_option(run, "network"), 224)
-    return run.units_per_step * 3 * edge**2 * 4 / 1e6
 
 
 def measured(work: Work) -> Measured:
@@ -113,12 +102,9 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     ),
     Found(
         "found.batch_mb", "the memory of one batch of images", "MB",
-        lambda m: batch_mb(m.later),
-        "batch x 3 x height x width numbers of four bytes. The summary counts the images of all "
-        "iterations.",
-        slips=lambda m: [
-            (memory_mb(m.later, "images"), "those of all iterations, and one batch was asked for")
-        ],
+        lambda m: memory_mb(m.later, "images") / 3,
+        "batch x 3 x height x width numbers of four bytes. The summary counts three such batches.",
+        slips=lambda m: [(memory_mb(m.later, "images"), "three batches, and one was asked for")],
     ),
     Found(
         "found.p50_ms", "the median time of a batch", "ms", lambda m: p50_ms(m.later),
