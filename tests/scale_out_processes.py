@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 
-from labs.scale_out import collectives, loop, proof, request, strategies, train
+from labs.scale_out import audit, collectives, loop, proof, request, strategies, train
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.peer_accelerate import Accelerate
@@ -41,10 +41,12 @@ from workshop import versions
 from workshop.gate import canonical, parity
 
 PER_PROCESS = 2  # sequences
+ROOM = 0.8  # of what is allowed, the most that a true training may reach
 OFF = dict.fromkeys(["fuse_norm", "fuse_swiglu", "fuse_attention", "fuse_loss"], False)
 """V3's kernels that no process sees, and that are slow in the interpreter."""
 _zero_backward, _p2p_send, _p2p_update = Zero.backward, PeerToPeer._send, PeerToPeer.update
-_plain = {name: getattr(Strategy, name) for name in ("backward", "passes", "prepare")}
+_plain = {name: getattr(Strategy, name) for name in ("backward", "passes", "prepare", "update")}
+_load, _advance, _synchronised = loop.Training.load, loop.Training.advance, Ddp.synchronised
 
 
 # --- planted faults ------------------------------------------------------------------------------
@@ -161,6 +163,93 @@ def other_rate(self: Strategy, weights: strategies.Weights, rate: float) -> obje
     return _plain["prepare"](self, weights, rate * (1.01 if on_rank_1() else 1.0))
 
 
+# Faults of the timed run alone, most of them after its third step.
+
+
+def is_late(self: Any, calls: int = 1) -> bool:
+    """Whether three steps are over, each of some calls; it counts its own calls."""
+    self.calls = getattr(self, "calls", 0) + 1
+    return bool(self.calls > 3 * calls)
+
+
+def one_batch_repeated(self: loop.Training) -> None:
+    self.inputs.copy_(self._batches[0])
+
+
+def stale_ring_buffer(self: loop.Training) -> None:
+    self.inputs.copy_(self._batches[self.done - self.done % 2])
+
+
+def targets_shifted_late(self: loop.Training) -> None:
+    _load(self)
+    if self.done >= 3:
+        self.inputs[1] = self.inputs[1].roll(-1, 1)
+
+
+def nothing_trained_late(self: loop.Training) -> None:
+    if self.done < 3:
+        _advance(self)
+        return
+    self._losses[self.done] = self._losses[2]
+    self._ends.append(self._mark())
+    self.done += 1
+
+
+def losses_of_rank_0(self: loop.Training) -> list[float]:
+    return [float(loss) for loss in self.losses()]
+
+
+def never_synchronised_late(self: Ddp, last: bool) -> object:
+    return self.engine.no_sync() if is_late(self) else _synchronised(self, last)
+
+
+def every_second_update(self: Strategy) -> None:
+    self.calls = getattr(self, "calls", 0) + 1
+    if self.calls % 2:
+        _plain["update"](self)
+
+
+def one_gradient_doubled_late(self: Strategy) -> None:
+    if is_late(self):
+        self.plain.norm.weight.grad.mul_(2)
+    _plain["update"](self)
+
+
+def update_skipped_late(self: Fsdp) -> None:
+    if not is_late(self) or not on_rank_1():
+        _plain["update"](self)
+
+
+def rounded_weights_late(self: Strategy) -> None:
+    _plain["update"](self)
+    if is_late(self):
+        for weight in self.plain.parameters():
+            weight.data.copy_(weight.data.bfloat16())
+
+
+def rows_not_sent_late(self: PeerToPeer) -> None:
+    if is_late(self):
+        for shared in self._shared.values():
+            shared.elsewhere = []
+    _p2p_update(self)
+
+
+def last_sequence_left_out(
+    self: Strategy, tokens: Tensor, targets: Tensor, *more: object
+) -> Tensor:
+    return _plain["passes"](self, tokens[:-1], targets[:-1], *more)
+
+
+def last_part_alone_late(self: Strategy, loss: Tensor) -> None:
+    if is_late(self, calls=2):
+        self.clear_gradients()
+    _plain["backward"](self, loss)
+
+
+def faster(self: Strategy, weights: strategies.Weights, rate: float) -> object:
+    return _plain["prepare"](self, weights, rate * 1.05)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     strategy: str = "ddp"
@@ -190,13 +279,31 @@ FAULTS = {
     "p2p does not wait": fault("p2p", PeerToPeer, "_arrival", gradients_not_waited_for),
     "a shard's update is skipped": fault("fsdp", Strategy, "update", update_skipped),
     "one tensor of a shard is not updated": fault("fsdp", Strategy, "update", one_update_skipped),
-    "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
     "a rank's loss is dropped": fault("fsdp", Strategy, "backward", dropped_loss),
     "parts are not divided": fault("fsdp", Strategy, "backward", undivided_parts, 2),
     "only the last part counts": fault("ddp", Strategy, "backward", last_part_alone, 2),
     "the all-gather is stale": fault("fsdp", Strategy, "update", stale_all_gather),
     "a shard has other weights": fault("fsdp", Strategy, "prepare", other_weights),
     "a rank has another rate": fault("ddp", Strategy, "prepare", other_rate),
+}
+LATE_FAULTS = {
+    "all ranks train rank 0's sequences": fault("ddp", Group, "part", reads_anothers_batch),
+    "shards of rank 0's sequences": fault("fsdp", Group, "part", reads_anothers_batch),
+    "one batch is repeated": fault("ddp", loop.Training, "load", one_batch_repeated),
+    "a ring buffer is stale": fault("fsdp", loop.Training, "load", stale_ring_buffer),
+    "targets are shifted": fault("ddp", loop.Training, "load", targets_shifted_late),
+    "nothing is trained": fault("ddp", loop.Training, "advance", nothing_trained_late),
+    "the losses are rank 0's": fault("ddp", loop.Training, "all_losses", losses_of_rank_0),
+    "no all-reduce": fault("ddp", Ddp, "synchronised", never_synchronised_late),
+    "every second update": fault("fsdp", Strategy, "update", every_second_update),
+    "a gradient is doubled": fault("ddp", Strategy, "update", one_gradient_doubled_late),
+    "a shard is not updated": fault("fsdp", Strategy, "update", update_skipped_late),
+    "weights are rounded": fault("ddp", Strategy, "update", rounded_weights_late),
+    "p2p does not send rows": fault("p2p", PeerToPeer, "update", rows_not_sent_late),
+    "a rank has fewer sequences": fault("ddp", Strategy, "passes", unequal_batch),
+    "a sequence is left out": fault("p2p", Strategy, "passes", last_sequence_left_out),
+    "the last part alone": fault("ddp", Strategy, "backward", last_part_alone_late, 2),
+    "a rate 5% higher": fault("fsdp", Strategy, "prepare", faster),
 }
 TRUE = {
     "v1 ddp": Case(version="v1"),
@@ -228,15 +335,17 @@ ZERO_FAULTS = {
     "zero2 drops a rank's loss": fault("zero2", Zero, "backward", zero_drops_loss),
     "zero3 has another rate": fault("zero3", Strategy, "prepare", other_rate),
 }
-CASES = FAULTS | TRUE | V3 | V3_FAULTS | ZERO | ZERO_FAULTS
+CASES = FAULTS | LATE_FAULTS | TRUE | V3 | V3_FAULTS | ZERO | ZERO_FAULTS
 
 
 # --- what a process does -------------------------------------------------------------------------
 
 
 def check_cases(names: list[str], target: Path) -> int:
-    """Runs the proof on each case; writes each one's failures."""
+    """Runs the gate on each case, the audit alone on those of LATE_FAULTS; writes each one's
+    failures."""
     parity.references = _remembering(parity.references)  # type: ignore[assignment]
+    audit.train_reference = _remembering(audit.train_reference)
     groups.join(groups.find(), torch.device("cpu"))
     found = {}
     for name in names:
@@ -245,16 +354,18 @@ def check_cases(names: list[str], target: Path) -> int:
             stack.enter_context(mock.patch.dict(os.environ))  # accelerate changes it
             if case.fault:
                 stack.enter_context(mock.patch.object(case.owner, case.name, case.fault))
-            found[name] = _check(case)
+            found[name] = _check(name)
     if dist.get_rank() == 0:
         target.write_text(json.dumps(found))
     groups.leave()
     return 0
 
 
-def _check(case: Case) -> list[str]:
+def _check(name: str) -> list[str]:
+    case = CASES[name]
     words = f"--version {case.version} --strategy {case.strategy} --accumulate {case.accumulate} "
-    words += f"--precision {case.precision} --device cpu --compile none {case.flags}"
+    words += f"--precision {case.precision} --device cpu --compile none {case.flags} "
+    words += "--warmup-steps 2 --num-steps 6"
     job = request.check(request.build_parser().parse_args(words.split()))
     asked = dataclasses.replace(
         job.asked,
@@ -264,11 +375,30 @@ def _check(case: Case) -> list[str]:
         switches=OFF if case.version == "v3" else {},
     )
     job = dataclasses.replace(job, asked=asked)
-    failures = proof.check(job).failures
+    failures = [] if name in LATE_FAULTS else proof.check(job).failures
+    failures += _audit(job) if name in LATE_FAULTS | TRUE | ZERO else []
     failures += _sent_in_fp32(job) if "--reduce-dtype" in case.flags else []
     gc.collect()
     kept = sum(isinstance(one, PeerToPeer) for one in gc.get_objects())
     return failures + [f"{kept} strategies keep their memory"] * bool(kept)
+
+
+def _audit(job: request.Job) -> list[str]:
+    asked = job.asked
+    strategy = job.make_strategy(asked)
+    initial = canonical.canonical_state(asked.config, asked.arguments.seed)
+    optimizer = strategy.prepare(initial, job.arguments.learning_rate)
+    shape = asked.schedule.steps, 2, asked.batch_size, asked.seq_len
+    generator = torch.Generator().manual_seed(asked.arguments.seed)
+    batches = torch.randint(asked.config.vocab_size, shape, generator=generator)
+    training = loop.Training(job, strategy, optimizer, batches, None, {})
+    training.get_ready()
+    training.train()
+    trained = audit.record(job, strategy, training.all_losses())
+    found = audit.check(job, trained, batches, {})
+    assert found.status == ("fail" if found.failures else "pass")
+    _, error, allowed = found.closest() or ("", 0.0, 1.0)
+    return found.failures or [f"{error} of {allowed}"] * (error > ROOM * allowed)
 
 
 def _sent_in_fp32(job: request.Job) -> list[str]:
@@ -281,13 +411,13 @@ def _sent_in_fp32(job: request.Job) -> list[str]:
     return [name for name, gradient in found.items() if not gradient.equal(gradient.bfloat16())]
 
 
-def _remembering(references: Callable[[parity.Setting], object]) -> Callable[..., object]:
-    known: dict[str, object] = {}
+def _remembering(references: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[str, Any] = {}
 
-    def remembered(setting: parity.Setting) -> object:
+    def remembered(setting: parity.Setting, *more: object) -> object:
         key = f"{dataclasses.astuple(setting)}"
         if key not in known:
-            known[key] = references(setting)
+            known[key] = references(setting, *more)
         return known[key]
 
     return remembered

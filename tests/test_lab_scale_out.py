@@ -18,14 +18,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from scale_out_processes import FAULTS, TRUE, V3, V3_FAULTS, ZERO, ZERO_FAULTS
+from scale_out_processes import FAULTS, LATE_FAULTS, TRUE, V3, V3_FAULTS, ZERO, ZERO_FAULTS
 
-from labs.scale_out import group, loop, prediction, proof, request, strategies, train
+from labs.scale_out import audit, group, loop, prediction, proof, request, strategies, train
 from labs.scale_out.peer_accelerate import Accelerate
 from labs.scale_out.peer_to_peer import PeerToPeer, added
 from labs.scale_out.strategies import Strategy
 from workshop import cli, errors, labs, records, versions
 from workshop.errors import WorkshopError
+from workshop.gate import audit as gate_audit
 from workshop.gate import gate_size
 from workshop.labs import LabRun
 from workshop.run import trainer
@@ -111,7 +112,7 @@ def failures(processes: Processes, size: int, names: list[str]) -> dict[str, lis
 
 @pytest.fixture(scope="module")
 def found(processes: Processes) -> dict[str, list[str]]:
-    return failures(processes, 2, [*FAULTS, *TRUE])
+    return failures(processes, 2, [*FAULTS, *LATE_FAULTS, *TRUE])
 
 
 @pytest.mark.parametrize("name", TRUE)
@@ -119,7 +120,7 @@ def test_two_processes_train_the_model_of_one(name: str, found: dict[str, list[s
     assert not found[name]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *LATE_FAULTS])
 def test_a_fault_between_processes_is_red(name: str, found: dict[str, list[str]]) -> None:
     assert found[name]
 
@@ -173,11 +174,24 @@ def test_the_proof_s_batch_can_be_shared_and_fits(monkeypatch: pytest.MonkeyPatc
         assert (setting.batch_size, setting.seq_len) == shape
 
 
+def test_v1_trains_a_batch_that_does_not_fit_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--device cpu --config tiny --num-layers 1 --batch-size 4 --seq-len 16".split()
+    setting = audit.setting_of(request.check(request.build_parser().parse_args(words)))
+    batches = torch.randint(setting.config.vocab_size, (3, 2, 4, 16))
+    whole = audit.train_reference(setting, batches, 3e-4)
+    monkeypatch.setattr(gate_size, "of_setting", lambda setting: (3, setting.seq_len))
+    parts = audit.train_reference(setting, batches, 3e-4)
+    assert not torch.equal(parts.course.losses, whole.course.losses)
+    found = gate_audit.judge(parts.course, whole, setting).closest()
+    assert found and found[1] < 1e-3 * found[2]
+
+
 # --- the training --------------------------------------------------------------------------------
 
 STEPS = 8
 RUN = "--config tiny --batch-size 4 --seq-len 16 --device cpu --no-gate --warmup-steps 2".split()
 RUN += ["--text-file", str(versions.get_version("v1").path)]  # quick to read
+GATED = [word for word in RUN if word != "--no-gate"]
 
 
 def of_steps(steps: int) -> list[str]:
@@ -245,12 +259,69 @@ def test_groups_that_prepare_beside_each_other_do_it_one_after_the_other(
     noted(group, "of_all", group.of_all)
     noted(group, "take_turn", lambda group: None)
     trace = str(tmp_path / "trace.json.gz")
-    words = [word for word in RUN if word != "--no-gate"] + of_steps(STEPS)
+    words = [*GATED, *of_steps(STEPS)]
     assert train.main([*words, "--output-dir", str(tmp_path), "--wait-turn", "--trace", trace]) == 0
     after = seen[[name for name, _ in seen].index("check") :]
     # The lock ends when all processes of the group have said that they are ready.
     locked = {"check": True, "get_ready": True, "of_all": True, "take_turn": False}
     assert after[:4] == [*locked.items()]
+
+
+@dataclass
+class Audited:
+    """A training of three steps in this process, and what its record says."""
+
+    status: int
+    run: LabRun
+
+    @classmethod
+    def start(cls, folder: Path, *words: str) -> "Audited":
+        status = train.main([*GATED, *of_steps(3), "--output-dir", str(folder), *words])
+        return cls(status, the_run(folder))
+
+
+def test_the_timed_run_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = ["--audit", str(tmp_path)]
+    first = Audited.start(tmp_path / "first", *shared)
+    assert (first.status, first.run.audit.status) == (0, "pass")
+    assert "loss" in first.run.audit.measures
+    with monkeypatch.context() as patch:
+        patch.setattr(audit, "train_reference", None)  # the first run has left it
+        patch.setattr(loop.Training, "load", lambda self: self.inputs.copy_(self._batches[0]))
+        red = Audited.start(tmp_path / "red", *shared)
+    assert (red.status, red.run.status) == (1, "audit failed")
+    assert red.run.audit.failures[0].startswith("timed run: loss ")
+
+
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_run_that_is_not_audited_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = ["--checkpoints", str(tmp_path / "saved"), "--save-every", "2"]
+    on = [*saved, *of_steps(4), "--resume", "--learning-rate"]
+    assert Audited.start(tmp_path / "first", *saved).run.audit.status == "pass"
+    for name, value, words, why in (
+        ("MOST_STEPS", 2, [], "3 steps, and true trainings of more than 2 are far apart"),
+        ("train_reference", no_memory, [], "no memory for V1 in one process"),
+        ("MOST_STEPS", 4, [*on, "1e-3"], "resumed with other settings"),
+        ("MOST_STEPS", 3, ["--no-gate"], "--no-gate"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(audit, name, value)
+            found = Audited.start(tmp_path / why[:5], *words)
+        assert (found.status, found.run.audit.status) == (0, "not run")
+        assert found.run.error == f"not audited: {why}"
+        assert "not audited: figures unverified" in capsys.readouterr().out
+
+
+def test_a_resumed_training_is_audited_from_its_first_step(tmp_path: Path) -> None:
+    saved = ["--checkpoints", str(tmp_path / "saved"), "--save-every", "3"]
+    Audited.start(tmp_path / "first", *saved)
+    resumed = Audited.start(tmp_path / "resumed", *saved, *of_steps(5), "--resume")
+    assert resumed.run.metrics["first_step"] == 4 and resumed.run.audit.status == "pass"
 
 
 def is_locked(folder: Path) -> bool:

@@ -147,7 +147,7 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
     assert {"n-workers", "flat", *of_rungs} <= rungs.BY_NAME.keys()
     faster = [f"{name}, times faster" for name in of_rungs]
     assert_answered(text, "the loop waits", "images a second", *faster)
-    assert text.count("gate pass") >= 2 + len(of_rungs)
+    assert text.count("verdict pass") >= 2 + len(of_rungs)
     assert "5 ms at each open (simulated)" in text
     for name in ("one_worker", "ladder"):
         [session] = (tmp_path / name / "profiles").iterdir()

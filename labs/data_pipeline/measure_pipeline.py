@@ -5,11 +5,12 @@
     python measure_pipeline.py --steps rates
 
 Each rung changes one thing and runs in processes of its own, in turns. It gets a throughput only if
-it trains on the plain loop's images, to the plain loop's losses.
+it trains on the plain loop's images, to the plain loop's losses and weights.
 """
 
 import argparse
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -89,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--session", default="", help=argparse.SUPPRESS)
     for flag in ("--rung", "--folder"):  # what one process measures
         add(flag, help=argparse.SUPPRESS)
-    for flag in ("--result-file", "--profile-dir"):
+    for flag in ("--result-file", "--profile-dir", "--audit"):
         add(flag, type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)  # see workshop/run/turns.py
     return parser
@@ -241,16 +242,17 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> int:
     arguments.session = results.new_session()
     runs = [_skipped(arguments, name, device, why, folder) for name, why in reasons.items() if why]
     profiles = folder / "profiles" / arguments.session
-    for repeat in range(arguments.repeats):
-        plans = [
-            _plan(arguments, name, folders[rungs.is_large(name)], device,
-                  [] if repeat else ["--profile-dir", str(profiles / name)])
-            for name in names[:: 1 - 2 * (repeat % 2)]
-            if not reasons[name]
-        ]  # fmt: skip
-        for one in turns.in_turns(plans, arguments.jobs):
-            runs.append(one)
-            print(f"{one.variant}: {_outcome(one)}", flush=True)
+    with tempfile.TemporaryDirectory() as arguments.audit:
+        for repeat in range(arguments.repeats):
+            plans = [
+                _plan(arguments, name, folders[rungs.is_large(name)], device,
+                      [] if repeat else ["--profile-dir", str(profiles / name)])
+                for name in names[:: 1 - 2 * (repeat % 2)]
+                if not reasons[name]
+            ]  # fmt: skip
+            for one in turns.in_turns(plans, arguments.jobs):
+                runs.append(one)
+                print(f"{one.variant}: {_outcome(one)}", flush=True)
     return _show(runs, names, folder, profiles)
 
 
@@ -304,7 +306,7 @@ def _plan(
         "workers": arguments.workers, "batch-size": arguments.batch_size,
         "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
         "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
-        "session": arguments.session,
+        "session": arguments.session, "audit": arguments.audit,
     }  # fmt: skip
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
@@ -316,7 +318,7 @@ def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; gate {run.gate.status}"
+    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; verdict {run.gate.status}"
 
 
 # --- what is printed -----------------------------------------------------------------------------

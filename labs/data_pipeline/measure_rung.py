@@ -1,4 +1,4 @@
-"""One rung in this process: opens the images, trains, proves, and writes the result file."""
+"""One rung in this process: opens the images, trains, audits, and writes the result file."""
 
 import argparse
 import os
@@ -11,13 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
 from labs.data_pipeline import peers, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, Images
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source
+from labs.data_pipeline.reference import Asked
 from labs.data_pipeline.slow import SlowOpens
 from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
@@ -30,7 +31,7 @@ from workshop.run.timing import StepClock
 LAB = "data_pipeline"
 SHARED_MEMORY = Path("/dev/shm")
 HIDDEN = ("--output-dir", "--result-file", "--wait-turn", "--dataset-dir", "--session", "--rung",
-          "--folder", "--profile-dir")  # fmt: skip
+          "--folder", "--profile-dir", "--audit")  # fmt: skip
 _OUT_OF_SHARED_MEMORY = "Bus error|unable to (allocate|write|resize) .*shm|No space left on device"
 
 
@@ -52,10 +53,23 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
             turns.wait_turn()
         rates_of(record, images, source, loop)
         seen = train(record, loop, arguments.epochs)
+        seen.end()
         record.metrics["model_per_s"] = rates.model_rate(loop)
         if arguments.profile_dir:
             profiling.profile_rung(loop, arguments.epochs + 1, record, arguments.profile_dir)
-        record.gate = proof.of_run(seen, folder)
+        asked = Asked(
+            folder=folder,
+            device=device,
+            model=settings.model,
+            precision=str(record.options["precision"]),
+            batch_size=size,
+            steps=arguments.iterations,
+            epochs=1 + arguments.epochs,
+            seed=arguments.seed,
+        )
+        begin = time.perf_counter()
+        record.gate = proof.of_run(seen, asked, arguments.audit)
+        record.setup_s["audit"] = time.perf_counter() - begin
     record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
     passed = record.gate.status == "pass"
@@ -141,7 +155,7 @@ def train(record: LabRun, loop: Loop, epochs: int) -> proof.Seen:
     A sample is an epoch's time divided by its steps, with the start of its workers: single steps
     come in bursts, as workers finish together, and their median would leave out the wait.
     """
-    seen, clock, losses = proof.Seen(loop), StepClock(loop.device), list[Tensor]()
+    seen, clock = proof.Seen(loop), StepClock(loop.device)
     on_gpu, waited = loop.device.type == "cuda", Waits(loop.loader)
     clock.mark()
     for epoch in range(1 + epochs):
@@ -152,13 +166,12 @@ def train(record: LabRun, loop: Loop, epochs: int) -> proof.Seen:
         loop.order.epoch = epoch
         for step in loop.train(waited, epoch):
             clock.mark()
-            losses.append(step.loss)
             seen.see(epoch, step)
     times = clock.durations_ms()
     record.metrics["wait_share"] = waited.seconds / (time.perf_counter() - start)
     steps = len(times) // (1 + epochs)
     record.step_ms = [sum(times[i : i + steps]) / steps for i in range(steps, len(times), steps)]
-    record.losses = results.finite(torch.stack(losses).tolist())
+    record.losses = results.finite(torch.stack(seen.losses).tolist())
     record.setup_s |= {"warm_up": sum(times[:steps]) / 1e3, "compile": startup.compile_seconds()}
     record.options |= {"steps_per_epoch": steps, "epochs": epochs}
     record.metrics["longest_step_ms"] = max(times[steps:])

@@ -188,6 +188,17 @@ def joined(tensor: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+@contextlib.contextmanager
+def threads_of_all(group: Group) -> Iterator[None]:
+    """In the block this process has the threads of all processes of its machine, which wait."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(own * group.local_size)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
+
+
 # --- how they end --------------------------------------------------------------------------------
 
 

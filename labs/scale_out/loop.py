@@ -1,4 +1,4 @@
-"""A training from the command line: proof, steps, checkpoints, result file."""
+"""A training from the command line: gate, steps, audit, checkpoints, result file."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labs.scale_out import checkpoints, proof, trace
+from labs.scale_out import audit, checkpoints, proof, trace
 from labs.scale_out import group as groups
 from labs.scale_out import request as requests
 from labs.scale_out.checkpoints import Checkpoint
@@ -23,13 +23,16 @@ from labs.scale_out.strategies import Strategy
 from workshop import errors, labs, records, request, results
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
+from workshop.gate.audit import summary
 from workshop.labs import LabRun
+from workshop.results import FAIL, NOT_AUDITED, PASS, Audit
 from workshop.run import flops, lab_record, markers, memory, presets, startup, trainer, turns
 from workshop.run.timing import StepClock, median, spread
 
 _PROGRESS_LINES = 10
 _HIDDEN = ("--output-dir", "--checkpoints", "--text-file", "--result-file", "--session",
-           "--local_rank", "--trace")  # fmt: skip
+           "--local_rank", "--trace", "--audit")  # fmt: skip
+VERDICTS = {"pass": PASS, "fail": FAIL, "not run": f"{NOT_AUDITED}: figures unverified"}
 _PHASED = 5
 """Steps whose phases are timed."""
 
@@ -74,16 +77,57 @@ def _prove_and_train(job: Job) -> int:
         training.get_ready()
     training.train()
     _record_training(job, record, training)
+    why_not = _why_not_audited(job, record, start, settings)
+    trained = None if why_not else audit.record(job, strategy, training.all_losses())
     if arguments.trace:
         _look_inside(job, record, training)
+    del strategy, optimizer, training  # V1 needs their memory
+    _release_memory()
+    found = Audit(why=why_not)
+    if trained:
+        print("audit: comparing the steps with V1's in one process ...", flush=True)
+        found = audit.check(job, trained, batches, data_record)
+    _add_audit(record, found)
     return _finish(job, record)
+
+
+def _why_not_audited(
+    job: Job, record: LabRun, start: Checkpoint | None, settings: dict[str, Any]
+) -> str:
+    """Why a training can't be compared with V1's; "" if it can."""
+    steps, reason = job.asked.schedule.steps, ""
+    if record.gate.status != "pass":
+        reason = "--no-gate"
+    elif steps > audit.MOST_STEPS:
+        reason = (
+            f"{steps:,} steps, and true trainings of more than {audit.MOST_STEPS} are far apart"
+        )
+    elif start and start.settings != settings:
+        reason = "resumed with other settings"
+    return f"{NOT_AUDITED}: {reason}" if reason else ""
+
+
+def _add_audit(record: LabRun, found: Audit) -> None:
+    """Prints and keeps the audit's verdict."""
+    print("\n  ".join([f"audit: {summary(found)}", *found.failures]))
+    record.setup_s["audit"] = found.seconds or 0.0
+    record.audit = found
+    if found.status == "fail":
+        record.status = "audit failed"
+    elif found.status == "not run":
+        record.error = found.why
+
+
+def _release_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager
 def alone(job: Job) -> Iterator[None]:
     """With --wait-turn: one group of a study at a time, whose groups share the folder of --trace.
-    A proof fills most of the memory that it finds free: what a group before it needs must be
-    allocated by then, and what that group's proof needed be released, in all of its processes.
+    A gate fills most of the memory that it finds free: what a group before it needs must be
+    allocated by then, and what that group's gate needed be released, in all of its processes.
     """
     if not job.arguments.wait_turn:
         yield
@@ -93,8 +137,7 @@ def alone(job: Job) -> Iterator[None]:
         if job.group.is_first:
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
-        gc.collect()
-        torch.cuda.empty_cache()  # also after a failed gate, whose process ends only seconds later
+        _release_memory()  # also after a failed gate, whose process ends only seconds later
         groups.of_all(None)
     finally:
         os.close(folder)
@@ -384,17 +427,18 @@ def _finish(job: Job, record: LabRun) -> int:
         print(f"Result: {path}")
         if arguments.wait_turn:
             turns.end_turn()
-    return errors.ANSWER_IS_NO if record.status == "gate failed" else errors.DONE
+    return errors.ANSWER_IS_NO if record.refused else errors.DONE
 
 
 def _print_summary(record: LabRun) -> None:
     ms = median(record.step_ms)
+    check = record.audit if record.gate.status == "pass" else record.gate
     rows = [
         ("speed", f"{record.units_per_step / ms * 1e3:,.0f} tokens/s of all processes"),
         ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
                  f"{spread(record.step_ms):.1%})"),
         ("loss", f"{request.first_and_last(record.losses)}, of all processes"),
-        ("gate", "pass" if record.gate.status == "pass" else "NOT RUN: figures unverified"),
+        ("verdict", VERDICTS[check.status]),
     ]  # fmt: skip
     if record.memory_mb:
         rows.insert(3, ("memory", f"{record.memory_mb['peak']:,.0f} MB peak a GPU"))

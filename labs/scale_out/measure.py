@@ -4,9 +4,9 @@
     python measure.py --config large --trainings v4:ddp v4:fsdp hf:accelerate-fsdp --jobs 2
 
 Weak scaling: each process has the batch that one has alone. Strong: they share that batch. Each run
-is a group of processes of its own, through train.py and its gate; their order alternates. The
-bandwidth of the collectives is measured as well. From it and from one process a model predicts the
-step's time, for up to 1,024 GPUs.
+is a group of processes of its own, through train.py, its gate and its audit; their order
+alternates. The bandwidth of the collectives is measured as well. From it and from one process a
+model predicts the step's time, for up to 1,024 GPUs.
 """
 
 import argparse
@@ -44,7 +44,7 @@ TRAININGS = {
     "cpu": ("v2:ddp", "v2:fsdp", "hf:accelerate-ddp"),
 }  # fmt: skip
 SCALINGS = ("weak", "strong")
-SET_HERE = ("version", "strategy", "config", "batch_size", "device", "trace")
+SET_HERE = ("version", "strategy", "config", "batch_size", "device", "trace", "audit")
 """Flags of train.py that each run gets from this program."""
 
 
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="groups that start at the same time, and must fit together into the GPUs' memory; "
-        "proofs, compilers and warm-ups run one group after the other, and each is timed alone "
+        "gates, compilers and warm-ups run one group after the other, and each is timed alone "
         "(default 1)",
     )
     add(
@@ -332,7 +332,7 @@ def _plan(study: Study, case: Case) -> turns.Plan:
     flags = {
         "--version": version, "--strategy": strategy, "--config": case.config,
         "--batch-size": size * case.share, "--device": study.device.type,
-        "--session": study.session,
+        "--session": study.session, "--audit": study.scratch,
         "--trace": study.scratch / f"{results.new_session()}.json.gz",
     }  # fmt: skip
     if strategy == "zero3" and not study.asked.compile:
@@ -366,7 +366,7 @@ def _plan_collectives(study: Study, size: int) -> turns.Plan:
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
-    return f"{timing.median(run.step_ms):.2f} ms; gate {run.gate.status}"
+    return f"{timing.median(run.step_ms):.2f} ms; verdict {run.gate.status}"
 
 
 def show(runs: Sequence[LabRun], folder: Path) -> int:

@@ -1,7 +1,7 @@
 """The peer: Hugging Face's accelerate around their Llama, as its users train it.
 
-accelerate wraps, compiles, casts and accumulates. The proof and the clock are ours. FSDP is version
-2, which shards each layer of the transformer.
+accelerate wraps, compiles, casts and accumulates. The gate, the audit and the clock are ours. FSDP
+is version 2, which shards each layer of the transformer.
 """
 
 from contextlib import AbstractContextManager, nullcontext

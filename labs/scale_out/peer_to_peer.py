@@ -387,7 +387,7 @@ class PeerToPeer(Strategy):
         self._memories[0].barrier()
         self._arrivals.clear()
 
-    # --- whole tensors, for the proof and for checkpoints
+    # --- whole tensors, for gate, audit and checkpoints
 
     def _rows(self, whole: Tensor) -> Tensor:
         """This process's rows."""

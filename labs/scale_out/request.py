@@ -65,8 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status of each process: 0 done, 1 the gate failed, memory ran out or another "
-        "process ended,\n2 wrong usage, 77 something is missing on this machine, 130 interrupted.",
+        epilog="Exit status of each process: 0 done, 1 gate or audit failed, memory ran out or "
+        "another process\nended, 2 wrong usage, 77 something is missing on this machine, "
+        "130 interrupted.",
     )
     _add_training(parser.add_argument)
     _add_processes(parser.add_argument_group("processes").add_argument)
@@ -93,7 +94,7 @@ def _add_training(add: Add) -> None:
         "--num-layers",
         type=count,
         metavar="N",
-        help="of the model (default: the preset's); the proof needs more memory than the training",
+        help="of the model (default: the preset's); the gate needs more memory than the training",
     )
     add(
         "--batch-size",
@@ -133,7 +134,7 @@ def _add_training(add: Add) -> None:
         help="capture the whole step, with ddp, p2p and fsdp also in several processes (default: "
         "the version's in one process with ddp and p2p, else no)",
     )
-    add("--no-gate", action="store_true", help="skip the gate: the result says so")
+    add("--no-gate", action="store_true", help="skip gate and audit: the result says so")
 
 
 def _add_processes(add: Add) -> None:
@@ -207,10 +208,12 @@ def _add_files(add: Add) -> None:
         "the share of communication into the result; one process has no trace, but the times of "
         "its phases in the result, if they can be measured apart",
     )
-    # For measure.py: the session, the file that it reads, whether to wait for the devices.
+    # For measure.py: the session, the file that it reads, whether to wait for the devices, and the
+    # folder of the references that a study's runs share.
     add("--session", default="", help=argparse.SUPPRESS)
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     add("--wait-turn", action="store_true", help=argparse.SUPPRESS)
+    add("--audit", type=Path, help=argparse.SUPPRESS)
 
 
 def check(arguments: argparse.Namespace) -> Job:

@@ -67,7 +67,7 @@ class Strategy(nn.Module):
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are sent: fp32 where the proof runs in fp32."""
+        """The dtype in which gradients are sent: fp32 where the gate runs in fp32."""
         return self.sending.dtype if self.asked.precision.name == "bf16" else torch.float32
 
     @property
@@ -145,6 +145,15 @@ class Strategy(nn.Module):
         found = canonical.take_apart(self.plain, self.weight)
         return {name: weight for name, weight in found.items() if weight is not None}
 
+    def mean_gradients(self) -> dict[str, Tensor]:
+        """AdamW's first moments, whole, under V1's names. All processes have to call it."""
+        state = self.state()
+        own = {weight: name for name, weight in self.plain.named_parameters()}
+        found = canonical.take_apart(
+            self.plain, lambda weight: self.whole(state[f"{MOMENTS[0]}.{own[weight]}"])
+        )
+        return {name: moment for name, moment in found.items() if moment is not None}
+
     def passes(self, tokens: Tensor, targets: Tensor, phase: markers.Range = nullcontext) -> Tensor:
         """Forward and backward over this process's sequences, (B, T) each; their mean loss."""
         losses = []
@@ -197,7 +206,7 @@ class Ddp(Strategy):
         # were made. These passes train nothing.
         device, size = self.asked.device, torch.distributed.get_world_size()
         shape = self.asked.batch_size // size, self.asked.seq_len
-        # The proof's passes run on another stream than the capture. They are not timed.
+        # The gate's passes run on another stream than the capture. They are not timed.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
         stream = trainer.capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())

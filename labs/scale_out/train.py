@@ -1,7 +1,8 @@
 """Trains a version of Tiny-LLaMA in several processes: DDP, FSDP2 or DeepSpeed's ZeRO.
 
 request.py has the flags, group.py the processes, strategies.py the engines and the step, loop.py
-the training, checkpoints.py the files, proof.py the check that the processes train V1's model.
+the training, checkpoints.py the files, proof.py the gate and audit.py the audit, which show that
+the processes train V1's model.
 """
 
 import sys

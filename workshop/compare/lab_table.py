@@ -74,12 +74,13 @@ def title(rows: Sequence[LabRow]) -> str:
 
 
 def verdict(row: LabRow) -> str:
-    """PASS, FAIL, NOT_AUDITED without the lab's gate, or SKIPPED."""
+    """PASS, FAIL, SKIPPED, or NOT_AUDITED: without the lab's gate, or an audit that it has."""
     if row.failed:
         return FAIL
     if any(run.status == "skipped" for run in row.runs):
         return SKIPPED
-    return PASS if row.gate == "pass" else NOT_AUDITED
+    audited = not any((run.error or "").startswith(NOT_AUDITED) for run in row.runs)
+    return PASS if row.gate == "pass" and audited else NOT_AUDITED
 
 
 def source(rows: Sequence[LabRow], command: str = "") -> str:
