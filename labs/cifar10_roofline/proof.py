@@ -110,7 +110,8 @@ def resnet(tensors: Tensors, x: Tensor, *, training: bool) -> Tensor:
 
     def norm(x: Tensor, name: str) -> Tensor:
         parts = ("running_mean", "running_var", "weight", "bias")
-        return F.batch_norm(x, *(tensors[f"{name}.{part}"] for part in parts), training=training)
+        mean, variance, weight, bias = (tensors[f"{name}.{part}"] for part in parts)
+        return F.batch_norm(x, mean, variance, weight, bias, training=training)
 
     x = norm(F.conv2d(x, tensors["conv1.weight"], padding=1), "bn1").relu()
     for block in dict.fromkeys(name[:8] for name in tensors if name.startswith("layer")):

@@ -172,7 +172,7 @@ class Inference:
             for index in chosen
             for place in proof.sample_of(self.data.batch, _by_chance()).tolist()
         })  # fmt: skip
-        timed = []
+        timed: list[proof.Timed] = []
         for index in kept:
             window = self.data.window(index)
             which = [i for i, n in enumerate(numbers) if window.start <= n < window.stop]
