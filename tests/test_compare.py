@@ -29,7 +29,7 @@ from workshop.dashboard import figures as pages
 from workshop.judge import process
 from workshop.report import charts, comparisons
 from workshop.results import RunResult
-from workshop.run import presets, waiting
+from workshop.run import presets
 from workshop.versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -522,13 +522,13 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 SHRINK_PRESET = ("Preset(256, 4, 8, seq_len=128, batch_size=8)", "Preset(64, 1, 4, 16, 2, 300)")
 
 
-NEVER_WAITS = ("    return max(waited - before", "    return 0.0 * max(waited - before")
+NEVER_DISTURBED = ("MOST_WAITED = 0.5", "MOST_WAITED = 9.0")
 
 
 def copy_repository(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
     """The repository's code in another place, with one text replaced in some of its files. However
     busy this machine is, no run there is disturbed."""
-    changes = {"workshop/run/waiting.py": NEVER_WAITS} | changes
+    changes = {"workshop/results.py": NEVER_DISTURBED} | changes
     names = ["workshop", "analysis_tools", *(v.folder for v in versions.VERSIONS.values())]
     for name in names:
         if (ROOT / name).is_dir():
@@ -568,7 +568,7 @@ def use_versions_of(code: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -
     """Versions and peers are those of another copy, and some have other texts there. The preset is
     small, and no run is disturbed."""
     monkeypatch.setitem(presets.PRESETS, "tiny", presets.Preset(64, 1, 4, 16, 2, 300))
-    monkeypatch.setattr(waiting, "longest_wait", lambda *_: 0.0)
+    monkeypatch.setattr(results, "MOST_WAITED", 9.0)
     for key, version in versions.ALL.items():
         own = dataclasses.replace(version, folder=str(code / version.folder), packages=())
         monkeypatch.setitem(versions.ALL, key, own)

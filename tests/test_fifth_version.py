@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_compare import NEVER_WAITS, ROOT, SHRINK_PRESET, TypeCommand, needs_triton
+from test_compare import NEVER_DISTURBED, ROOT, SHRINK_PRESET, TypeCommand, needs_triton
 
 from workshop.compare.markdown import fill_last_column
 from workshop.exercises import sheet
@@ -109,7 +109,7 @@ def copy_checkout(folder: Path) -> Path:
         return own | {name for name in names if name.startswith(".") or name == "__pycache__"}
 
     shutil.copytree(ROOT, folder, symlinks=True, ignore=unneeded)
-    replace(folder / "workshop/run/waiting.py", *NEVER_WAITS)
+    replace(folder / "workshop/results.py", *NEVER_DISTURBED)
     return folder
 
 

@@ -13,14 +13,15 @@ from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_vers
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import cli, records, versions
+from workshop import cli, records, results, versions
 from workshop.collection import Collection
-from workshop.compare import figures, sessions, sweep, tables
+from workshop.compare import figures, sweep, tables
 from workshop.compare.sweep import AXES, Curve, Sweep
 from workshop.dashboard import blocks
 from workshop.dashboard.data import Choice, Snapshot, group_of
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size, parity
+from workshop.judge.plans import Plan, record
 from workshop.report import content
 from workshop.results import RunResult
 from workshop.run import flops, hardware, memory, precision, presets, trainer
@@ -212,6 +213,12 @@ def arguments(folder: Path, *words: str) -> Namespace:
     return compare_versions.build_parser().parse_args(flags)
 
 
+def save(plan: Plan, given: Namespace, status: results.Status, why: str) -> None:
+    run = record(plan, given, SESSION)
+    run.status, run.error = status, why
+    records.add(run, given.output_dir)
+
+
 def test_a_size_that_cannot_fit_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +230,7 @@ def test_a_size_that_cannot_fit_is_not_tried(
         size = plan.sizes["seq_len"]
         tried.append((plan.version, size, bool(plan.left_out)))
         if plan.left_out:
-            sessions.save_record(plan, given, SESSION, "skipped", plan.left_out)
+            save(plan, given, "skipped", plan.left_out)
         else:  # V1's memory grows with the square, V2's with the length
             peak = 50 + (size / 128) ** 2 * 20 if plan.version == "v1" else 50 + size / 16
             records.add(at(plan.version, size, peak, device=HERE), tmp_path)
@@ -262,7 +269,7 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path: P
     for plan in sweep.plans(sweep.plan(given), given, SESSION):
         tried.append((plan.version, plan.sizes["batch_size"]))
         if tried[-1] == ("v1", 16):
-            sessions.save_record(plan, given, SESSION, "failed", OUT_OF_MEMORY)
+            save(plan, given, "failed", OUT_OF_MEMORY)
         else:
             run = at(plan.version, 128, batch_size=plan.sizes["batch_size"], device=HERE)
             records.add(run, tmp_path)

@@ -479,7 +479,7 @@ def answer(
             cuda_graph=cuda_graph,
             notify=notify,
         )
-    if setting.precision.float8_recipe:
+    if setting.precision.float8_recipe and all(map(is_gradient, found.gradients.values())):
         autocast = setting.precision.autocast(setting.device.type)
         found.float8_share = float8.share_in_float8(model, setting.config, autocast)
     return found
