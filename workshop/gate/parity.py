@@ -355,7 +355,7 @@ def check(
 
     Args:
         build: makes the model from a config; a compiled one is checked as compiled.
-        config: a version's `TinyLlamaConfig`.
+        config: a version's `TinyLlamaConfig`, whose defaults must be V1's.
         precision: of precision.LADDER, for the candidate and for V1's calibration.
         batch_size, seq_len: the shape it is run on. The default is an odd one, (3, at most 65),
             on which kernels that assume multiples of their tile go wrong.
