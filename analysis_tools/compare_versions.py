@@ -25,7 +25,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
 
     import_torch()
 
-from workshop import errors, results, versions  # noqa: E402
+from workshop import errors, records, results, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.compare import figures, rows, sessions, sweep, tables, waterfall  # noqa: E402
 from workshop.compare.markdown import escape, escape_block  # noqa: E402
@@ -110,7 +110,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     arguments.output_dir = arguments.output_dir or results.DEFAULT_FOLDER
     study = _study(arguments)
     if arguments.from_results is not None:
-        runs = results.load_folder(arguments.from_results)
+        runs = records.load_folder(arguments.from_results, RunResult)
         found = study.find(runs)
     else:
         runs, interrupted = study.run(results.new_session())

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # PyTorch is not everywhere, and takes seconds to im
     import_torch()
 
 from analysis_tools import compare_versions  # noqa: E402
-from workshop import errors, results, versions  # noqa: E402
+from workshop import errors, records, results, versions  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.compare import regression, rows, tables  # noqa: E402
 from workshop.compare.markdown import escape  # noqa: E402
@@ -37,7 +37,7 @@ from workshop.run.presets import PRESETS  # noqa: E402
 
 FORMATS = ("table", "markdown", "json")
 FOLDER = "regression"
-"""Below an output folder, whose own *.json files are taken for runs."""
+"""Below an output folder."""
 DEFAULT_BASELINE = results.DEFAULT_FOLDER / FOLDER / "baseline.json"
 REPEATS = 10
 
@@ -175,7 +175,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _load(folder: Path, keys: list[str] | None) -> list[RunResult]:
     """The folder's runs, but for those of waterfalls and sweeps beside comparisons of versions."""
-    return _of_versions(rows.preferred(results.load_folder(folder)), keys)
+    return _of_versions(rows.preferred(records.load_folder(folder, RunResult)), keys)
 
 
 def _of_versions(runs: list[RunResult], keys: list[str] | None) -> list[RunResult]:

@@ -28,7 +28,7 @@ from labs.data_pipeline import documents as pipeline_documents  # noqa: E402
 from labs.inference_benchmark import documents as lab_documents  # noqa: E402
 from labs.scale_out import documents as scaling_documents  # noqa: E402
 from labs.text_generation import documents as text_documents  # noqa: E402
-from workshop import errors, results  # noqa: E402
+from workshop import errors, records, results  # noqa: E402
 from workshop.arguments import parse  # noqa: E402
 from workshop.classroom import courses, instructor  # noqa: E402
 from workshop.collection import Collection  # noqa: E402
@@ -128,7 +128,7 @@ def render(collection: Collection) -> dict[Path, str]:
         raise WorkshopError(problems[0])
     documents = _performance(collection)
     folders = sorted(path for path in REFERENCE.iterdir() if (path / "runs").is_dir())
-    devices = [results.load_folder(folder) for folder in folders]
+    devices = [records.load_folder(folder, RunResult) for folder in folders]
     runs = [run for its in devices for run in its]
     falls = waterfall.build(runs)
     ladders = [build_rows(ordinary(its)) for its in devices]
@@ -422,7 +422,7 @@ def _profile(folder: Path) -> str:
     """The head of a profile's hot list, a step each, and its summary."""
     table, run = load(folder), recorded_run(folder)
     if run is None or not table.steps:
-        raise WorkshopError(f"{folder}: no run.json beside the profile, or no steps in it")
+        raise WorkshopError(f"{folder}: no run.jsonl beside the profile, or no steps in it")
     # Later commits may launch other kernels.
     source = f"{table.tool}, commit {run.git_commit[:7]}" if run.git_commit else table.tool
     lines = [

@@ -202,7 +202,8 @@ def sweep(measured: Measured, axis: str) -> Shown:
 
 def roofline(measured: Measured) -> Shown:
     its = measured.ladder(MEDIUM)
-    found = inputs.load([one.path for one in its.stored(its.versions)])
+    stored = its.stored(its.versions)
+    found = inputs.load([one.path for one in stored], [one.run for one in stored])
     ceilings.attach(found, folder=measured.all.folders[0])
     frame = roofs.view(found)
     lines = {

@@ -16,8 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from workshop import results, versions  # noqa: E402
+from workshop import records, versions  # noqa: E402
 from workshop.compare.rows import variant  # noqa: E402
+from workshop.results import RunResult  # noqa: E402
 from workshop.run import timing  # noqa: E402
 
 PROCESSES = (2, 3, 5)
@@ -69,7 +70,7 @@ def recorded(*keys: str) -> list[list[float]]:
     for folder in sorted(H200.rglob("runs")):
         if labs.intersection(folder.relative_to(H200).parts):
             continue
-        for run in results.load_folder(folder):
+        for run in records.load_folder(folder, RunResult):
             if run.step_ms and run.version in keys:
                 sizes = (*sorted(run.config.items()), run.batch_size, run.seq_len)
                 key = (run.version, variant(run), run.precision, sizes)

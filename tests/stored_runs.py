@@ -1,5 +1,6 @@
 """Result files for tests, made of the checked-in ones."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -8,17 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workshop import labs
+from workshop import records
 from workshop.labs import LabRun
-from workshop.results import Parity
+from workshop.results import Parity, RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
 PARTS = (
-    "runs/20261126-220308-a5fe87",  # small, bf16
-    "runs/20261127-004115-594ab2",  # medium, bf16
-    "once/runs/20261122-102718-cc94dc",  # small, fp16, fp32 and tf32
-    "once/runs/20261122-164643-79a72b",  # large, bf16
+    "runs/20261126-220308-a5fe87.jsonl",  # small, bf16
+    "runs/20261127-004115-594ab2.jsonl",  # medium, bf16
+    "once/runs/20261122-102718-cc94dc.jsonl",  # small, fp16, fp32 and tf32
+    "once/runs/20261122-164643-79a72b.jsonl",  # large, bf16
     "profiles/v1",
     "profiles/v3/pytorch_profiler",
     "kernels",
@@ -35,7 +36,9 @@ def select(folder: Path) -> Path:
     """Fills a folder with PARTS, a profile of a CPU and a session of a lab."""
     cpu = Path("cpu_amd_epyc", "profiles", "v1")
     for part in (cpu, *(Path("nvidia_h200", part) for part in PARTS)):
-        shutil.copytree(REFERENCE / part, folder / part)
+        (folder / part).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (REFERENCE / part).is_dir() else shutil.copy
+        copy(REFERENCE / part, folder / part)
     write_lab(folder / "lab", *lab_session())
     return folder
 
@@ -43,21 +46,29 @@ def select(folder: Path) -> Path:
 def reference(
     version: str = "v1", preset: str = "small", precision: str = "bf16"
 ) -> dict[str, Any]:
-    """What a result file of the H200 holds, of a run that passed the gate."""
-    folder = REFERENCE / "nvidia_h200"
-    for path in sorted(folder.glob(f"**/runs/*/{version}_{preset}_{precision}_*.json")):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if content["parity"]["status"] == "pass":
-            return content
+    """A run of the H200 that passed the gate, as JSON has it."""
+    wanted = (version, preset, precision, "pass")
+    for path in records.files_in(REFERENCE / "nvidia_h200"):
+        for run in records.load_runs(path, RunResult):
+            if (run.version, run.config_name, run.precision, run.gate.status) == wanted:
+                return dataclasses.asdict(run)
     raise AssertionError("no such reference run")
 
 
+def lines(content: dict[str, Any]) -> str:
+    """The file of a comparison that has this run alone."""
+    own = dict(content)
+    shared = {name: own.pop(name) for name in ("session", "device", "software", "git_commit")}
+    head = {"schema_version": 2, **shared, "command": own.pop("parent_command")}
+    return f"{json.dumps(head)}\n{json.dumps(own)}\n"
+
+
 def write(folder: Path, content: dict[str, Any], name: str = "a", **changes: Any) -> Path:
-    """A result file where a run would write it, with some fields changed."""
+    """A comparison's file of one run, with some fields changed; another name is another file."""
     content = content | changes
-    path = folder / "runs" / content["session"] / f"{content['version']}_{name}.json"
+    path = folder / "runs" / f"{content['session']}_{content['version']}_{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
+    path.write_text(lines(content), encoding="utf-8")
     return path
 
 
@@ -97,7 +108,7 @@ def lab_run(variant: str = "fp32", ms: float = 10.0, **changes: Any) -> LabRun:
         "command": ["python", "micro_benchmarking_pytorch.py"],
         "step_ms": [ms, 0.9 * ms, 1.1 * ms],
         "memory_mb": {"peak": 2000.0, "weights": 100.0, "source": "allocator"},
-        "proof": Parity(status="pass"),
+        "gate": Parity(status="pass"),
         "flops_per_step": 2.64e11,
         "peak_tflops": 60.0,
         "peak_source": "data sheet",
@@ -112,12 +123,23 @@ def lab_session(**changes: Any) -> list[LabRun]:
     found = [
         *(lab_run("fp32", ms, **changes) for ms in (10.0, 10.1)),
         *(lab_run("fp16, channels-last", ms, **changes) for ms in (5.0, 5.05)),
-        lab_run("fp16, wrong", 1.0, status="proof failed", proof=red, **changes),
+        lab_run("fp16, wrong", 1.0, status="gate failed", gate=red, **changes),
     ]
     for second, run in enumerate(found):
         run.created = f"2026-11-23T10:00:0{second}+00:00"
     return found
 
 
+def content(path: Path) -> dict[str, Any]:
+    """The run of a file that has one, as JSON has it."""
+    return dataclasses.asdict(records.load_run(path))
+
+
+def the_run(folder: Path) -> LabRun:
+    """The only run of a lab below a folder."""
+    (run,) = records.load_folder(folder, LabRun)
+    return run
+
+
 def write_lab(folder: Path, *runs: LabRun) -> list[Path]:
-    return [labs.save(run, labs.new_path(run, folder)) for run in runs]
+    return [records.add(run, folder) for run in runs]

@@ -17,7 +17,7 @@ from conftest import HANGS_S
 from test_compare import NO_TRITON, needs_triton
 from test_results import files
 
-from workshop import cli, results, versions
+from workshop import cli, records, results, versions
 from workshop.errors import WorkshopError
 from workshop.request import USUAL, Request, build_parser, check_arguments
 from workshop.results import RunResult
@@ -54,7 +54,7 @@ def typed(words: str, folder: Path) -> list[str]:
 
 def the_run(output: Path) -> RunResult:
     """The one result in a folder, in which nothing else lies."""
-    (run,) = results.load_folder(output)
+    (run,) = records.load_folder(output, RunResult)
     assert len(files(output)) == 1
     return run
 
@@ -295,8 +295,8 @@ def test_a_red_gate_ends_the_run_before_any_time_is_taken(
     finished = run("v2", "--precision", precision)
     assert (finished.returncode, finished.stderr) == (1, "")
     saved = the_run(tmp_path)
-    assert (saved.status, saved.parity.status, saved.step_ms) == ("gate failed", "fail", [])
-    failures = saved.parity.failures
+    assert (saved.status, saved.gate.status, saved.step_ms) == ("gate failed", "fail", [])
+    failures = saved.gate.failures
     assert re.search(rf"^gate: FAIL, {len(failures)} reasons", finished.stdout, re.M)
     for sentence in failures:
         assert f"\n  {sentence}\n" in finished.stdout
@@ -395,7 +395,7 @@ def test_a_run_prints_what_it_saves(key: str, run: Call, start: Call, tmp_path: 
     assert number(rate[1]) / saved.peak_tflops == pytest.approx(number(rate[2]) / 100, rel=0.05)
     assert saved.gradients == results.Gradients(11, 11, 56_256, 56_256)
     assert shown["gradients"] == "11/11 tensors, 56,256/56,256 parameters"
-    assert shown["gate"] == "pass" == saved.parity.status
+    assert shown["gate"] == "pass" == saved.gate.status
     (name,) = files(tmp_path)
     assert finished.stdout.endswith(f"Result: {tmp_path / name}\n")
 
@@ -421,7 +421,7 @@ def test_an_interpreted_run_shows_that_it_is_right_and_no_speed(run: Call, tmp_p
     assert saved.interpreted and saved.options["interpreted"] is True
     assert saved.losses[-3:] == pytest.approx([float(loss) for _, loss in steps], abs=1e-4)
     assert len(saved.step_ms) == 3 and saved.forward_ms == []  # kept, for work on the kernels
-    assert (saved.parity.status, saved.parity.batch_size, saved.plausibility) == ("pass", 2, [])
+    assert (saved.gate.status, saved.gate.batch_size, saved.plausibility) == ("pass", 2, [])
 
 
 @needs_triton
@@ -470,7 +470,7 @@ def test_the_loss_falls_on_text(run: Call, tmp_path: Path) -> None:
     assert float(match[2]) < 4
     assert summary(finished)["gate"] == "NOT RUN: figures unverified"
     saved = the_run(tmp_path)
-    assert saved.parity.status == "not run"
+    assert saved.gate.status == "not run"
     assert saved.data["name"] == f"Python {sys.version.split()[0]} standard library"
 
 
@@ -500,7 +500,7 @@ def test_each_fusion_of_v2_can_be_switched_off(switch: str, run: Call, tmp_path:
     finished = run("v2", f"--no-{switch.replace('_', '-')}")
     assert re.search(rf"^  switched off +{switch}$", finished.stdout, re.M)
     saved = the_run(tmp_path)
-    assert saved.parity.status == "pass"
+    assert saved.gate.status == "pass"
     assert {name: saved.options[name] for name in SWITCHES} == {
         name: name != switch for name in SWITCHES
     }

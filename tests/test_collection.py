@@ -1,6 +1,6 @@
 """Results that are found, read once, and followed while they change."""
 
-import json
+import dataclasses
 import shutil
 import time
 from pathlib import Path
@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import stored_runs
 
-from workshop import results
+from workshop import records, results
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
-from workshop.file_kinds import KERNEL_TABLE, KINDS, LAB, OPERATORS, RUN, kind_of
+from workshop.file_kinds import KERNEL_TABLE, KINDS, OPERATORS, RUNS, kind_of
+from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
 H200 = REFERENCE / "nvidia_h200"
-A_RUN = next(iter(sorted(H200.glob("runs/*/v1_small_bf16_*.json"))))
+A_RUN = stored_runs.lines(stored_runs.reference())
 A_TABLE = REFERENCE / "cpu_amd_epyc" / "profiles" / "v4" / "pytorch_profiler"
 
 
@@ -24,8 +25,8 @@ A_TABLE = REFERENCE / "cpu_amd_epyc" / "profiles" / "v4" / "pytorch_profiler"
 def folder(tmp_path: Path) -> Path:
     """A result file, and a profile with its record."""
     shutil.copytree(A_TABLE, tmp_path / "profiles" / "v4" / "pytorch_profiler")
-    (tmp_path / "runs" / "s").mkdir(parents=True)
-    shutil.copy(A_RUN, tmp_path / "runs" / "s" / A_RUN.name)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a.jsonl").write_text(A_RUN)
     return tmp_path
 
 
@@ -33,7 +34,7 @@ def test_reference_results_are_all_found() -> None:
     found = Collection([REFERENCE])
     assert found.refresh() and not found.broken
     assert [stored.run for stored in found.runs] == sorted(
-        results.load_folder(H200), key=lambda run: run.session
+        records.load_folder(H200, RunResult), key=lambda run: run.session
     )
     assert {(p.version, p.tool, p.run is not None) for p in found.profiles} == {
         (version, tool, True)
@@ -51,14 +52,13 @@ def test_what_is_new_changed_or_gone_is_noticed(folder: Path) -> None:
     found = Collection([folder])
     assert found.refresh() and (len(found.runs), len(found.profiles)) == (1, 1)
     held, table = found.runs, found.profiles[0].table
-    new = folder / "runs" / "t" / "new.json"
-    new.parent.mkdir()
-    shutil.copy(A_RUN, new)
+    new = folder / "runs" / "new.jsonl"
+    new.write_text(A_RUN)
     assert found.refresh() and len(found.runs) == 2
     assert len(held) == 1 and found.profiles[0].table is table
-    content = json.loads(new.read_text())
-    new.write_text(json.dumps(content | {"precision": "fp16"}))
-    assert found.refresh() and {s.run.precision for s in found.runs} == {"bf16", "fp16"}
+    (run,) = records.load_runs(new, RunResult)
+    records.save(dataclasses.replace(run, precision="fp16"), new)
+    assert found.refresh() and [s.run.precision for s in found.runs] == ["bf16", "bf16", "fp16"]
     shutil.rmtree(folder / "runs")
     assert found.refresh() and not found.runs and len(found.profiles) == 1
 
@@ -83,15 +83,15 @@ def test_folders_in_each_other_count_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ("runs/s/cut.json", A_RUN.read_text()[:900]),
-        ("runs/s/empty.json", ""),
-        ("runs/s/other.json", "[1]"),
-        ("cut.json", A_RUN.read_text()[:900]),
-        ("typo.json", A_RUN.read_text().replace('"step_ms"', '"stepms"', 1)),
-        ("no.json", "not JSON"),
-        ("deep/in/some/folder/cut.json", A_RUN.read_text()[:900]),
+        ("runs/cut.jsonl", A_RUN[:1500]),
+        ("runs/s/empty.jsonl", ""),
+        ("runs/s/other.jsonl", "[1]"),
+        ("cut.jsonl", A_RUN[:1500]),
+        ("typo.jsonl", A_RUN.replace('"step_ms"', '"stepms"', 1)),
+        ("no.jsonl", "not JSON"),
+        ("deep/in/some/folder/cut.jsonl", A_RUN[:1500]),
         ("profiles/v1/ncu/kernels.json", "{"),
-        ("profiles/v4/pytorch_profiler/run.json", "{"),
+        ("profiles/v4/pytorch_profiler/run.jsonl", "{"),
         ("other/kernels.json", '{"schema_version": 1, "kernel_table": "ncu", "kernels": [3]}'),
     ],
 )
@@ -107,30 +107,21 @@ def test_a_broken_file_is_named_and_harms_no_other(folder: Path, place: str, tex
     assert found.refresh() and not found.broken
 
 
-@pytest.mark.parametrize("keys", KINDS)
-def test_every_kind_of_file_is_known_by_its_first_keys(folder: Path, keys: tuple[str, ...]) -> None:
-    """What no page shows is passed over, wherever it is; of the others, broken here, each is named
-    by its own reader."""
+@pytest.mark.parametrize("keys", [*KINDS, ("created", "rows"), ("version", "session")])
+def test_a_kind_of_file_is_known_by_its_first_keys(folder: Path, keys: tuple[str, ...]) -> None:
+    """A file that no page shows is passed over, wherever it is; each of the others, broken here, is
+    named by its own reader."""
     places = [folder / name for name in ("a.json", "runs/s/a.json", "profiles/v1/a.json")]
     for place in (*places, folder / "runs" / ".a.json"):
         place.parent.mkdir(parents=True, exist_ok=True)
         results.write_json(place, {"schema_version": 1} | dict.fromkeys(keys, "x"))
-        assert kind_of(place) == KINDS[keys]
+        assert kind_of(place) == KINDS.get(keys, "")
     found = Collection([folder])
     found.refresh()
-    is_read = KINDS[keys] in (RUN, LAB, OPERATORS, KERNEL_TABLE)
+    is_read = KINDS.get(keys) in (RUNS, OPERATORS, KERNEL_TABLE)
     assert {one.path for one in found.broken} == (set(places) if is_read else set())
     assert (len(found.runs), len(found.profiles)) == (1, 1)
-    if KINDS[keys] != RUN:
-        assert len(results.load_folder(folder)) == 1
-
-
-def test_a_kind_of_file_that_is_not_listed_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"begins with \['version', 'batch_size'\]: list it"):
-        results.write_json(
-            tmp_path / "new.json", {"schema_version": 1, "version": "v1", "batch_size": 8}
-        )
-    assert not list(tmp_path.iterdir())
+    assert len(records.load_folder(folder, RunResult)) == 1
 
 
 def test_a_file_of_others_is_passed_over(folder: Path) -> None:
@@ -142,7 +133,7 @@ def test_a_file_of_others_is_passed_over(folder: Path) -> None:
 
 def test_a_table_without_record_has_its_version_from_its_folder(folder: Path) -> None:
     profile = folder / "profiles" / "v4" / "pytorch_profiler"
-    (profile / "run.json").unlink()
+    (profile / "run.jsonl").unlink()
     shutil.copytree(profile, folder / "mine")
     found = Collection([folder])
     found.refresh()

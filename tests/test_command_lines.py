@@ -27,13 +27,14 @@ from labs.cifar10_roofline import networks as cifar_networks
 from labs.data_pipeline import make_dataset
 from labs.inference_benchmark import measure
 from labs.inference_benchmark.modes import Variant
-from workshop import errors, results
+from workshop import errors, records, results
 from workshop import parity as gate_command
 from workshop.arguments import count
 from workshop.compare import regression
 from workshop.exercises import copies
 from workshop.gate import canonical, parity
 from workshop.report import content as report_content
+from workshop.results import RunResult
 from workshop.roofline import figures
 from workshop.roofline import inputs as roofline_inputs
 from workshop.run import trainer
@@ -184,7 +185,9 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "file").touch()
     for version in ("v1", "v4"):
         stored_runs.write(tmp_path / "runs", stored_runs.reference(version))
-    baseline, _ = regression.make_baseline([5 * results.load_folder(tmp_path / "runs")], [])
+    baseline, _ = regression.make_baseline(
+        [5 * records.load_folder(tmp_path / "runs", RunResult)], []
+    )
     results.write_json(tmp_path / "baseline.json", dataclasses.asdict(baseline))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = torch.get_num_threads()

@@ -21,7 +21,7 @@ from conftest import HANGS_S
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import results, versions
+from workshop import records, results, versions
 from workshop.compare import figures, rows, sessions, sweep, tables, waterfall
 from workshop.compare.rows import Row
 from workshop.dashboard import data
@@ -210,7 +210,7 @@ def test_sessions_are_not_mixed_and_the_newest_counts() -> None:
 
 def test_what_failed_or_was_refused_has_no_numbers_and_costs_its_own_row_only() -> None:
     red = make_result("v2", gate="fail", step_ms=FASTER)
-    red.parity.failures.append("loss is off")
+    red.gate.failures.append("loss is off")
     crash = make_result("v2", "not run", status="failed", error="out of memory on X", step_ms=[])
     reason = "gate failed: gradient of norm.weight is missing (and 1 more)"
     for bad, note in ((red, reason), (crash, "out of memory on X")):
@@ -380,7 +380,7 @@ def test_files_without_startup_times_give_no_break_even() -> None:
 def test_notes_name_small_gates_and_implausible_numbers() -> None:
     gates = ((2, 16), (8, 128), (None, None))
     runs = [
-        make_result(key, parity=results.Parity("pass", batch_size=gate[0], seq_len=gate[1]))
+        make_result(key, gate=results.Parity("pass", batch_size=gate[0], seq_len=gate[1]))
         for key, gate in zip(("v1", "v2", "v4"), gates, strict=True)
     ]
     why = "the backward pass takes 0.1 of the forward's"
@@ -397,9 +397,9 @@ def test_runs_of_a_waterfall_or_a_sweep_do_not_fill_the_ladder(
 ) -> None:
     for length, kind in ((64, "sweep point"), (256, "waterfall rung")):
         run = make_result(seq_len=length, config_name="custom", kind=kind)
-        results.save(run, tmp_path / "both")
-        results.save(run, tmp_path / "others")
-    results.save(make_result(), tmp_path / "both")
+        records.add(run, tmp_path / "both")
+        records.add(run, tmp_path / "others")
+    records.add(make_result(), tmp_path / "both")
     assert compare_versions.main(["--from-results", str(tmp_path / "both")]) == 0
     captured = capsys.readouterr()
     assert "tiny: 8 x 128" in captured.out and "custom" not in captured.out
@@ -426,7 +426,7 @@ def test_rows_of_results_can_be_chosen(
         ("v3", "small", "bf16"),
     ):  # fmt: skip
         run = make_result(version=version, config_name=config, precision=precision)
-        results.save(run, tmp_path)
+        records.add(run, tmp_path)
     words = f"--from-results {tmp_path} --format json {words}"
     assert compare_versions.main(words.split()) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -448,9 +448,9 @@ def test_a_device_may_have_any_name(
     for kind, v2 in (("run", {}), (waterfall.KIND, qkv_alone), (sweep.KIND, {})):
         for length in (128, 256):
             own = {"device": device, "kind": kind, "seq_len": length}
-            results.save(make_result(**own), tmp_path / "in")
-            results.save(make_result("v2", options=v2, **own), tmp_path / "in")
-    results.save(
+            records.add(make_result(**own), tmp_path / "in")
+            records.add(make_result("v2", options=v2, **own), tmp_path / "in")
+    records.add(
         make_result("v4", options={"compile": HOSTILE}, device=device, **red), tmp_path / "in"
     )
     words = [*words, "--from-results", str(tmp_path / "in"), "--output-dir", str(tmp_path / "out")]
@@ -476,7 +476,7 @@ def test_the_files_of_results_keep_the_contract(
         make_result(config_name="small", batch_size=16, **new),
         make_result(precision="bf16", **new),
     ):
-        results.save(run, tmp_path / "in")
+        records.add(run, tmp_path / "in")
     out = tmp_path / "out"
     words = ["--from-results", str(tmp_path / "in"), "--format", "json", f"{flag}={out}"]
     assert compare_versions.main(words) == 1  # V4's gate is red
@@ -507,11 +507,11 @@ def test_a_version_that_cannot_run_here_is_skipped_and_not_failed(
     assert compare_versions.main(words) == 77  # nothing else was requested
     captured = capsys.readouterr()
     assert captured.err == f"v3: skipped: {why}\n" and f"v3: {why}" in captured.out
-    (run,) = results.load_folder(tmp_path)
+    (run,) = records.load_folder(tmp_path, RunResult)
     (row,) = rows.build_rows([run])
     assert (row.status, row.note, row.speedup_text()) == ("skipped", why, "skipped")
     assert (run.kind, row.config, row.step_ms, row.failed) == ("run", "tiny", None, False)
-    results.save(make_result(), tmp_path)
+    records.add(make_result(), tmp_path)
     assert compare_versions.main(["--from-results", str(tmp_path)]) == 0
 
 
@@ -639,7 +639,7 @@ def test_a_red_gate_and_a_crash_cost_their_own_rows(mixed: Mixed) -> None:
         assert f"{label}: {reason}" in stdout
     for label in ("v2", "v4", "hf"):  # it failed once and was not run again
         assert len(re.findall(rf"^{label} tiny fp32, run", stderr, re.MULTILINE)) == 1
-    statuses = {run.version: run.status for run in results.load_folder(folder)}
+    statuses = {run.version: run.status for run in records.load_folder(folder, RunResult)}
     assert (statuses["v2"], statuses["v4"]) == ("gate failed", "failed")
     (log,) = folder.rglob("*.log")
     assert "no such kernel" in log.read_text()
@@ -652,7 +652,7 @@ def test_an_interpreted_version_runs_once_and_briefly(mixed: Mixed) -> None:
     (line,) = (line for line in stderr.splitlines() if line.startswith("v3 tiny fp32, run"))
     start = "v3 tiny fp32, run 1 of 1: interpreted, not comparable; gate: pass: gradients 11/11"
     assert line.startswith(start)
-    runs = results.load_folder(folder)
+    runs = records.load_folder(folder, RunResult)
     (v3,) = (run for run in runs if run.version == "v3")
     assert (v3.warmup_steps, v3.options["num_steps"]) == (1, 1)
     v1 = next(run for run in runs if run.version == "v1")
@@ -703,7 +703,7 @@ def test_a_version_that_deceives_the_gate_is_found_by_the_audit(
     assert v2["note"].startswith("audit failed: timed run: loss ")
     assert len(re.findall(r"^v2 tiny fp32, run", captured.err, re.MULTILINE)) == 1
     assert re.search(r"│ v2 +│ +FAIL │", captured.out)
-    runs = {run.version: run for run in results.load_folder(tmp_path / "out")}
+    runs = {run.version: run for run in records.load_folder(tmp_path / "out", RunResult)}
     assert runs["v2"].status == "audit failed" and runs["v2"].judge_ms
 
 
@@ -722,7 +722,7 @@ WRONG = {
     "no results": (["--from-results", "absent"], "results absent: no such folder"),
     "empty results": (["--from-results", "EMPTY"], "no result files"),
     "no such results": (["--from-results", "ONE", "--config", "large"], "no runs of the --vers"),
-    "truncated result": (["--from-results", "CUT"], "cut.json: no valid JSON at line 1"),
+    "truncated result": (["--from-results", "CUT"], "cut.jsonl: line 1: no valid JSON"),
     "another format": (["--format", "xml"], "invalid choice: 'xml'"),
     "both": (["--waterfall", "--sweep", "seq-len", "1"], "not allowed with argument"),
     "another end": (["--waterfall", "v2"], "--waterfall v2: choose from v4, v3"),
@@ -733,7 +733,7 @@ WRONG = {
         ["--waterfall", "v4", "v9", "--from-results", "ONE"], "--waterfall v9: choose from v4, v3"),
     "no waterfall": (["--waterfall", "--from-results", "ONE"], "no waterfall: V1 at fp32"),
     "axis": (["--sweep", "width", "1", "2"], "--sweep width: choose from"),
-    "downwards": (["--sweep", "seq-len", "128", "...", "100"], "the second size must be the larger"),
+    "downwards": (["--sweep", "seq-len", "128", "...", "100"], "second size must be"),
     "one size": (["--sweep", "seq-len", "128"], "--sweep seq-len: give two sizes or more"),
     "heads": (["--sweep", "hidden-dim", "64", "100"], "must be a multiple of 64"),
     "version": (["--sweep", "seq-len", "8", "16", "--versions", "v9"], "unknown version 'v9'"),
@@ -748,8 +748,8 @@ def test_wrong_input_is_one_line(
     (tmp_path / "FILE").touch()
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "CUT").mkdir()
-    (tmp_path / "CUT" / "cut.json").write_text('{"schema_version": 1, "vers')
-    results.save(make_result(), tmp_path / "ONE")
+    (tmp_path / "CUT" / "cut.jsonl").write_text('{"schema_version": 1, "vers')
+    records.add(make_result(), tmp_path / "ONE")
     before = files(tmp_path)
     given = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
     defaults = ["--device", "cpu", "--output-dir", str(tmp_path / "out")]
@@ -827,7 +827,7 @@ def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) ->
     assert tool_process.returncode == 130, text
     assert "interrupted: the table holds what was completed" in text
     assert "Traceback" not in text and running(code) == []
-    assert {run.status for run in results.load_folder(folder)} == {"complete"}
+    assert {run.status for run in records.load_folder(folder, RunResult)} == {"complete"}
     found = json.loads((folder / "comparison.json").read_text())["rows"]
     assert all(row["step_ms"] for row in found) and len(found) == 2
     assert not [name for name in files(folder) if Path(name).name.startswith(".")]

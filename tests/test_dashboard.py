@@ -17,13 +17,14 @@ import pytest
 import stored_runs
 
 from analysis_tools import performance_dashboard
-from workshop import results, versions
+from workshop import records, versions
 from workshop.collection import Collection
 from workshop.compare.figures import NEITHER, SAVED
 from workshop.compare.rows import build_rows, ordinary
 from workshop.dashboard import blocks, export, figures, server
 from workshop.dashboard.data import Choice, Live, Snapshot
 from workshop.report import comparisons
+from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results" / "reference"
@@ -152,7 +153,7 @@ def brightness(colour: str) -> int:
 
 
 def test_a_choice_changes_the_figures(window: Any, address: str, selection: Path) -> None:
-    runs = results.load_folder(selection)
+    runs = records.load_folder(selection, RunResult)
     rows = build_rows(ordinary(runs))
     rates = {(row.config, row.precision, row.version): f"{row.tokens_per_s:,.0f}" for row in rows}
 
@@ -195,12 +196,12 @@ def test_new_files_appear_and_broken_ones_are_named(window: Any, tmp_path: Path)
         until(lambda: "NVIDIA H200" in text(window, "#device"), "a first result")
         until(lambda: "859" in text(window, "#block-summary") and drawn(window), "its figures")
         stored_runs.write(tmp_path, stored_runs.reference("v2"))
-        written.with_name("cut.json").write_text(written.read_text()[:500])
-        until(lambda: "cut.json" in text(window, "#alarms"), "a broken file")
+        written.with_name("cut.jsonl").write_text(written.read_text()[:500])
+        until(lambda: "cut.jsonl" in text(window, "#alarms"), "a broken file")
         until(lambda: "v2" in text(window, "#block-summary"), "a second result")
         assert "v1" in text(window, "#block-summary")
-        written.with_name("cut.json").unlink()
-        until(lambda: "cut.json" not in text(window), "it is removed")
+        written.with_name("cut.jsonl").unlink()
+        until(lambda: "cut.jsonl" not in text(window), "it is removed")
         assert chromium.complaints(window) == []
 
 
@@ -235,7 +236,7 @@ def hostile(tmp_path: Path) -> Path:
     named["device"] = content["device"] | {"name": HOSTILE}
     for version, changes in (
         ("v1", {"plausibility": [HOSTILE]}),
-        ("v2", {"status": "gate failed", "parity": content["parity"] | red}),
+        ("v2", {"status": "gate failed", "gate": content["gate"] | red}),
         ("v3", {"status": "failed", "error": HOSTILE}),
         ("v4", {"options": content["options"] | {"compile": HOSTILE}}),
     ):
@@ -250,7 +251,7 @@ def hostile(tmp_path: Path) -> Path:
     table = json.loads((profile / "kernels.json").read_text())
     table["kernels"][0]["name"] = table["kernel_table"] = HOSTILE
     (profile / "kernels.json").write_text(json.dumps(table))
-    (profile / "run.json").unlink()
+    (profile / "run.jsonl").unlink()
     return tmp_path
 
 
@@ -276,13 +277,13 @@ def test_the_exported_file_needs_nothing_else(
 
 
 def test_names_in_the_exported_file_are_text(window: Any, hostile: Path) -> None:
-    (hostile / "runs" / "cut.json").write_text("{")
+    (hostile / "runs" / "cut.jsonl").write_text("{")
     file = hostile / "a.html"
     assert performance_dashboard.main(["--results", str(hostile), "--export", str(file)]) == 0
     open_page(window, file.as_uri())
     for view in blocks.VIEWS:
         show(window, view, "")
-    assert AS_SHOWN in text(window) and "cut.json" in text(window, "details")
+    assert AS_SHOWN in text(window) and "cut.jsonl" in text(window, "details")
     assert "</script>" not in export._as_json([HOSTILE])
     harmless(window)
 
@@ -325,7 +326,7 @@ def test_a_page_opened_after_news_shows_them(tmp_path: Path) -> None:
 
 
 def test_the_bars_are_the_rows_numbers() -> None:
-    runs = ordinary(results.load_folder(REFERENCE / "nvidia_h200" / "runs"))
+    runs = ordinary(records.load_folder(REFERENCE / "nvidia_h200" / "runs", RunResult))
     rows = [row for row in build_rows(runs) if row.config == "medium"]
     phases = {bars.name: bars for bars in figures.phases(rows).data}
     shown = {"tokens_per_s": figures.throughput(rows).data[0]}
@@ -351,13 +352,13 @@ def test_all_sizes_of_a_session_have_one_peak(tmp_path: Path) -> None:
 
 def test_a_sweep_is_of_one_session_and_has_no_point_where_that_failed(tmp_path: Path) -> None:
     content = stored_runs.reference()
-    red = content["parity"] | {"status": "fail", "failures": ["logits differ"]}
+    red = content["gate"] | {"status": "fail", "failures": ["logits differ"]}
     for session, lengths in (("1", (64, 128, 256)), ("2", (128, 256, 512)), ("3", (128,))):
         for length in lengths:
             step_ms = [100.0 * int(session) + length] * 9
             at = {"session": session, "seq_len": length, "step_ms": step_ms, "kind": "sweep point"}
             if (session, length) == ("2", 256):
-                at |= {"parity": red, "status": "gate failed", "step_ms": []}
+                at |= {"gate": red, "status": "gate failed", "step_ms": []}
             stored_runs.write(tmp_path, content, f"{session}-{length}", **at)
     snapshot = snapshot_of(tmp_path)
     group = next(group for group in snapshot.groups if group.shape == "8 × 128")
@@ -411,7 +412,7 @@ def test_the_ladder_has_the_versions_of_one_comparison(tmp_path: Path) -> None:
 def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -> None:
     labs = REFERENCE / "nvidia_h200" / "inference_benchmark" / "profiles"
     shutil.copytree(labs, tmp_path / "lab" / "profiles")
-    record = json.loads((PROFILE / "run.json").read_text())
+    record = stored_runs.content(PROFILE / "run.jsonl")
     for place, changes in (
         ("a/v1/tool", {}),
         ("b/v1/tool", {"created": "2027-01-01T10:11:12+00:00"}),
@@ -419,8 +420,8 @@ def test_each_profile_has_a_bar_of_its_own_as_long_as_its_list(tmp_path: Path) -
         ("d/v1/tool", {"options": record["options"] | {"compile": "default"}}),
     ):
         shutil.copytree(PROFILE, tmp_path / "profiles" / place)
-        path = tmp_path / "profiles" / place / "run.json"
-        path.write_text(json.dumps(record | changes))
+        path = tmp_path / "profiles" / place / "run.jsonl"
+        path.write_text(stored_runs.lines(record | changes))
     snapshot = snapshot_of(tmp_path)
     shown = []
     for key, profile in snapshot.profiles.items():
@@ -465,8 +466,8 @@ def test_a_red_gate_is_in_no_figure(tmp_path: Path) -> None:
         "logits": {"error": None, "allowed": 1e-5},
         "loss": {"error": 1e-8, "allowed": 1e-5},
     }
-    failed = red["parity"] | {"status": "fail", "failures": ["x"], "measures": measures}
-    stored_runs.write(tmp_path, red, status="gate failed", parity=failed)
+    failed = red["gate"] | {"status": "fail", "failures": ["x"], "measures": measures}
+    stored_runs.write(tmp_path, red, status="gate failed", gate=failed)
     snapshot = snapshot_of(tmp_path)
     overview = {b.key: b for b in blocks.view(SPEED, snapshot, snapshot.settle(Choice()))}
     figure = overview["throughput"].figure

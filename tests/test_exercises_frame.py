@@ -2,7 +2,6 @@
 index; V1's three measuring exercises."""
 
 import dataclasses
-import json
 import re
 import shutil
 import statistics
@@ -17,7 +16,7 @@ import torch
 from conftest import HANGS_S
 from exercise_cases import checked, only_fault, red, solution, unanswered, with_answers
 
-from workshop import labs
+from workshop import records
 from workshop.errors import NotOnThisMachine, WorkshopError
 from workshop.exercises import frame, index, runner, sheet, terminal
 from workshop.exercises.__main__ import main
@@ -49,7 +48,11 @@ Add it to itself.
 </details>
 """
 LAB_RUN = LabRun(
-    *("a_lab", "s", "a network", "fp32", "images"),
+    lab="a_lab",
+    session="s",
+    subject="a network",
+    variant="fp32",
+    unit="images",
     units_per_step=4,
     device={},
     software={},
@@ -441,7 +444,7 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path:
     stored_runs.write(tmp_path, content, "cut", status="interrupted")
     work = Work(tmp_path / "exercise", results=tmp_path)
     assert [run.session for run in work.runs("v1")] == ["new", "old"]
-    assert [s.path.name for s in work.stored_runs("v1", session="old")] == ["v1_old.json"]
+    assert [s.path.name for s in work.stored_runs("v1", session="old")] == ["old_v1_old.jsonl"]
     assert work.runs("v2") == [] and len(work.runs("v1", status="interrupted")) == 1
     assert Work(tmp_path, results=tmp_path / "nowhere").runs() == []
     assert work.profile("v1") is None
@@ -450,13 +453,13 @@ def test_own_results_are_found_newest_first_and_reference_ones_are_not(tmp_path:
 def test_own_runs_of_a_lab_are_found_newest_first(tmp_path: Path) -> None:
     def store(lab: str, created: str, **changes: Any) -> None:
         run = dataclasses.replace(LAB_RUN, lab=lab, created=created, **changes)
-        labs.save(run, labs.new_path(run, tmp_path / lab))
+        records.add(run, tmp_path / lab)
 
     store("a_lab", "2030-01-01", options={"precision": "fp32"})
     store("a_lab", "2030-01-02", options={"precision": "bf16", "batch_size": 4})
     store("a_lab", "2030-01-03", status="interrupted")
     store("b_lab", "2030-01-04")
-    broken = tmp_path / "a_lab" / "runs" / "s" / "broken.json"
+    broken = tmp_path / "a_lab" / "runs" / "broken.jsonl"
     broken.write_text("{")
     work = Work(tmp_path, results=tmp_path)
     assert [run.created for run in work.lab_runs("a_lab")] == ["2030-01-02", "2030-01-01"]
@@ -592,7 +595,7 @@ def test_the_baseline_of_a_gpu_with_launches(tmp_path: Path) -> None:
     answers = with_answers("baseline_analysis", tmp_path, **found)
     assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
     # A comparison's later runs of the same code skip the gate, and are newer.
-    ungated = {"parity": {**run["parity"], "status": "not run"}, "step_ms": [99.0] * 9}
+    ungated = {"gate": {**run["gate"], "status": "not run"}, "step_ms": [99.0] * 9}
     later = {"session": "z", "created": "z"}
     stored_runs.write(tmp_path, run, "repeat", **ungated, **later)
     assert not red(checked("baseline_analysis", answers=answers, results=tmp_path))
@@ -619,8 +622,8 @@ def test_the_bottleneck_of_a_gpu(tmp_path: Path) -> None:
         folder = tmp_path / "profiles" / "v1" / tool
         shutil.copytree(recorded, folder)
         (folder / "command.txt").write_text("# run_pytorch_profiler.py\n")
-    record = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(record | {"batch_size": 1}))
+    record = stored_runs.content(folder / "run.jsonl")
+    (folder / "run.jsonl").write_text(stored_runs.lines(record | {"batch_size": 1}))
     found = {
         "calls_a_step": 2166,
         "hottest": "unrolled_elementwise_kernel<direct_copy_kernel_cuda>",

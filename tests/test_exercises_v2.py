@@ -1,7 +1,6 @@
 """V2's exercises: an untouched starter fails, the solution passes, wrong answers get a reason."""
 
 import csv
-import json
 import os
 import re
 import shutil
@@ -228,7 +227,7 @@ OPERATORS = {
 
 def record(without: str, **changes: Any) -> dict[str, Any]:
     """The record of a run of V2 at `tiny`, fp32, without a fusion."""
-    content: dict[str, Any] = json.loads((RECORD / "run.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = stored_runs.content(RECORD / "run.jsonl")
     options = content["options"] | ({without: False} if without else {})
     return content | {"options": options} | changes
 
@@ -255,7 +254,7 @@ def write_profile(folder: Path, without: str) -> Path:
     (place / "command.txt").write_text("# run_pytorch_profiler.py\n# exit status 0\n")
     content = record(without)
     content["options"]["num_steps"] = 2
-    (place / "run.json").write_text(json.dumps(content))
+    (place / "run.jsonl").write_text(stored_runs.lines(content))
     with (place / "operators.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["operator", "count"])
@@ -333,7 +332,7 @@ def test_where_nothing_is_clearly_slower_none_is_right(
 
 def test_one_run_of_each_proves_no_switch_dear(measured: Path) -> None:
     for path in (measured / "runs").glob("20270101-000002-*"):
-        shutil.rmtree(path)
+        path.unlink()
     items = fusion(measured, dearest_switch="none")
     assert not red(items)
     assert "measured: +20.0% in one process" in shown(items)

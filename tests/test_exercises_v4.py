@@ -1,7 +1,6 @@
 """V4's exercises: an untouched starter fails, the solution passes, wrong answers get a reason."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,12 @@ from exercise_cases import (
 from test_compare import needs_triton
 
 from analysis_tools import regression_tester
-from workshop import results
+from workshop import records, results
 from workshop.exercises import frame
 from workshop.exercises.frame import Work
 from workshop.profilers import kernel_file
 from workshop.profilers.table import Kernel, KernelTable
+from workshop.results import RunResult
 
 # --- ultra_fusion --------------------------------------------------------------------------------
 
@@ -67,9 +67,9 @@ def profile(
     ]
     table = KernelTable(Path("trace"), "torch.profiler", kernels, what="operator", steps=STEPS)
     kernel_file.write(table, place)
-    record = stored_runs.REFERENCE / "cpu_amd_epyc/profiles/v4/pytorch_profiler/run.json"
-    run = results.load(record)
-    results.save_as(place / "run.json", dataclasses.replace(run, options=run.options | options))
+    record = stored_runs.REFERENCE / "cpu_amd_epyc/profiles/v4/pytorch_profiler/run.jsonl"
+    run = records.load_run(record)
+    records.save(dataclasses.replace(run, options=run.options | options), place / "run.jsonl")
     (place / "command.txt").write_text("# run_pytorch_profiler.py\n# exit status 0\n")
 
 
@@ -375,8 +375,9 @@ def test_a_planted_change_gets_the_verdict_that_the_sheet_asks_for(
     plant = frame.import_file(FOLDERS[DEPLOYMENT] / "plant_change.py")
     medium = tmp_path / "h200"
     ladder = stored_runs.REFERENCE / "nvidia_h200" / "runs"
-    for number, path in enumerate(sorted(ladder.glob("*/v4_medium_bf16_*"))):
-        stored_runs.write(medium, json.loads(path.read_text(encoding="utf-8")), str(number))
+    for run in records.load_folder(ladder, RunResult):
+        if (run.version, run.config_name, run.precision) == ("v4", "medium", "bf16"):
+            records.add(run, medium)
     baseline = ("--baseline", str(tmp_path / "baseline.json"))
     save = ["baseline", "save", *baseline, "--from-results", str(medium)]
     assert regression_tester.main(save) == 0

@@ -251,7 +251,7 @@ def harness_loop(module, model, batches: torch.Tensor, *, graph: bool) -> Callab
         runner.done = 0
         clock = trainer.StepClock(runner.device)
         torch.cuda.synchronize()
-        trainer._timed_steps(runner, clock, steps, lambda *_: None)
+        trainer.timed_steps(runner, clock, steps, lambda *_: None)
         return sum(clock.durations_ms()) / steps
 
     return timed

@@ -116,7 +116,11 @@ def test_a_process_answers_or_says_why_not(
 # --- times --------------------------------------------------------------------------------------
 
 STEPS = [100.0, 101.0, 99.0, 100.0]  # 400 ms
-PHASES: dict[str, list[float]] = {"forward_ms": [30.0], "backward_ms": [60.0], "optimizer_ms": [10.0]}
+PHASES: dict[str, list[float]] = {
+    "forward_ms": [30.0],
+    "backward_ms": [60.0],
+    "optimizer_ms": [10.0],
+}
 
 
 @pytest.mark.parametrize(

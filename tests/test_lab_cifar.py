@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import math
 import os
 import pickle
@@ -18,6 +17,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+from stored_runs import the_run
 from torch import Tensor, nn
 
 from labs.cifar10_roofline import (
@@ -32,8 +32,9 @@ from labs.cifar10_roofline import (
 from labs.cifar10_roofline.batches import Batches, Plan, crop
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
 from labs.cifar10_roofline.train import main
-from workshop import labs
+from workshop import labs, records
 from workshop.errors import WorkshopError
+from workshop.labs import LabRun
 from workshop.versions import ROOT
 
 CPU = torch.device("cpu")
@@ -225,8 +226,7 @@ def test_digits_stand_in_loudly(
     status, printed = train("--data", tmp_path / "nothing", "--epochs", "2")
     assert status == 0, printed
     assert "WARNING" in printed and "no network" in printed and "DIGITS" in printed
-    (result,) = (tmp_path / "results").rglob("*.json")
-    options = labs.load(result).options
+    options = the_run(tmp_path / "results").options
     assert (options["dataset"], options["asked_for_dataset"]) == ("digits", "cifar10")
 
 
@@ -562,8 +562,7 @@ def test_a_training_leaves_its_weights_curves_and_result(
     names = {path.name.removeprefix("resnet18_cifar10_") for path in (tmp_path / "out").iterdir()}
     assert names == {"best.pt", "final_weights.pt", "curves.png"}
     assert (tmp_path / "out" / "resnet18_cifar10_curves.png").read_bytes()[:4] == b"\x89PNG"
-    (path,) = (tmp_path / "results").rglob("*.json")
-    result = labs.load(path)
+    result = the_run(tmp_path / "results")
     assert len(result.single_step_ms) == len(result.losses) == 24
     epochs = len(result.step_ms) + 1  # the first is left out
     of_one = 24 // epochs
@@ -572,8 +571,8 @@ def test_a_training_leaves_its_weights_curves_and_result(
     assert result.losses[-1] is not None and result.losses[0] is not None
     assert result.losses[-1] < result.losses[0]
     (row,) = labs.build_rows([result])
-    assert row.proof == "pass" and row.units_per_s and row.tflops
-    assert 0 <= json.loads(path.read_text())["metrics"]["test_accuracy"] <= 1
+    assert row.gate == "pass" and row.units_per_s and row.tflops
+    assert 0 <= float(str(result.metrics["test_accuracy"])) <= 1
 
 
 @pytest.mark.gpu
@@ -602,8 +601,7 @@ def test_the_real_network_is_proven_on_a_gpu(flags: tuple[str, ...], tmp_path: P
     folders = ["--out-dir", str(tmp_path), "--output-dir", str(tmp_path)]
     few = ["--dataset", "digits", "--epochs", "2", "--batch-size", "32", "--lr", "0.02"]
     assert main([*few, *folders, *flags]) == 0
-    (path,) = tmp_path.rglob("runs/*/*.json")
-    assert labs.load(path).metrics["best_accuracy"] > 0.7  # type: ignore[operator]
+    assert the_run(tmp_path).metrics["best_accuracy"] > 0.7  # type: ignore[operator]
 
 
 @pytest.mark.gpu
@@ -641,8 +639,7 @@ def test_a_training_that_does_not_learn_is_red(
     monkeypatch.setattr(Training, "step", step)
     status, printed = train("--channels-last")
     assert status == 1 and "FAIL: " in printed
-    (path,) = (tmp_path / "results").rglob("*.json")
-    assert labs.build_rows([labs.load(path)])[0].units_per_s is None
+    assert labs.build_rows([the_run(tmp_path / "results")])[0].units_per_s is None
 
 
 @pytest.mark.parametrize(
@@ -692,8 +689,7 @@ def test_one_step_is_marked_and_no_other(
     parts = [word for part in ("forward", "backward", "optimizer") for word in (part, f"/{part}")]
     before = [f"step {index}" for index in range(8)]
     assert events == [*before, "train_step", "step 8", *parts, "/train_step"]
-    (path,) = (tmp_path / "results").rglob("*.json")
-    result = labs.load(path)
+    result = the_run(tmp_path / "results")
     assert result.status == "profiled" and result.flops_per_step and not result.step_ms
 
 
@@ -708,7 +704,7 @@ def test_the_table_is_of_trainings_in_turns(
     few = ["--models", "resnet18", "--batch-sizes", "4", "--repeats", "1", "--jobs", "2"]
     flags = "--dataset digits --epochs 1 --epoch-images 12 --device cpu --lr 0.003"
     assert measure_table.main([*few, "--output-dir", str(tmp_path), "--", *flags.split()]) == 0
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    runs = records.load_folder(tmp_path, LabRun)
     assert {run.variant for run in runs} == {
         "fp32, 2 workers",
         "fp32, channels-last, data on the device",

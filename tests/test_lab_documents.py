@@ -73,7 +73,7 @@ def test_the_ladder_says_what_each_rung_gains() -> None:
     times = dict(zip(RUNGS, (10.0, 9.0, 4.5, 4.5, 1.5), strict=True))
     runs = [
         *session(subject, times),
-        lab_run("fp16, wrong", 1.0, subject=subject, status="proof failed", proof=red, created="3"),
+        lab_run("fp16, wrong", 1.0, subject=subject, status="gate failed", gate=red, created="3"),
     ]
     found = documents.parts(runs, [], TABLE)
     text = found[README]["ladder"]

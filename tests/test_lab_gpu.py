@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored_runs import the_run
 
 from labs.inference_benchmark import counts, measure, modes, networks, request, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import labs
+from workshop import records
+from workshop.labs import LabRun
 
 pytestmark = pytest.mark.gpu
 PROGRAM = "labs/inference_benchmark/micro_benchmarking_pytorch.py"
@@ -40,7 +42,7 @@ def bench(variant: Variant, name: str, training: bool = False) -> measure.Bench:
 def test_a_variant_is_proven(variant: Variant) -> None:
     one = bench(variant, "resnet18")
     measured = measure.measure_inference(one, iterations=8, warmup=3, say=print)
-    assert one.run.proof.status == "pass", one.run.proof.failures
+    assert one.run.gate.status == "pass", one.run.gate.failures
     assert measured.losses[-1] == measured.losses[-3] != measured.losses[-2]
 
 
@@ -54,15 +56,15 @@ def test_an_exported_network_is_proven(tmp_path: Path, type_command) -> None:
     if done.returncode == -signal.SIGSEGV:
         pytest.xfail("PyTorch's loader of AOTInductor packages crashed")
     assert done.returncode == 0, done.stderr
-    (run,) = (labs.load(path) for path in tmp_path.glob("runs/*/*.json"))
-    assert run.proof.status == "pass", run.proof.failures
+    run = the_run(tmp_path)
+    assert run.gate.status == "pass", run.gate.failures
 
 
 def test_a_graph_on_images_that_stay_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     one = bench(Variant("fp16", cuda_graph=True), "resnet18")
     monkeypatch.setattr(modes.torch.cuda.CUDAGraph, "replay", lambda self: None)
     measure.measure_inference(one, iterations=4, warmup=2, say=print)
-    assert one.run.proof.status == "fail"
+    assert one.run.gate.status == "fail"
 
 
 @pytest.mark.parametrize("compiled", (None, {}), ids=("eager", "compiled"))
@@ -70,7 +72,7 @@ def test_training_is_proven(compiled: dict[str, object] | None) -> None:
     variant = Variant("bf16", autocast=True, channels_last=True, compile=compiled)
     one = bench(variant, "densenet121", training=True)
     measure.measure_training(one, iterations=4, warmup=2, say=print)
-    assert one.run.proof.status == "pass", one.run.proof.failures
+    assert one.run.gate.status == "pass", one.run.gate.failures
 
 
 @pytest.mark.parametrize(("study", "variants"), (("memory-format", 2), ("peers", 5)))
@@ -78,7 +80,7 @@ def test_a_study_side_by_side(study: str, variants: int, tmp_path: Path) -> None
     flags = ["--network", "resnet18", "--batch-size", "4", "--iterations", "5", "--fp16", "1"]
     turns = ["--compare", study, "--jobs", str(variants), "--repeats", "2"]
     assert main([*flags, *turns, "--output-dir", str(tmp_path)]) == 0
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    runs = records.load_folder(tmp_path, LabRun)
     assert len(runs) == 2 * variants and all(
         run.ceiling_tflops > 100 for run in runs if run.ceiling_tflops
     )

@@ -15,7 +15,7 @@ from labs.inference_benchmark import micro_benchmarking_pytorch as benchmark
 from labs.inference_benchmark import modes, networks, request, single
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.modes import Setting
-from workshop import labs
+from workshop import records
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.run import hardware
@@ -216,12 +216,12 @@ def free_port() -> int:
 
 def the_run(folder: Path) -> LabRun:
     """The one result file that a group writes."""
-    (path,) = folder.glob("runs/*/*.json")
-    return labs.load(path)
+    (run,) = records.load_folder(folder, LabRun)
+    return run
 
 
 def check(run: LabRun) -> None:
-    assert (run.status, run.proof.status) == ("complete", "pass")
+    assert (run.status, run.gate.status) == ("complete", "pass")
     assert (run.units_per_step, run.metrics["processes"]) == (5, 2)
     assert len(run.step_ms) == 3
     alone, efficiency = run.metrics["one_process_per_s"], run.metrics["scaling_efficiency"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored_runs import the_run
 from torch import Tensor, nn
 
 from labs.inference_benchmark import (
@@ -89,7 +90,7 @@ def test_a_true_variant_is_proven_and_timed(variant: Variant) -> None:
     one = bench(variant)
     measured = measure.measure_inference(one, iterations=3, warmup=1, say=print)
     run = one.run
-    assert run.proof.status == "pass", run.proof.failures
+    assert run.gate.status == "pass", run.gate.failures
     assert len(measured.step_ms) == 3 and min(measured.step_ms) > 0
     assert run.metrics["top1_agreement"] == 1.0 or variant.precision == "bf16"
     first, second, third = measured.losses[1:]
@@ -102,7 +103,7 @@ def test_of_large_logits_some_are_kept_and_proven(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measure, "KEPT_BYTES", 3 * 6 * 1000 * 4)
     one = bench(Variant())
     measured = measure.measure_inference(one, iterations=4, warmup=1, say=print)
-    assert one.run.proof.status == "pass", one.run.proof.failures
+    assert one.run.gate.status == "pass", one.run.gate.failures
     kept = [loss == loss for loss in measured.losses]
     assert kept == [False, False, True, True, True]
 
@@ -161,7 +162,7 @@ def test_a_run_that_does_other_work_is_red(
     monkeypatch.setattr(measure.Inference, "keep", spoil)
     one = bench(Variant())
     measure.measure_inference(one, iterations=4, warmup=1, say=print)
-    assert one.run.proof.status == "fail"
+    assert one.run.gate.status == "fail"
 
 
 def wrong_fold(model: nn.Module) -> nn.Module:
@@ -178,7 +179,7 @@ def test_norms_that_are_folded_wrongly_are_red(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rewriting, "fold_norms", wrong_fold)
     one = bench(Variant(fold=True))
     measure.measure_inference(one, iterations=2, warmup=1, say=print)
-    assert one.run.proof.status == "fail"
+    assert one.run.gate.status == "fail"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_training_is_proven_and_learns() -> None:
     for variant in (Variant(), Variant("bf16", autocast=True), Variant(channels_last=True)):
         one = bench(variant, training=True)
         measured = measure.measure_training(one, iterations=4, warmup=2, say=print)
-        assert one.run.proof.status == "pass", one.run.proof.failures
+        assert one.run.gate.status == "pass", one.run.gate.failures
         assert len(measured.losses) == 6 and measured.losses[-1] < measured.losses[0]
 
 
@@ -306,7 +307,7 @@ def test_training_that_does_other_work_is_red(
 
     monkeypatch.setattr(measure, "Training", Spoilt)
     measure.measure_training(one, iterations=4, warmup=2, say=print)
-    assert one.run.proof.status == "fail"
+    assert one.run.gate.status == "fail"
 
 
 def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +325,7 @@ def test_an_interrupted_step_is_no_proof_s_failure(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(measure, "memory_of", lambda *_, **__: {})  # on a GPU it runs no step
     measured = measure.measure_training(one, iterations=8, warmup=2, say=print)
     assert measured.interrupted and len(measured.step_ms) == 3
-    assert one.run.proof.status == "pass", one.run.proof.failures
+    assert one.run.gate.status == "pass", one.run.gate.failures
 
 
 @pytest.mark.parametrize(
@@ -529,7 +530,7 @@ def test_wrong_input_is_one_line(
     assert main([*flags, *words.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error)
-    assert not list(tmp_path.rglob("*.json"))
+    assert not list(tmp_path.rglob("*.json*"))
 
 
 def test_a_comparison_keeps_the_mixed_precision_that_is_given() -> None:
@@ -554,8 +555,7 @@ def test_the_guides_lines_and_the_result_file(tmp_path: Path) -> None:
         r"Operations of a batch: 7\.3 GFLOP", r"Gate: pass",
     ):  # fmt: skip
         assert re.search(line, done.stdout), line
-    (path,) = tmp_path.rglob("*.json")
-    run = labs.load(path)
+    run = the_run(tmp_path)
     assert run.status == "complete" and len(run.step_ms) == 3
     assert run.command[0] == PROGRAM.name and str(tmp_path) not in json.dumps(run.command)
     assert run.flops_per_step == pytest.approx(2 * 3.63e9, rel=0.01)
@@ -574,11 +574,10 @@ def test_a_run_is_as_old_as_its_times(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(measure, "measure_inference", measured)
     words = ["--batch-size", "2", "--iterations", "1", "--output-dir", str(tmp_path)]
     assert single.run(arguments(*words)) == 0
-    (path,) = tmp_path.rglob("*.json")
-    assert labs.load(path).created >= ends[0]
+    assert the_run(tmp_path).created >= ends[0]
     planned = single.planned(["--network", "small", "--device", "cpu"])
-    before, path = planned.created, tmp_path / "failed.json"
-    plan = turns.Plan([sys.executable, "-c", "raise SystemExit('no')"], planned, path)
+    before = planned.created
+    plan = turns.Plan([sys.executable, "-c", "raise SystemExit('no')"], planned, tmp_path)
     assert turns.Child(plan).measure().created > before
 
 
@@ -623,7 +622,7 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
     one.run.metrics["flop_per_byte"] = 1.0
     show.summary(print, one, measured, Group())
     assert "Throughput" in capsys.readouterr().out
-    one.run.proof = dataclasses.replace(one.run.proof, status="fail", failures=["other logits"])
+    one.run.gate = dataclasses.replace(one.run.gate, status="fail", failures=["other logits"])
     show.summary(print, one, measured, Group())
     output = capsys.readouterr().out
     assert "FAIL, no throughput: other logits" in output
@@ -633,7 +632,7 @@ def test_a_red_run_prints_no_throughput(capsys: pytest.CaptureFixture[str]) -> N
 def summary_of(run_changes: dict[str, Any], capsys: pytest.CaptureFixture[str], size: int) -> str:
     """The summary of a run of a group of this size."""
     one = bench(Variant())
-    one.run.proof = results.Parity(status="pass")
+    one.run.gate = results.Parity(status="pass")
     one.run.memory_mb, one.run.metrics["flop_per_byte"] = {"peak": 1e3}, 1.0
     for name, value in run_changes.items():
         setattr(one.run, name, value)
@@ -674,7 +673,7 @@ def test_shares_are_of_all_processes_and_more_than_all_is_explained(
 def test_a_proof_s_counts_are_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     one = bench(Variant(), training=True)
     measure.measure_training(one, iterations=2, warmup=1, say=print)
-    output = summary_of({"step_ms": [1.0], "proof": one.run.proof}, capsys, 1)
+    output = summary_of({"step_ms": [1.0], "gate": one.run.gate}, capsys, 1)
     assert re.search(r"Gate: pass; losses: error .* allowed \(plain fp32\); ", output)
     assert "; weights that stay: 0\n" in output
 

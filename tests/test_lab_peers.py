@@ -41,7 +41,7 @@ def bench(variant: Variant) -> measure.Bench:
 def test_timm_s_row_is_proven_and_timed(variant: Variant) -> None:
     one = bench(variant)
     measured = peer_timm.measure_timm(one, iterations=3, warmup=1, say=print)
-    assert one.run.proof.status == "pass", one.run.proof.failures
+    assert one.run.gate.status == "pass", one.run.gate.failures
     assert one.run.variant.startswith(f"timm, {variant.precision}")
     assert len(measured.step_ms) == 3 and len(measured.losses) == 4
     assert own_runs.is_of_peer(one.run) and not own_runs.is_plain(one.run)
@@ -59,7 +59,7 @@ def test_a_peer_that_computes_something_else_is_red(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(peer_timm, "build", spoilt)
     one = bench(Variant(peer="timm"))
     peer_timm.measure_timm(one, iterations=2, warmup=1, say=print)
-    assert one.run.proof.status == "fail"
+    assert one.run.gate.status == "fail"
 
 
 @needs_timm

@@ -26,8 +26,9 @@ from labs.data_pipeline.formats import FORMATS, PACKED, Folder
 from labs.data_pipeline.loop import Loop, Settings, Source
 from labs.data_pipeline.measure_pipeline import main
 from labs.data_pipeline.proof import Seen
-from workshop import labs
+from workshop import labs, records
 from workshop.errors import NotOnThisMachine, WorkshopError
+from workshop.labs import LabRun
 from workshop.profilers import step_time
 from workshop.results import Parity
 
@@ -316,12 +317,12 @@ def test_the_command_measures_rungs_in_turns(
     printed = capsys.readouterr()
     assert f"WARNING: {workers} workers for {workers - 1} cores" in printed.err
     assert "1 ms at each open (simulated)" in printed.out and "ffcv: skipped" in printed.out
-    runs = [labs.load(path) for path in sorted(tmp_path.glob("runs/*/*.json"))]
+    runs = records.load_folder(tmp_path, LabRun)
     done = [run for run in runs if run.status == "complete"]
     assert sorted(run.variant for run in done) == ["1-worker", "flat"]
     for run in done:
         metrics = run.metrics
-        assert run.proof.status == "pass" and len(run.step_ms) == 1
+        assert run.gate.status == "pass" and len(run.step_ms) == 1
         assert 0 < metrics["wait_share"] < 1  # type: ignore[operator]
         assert all(metrics[key] for key in ("read_per_s", "worker_per_s", "model_per_s"))
         assert (metrics["decode_per_s"] is None) == (run.variant == "flat")
@@ -342,14 +343,14 @@ def test_a_red_rung_gets_no_throughput(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "crop_batch", shifted_crop)
-    path = tmp_path / "result.json"
+    path = tmp_path / "result.jsonl"
     flags = ["--rung", "resident", "--folder", str(made), "--result-file", str(path)]
     flags += ["--epochs", "1", "--iterations", "2", "--batch-size", "8", "--device", "cpu"]
     profile = tmp_path / "profile"
     assert main([*flags, "--profile-dir", str(profile)]) == 1
-    run = labs.load(path)
+    (run,) = records.load_runs(path, LabRun)
     assert (profile / "steps.png").is_file() and not profiling.mean_step(run)
-    assert run.status == "proof failed" and labs.build_rows([run])[0].units_per_s is None
+    assert run.status == "gate failed" and labs.build_rows([run])[0].units_per_s is None
 
 
 @pytest.mark.gpu
@@ -378,7 +379,7 @@ def test_a_graph_trains_the_same(
     assert make_dataset.main(made) == 0
     flags = ["--rung", rung, "--folder", folder, "--device", "cuda", "--epochs", "1"]
     flags += ["--iterations", "4", "--batch-size", "8", "--resnet-batch-size", "8"]
-    assert main([*flags, "--result-file", str(tmp_path / "result.json")]) == faulty
+    assert main([*flags, "--result-file", str(tmp_path / "result.jsonl")]) == faulty
 
 
 def test_the_number_of_workers_follows_from_the_rates(

@@ -1,8 +1,8 @@
 """The data pipeline's exercises: a recorded trace and the loop that it is of, and the number of
 workers."""
 
+import dataclasses
 import gzip
-import json
 import re
 import time
 from pathlib import Path
@@ -26,6 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from labs.data_pipeline import make_dataset
 from labs.data_pipeline.formats import Folder
 from labs.data_pipeline.slow import SlowOpens
+from workshop import records
+from workshop.labs import LabRun
 
 WORKERS, TRACE = "pipeline_1_workers", "pipeline_2_trace"
 
@@ -81,13 +83,11 @@ def test_a_prediction_is_compared_when_the_findings_are_there(tmp_path: Path) ->
 
 @pytest.mark.parametrize("workers", [(), (1,), (5,), (5, 10), (5, 10, 20), (20, 40)])
 def test_what_is_not_measured_yet_is_asked_for(workers: tuple[int, ...], tmp_path: Path) -> None:
-    source = next((solution(WORKERS)["results"] / "data_pipeline/runs").glob("*/*persistent*"))
+    runs = records.load_folder(solution(WORKERS)["results"] / "data_pipeline", LabRun)
+    source = next(run for run in runs if "persistent" in run.variant)
     for number in workers:
-        record = json.loads(source.read_text())
-        record["options"]["workers"] = number
-        path = tmp_path / f"data_pipeline/runs/a/{number}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record))
+        options = source.options | {"workers": number}
+        records.add(dataclasses.replace(source, options=options), tmp_path / "data_pipeline")
     items = checked(WORKERS, answers=solution(WORKERS)["answers"], results=tmp_path)
     if {5, 10} <= {*workers}:
         assert len(items) == 9

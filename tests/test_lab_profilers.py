@@ -22,7 +22,7 @@ from test_profile_run import Ranges
 from test_profile_scripts import NVIDIA_GPU, RUNNERS, TOOLS, Machine, finished, problems
 
 from labs.inference_benchmark import counts, group, measure, networks, profiling, show
-from workshop import labs, results
+from workshop import records, results
 from workshop.collection import Collection
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
@@ -235,7 +235,7 @@ def test_the_vendor_s_profiler_watches_the_steps_alone(
     monkeypatch.setattr(type(run), "step", lambda self: events.append("step"))
     assert profile_run.watch(run, 2, 5, tmp_path) == 0
     assert events == ["start", "step", "step", "stop"]
-    assert labs.load(tmp_path / "run.json").status == "profiled"
+    assert records.load_run(tmp_path / "run.jsonl").status == "profiled"
 
 
 class Noted:
@@ -326,7 +326,7 @@ def test_our_count_comes_before_deepspeed_s_and_each_line_has_its_rank(
             print(f"theirs at {profile_step}\nfwd latency")
 
     one, second = bench(Variant(), training=True), group.Group(1, 1, 2)
-    one.run.proof, one.run.step_ms = results.Parity(status="pass"), [10.0]
+    one.run.gate, one.run.step_ms = results.Parity(status="pass"), [10.0]
     for name in ("deepspeed", "deepspeed.profiling", "deepspeed.profiling.flops_profiler"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[name].FlopsProfiler = FlopsProfiler  # type: ignore[attr-defined]
@@ -439,7 +439,7 @@ def test_a_lab_s_profile_in_the_collection_and_on_the_summary_page(tmp_path: Pat
     table, record = lab_profile()
     folder = tmp_path / "profiles" / LAB.key
     kernel_file.write(table, folder / "nsys")
-    labs.save(record, folder / "nsys" / "run.json")
+    records.save(record, folder / "nsys" / "run.jsonl")
     collection = Collection([tmp_path])
     collection.refresh()
     (profile,) = collection.profiles

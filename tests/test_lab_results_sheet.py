@@ -9,7 +9,8 @@ import pytest
 from exercise_cases import SOLUTIONS
 
 from labs.inference_benchmark import results_sheet
-from workshop import labs
+from workshop import labs, records
+from workshop.labs import LabRun
 
 NAMES = sorted(folder.name for folder in SOLUTIONS.glob("inference_*"))
 
@@ -92,8 +93,9 @@ def test_notes_and_the_name_stay(mine: Path) -> None:
     ],
 )
 def test_only_a_speed_up_with_a_verdict_is_paid_back(compiled_ms: list[float], says: str) -> None:
-    (path, *_) = (SOLUTIONS / "inference_6_compile").rglob("*fp32_compile_??????.json")
-    run = dataclasses.replace(labs.load(path), baseline="fp32")
+    runs = records.load_folder(SOLUTIONS / "inference_6_compile", LabRun)
+    recorded = next(run for run in runs if run.variant.startswith("fp32, compile"))
+    run = dataclasses.replace(recorded, baseline="fp32")
     plain = [dataclasses.replace(run, variant="fp32", step_ms=[ms] * 3) for ms in (100.0, 102.0)]
     compiled = [dataclasses.replace(run, step_ms=[ms] * 3) for ms in compiled_ms]
     text = "\n".join(results_sheet._compiled(labs.build_rows([*plain, *compiled])))

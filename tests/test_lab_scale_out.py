@@ -24,7 +24,7 @@ from labs.scale_out import group, loop, prediction, proof, request, strategies, 
 from labs.scale_out.peer_accelerate import Accelerate
 from labs.scale_out.peer_to_peer import PeerToPeer, added
 from labs.scale_out.strategies import Strategy
-from workshop import cli, errors, labs, results, versions
+from workshop import cli, errors, labs, records, versions
 from workshop.errors import WorkshopError
 from workshop.gate import gate_size
 from workshop.labs import LabRun
@@ -186,7 +186,7 @@ def of_steps(steps: int) -> list[str]:
 
 def the_run(folder: Path) -> LabRun:
     """The newest of a folder's result files."""
-    runs = [labs.load(path) for path in folder.glob("runs/*/*.json")]
+    runs = records.load_folder(folder, LabRun)
     return max(runs, key=lambda run: run.created)
 
 
@@ -197,11 +197,11 @@ LOSS_LINE = re.compile(r"^  loss +([\d.]+ in step 1, [\d.]+ in step \d+)", re.M)
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
     """The losses of one process, which is the version's own program, and what it printed."""
-    target, said = tmp_path_factory.mktemp("alone") / "run.json", io.StringIO()
+    target, said = tmp_path_factory.mktemp("alone") / "run.jsonl", io.StringIO()
     words = [*RUN, *of_steps(STEPS), "--result-file", str(target)]
     with contextlib.redirect_stdout(said):
         assert cli.main(versions.load("v2"), words) == 0
-    return [loss for loss in results.load(target).losses if loss is not None], said.getvalue()
+    return [loss for loss in records.load_run(target).losses if loss is not None], said.getvalue()
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_a_model_of_fewer_layers_is_a_subject_of_its_own(tmp_path: Path) -> None
     assert train.main([*words, "--trace", str(tmp_path / "trace.json.gz")]) == 0
     run = the_run(tmp_path)
     assert run.subject.startswith("tiny with 1 layer, ")
-    run.proof.status = "pass"  # rows without a proof have no times
+    run.gate.status = "pass"  # rows without a proof have no times
     (row,) = labs.build_rows([run])
     model = prediction.model_of(row)
     assert model and model.layers == 1
@@ -326,7 +326,7 @@ def test_a_training_whose_process_was_killed_goes_on_when_it_is_requeued(
     run = the_run(tmp_path)
     assert run.losses == pytest.approx(curve, rel=2e-6)
     # Ended once more, after the last checkpoint and before the result.
-    (result,) = tmp_path.glob("runs/*/*.json")
+    (result,) = tmp_path.glob("runs/*.jsonl")
     result.unlink()
     ended = processes.run(2, *words, environment=job_of_attempt(2))
     assert ended.statuses == [0, 0], ended.err
@@ -464,4 +464,4 @@ def test_ctrl_c_ends_all(processes: Processes, tmp_path: Path) -> None:
     assert said.count("interrupted: --resume continues") == 1
     workers = map(int, (folder / "workers").read_text().split())
     assert not any(Path(f"/proc/{number}").exists() for number in workers)
-    assert not (tmp_path / "ended").exists() or not list((tmp_path / "ended").rglob("*.json"))
+    assert not (tmp_path / "ended").exists() or not list((tmp_path / "ended").rglob("*.jsonl"))

@@ -1,8 +1,10 @@
 """The scale-out lab's exercises: an efficiency that bytes and bandwidth predict, planted faults."""
 
+import dataclasses
 import itertools
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from exercise_cases import (
 )
 
 from labs.scale_out import request
-from workshop import labs
+from workshop import records
+from workshop.labs import LabRun
 
 EFFICIENCY, FAULTS = "scale_1_efficiency", "scale_2_faults"
 
@@ -57,20 +60,28 @@ def test_a_wrong_finding_is_the_one_that_is_red(
     assert says in only_fault(EFFICIENCY, tmp_path, answer, results=results)
 
 
+def change(folder: Path, changed: Callable[[LabRun], LabRun | None]) -> None:
+    """Writes all runs below a folder anew, without those that become None."""
+    for path in folder.rglob("runs/*.jsonl"):
+        comparison = records.load(path)
+        runs = map(changed, records.load_runs(path, LabRun))
+        comparison.runs = [run for run in runs if run is not None]
+        comparison.write(path)
+
+
 @pytest.mark.parametrize(
     ("taken", "says"),
     [
-        ("2_processes_1_sequence", "two processes are not measured yet"),
-        ("1_process_1_sequence", "1 process: not measured yet"),
-        ("1_process_8", "train.py --config tiny --batch-size 8 --seq-len 64"),
-        ("2_processes_8", "--batch-size 16 --seq-len 64"),
-        ("all_reduce", "labs/scale_out/collectives.py"),
+        ("2 processes, 1 sequence", "two processes are not measured yet"),
+        ("1 process, 1 sequence", "1 process: not measured yet"),
+        ("1 process, 8", "train.py --config tiny --batch-size 8 --seq-len 64"),
+        ("2 processes, 8", "--batch-size 16 --seq-len 64"),
+        ("all-reduce", "labs/scale_out/collectives.py"),
     ],
 )
 def test_what_is_not_measured_is_asked_for(taken: str, says: str, tmp_path: Path) -> None:
     shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine")
-    for path in (tmp_path / "mine").rglob(f"*{taken}*"):
-        path.unlink()
+    change(tmp_path / "mine", lambda run: None if taken in run.variant else run)
     (item,) = checked(
         EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=tmp_path / "mine"
     )
@@ -80,22 +91,24 @@ def test_what_is_not_measured_is_asked_for(taken: str, says: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("slowed", "factors", "ok", "says"),
     [
-        ("1_process_1_sequence", (2.0,), False, "an efficiency is above 100%"),
-        ("2_processes_8", (2.0,), False, "8 parts are less efficient than one"),
-        ("1_process_1_sequence", (1.0, 1.5), True, "if other programs ran, repeat it"),
-        ("1_process_8", (1.0,), True, "the runs were not disturbed"),
+        ("1 process, 1 sequence", (2.0,), False, "an efficiency is above 100%"),
+        ("2 processes, 8", (2.0,), False, "8 parts are less efficient than one"),
+        ("1 process, 1 sequence", (1.0, 1.5), True, "if other programs ran, repeat it"),
+        ("1 process, 8", (1.0,), True, "the runs were not disturbed"),
     ],
 )
 def test_runs_that_were_disturbed_are_to_be_repeated(
     slowed: str, factors: tuple[float, ...], ok: bool, says: str, tmp_path: Path
 ) -> None:
     shutil.copytree(solution(EFFICIENCY)["results"], tmp_path / "mine")
-    (path,) = (tmp_path / "mine").rglob(f"*{slowed}*")
-    run = labs.load(path)
-    run.step_ms = [
-        ms * factor for ms, factor in zip(run.step_ms, itertools.cycle(factors), strict=False)
-    ]
-    labs.save(run, path)
+
+    def slow(run: LabRun) -> LabRun:
+        if slowed not in run.variant:
+            return run
+        pairs = zip(run.step_ms, itertools.cycle(factors), strict=False)
+        return dataclasses.replace(run, step_ms=[ms * factor for ms, factor in pairs])
+
+    change(tmp_path / "mine", slow)
     found = checked(EFFICIENCY, answers=solution(EFFICIENCY)["answers"], results=tmp_path / "mine")
     assert found[0].ok == ok and says in shown(found[:1])
 

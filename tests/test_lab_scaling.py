@@ -18,7 +18,7 @@ from torch.distributed import run as torchrun
 
 from labs.scale_out import collectives, documents, loop, measure, prediction, request, scaling
 from labs.scale_out.prediction import Link, Model
-from workshop import errors, labs
+from workshop import errors, labs, records
 from workshop.compare import tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
@@ -122,8 +122,8 @@ def test_a_collective_with_a_wrong_result_has_no_bandwidth(
     words = ["--device", "cpu", "--sizes", "4096", "--iterations", "2", "--output-dir", tmp_path]
     ended = processes.run(2, *words, wrong_collective=wrong)
     assert ended.statuses == [bool(wrong)] * 2, ended.err
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
-    assert {run.metrics["collective"]: run.proof.status for run in runs} == {
+    runs = records.load_folder(tmp_path, LabRun)
+    assert {run.metrics["collective"]: run.gate.status for run in runs} == {
         name: "fail" if name == wrong else "pass" for name in collectives.OPERATIONS
     }
     ((_, found),) = collectives.curves(labs.build_rows(runs)).items()
@@ -220,7 +220,8 @@ def trained(strategy: str, size: int, share: int, ms: float, **changes: Any) -> 
     fields: dict[str, Any] = {
         "lab": request.LAB, "subject": loop.subject_of("medium", 512, None), "unit": "tokens",
         "units_per_step": size * share * 512, "metrics": metrics, "options": options,
-        "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16", "study": ["measure.py"],
+        "baseline": loop.variant_of("v2", strategy, 1, 16) + ", bf16",
+        "parent_command": ["measure.py"],
         "memory_mb": {"peak": 2000.0 / size, "source": "allocator"},
         "setup_s": {"compile": 12.5},
     }  # fmt: skip
@@ -233,7 +234,7 @@ def sent(name: str, size: int, rate_gbs: float) -> LabRun:
     return lab_run(
         f"{name}, {collectives.size_text(size)}", units / rate_gbs / 1e6, lab=request.LAB,
         subject="collectives, 2 processes", unit=collectives.UNIT, units_per_step=units,
-        metrics=metrics, study=["collectives.py"], baseline="", memory_mb={}, options={},
+        metrics=metrics, parent_command=["collectives.py"], baseline="", memory_mb={}, options={},
     )  # fmt: skip
 
 
@@ -243,12 +244,12 @@ def session() -> list[LabRun]:
         trained("ddp", 1, 16, 34.0 * scatter), trained("ddp", 2, 16, 40.0 * scatter),
         trained("ddp", 2, 8, 25.0 * scatter),
     )]  # fmt: skip
-    runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, proof=red,
-                                                   status="proof failed")]  # fmt: skip
+    runs += [trained("fsdp", 1, 16, 30.0), trained("fsdp", 2, 16, 10.0, gate=red,
+                                                   status="gate failed")]  # fmt: skip
     # Compared with ddp's process; the model of a step has no p2p.
     runs.append(trained("p2p", 2, 16, 35.0, baseline=runs[0].variant))
     runs.append(trained("zero1", 2, 16, 1.0, status="skipped", error="deepspeed is missing",
-                        step_ms=[], proof=Parity()))  # fmt: skip
+                        step_ms=[], gate=Parity()))  # fmt: skip
     runs += itertools.starmap(sent, itertools.product(
         collectives.OPERATIONS, (2**16, 2**30), (300.0,)))  # fmt: skip
     for second, run in enumerate(runs):
@@ -264,7 +265,7 @@ def lines(text: str, begin: str) -> list[list[str]]:
 def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path) -> None:
     ((_, own),) = documents.parts([], tmp_path).items()
     assert own["scaling"] == f"Not measured yet: `{documents.COMMAND}`."
-    by_hand = trained("ddp", 2, 16, 1.0, study=["train.py"], session="2028")
+    by_hand = trained("ddp", 2, 16, 1.0, parent_command=["train.py"], session="2028")
     later = [sent(name, 2**20, 300.0) for name in collectives.OPERATIONS]
     for run in later:  # of another session: the model finds them for all
         run.session = "2029"
@@ -272,7 +273,7 @@ def test_the_readme_s_tables_say_what_is_gained_and_what_it_costs(tmp_path: Path
     again = trained("ddp", 1, 16, 50.0, session="2030", created="2030-01")  # another machine?
     added = trained(
         "zero2", 1, 8, 90.0, session="2030", created="2030-02", subject="large",
-        study=["measure.py", "--session", "2030"],
+        parent_command=["measure.py", "--session", "2030"],
     )  # fmt: skip
     ((_, own),) = documents.parts([*first, by_hand, *later, again, added], tmp_path).items()
     text = own["scaling"]
@@ -398,7 +399,7 @@ def test_a_study_that_is_not_there_is_one_line(
 ) -> None:
     words = ["--device", "cpu", "--output-dir", str(tmp_path), "--session", ".."]
     assert measure.main(words) == errors.WRONG_USAGE
-    assert "--session ..: there is no such folder in" in one_line(capsys.readouterr().err)
+    assert "--session ..: there is no " in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("flag", ["--batch-size=2", "--version=v2", "--config=small"])
@@ -421,11 +422,11 @@ def test_the_study_measures_groups_beside_each_other(
     words += ["--processes", "2", "--device", "cpu", "--output-dir", str(tmp_path)]
     train = "--seq-len 16 --num-steps 3 --warmup-steps 1 --compile none".split()
     assert measure.main([*words, "--", *train]) == 0
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    runs = records.load_folder(tmp_path, LabRun)
     own = [run for run in runs if run.unit == "tokens"]
     assert sorted(run.metrics["processes"] for run in own) == [1, 2]
     assert {run.baseline for run in own} == {"v2, ddp, 1 process, 2 sequences each, fp32"}
-    assert {run.proof.status for run in runs} == {"pass"} and all(run.step_ms for run in runs)
+    assert {run.gate.status for run in runs} == {"pass"} and all(run.step_ms for run in runs)
     text = (tmp_path / "scaling.md").read_text()
     assert len(lines(text, "v2, ddp")) == 2 and len(lines(text, "16 MiB")) == 1
     assert {path.name for path in tmp_path.glob("*.png")} == {"collectives.png", "prediction.png"}

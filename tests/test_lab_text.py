@@ -34,7 +34,7 @@ from labs.text_generation import (
 )
 from labs.text_generation.engines import Answer, HuggingFace
 from labs.text_generation.models import Loaded
-from workshop import labs
+from workshop import labs, records
 from workshop.labs import LabRun
 from workshop.run import hardware
 from workshop.run.precision import get_precision
@@ -81,12 +81,12 @@ def lines(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def records() -> list[LabRun]:
-    return [labs.load(path) for path in Path("results").rglob("*.json")]
+def all_runs() -> list[LabRun]:
+    return records.load_folder(Path("results"), LabRun)
 
 
 def record() -> LabRun:
-    (run,) = records()
+    (run,) = all_runs()
     return run
 
 
@@ -142,7 +142,7 @@ def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) ->
     text = Path("made/out").read_text(encoding="utf-8")
     assert all(line["prompt"] + line["continuation"] == line["text"] for line in made)
     assert all(line["text"] in text and line["first_token_ms"] > 0 for line in made)
-    assert run.status == "complete" and run.proof.status == "pass"
+    assert run.status == "complete" and run.gate.status == "pass"
     assert run.units_per_step == 2 and run.subject.startswith("llama, batch 2, 24 + 24 tokens")
     assert str(saved("llama")) not in " ".join(run.command)
     # The command of the five words; drawn anew alone, and with another seed.
@@ -150,7 +150,7 @@ def test_the_seeds_commands(typed, saved, capsys: pytest.CaptureFixture[str]) ->
     assert lm_gen.main([*map(str, words), "--device", "cpu", "--output-dir", "results"]) == 0
     again = [line["text"] for line in lines("again.jsonl")]
     assert again == [line["text"] for line in made]
-    assert all("again" not in " ".join(run.command) for run in records())
+    assert all("again" not in " ".join(run.command) for run in all_runs())
     typed("--temperature", 0.95, "--output_file", "other", "--seed", 1000)
     assert again != [line["text"] for line in lines("other.jsonl")]
 
@@ -240,9 +240,9 @@ def test_a_fault_turns_the_proof_red(
     status = typed("--engine", engine, "--batch_size", 4, "--dtype", dtype)
     printed, run = capsys.readouterr().out, record()
     if fault is None:
-        assert status == 0 and run.proof.status == "pass", run.proof.failures
+        assert status == 0 and run.gate.status == "pass", run.gate.failures
         return
-    assert status == 1 and run.status == "proof failed" and "FAIL, so no speed" in printed
+    assert status == 1 and run.status == "gate failed" and "FAIL, so no speed" in printed
     assert "tokens/s" not in printed and not labs.build_rows([run])[0].times
 
 
@@ -305,7 +305,7 @@ def test_two_processes_that_share_a_model_say_what_one_says(typed, tmp_path: Pat
     assert Path("two").read_text() == Path("one").read_text()
     run = record()
     assert run.variant == "fp32, static, tensor parallel, 2 processes" and run.processes == 2
-    assert run.proof.status == "pass"
+    assert run.gate.status == "pass"
 
 
 def test_vllms_steps_become_an_answer(saved, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,13 +552,13 @@ def test_engines_are_measured_in_turns(
     flags = "--engines fast vllm --batch-sizes 2 --prompt-tokens 8 --num-tokens 4 --repeats 2"
     words = [*flags.split(), "--long-prompt-tokens", "40", "--jobs", "2", "--device", "cpu"]
     assert measure_engines.main([*words, "--output-dir", str(tmp_path)]) == 0
-    runs = [labs.load(path) for path in tmp_path.glob("runs/*/*.json")]
+    runs = records.load_folder(tmp_path, LabRun)
     assert {run.subject: len(run.step_ms) for run in runs if run.status == "complete"} == {
         "llama_3m, batch 2, 8 + 4 tokens": 3,
         "llama_3m, batch 2, 40 + 16 tokens": 15,
     }
     done = [run for run in runs if run.variant == "fp32, fast"]
-    assert len(done) == 4 and all(run.proof.status == "pass" for run in done)
+    assert len(done) == 4 and all(run.gate.status == "pass" for run in done)
     assert len({run.metrics["copy_gbs"] for run in done}) == 1  # one floor for each subject
     assert all("--wait-turn" in run.command for run in done)  # none of them tunes kernels
     assert [run.status for run in runs if run not in done] == ["skipped", "skipped"]

@@ -1,6 +1,6 @@
 """The text generation lab's exercises: what a token costs, and a batch that answers differently."""
 
-import json
+import dataclasses
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +19,9 @@ from exercise_cases import (
     solution,
     unanswered,
 )
+
+from workshop import records
+from workshop.labs import LabRun
 
 FLOOR, PADDING = "text_1_floor", "text_2_padding"
 
@@ -97,18 +100,20 @@ def test_the_sheets_commands_make_the_runs_that_the_check_takes(
         assert f"--num_tokens 32 --engine {check.RUNS[run][1]} --device cpu" in sheet
         words = shlex.split(typed)[2:]
         assert lm_gen.main([*words, "--output-dir", f"results/{check.LAB}"]) == 0
-    deep = next(tmp_path.glob("results/*/runs/*/*_deep_*.json"))
-    record = json.loads(deep.read_text())
-    older = record | {"created": "2000-01-01", "step_ms": [1e3]}
-    deep.with_name("older.json").write_text(json.dumps(older))
+    runs = records.load_folder(tmp_path / "results", LabRun)
+    record = next(run for run in runs if run.subject.startswith("deep"))
+    deep = records.path_in(tmp_path / "results" / check.LAB, record.session)
+    older = deep.with_name("older.jsonl")
+    records.save(dataclasses.replace(record, created="2000-01-01", step_ms=[1e3]), older)
     m = check.measured(check.Work(FOLDERS[FLOOR], results=tmp_path / "results"))
-    assert m.runs["deep"].created == record["created"]
+    assert m.runs["deep"].created == record.created
     for model, (width, ffn, layers, _, prompt) in small.items():
         weights = layers * (4 * width**2 + 3 * width * ffn + 2 * width) + 257 * width
         cache = 2 * layers * width * (prompt + make_models.NEW / 2)
         assert m.mb(model) == pytest.approx(4e-6 * (weights + cache))
-    deep.with_name("older.json").unlink()
-    deep.write_text(json.dumps(record | {"device": record["device"] | {"threads": 2}}))
+    older.unlink()
+    deep.unlink()
+    records.save(dataclasses.replace(record, device=record.device | {"threads": 2}), deep)
     (item,) = checked(FLOOR, answers=answers, results=tmp_path / "results")
     assert item.what.startswith("`deep` is not measured yet on one core")
 

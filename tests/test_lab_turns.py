@@ -1,7 +1,6 @@
 """All networks in turns: a stand-in for the program, which has the protocol of its processes and
 takes milliseconds; and the program itself."""
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,8 @@ from test_profile_scripts import is_running, wait_for
 
 from labs.inference_benchmark import networks, single, studies
 from labs.inference_benchmark.micro_benchmarking_pytorch import main
-from workshop import labs, results
+from workshop import records, results
+from workshop.labs import LabRun
 from workshop.run import turns
 from workshop.versions import ROOT
 
@@ -25,7 +25,7 @@ NAMES = ("resnet18", "alexnet", "vgg11", "vgg13")
 FLAGS = ["--network", "all", "--batch-size", "2", "--device", "cpu"]
 
 STAND_IN = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 here, words = Path(__file__).parent, sys.argv[1:]
 value = dict(zip(words, words[1:]))
@@ -47,14 +47,18 @@ if "--wait-turn" in words:
     print("ready", flush=True)
     if not sys.stdin.readline():
         sys.exit(130)
-log("begin")
-time.sleep(1e6 if fault == "endless" else 0.05)
-run = json.loads((here / (name.split()[1] + ".json")).read_text())
-run["session"], run["options"]["network"] = value["--session"], value["--network"]
-run["baseline"] = value["--baseline"]
+status = "complete"
+try:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    log("begin")
+    time.sleep(1e6 if fault == "endless" else 0.05)
+except KeyboardInterrupt:
+    status = "interrupted"
+head, run = map(json.loads, (here / (name.split()[1] + ".jsonl")).read_text().splitlines())
+head["session"], run["options"]["network"] = value["--session"], value["--network"]
+run["baseline"], run["status"] = value["--baseline"], status
 run["subject"] = run["subject"].replace("resnet18", value["--network"])
-Path(value["--result-file"]).parent.mkdir(parents=True, exist_ok=True)
-Path(value["--result-file"]).write_text(json.dumps(run))
+Path(value["--result-file"]).write_text(f"{json.dumps(head)}\\n{json.dumps(run)}\\n")
 log("end")
 """
 
@@ -84,7 +88,7 @@ class StandIn:
         """Of the newest session, by network: plain's, then fast's."""
         session = max((self.folder / "out" / "runs").iterdir())
         found: dict[str, list[str]] = {}
-        runs = map(labs.load, session.iterdir())
+        runs = records.load_runs(session, LabRun)
         for run in sorted(runs, key=lambda run: run.options["compile"] is not None):
             found.setdefault(str(run.options["network"]), []).append(run.status)
         return found
@@ -99,9 +103,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(studies, "_half", lambda device: "bf16")
     for name, flags, ms in (("plain", [], 2.0), ("fast", ["--channels-last", "--compile"], 1.0)):
         run = single.planned([*common, *flags])
-        run.step_ms, run.proof.status = [ms] * 3, "pass"
+        run.step_ms, run.gate.status = [ms] * 3, "pass"
         run.created = f"2026-01-01T00:00:0{ms:.0f}"  # of processes side by side any comes first
-        labs.save(run, tmp_path / f"{name}.json")
+        records.save(run, tmp_path / f"{name}.jsonl")
     made = StandIn(tmp_path)
     made.faults("")
     return made
@@ -182,6 +186,9 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
         [True, True, False, False],
         [True, True, True, False],
     ]
+    of_run = stand_in.statuses()
+    assert of_run.pop("vgg13") == ["interrupted"]  # it saved what it had when it was ended
+    assert of_run == {name: ["complete"] * 2 for name in NAMES[:3]}
     events = stand_in.log()
     assert len({pid for _, pid, _ in events}) == 8
     assert not any(is_running(int(pid)) for _, pid, _ in events)
@@ -189,7 +196,7 @@ def test_an_interrupt_ends_all_and_keeps_what_is_complete(
 
 @pytest.mark.slow
 def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
+    path = tmp_path / "run.jsonl"
     flags = ["--network", "resnet18", *FLAGS[2:], "--iterations", "2", "--warmup-iterations", "1",
              "--result-file", str(path), "--wait-turn"]  # fmt: skip
     command = [sys.executable, str(PROGRAM), *flags, "--output-dir", str(tmp_path)]
@@ -203,10 +210,10 @@ def test_the_program_waits_for_its_turn(tmp_path: Path) -> None:
             process.communicate(line)
         assert process.returncode == status and path.exists() == (status == 0)
         if status == 0:
-            run = json.loads(path.read_text())
-            assert run["status"] == "complete" and run["ceiling_tflops"] > 0
-            assert "--wait-turn" not in run["command"]
-            assert run["created"] >= given  # rows are in the order of the turns
+            (run,) = records.load_runs(path, LabRun)
+            assert run.status == "complete" and run.ceiling_tflops
+            assert "--wait-turn" not in run.command
+            assert run.created >= given  # rows are in the order of the turns
 
 
 def test_jobs_are_for_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from stored_runs import lab_run, lab_session, reference, write, write_lab
 
 from analysis_tools import performance_dashboard, report_generator
-from workshop import labs, results, versions
+from workshop import labs, records, results, versions
 from workshop.collection import Collection
 from workshop.compare import lab_table, tables
 from workshop.compare.figures import SAVED
@@ -19,7 +19,7 @@ from workshop.dashboard.data import Choice, Snapshot
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
 from workshop.report import content, pages
-from workshop.results import Parity
+from workshop.results import Audit, Parity, RunResult
 from workshop.run import lab_record
 
 RED = Parity(status="fail", failures=["logits differ"])
@@ -75,12 +75,14 @@ def test_a_speedup_is_per_unit_and_within_a_session() -> None:
 
 
 @pytest.mark.parametrize(("changes", "verdict", "note"), [
-    ({"proof": RED, "status": "proof failed"}, "FAIL", "gate failed: logits differ"),
-    ({"proof": RED}, "FAIL", "gate failed: logits differ"),
+    ({"gate": RED, "status": "gate failed"}, "FAIL", "gate failed: logits differ"),
+    ({"gate": RED}, "FAIL", "gate failed: logits differ"),
+    ({"audit": Audit(status="fail", failures=["weights differ"])}, "FAIL",
+     "audit failed: weights differ"),
     ({"status": "failed", "error": "out of memory"}, "FAIL", "out of memory"),
-    ({"status": "skipped", "error": "no fp16", "step_ms": [], "proof": Parity()}, "skipped",
+    ({"status": "skipped", "error": "no fp16", "step_ms": [], "gate": Parity()}, "skipped",
      "no fp16"),
-    ({"proof": Parity()}, "not audited", "gate not run: no times"),
+    ({"gate": Parity()}, "not audited", "gate not run: no times"),
     ({"status": "interrupted", "step_ms": []}, "pass", "gate pass: no timed step"),
 ])  # fmt: skip
 def test_without_a_pass_no_times(changes: dict[str, Any], verdict: str, note: str) -> None:
@@ -188,25 +190,23 @@ def test_the_table_fits_its_terminal(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_file_holds_the_whole_run(tmp_path: Path) -> None:
-    for run in lab_session():
-        (path,) = write_lab(tmp_path, run)
-        assert labs.load(path) == run
-    assert len(list(tmp_path.glob("runs/*/*.json"))) == 5
+    (path,) = set(write_lab(tmp_path, *lab_session()))
+    assert records.load(path).runs == lab_session()
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"schema_version": 2}, "schema_version is 2"),
-    ({"step_ms": ["1"]}, r"step_ms\[0\] should be float"),
-    ({"step_ms": [1.0, 0.0]}, r"step_ms\[1\] should lie between"),
+    ({"step_ms": ["1"]}, r"field step_ms\[0\]: expected `float`"),
+    ({"step_ms": [1.0, 0.0]}, r"field step_ms\[1\]: expected `float` >= 1e-09"),
     ({"step_ms": []}, "step_ms is empty in a complete run"),
-    ({"units_per_step": 0}, "units_per_step should lie"),
-    ({"status": "fine"}, "status is 'fine'"),
-    ({"proof": {"status": "maybe"}}, "proof.failures is missing"),
+    ({"units_per_step": 0}, "field units_per_step: expected `int` >= 1"),
+    ({"status": "fine"}, "field status: invalid enum value 'fine'"),
+    ({"gate": {"status": "maybe"}}, "field gate.status: invalid enum value 'maybe'"),
+    ({"gate": {"status": "fail"}}, "field gate: failures is empty, though the check failed"),
     ({"memory_mb": {"peak": "much"}}, "memory_mb.peak should be a number"),
-    ({"memory_mb": {"peak": 0.0}}, "memory_mb.peak should lie"),
-    ({"peak_tflops": -1.0}, "peak_tflops should lie"),
-    ({"ceiling_tflops": 0}, "ceiling_tflops should lie"),
-    ({"more": 1}, "more is unknown"),
+    ({"memory_mb": {"peak": 0.0}}, "memory_mb.peak is 0.0"),
+    ({"peak_tflops": -1.0}, "field peak_tflops: expected `float` >= 1e-09"),
+    ({"ceiling_tflops": 0}, "field ceiling_tflops: expected `float` >= 1e-09"),
+    ({"more": 1}, "field more is unknown"),
 ]
 
 
@@ -214,20 +214,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 def test_a_broken_file_is_named_with_its_field(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    good, path = write_lab(tmp_path, lab_run(), lab_run())
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    good, path = write_lab(tmp_path, lab_run(), lab_run(session="2"))
+    head, line = path.read_text().splitlines()
+    path.write_text(f"{head}\n{json.dumps(json.loads(line) | changes)}\n")
     with pytest.raises(WorkshopError, match=message) as caught:
-        labs.load(path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+        records.load(path)
+    assert str(caught.value).startswith(f"{path}: line 2: ") and "\n" not in str(caught.value)
     found = collect(tmp_path)
     assert [stored.path for stored in found.lab_runs] == [good]
     assert [broken.path for broken in found.broken] == [path]
-
-
-def test_a_red_proof_says_why(tmp_path: Path) -> None:
-    (path,) = write_lab(tmp_path, lab_run(proof=Parity(status="fail")))
-    with pytest.raises(WorkshopError, match=r"proof\.failures is empty, though the gate failed"):
-        labs.load(path)
 
 
 # --- where they are shown ------------------------------------------------------------------------
@@ -241,18 +236,16 @@ def collect(*folders: Path) -> Collection:
 
 def test_a_collection_keeps_labs_apart(tmp_path: Path) -> None:
     """As do the tools that read the runs of versions, in any folder."""
-    names = {"2": "a.json", "1": "b.json"}
-    paths = [labs.save(lab_run(session=session), tmp_path / "runs" / session / name)
-             for session, name in names.items()]  # fmt: skip
-    record = tmp_path / "profiles" / "resnet" / "tool" / "run.json"
-    labs.save(lab_run(status="profiled", step_ms=[]), record)
+    paths = write_lab(tmp_path, lab_run(session="2"), lab_run(session="1"))
+    record = tmp_path / "profiles" / "resnet" / "tool" / "run.jsonl"
+    records.save(lab_run(status="profiled", step_ms=[]), record)
     own = write(tmp_path, reference())
     found = collect(tmp_path)
     assert [stored.path for stored in found.lab_runs] == paths[::-1]
     assert [stored.path for stored in found.runs] == [own] and not found.broken
-    assert len(results.load_folder(tmp_path)) == 1
+    assert len(records.load_folder(tmp_path, RunResult)) == 1
     with pytest.raises(WorkshopError, match="no result files"):
-        results.load_folder(tmp_path / "runs" / "1")
+        records.load_folder(paths[0], RunResult)
 
 
 def dashboard(folder: Path) -> Snapshot:
@@ -305,7 +298,7 @@ def test_the_operator_bench_is_shown_beside_the_labs(tmp_path: Path) -> None:
     assert "| add 64-1024 | pass | 4,100 GB/s | 95.0% |" in pages.markdown_page(report, tmp_path)
     write_operators(tmp_path, operators=[OPERATOR | {"gbs": "many"}])
     (broken,) = collect(tmp_path).broken
-    assert broken.path == path and "operators[0].gbs should be" in broken.reason
+    assert broken.path == path and "operators[0].gbs: expected" in broken.reason
 
 
 def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
@@ -324,7 +317,7 @@ def test_the_dashboard_of_labs_alone(tmp_path: Path) -> None:
     assert dict(zip(rates.figure.layout.yaxis.ticktext, bars.x, strict=True)) == {
         "fp32": pytest.approx(32 / 10.05e-3), "fp16, channels-last": pytest.approx(32 / 5.025e-3)
     }  # fmt: skip
-    assert any(line.startswith("From 5 result files in") for line in summary.after)
+    assert any(line.startswith("From 1 result file in") for line in summary.after)
     (contents,) = blocks.view(blocks.CONTENTS, snapshot, choice)
     assert contents.title == "Labs: 2" and contents.table is not None
     assert [

@@ -47,7 +47,7 @@ STAND_IN = """#!/usr/bin/env bash
 (IFS=$'\t' && echo "$*") >>"$TYPED"
 echo "on ${CUDA_VISIBLE_DEVICES-all}, $TRITON_CACHE_DIR"
 if [[ $1 == *run_pytorch_profiler.py ]]; then
-  mkdir -p "$3" && echo "$1" | tee "$3/kernels.json" >"$3/run.json"
+  mkdir -p "$3" && echo "$1" | tee "$3/kernels.json" >"$3/run.jsonl"
 fi
 [[ "$*" != *--sweep* ]] || exit "$END"
 """
@@ -100,10 +100,12 @@ def test_every_command_is_one_that_its_tool_knows(measure, tmp_path: Path) -> No
     caches = {line for line in done.stdout.splitlines() if line.startswith("on all, ")}
     assert len(caches) == len(STUDIES) - 1
     assert f"{OF_SEVERAL}: left out, since it takes several GPUs\n" in done.stderr
-    kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json"))
+    kept = sorted((tmp_path / "new folder" / "profiles").glob("v*/pytorch_profiler/*.json*"))
     assert len(kept) == 2 * 4
     assert "version3_triton" in kept[4].read_text()
-    kept = sorted((tmp_path / "new folder" / "inference_benchmark" / "profiles").glob("fp*/*.json"))
+    kept = sorted(
+        (tmp_path / "new folder" / "inference_benchmark" / "profiles").glob("fp*/*.json*")
+    )
     assert len(kept) == 2 * 2
 
 

@@ -16,17 +16,18 @@ import torch
 from conftest import HANGS_S
 
 from labs.data_pipeline import profiling, rungs
-from workshop import labs
+from workshop import labs, records
 from workshop.classroom import notebook
 from workshop.compare.rows import ordinary, size_of
 from workshop.errors import WorkshopError
 from workshop.exercises.frame import Item
 from workshop.gate import parity
 from workshop.gate.parity import Measure, ParityReport
+from workshop.labs import LabRun
 from workshop.profilers.advisor import advise, headline
 from workshop.profilers.load import load, recorded_run
 from workshop.report.pictures import Chart
-from workshop.results import load_folder
+from workshop.results import RunResult, load_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 TOUR = ROOT / "exercises" / "notebooks" / "workshop_tour.ipynb"
@@ -129,7 +130,7 @@ def test_the_tour_runs_and_shows_what_it_promises(tmp_path: Path) -> None:
         *("runs", "profiles", "roofline", "ceilings"),
         *("comparison.json", "v1_step.png", "h200_v4_step.png"),
     }
-    assert len(list(output.glob("runs/*/*.json"))) >= 3
+    assert len(records.load_folder(output / "runs", RunResult)) >= 3
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ IMAGES, BATCH_SIZE, ITERATIONS, RESNET_IMAGES, OPEN_MS = 320, 16, 4, 256, 5.0
         [session] = (tmp_path / name / "profiles").iterdir()
         for profile in session.iterdir():
             assert f"{profile.name}: {profiling.advice(profile)}" in text
-    runs = map(labs.load, tmp_path.glob("ladder/runs/*/*.json"))
+    runs = records.load_folder(tmp_path / "ladder", LabRun)
     measured = {row.first.variant: row for group in labs.newest(runs) for row in group}
     assert measured.keys() >= {"1-worker", *of_rungs}
     assert f"{measured['resident'].speedup.value:.3g}" in text

@@ -12,8 +12,9 @@ import pytest
 from conftest import HANGS_S
 from test_results import files, make_result
 
-from workshop import results
+from workshop import records, results
 from workshop.compare import regression
+from workshop.results import RunResult
 from workshop.versions import ROOT
 
 PROFILES = ROOT / "results" / "reference" / "cpu_amd_epyc" / "profiles"
@@ -55,8 +56,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for factor in (1.0, 1.001, 1.002):
         for version in ("v1", "v2"):
             steps = [factor * step for step in (99.0, 100.0, 101.0)]
-            results.save(make_result(version, step_ms=steps), here / "in")
-    baseline, _ = regression.make_baseline([results.load_folder(here / "in")], [])
+            records.add(make_result(version, step_ms=steps), here / "in")
+    baseline, _ = regression.make_baseline([records.load_folder(here / "in", RunResult)], [])
     results.write_json(here / "baseline.json", dataclasses.asdict(baseline))
     return here
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 H200 = ROOT / "results" / "reference" / "nvidia_h200"
 PROFILE = H200 / "profiles" / "v1" / "pytorch_profiler"
-RUNS = H200 / "runs" / "20261127-004115-594ab2"
+RUNS = H200 / "runs"
 PLACES = """
 import importlib.metadata as metadata, importlib.util as util, os
 (own,) = metadata.distributions(name="tiny-llama-workshop", path=[os.environ["PYTHONPATH"]])

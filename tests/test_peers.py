@@ -11,15 +11,16 @@ import torch
 from stored_runs import PARTS, REFERENCE
 
 from analysis_tools import update_docs
-from workshop import errors, results, versions
+from workshop import errors, records, versions
 from workshop.compare.rows import build_rows
 from workshop.gate import parity
+from workshop.results import RunResult
 
 pytest.importorskip("transformers")
 
 
 def test_the_documents_compare_with_the_fastest_peer_once_one_has_a_graph() -> None:
-    runs = results.load_folder(REFERENCE / "nvidia_h200" / PARTS[0])
+    runs = records.load_folder(REFERENCE / "nvidia_h200" / PARTS[0], RunResult)
     without = [run for run in runs if run.version != "hf-graph"]
     assert "Beside" not in update_docs._ladder(build_rows(without), without)
     text = update_docs._ladder(build_rows(runs), runs)
@@ -61,8 +62,8 @@ def test_it_is_measured_like_a_version(tmp_path, type_command) -> None:
         *("python", "peers/hugging_face_llama.py", *flags, *small, "--output-dir", tmp_path)
     )
     assert finished.returncode == 0, finished.stderr
-    (run,) = results.load_folder(tmp_path)
-    assert (run.version, run.parity.status) == ("hf", "pass")
+    (run,) = records.load_folder(tmp_path, RunResult)
+    assert (run.version, run.gate.status) == ("hf", "pass")
     again = type_command(
         *("python", "analysis_tools/compare_versions.py", "--from-results", tmp_path),
         *("--format", "json"),

@@ -113,14 +113,17 @@ WRITTEN = {"name": "x", "model": vars(SMALL), "batch_size": 8, "seq_len": 128}
     [
         ("null", "expected a list of claims"),
         ("[]", "expected a list of claims"),
-        ("[null]", "claim 1 should be an object"),
+        ("[null]", "claim 1: expected `object`, got `null`"),
         ("[" * 100_000, "no valid JSON"),
         (json.dumps([WRITTEN | {"step_ms": float("nan")}]), "no valid JSON"),
-        (json.dumps([WRITTEN | {"step_ms": "3"}]), "claim 1.step_ms should be"),
-        (json.dumps([WRITTEN, WRITTEN | {"batch_size": True}]), "claim 2.batch_size should be int"),
-        (json.dumps([WRITTEN | {"model": None}]), "claim 1.model should be an object"),
-        (json.dumps([WRITTEN | {"speed": 3}]), "claim 1.speed is unknown"),
-        (json.dumps([{"name": "x"}]), "claim 1.model is missing"),
+        (json.dumps([WRITTEN | {"step_ms": "3"}]), "claim 1: field step_ms: expected"),
+        (
+            json.dumps([WRITTEN, WRITTEN | {"batch_size": True}]),
+            "claim 2: field batch_size",
+        ),
+        (json.dumps([WRITTEN | {"model": None}]), "claim 1: field model: expected `object`"),
+        (json.dumps([WRITTEN | {"speed": 3}]), "claim 1: field speed is unknown"),
+        (json.dumps([{"name": "x"}]), "claim 1: object missing required field `model`"),
     ],
     ids=range(10),
 )

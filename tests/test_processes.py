@@ -42,7 +42,7 @@ run_all.main(["--folder", str(folder), "--output-dir", str(here / "out"), "run_n
 """,
     "networks in turns": """
 from workshop.run import turns
-plan = turns.Plan([sys.executable, str(here / "child.py")], None, here / "run.json")
+plan = turns.Plan([sys.executable, str(here / "child.py")], None, here)
 with turns.prepared([plan]):
     pass
 """,

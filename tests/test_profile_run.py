@@ -22,7 +22,7 @@ from conftest import HANGS_S
 from test_cli import AT_A_KEYBOARD, ONE_CORE, SMALL, WIDE_HEADS, TypeCommand, script
 from test_compare import needs_triton
 
-from workshop import results, versions
+from workshop import records, versions
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.gate import canonical
 from workshop.profilers import profile_run
@@ -199,7 +199,7 @@ def test_the_vendor_s_profiler_runs_from_the_first_step_to_the_end_of_the_last(
     order = ["start", "step", "step", "wait", "stop"]
     assert events == [*((name, True) for name in order), ("wait", False)]  # the record's own
     assert "step/forward/layers.0.self_attn" in ranges.opened
-    assert results.load(tmp_path / "run.json").status == "profiled"
+    assert records.load_run(tmp_path / "run.jsonl").status == "profiled"
 
 
 @pytest.mark.parametrize("key", ["v1", pytest.param("v4", marks=pytest.mark.slow)])
@@ -214,17 +214,17 @@ def test_the_application_of_external_profilers(
     )
     assert answer.returncode == 0, answer.stderr
     assert re.search(r"Profiled: 1 step after \d of warm-up; nothing was timed", answer.stdout)
-    run = results.load(tmp_path / "run.json")
+    run = records.load_run(tmp_path / "run.jsonl")
     assert (run.version, run.status, run.step_ms) == (key, "profiled", [])
     assert run.gradients.params_with_grad == run.gradients.params_total
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
 
 
 def test_a_severed_backward_pass_is_reported(tmp_path: Path) -> None:
     run = prepare("v1")
     run.model.norm.forward = lambda x: x.detach() * run.model.norm.weight
     run.step()
-    record = results.load(run.save_record(tmp_path))
+    record = records.load_run(run.save_record(tmp_path))
     assert "SEVERED" in profile_run.gradients_sentence(record)
 
 
@@ -256,7 +256,7 @@ def test_torch_profiler_on_a_cpu(key: str, type_command: TypeCommand, tmp_path: 
     assert "aten::mm" in answer.stdout and "in 2 steps" in answer.stdout
     command = f"python run_pytorch_profiler.py --output-dir {folder} --steps 2 -- --device"
     assert answer.stdout.startswith(command)
-    run = results.load(folder / "run.json")
+    run = records.load_run(folder / "run.jsonl")
     tensors = run.gradients.tensors_total
     assert f"gradients reached {tensors} of {tensors} tensors" in answer.stdout
     assert not (folder / "memory_snapshot.pickle").exists()

@@ -366,7 +366,7 @@ def test_a_folders_newest_trace(tmp_path: Path) -> None:
     for number, name in enumerate(("b.pt.trace.json", "a.pt.trace.json")):
         (tmp_path / name).write_text(json.dumps({"traceEvents": [kernel(name, 1, 1, 1)]}))
         os.utime(tmp_path / name, (number, number))
-    (tmp_path / "run.json").write_text('{"schema_version": 1}')
+    (tmp_path / "run.jsonl").write_text('{"schema_version": 1}')
     table = kineto.read(tmp_path)
     assert table.path == tmp_path / "a.pt.trace.json"
     assert table.kernels[0].name == "a.pt.trace.json"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_results import make_result
 
-from workshop import errors, results
+from workshop import errors, records
 from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file, show
 from workshop.profilers.__main__ import main
@@ -413,12 +413,12 @@ def test_the_record_of_a_run_is_that_of_its_runner(tmp_path: Path) -> None:
     trace = tmp_path / "ncu" / "trace" / "deep" / "ncu.csv"
     trace.parent.mkdir(parents=True)
     trace.write_text("")
-    results.save_as(tmp_path / "run.json", run)
+    records.save(run, tmp_path / "run.jsonl")
     for path in (trace, trace.parent, tmp_path / "ncu"):
         assert recorded_run(path) is None
     runners_folder(tmp_path / "ncu")
     assert recorded_run(trace) is None
-    results.save_as(tmp_path / "ncu" / "run.json", dataclasses.replace(run, seq_len=77))
+    records.save(dataclasses.replace(run, seq_len=77), tmp_path / "ncu" / "run.jsonl")
     for path in (trace, trace.parent, tmp_path / "ncu"):
         found = recorded_run(path)
         assert found is not None and found.seq_len == 77
@@ -474,15 +474,15 @@ def test_show_warns_of_an_interpreted_run(
     monkeypatch.setenv("COLUMNS", "1000")
     folder = runners_folder(tmp_path / "pytorch_profiler")
     run = make_result(version="v3")
-    results.save_as(folder / "run.json", dataclasses.replace(run, options={"interpreted": True}))
+    records.save(dataclasses.replace(run, options={"interpreted": True}), folder / "run.jsonl")
     for _ in range(2):  # the second time from what the first has written
         show.show(folder, output_dir=folder)
         printed = " ".join(capsys.readouterr().out.split())
         assert printed.count("interpreted, not comparable") == 1
     assert any("interpreter" in warning for warning in load(folder).warnings)
-    (folder / "run.json").write_text("{}")
+    (folder / "run.jsonl").write_text("{}")
     show.show(folder)
-    assert "run.json: schema_version is None" in " ".join(capsys.readouterr().out.split())
+    assert "run.jsonl: schema_version is None" in " ".join(capsys.readouterr().out.split())
 
 
 # --- the hot list --------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_a_version_leaves_its_record_and_proton_its_profile(
     flags = ["--profile-steps", "1", "--output-dir", tmp_path / "out", *SMALL]
     answer = run_by_proton(how, APP, versions.get_version("v1").path, *flags)
     assert answer.stdout.endswith("finalized\n"), answer.stderr
-    assert (tmp_path / "out" / "run.json").is_file()
+    assert (tmp_path / "out" / "run.jsonl").is_file()
 
 
 # --- the table -----------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def clean_results() -> Iterator[None]:
         yield
     finally:
         for session in set((results / "runs").glob("*")) - before:
-            shutil.rmtree(session)
+            session.unlink()
         for folder, kept in aside.items():
             shutil.rmtree(folder, ignore_errors=True)
             if kept.exists():

@@ -16,7 +16,7 @@ from test_compare import SHRINK_PRESET, copy_repository, use_versions_of
 from test_results import files, make_result
 
 from analysis_tools import regression_tester
-from workshop import errors, results
+from workshop import errors, records
 from workshop.compare import regression
 from workshop.compare.regression import (
     FAILED,
@@ -97,7 +97,7 @@ class Drawn:
 
 def recorded_noise() -> dict[str, Noise]:
     cells = defaultdict(list)
-    for run in results.load_folder(H200 / "runs"):
+    for run in records.load_folder(H200 / "runs", RunResult):
         cells[f"{run.version} {run.config_name} {run.precision}"].append(run)
     return {cell: Noise(runs) for cell, runs in cells.items()}
 
@@ -363,14 +363,14 @@ def test_a_baseline_leaves_out_what_is_not_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in [*session("v1"), make_result("v2", "fail"), make_result("v4", "not run")]:
-        results.save(run, tmp_path / "in")
+        records.add(run, tmp_path / "in")
     target = tmp_path / "new" / "b.json"
     assert save(tmp_path / "in", target) == 1
     captured = capsys.readouterr()
     assert "left out: v2 tiny fp32: failed, gate failed: gradient of norm.weight" in captured.err
     assert "left out: v4 tiny fp32: failed, gate not run" in captured.err
     assert [run.version for run in regression.load_baseline(target).runs] == ["v1"] * 3
-    results.save(make_result("v2", "fail"), tmp_path / "red")
+    records.add(make_result("v2", "fail"), tmp_path / "red")
     assert save(tmp_path / "red", target) == 2
     assert "no run is fit for a baseline: v2 tiny fp32: gate failed" in capsys.readouterr().err
     assert len(regression.load_baseline(target).runs) == 3  # the old one is kept
@@ -391,7 +391,7 @@ def save(folder: Path, path: Path, *words: str) -> int:
 def saved(tmp_path: Path) -> Path:
     """A baseline of V1 and V2."""
     for run in session("v1") + session("v2"):
-        results.save(run, tmp_path / "in")
+        records.add(run, tmp_path / "in")
     path = tmp_path / "baseline.json"
     assert save(tmp_path / "in", path) == 0
     return path
@@ -417,17 +417,17 @@ def with_run(baseline: dict, **changes: object) -> dict:
 
 
 BROKEN_BASELINES: dict[str, tuple[Callable[[dict], object], str]] = {
-    "a result file": (lambda b: b["runs"][0], "no baseline of schema_version 1"),
-    "another schema": (lambda b: {**b, "schema_version": 2}, "no baseline of schema_version 1"),
+    "a result": (lambda b: b["runs"][0], "no baseline of schema_version 2"),
+    "another schema": (lambda b: {**b, "schema_version": 1}, "no baseline of schema_version 2"),
     "no runs": (lambda b: {**b, "runs": []}, "field runs is empty"),
-    "wrong type": (lambda b: {**b, "device": 3}, "field device should be"),
+    "wrong type": (lambda b: {**b, "device": 3}, "field device: expected `object`"),
     "wrong sample": (
         lambda b: with_run(b, step_ms=["x"]),
-        r"field runs\[0\].step_ms\[0\] should be",
+        r"field runs\[0\].step_ms\[0\]: expected `float`",
     ),
     "senseless": (
         lambda b: with_run(b, step_ms=[-1.0]),
-        r"field runs\[0\].step_ms\[0\] should lie",
+        r"field runs\[0\].step_ms\[0\]: expected `float` >= ",
     ),
     "version": (
         lambda b: with_run(b, version="v9"),
@@ -487,7 +487,7 @@ def test_every_form_holds_the_verdicts_and_shows_names_as_text(
         (tmp_path / name).mkdir()
         strange = session("v1", config_name=HOSTILE, options={"compile": "<i>|`x`\x1b[2J"})
         for index, run in enumerate(strange + session("v2", factor=factor)):
-            results.save_as(tmp_path / name / f"{index}.json", run)
+            records.save(run, tmp_path / name / f"{index}.jsonl")
     junit, page = tmp_path / "j.xml", tmp_path / "deep" / "m.md"
     path, out = tmp_path / "b.json", tmp_path / "out"
     assert save(tmp_path / "then", path) == 0
@@ -523,7 +523,7 @@ def test_every_form_holds_the_verdicts_and_shows_names_as_text(
 
 def test_junit_skips_what_has_no_verdict(saved: Path) -> None:
     for run in [*session("v1", software={"torch": "9"}), make_result("v4", "fail")]:
-        results.save(run, saved.parent / "now")
+        records.add(run, saved.parent / "now")
     target = saved.parent / "j.xml"
     words = ("check", "--from-results", saved.parent / "now", "--baseline", saved)
     assert run_tool(*words, "--junit", target) == 1

@@ -1,5 +1,6 @@
 """report_generator.py: its numbers are the result files', and no file can break or fool it."""
 
+import dataclasses
 import json
 import re
 import urllib.parse
@@ -15,11 +16,11 @@ from browser import complaints, open_browser, requested, resize, wear
 from stored_runs import PARTS, REFERENCE, lab_run, reference, select, write, write_lab
 
 from analysis_tools import report_generator
-from workshop import versions
+from workshop import records, versions
 from workshop.collection import Collection
 from workshop.exercises.progress import Progress
 from workshop.report import content, pages
-from workshop.results import Parity
+from workshop.results import Parity, RunResult
 
 H200 = REFERENCE / "nvidia_h200"
 TOOL = "analysis_tools/report_generator.py"
@@ -111,10 +112,11 @@ def written(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def runs_of(preset: str, precision: str, version: str) -> list[dict[str, Any]]:
+    wanted = (preset, precision, version)
     ladders = [H200 / part for part in PARTS if "runs/2" in part]
-    name = f"{version}_{preset}_{precision}_*.json"
-    paths = [path for folder in ladders for path in sorted(folder.glob(name))]
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    runs = [run for path in ladders for run in records.load_runs(path, RunResult)]
+    found = [run for run in runs if (run.config_name, run.precision, run.version) == wanted]
+    return list(map(dataclasses.asdict, found))
 
 
 def middle(runs: list[dict[str, Any]], name: str) -> float:
@@ -156,7 +158,7 @@ def check_ladder(page: Page, section: str, size: tuple[str, str]) -> None:
         once = len(runs) == 1  # then there is no verdict, and no saving
         speedup = f"{ratio:.2f}x (1 process)" if once else f"{ratio:.2f}x ["
         assert same or shown[7] == "baseline" or shown[7].startswith(speedup)
-        first = next(run for run in runs if run["parity"]["status"] == "pass")
+        first = next(run for run in runs if run["gate"]["status"] == "pass")
         tensors = first["gradients"]["tensors_total"]
         losses = f"{runs[0]['losses'][0]:.3f} → {runs[0]['losses'][-1]:.3f}"
         audited = all(run.get("audit", {}).get("status") == "pass" for run in runs)
@@ -164,7 +166,7 @@ def check_ladder(page: Page, section: str, size: tuple[str, str]) -> None:
         assert checked[1:4] == [gate, f"{tensors}/{tensors}", losses]
         peak = max(run["memory_mb"]["peak"] for run in runs)
         assert checked[4] == f"{peak:,.0f}"
-        worst = max(m["error"] / m["allowed"] for m in first["parity"]["measures"].values())
+        worst = max(m["error"] / m["allowed"] for m in first["gate"]["measures"].values())
         assert checked[8] == f"{worst:.0%}"
         assert (shown[0] in saved) == (shown[0] != "v1" and not same and not once)
         if shown[0] in saved:
@@ -221,7 +223,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded(results: Path, written
     assert {link[1:] for link in page.links if link[0] == "#"} <= set(page.ids)
     files = (folder / urllib.parse.unquote(link) for link in page.links if link[0] != "#")
     linked = {file.resolve(strict=True) for file in files}
-    assert linked >= set(results.glob("*/runs/*/*.json"))
+    assert linked >= set(results.glob("*/runs/*.jsonl"))
     assert linked >= set(results.glob("*/profiles/*/*/kernels.json"))
     assert all(address.startswith("data:") for address in page.loads)
     assert "script" not in page.tags and "http://" not in re.sub(r'xmlns\S*="[^"]*"', "", html)
@@ -240,13 +242,13 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded(results: Path, written
 
 def write_evil(folder: Path) -> None:
     run = reference("v1")
-    red = run["parity"] | {"status": "fail", "failures": [EVIL]}
+    red = run["gate"] | {"status": "fail", "failures": [EVIL]}
     names = {"device": run["device"] | {"name": EVIL}, "software": {EVIL: EVIL},
              "git_commit": EVIL, "command": [EVIL], "data": {"name": EVIL}}  # fmt: skip
-    write(folder, run, "evil", config_name=EVIL, parity=red, plausibility=[EVIL], **names)
+    write(folder, run, "evil", config_name=EVIL, gate=red, plausibility=[EVIL], **names)
     write(folder, run, "plain", config_name=EVIL, plausibility=[EVIL])
     odd = dict.fromkeys(("lab", "subject", "unit", "peak_source"), EVIL)
-    odd |= {"proof": Parity(status="fail", failures=[EVIL]), "device": {"name": EVIL}}
+    odd |= {"gate": Parity(status="fail", failures=[EVIL]), "device": {"name": EVIL}}
     write_lab(folder, lab_run(EVIL, session=EVIL.replace("/", "∕"), plausibility=[EVIL], **odd))
     profile = folder / "profiles" / EVIL.replace("/", "∕") / "tool"
     profile.mkdir(parents=True)
@@ -281,9 +283,9 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
 
 def test_a_red_gate_and_implausible_numbers_come_first(tmp_path: Path) -> None:
     run = reference("v2")
-    red = run["parity"] | {"status": "fail", "failures": ["gradient of norm.weight is missing"]}
+    red = run["gate"] | {"status": "fail", "failures": ["gradient of norm.weight is missing"]}
     write(tmp_path, reference("v1"), "a", plausibility=["faster than light"])
-    write(tmp_path, run, "a", parity=red, step_ms=[], status="gate failed")
+    write(tmp_path, run, "a", gate=red, step_ms=[], status="gate failed")
     html, markdown = make(tmp_path, at=tmp_path)
     for text in (html, markdown):
         begin = text[text.index("2 to look into") :]
@@ -351,20 +353,20 @@ def test_broken_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     assert len(page.tables["size-1", "How fast"]) == 2
     named = html[html.index('id="broken"') :], markdown[markdown.index("Broken files") :]
     for text in named:
-        assert "v2_cut.json" in text.replace("\\", "") and "is the file truncated?" in text
-        assert "step_ms should be" in text.replace("\\", "") and "samples" in text
+        assert "v2_cut.jsonl" in text.replace("\\", "") and "truncated" in text
+        assert "step_ms: expected" in text.replace("\\", "") and "samples" in text
         assert text.count("kernels.json") >= 2 and "harness" in text
     assert "5 broken files" in html and "other.json" in html and "other.json" in markdown
     assert page.tags.count("img") == 1
 
 
 def test_what_is_missing_is_left_out(tmp_path: Path) -> None:
-    red = reference("v2")["parity"] | {"status": "fail", "failures": ["x"]}
+    red = reference("v2")["gate"] | {"status": "fail", "failures": ["x"]}
     red["measures"] = {
         "logits": {"error": None, "allowed": 1.0},
         "loss": {"error": 0.1, "allowed": 1},
     }
-    write(tmp_path / "nan", reference("v2"), parity=red, step_ms=[], status="gate failed")
+    write(tmp_path / "nan", reference("v2"), gate=red, step_ms=[], status="gate failed")
     assert "not finite" in make(tmp_path / "nan", at=tmp_path)[1]
     run = reference("v1") | {"forward_ms": [], "backward_ms": [], "optimizer_ms": []}
     write(tmp_path / "one", run, memory_mb={}, status="interrupted", losses=run["losses"])

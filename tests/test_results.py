@@ -5,17 +5,20 @@ import dataclasses
 import io
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from workshop import results
+from workshop import records, results
 from workshop.compare import rows, tables
 from workshop.errors import WorkshopError
+from workshop.records import Comparison
 from workshop.results import Audit, Gradients, Parity, RunResult
-from workshop.versions import VERSIONS
+from workshop.versions import ROOT, VERSIONS
 
 SESSION = "20260102-030405-abcdef"
 SIZES = {
@@ -30,11 +33,10 @@ SIZES = {
 
 
 def make_result(
-    version: str = "v1", gate: str = "pass", audit: str = "pass", **changes: Any
+    version: str = "v1", gate: str | Parity = "pass", audit: str = "pass", **changes: Any
 ) -> RunResult:
     """A run as the command line writes it; `changes` replace its fields."""
     run = RunResult(
-        schema_version=results.SCHEMA_VERSION,
         version=version,
         session=SESSION,
         created="2026-01-02T03:04:05+00:00",
@@ -72,7 +74,9 @@ def make_result(
         },
         losses=[6.9, 6.0, 5.0, 4.0, 3.5, 3.0],
         gradients=Gradients(38, 38, 4190464, 4190464),
-        parity=Parity(
+        gate=gate
+        if isinstance(gate, Parity)
+        else Parity(
             status=gate,
             failures=["gradient of norm.weight is missing"] if gate == "fail" else [],
             batch_size=8,
@@ -95,17 +99,16 @@ def make_result(
 
 
 def write(folder: Path, content: object) -> Path:
-    """A file with any content, as JSON unless it is text or bytes."""
-    path = folder / "run.json"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    """A file whose second line has any content, as JSON unless it is text or bytes."""
+    path = folder / "run.jsonl"
+    text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+    line = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(json.dumps(HEAD).encode() + b"\n" + line + b"\n")
     return path
 
 
 def changed(*path: str | int, to: object) -> dict[str, Any]:
-    """A valid file's content with one value replaced, the root where no path is given."""
+    """A valid run's content with one value replaced, the root where no path is given."""
     content = dataclasses.asdict(make_result())
     *above, last = path
     place: Any = content
@@ -113,6 +116,16 @@ def changed(*path: str | int, to: object) -> dict[str, Any]:
         place = place[key]
     place[last] = to
     return content
+
+
+def load(path: Path) -> RunResult:
+    """The only run of a file."""
+    (run,) = records.load_runs(path, RunResult)
+    return run
+
+
+def load_folder(folder: Path) -> list[RunResult]:
+    return records.load_folder(folder, RunResult)
 
 
 def files(folder: Path) -> list[str]:
@@ -135,13 +148,24 @@ def files(folder: Path) -> list[str]:
     ids=lambda run: run.status,
 )
 def test_what_is_saved_is_loaded(run: RunResult, tmp_path: Path) -> None:
-    path = results.save(run, tmp_path)
-    assert path.parent == tmp_path / "runs" / SESSION
-    assert path.name.startswith(f"{run.version}_tiny_fp32_")
-    assert results.load(path) == run
-    assert next(iter(json.loads(path.read_text()))) == "schema_version"
+    other = make_result("v4", device={"name": "another"}, parent_command=["python", "x.py"])
+    path = records.add(run, tmp_path)
+    assert path == records.add(other, tmp_path) == records.path_in(tmp_path, SESSION)
+    assert records.load(path).runs == [run, other]
+    head, first, second = map(json.loads, path.read_text().splitlines())
+    assert head == HEAD
+    assert "device" not in first and second["device"] == {"name": "another"}
     assert files(tmp_path) == [str(path.relative_to(tmp_path))]  # no temporary file
-    assert len({results.save(run, tmp_path) for _ in range(20)}) == 20
+
+
+def test_a_run_that_is_judged_later_is_written_once_more(tmp_path: Path) -> None:
+    run, path = make_result(audit="not run"), tmp_path / "a.jsonl"
+    comparison = Comparison.of(run)
+    for one in (run, make_result("v2")):
+        comparison.add(one, path)
+    run.audit = Audit("pass")
+    comparison.add(run, path)
+    assert records.load(path) == comparison and len(comparison.runs) == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -179,7 +203,7 @@ def test_a_folder_takes_an_older_ones_place_or_vanishes(
 
 def test_a_file_from_before_a_field_is_read(tmp_path: Path) -> None:
     content = {k: v for k, v in json.loads(VALID).items() if k not in ("kind", "audit")}
-    run = results.load(write(tmp_path, content))
+    run = load(write(tmp_path, content))
     assert (run.kind, run.audit) == ("run", Audit())
 
 
@@ -187,16 +211,24 @@ def test_a_full_disk_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.Mo
     def no_room(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    path = records.add(make_result(), tmp_path)
+    before = path.read_bytes()
     monkeypatch.setattr(Path, "replace", no_room)
+    with pytest.raises(WorkshopError, match=r"jsonl can't be written: No space left on device"):
+        records.add(make_result("v2"), tmp_path)
+    assert path.read_bytes() == before
     with pytest.raises(WorkshopError, match=r"x\.json can't be written: No space left on device"):
         results.write_json(tmp_path / "x.json", {})
-    assert files(tmp_path) == []
+    assert files(tmp_path) == [str(path.relative_to(tmp_path))]
 
 
 def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
     assert results.finite([1.0, math.nan, math.inf]) == [1.0, None, None]
-    path = results.save(make_result(losses=results.finite([math.nan] * 6)), tmp_path)
-    assert results.load(path).losses == [None] * 6
+    path = records.add(make_result(losses=results.finite([math.nan] * 6)), tmp_path)
+    assert load(path).losses == [None] * 6
+    with pytest.raises(ValueError):
+        records.add(make_result(losses=[math.nan] * 6), tmp_path)
+    assert len(records.load(path).runs) == 1
     with pytest.raises(ValueError):
         results.write_json(tmp_path / "x.json", {"loss": math.nan})
     assert not (tmp_path / "x.json").exists()
@@ -204,49 +236,51 @@ def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
 
 # --- reading ------------------------------------------------------------------------------
 
+HEAD: dict[str, Any] = {
+    "schema_version": records.SCHEMA_VERSION,
+    "session": SESSION,
+    **{name: getattr(make_result(), name) for name in ("device", "software", "git_commit")},
+    "command": [],
+}
 VALID = json.dumps(dataclasses.asdict(make_result()))
-WITHOUT_LOSSES = {k: v for k, v in json.loads(VALID).items() if k != "losses"}
-
 NO_JSON = {
-    "truncated": (VALID[: len(VALID) // 2], r"no valid JSON at line 1, .* truncated\?"),
-    "empty": ("", "no valid JSON at line 1"),
+    "truncated": (VALID[: len(VALID) // 2], "no valid JSON"),
+    "empty": ("", "no valid JSON"),
     "binary": (b"\x80\x02\xff\x00", "no valid JSON"),
-    "list": ([1, 2], "expected a JSON object, found list"),
-    "NaN": (VALID.replace("99.0", "NaN"), "NaN is no JSON"),
+    "list": ([1, 2], "expected a JSON object"),
+    "NaN": (VALID.replace("99.0", "NaN"), "no valid JSON"),
     "endless number": (VALID.replace("99.0", "9" * 5000), "no valid JSON"),
     "deep": ("[" * 100_000, "no valid JSON"),
 }
 
 BROKEN = {
-    "another schema": (changed("schema_version", to=2), "schema_version is 2, .* reads 1"),
-    "no schema": ({}, "schema_version is None"),
-    "missing": (WITHOUT_LOSSES, "field losses is missing"),
-    "missing below": (changed("parity", to={"status": "pass"}), r"field parity\.failures is miss"),
+    "missing": ({k: v for k, v in json.loads(VALID).items() if k != "version"}, "field `version`"),
     "unknown": (changed("speed", to=9), "field speed is unknown"),
-    "unknown below": (
-        changed("gradients", to={**dataclasses.asdict(Gradients(1, 1, 1, 1)), "x": 1}),
-        r"field gradients\.x is unknown",
+    "text for a time": (changed("step_ms", 1, to="99"), r"field step_ms\[1\]: expected `float`"),
+    "bool for an int": (changed("batch_size", to=True), "batch_size: expected `int`, got `bool`"),
+    "float for an int": (changed("seq_len", to=128.5), "seq_len: expected `int`, got `float`"),
+    "null for a time": (changed("forward_ms", 0, to=None), r"forward_ms\[0\]: expected `float`"),
+    "number for an object": (changed("gate", to=3), "field gate: expected `object`, got `int`"),
+    "list for an object": (
+        changed("gradients", to=[]),
+        "gradients: expected `object | null`",
     ),
-    "text for a time": (changed("step_ms", 1, to="99"), r"step_ms\[1\] should be float, .*'99'"),
-    "bool for an int": (changed("batch_size", to=True), "batch_size should be int, found True"),
-    "float for an int": (changed("seq_len", to=128.0), "seq_len should be int, found 128.0"),
-    "null for a time": (changed("forward_ms", 0, to=None), r"forward_ms\[0\] should be float"),
-    "number for an object": (changed("parity", to=3), "parity should be an object"),
-    "list for an object": (changed("gradients", to=[]), "gradients should be Gradients | None"),
     "wrong type at depth": (
-        changed("parity", "measures", "loss", "error", to=[1]),
-        r"parity\.measures\.loss\.error should be",
+        changed("gate", "measures", "loss", "error", to=[1]),
+        r"field gate\.measures.*: expected `float \| str \| null`",
     ),
-    "infinity": (changed("losses", 0, to=10**400), r"losses\[0\] should be float"),
     "unknown version": (changed("version", to="v9"), "version is 'v9', not one of v1, v2"),
-    "unknown kind": (changed("kind", to="walk"), "kind is 'walk', not one of run, waterfall rung"),
-    "unknown status": (changed("status", to="done"), "status is 'done', not one of complete"),
-    "unknown verdict": (changed("parity", "status", to="ok"), "parity.status is 'ok'"),
-    "red without reason": (changed("parity", "status", to="fail"), "parity.failures is empty"),
-    "red audit without reason": (changed("audit", "status", to="fail"), "audit.failures is empty"),
+    "unknown kind": (changed("kind", to="walk"), "field kind: invalid enum value 'walk'"),
+    "unknown status": (changed("status", to="done"), "field status: invalid enum value 'done'"),
+    "unknown verdict": (changed("gate", "status", to="ok"), r"gate\.status: invalid enum value"),
+    "red without reason": (changed("gate", "status", to="fail"), "field gate: failures is empty"),
+    "red audit without reason": (changed("audit", "status", to="fail"), "audit: failures is empty"),
     "complete without steps": (changed("step_ms", to=[]), "step_ms is empty in a complete run"),
-    "no time at all": (changed("step_ms", 0, to=0), r"step_ms\[0\] should lie between .* found 0"),
-    "no size": (changed("config", to={}), r"config\.vocab_size should lie between .* found None"),
+    "no time at all": (
+        changed("step_ms", 0, to=0),
+        r"step_ms\[0\]: expected `float` >= 1e-09",
+    ),
+    "no size": (changed("config", to={}), r"config\.vocab_size is not a size: None"),
     "no peak": (changed("memory_mb", to={"rest": 1.0}), r"memory_mb\.peak is missing"),
     "peak in words": (changed("memory_mb", "peak", to="big"), r"memory_mb\.peak should be a numb"),
     "too few losses": (changed("losses", to=[1.0]), "losses is shorter than step_ms"),
@@ -256,48 +290,88 @@ BROKEN = {
 @pytest.mark.parametrize(
     ("content", "message"), [*NO_JSON.values(), *BROKEN.values()], ids=[*NO_JSON, *BROKEN]
 )
-def test_a_broken_file_is_named_with_its_field(
+def test_a_broken_file_is_named_with_its_line_and_field(
     content: object, message: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, content)
     with pytest.raises(WorkshopError, match=message) as caught:
-        results.load(path)
-    assert str(caught.value).startswith(f"{path}: ")
+        records.load(path)
+    assert str(caught.value).startswith(f"{path}: line 2: ")
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({}, "schema_version is None, this workshop reads 2"),
+        (HEAD | {"schema_version": 1}, "schema_version is 1, this workshop reads 2"),
+        (HEAD | {"device": "H200"}, "line 1: field device: expected `object`, got `str`"),
+        ({"schema_version": 2}, "line 1: object missing required field `session`"),
+    ],
+)
+def test_a_broken_first_line_is_named(head: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(head)}\n{VALID}\n")
+    with pytest.raises(WorkshopError, match=message):
+        records.load(tmp_path / "a.jsonl")
+
+
 def test_a_folder_gives_its_runs_and_nothing_else(tmp_path: Path) -> None:
     newer, older = make_result(session="20260103"), make_result("v2", session="20260101")
-    path = results.save(newer, tmp_path)
-    results.save(older, tmp_path)
+    path = records.add(newer, tmp_path)
+    records.add(older, tmp_path)
     results.write_json(
         tmp_path / "comparison.json", {"schema_version": 1, "created": "", "rows": []}
     )
-    results.write_json(tmp_path / "runs" / "20260101" / ".half.json", {})
+    results.write_text(tmp_path / "runs" / ".half.jsonl", "{")
+    results.prepare_folder(tmp_path / "runs" / "20260101")
     results.write_text(tmp_path / "runs" / "20260101" / "v4_tiny.log", "crashed")
-    assert results.load_folder(tmp_path) == [older, newer]  # oldest session first
-    assert results.load_folder(tmp_path / "runs") == [older, newer]
-    assert results.load_folder(path.parent) == [newer]
-    assert results.load_folder(path) == [newer]
+    assert load_folder(tmp_path) == [older, newer]  # oldest session first
+    assert load_folder(tmp_path / "runs") == [older, newer]
+    assert load_folder(path) == [newer]
     # As under results/reference/: a folder a device, each with its own runs/.
     device_folder = tmp_path / "reference" / "some_gpu"
     third = make_result("v4", session="20260102")
-    results.save(third, device_folder)
-    assert results.load_folder(tmp_path) == [older, third, newer]
+    records.add(third, device_folder)
+    assert load_folder(tmp_path) == [older, third, newer]
 
 
 def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(WorkshopError, match=r"absent\.json: can't be read: No such file"):
-        results.load(tmp_path / "absent.json")
+    with pytest.raises(WorkshopError, match=r"absent\.jsonl: can't be read: No such file"):
+        records.load(tmp_path / "absent.jsonl")
     with pytest.raises(WorkshopError, match="absent: no such folder"):
-        results.load_folder(tmp_path / "absent")
+        load_folder(tmp_path / "absent")
     with pytest.raises(WorkshopError, match="no result files"):
-        results.load_folder(tmp_path)
-    results.save(make_result(), tmp_path)
-    write(tmp_path / "runs" / SESSION, "{")
-    with pytest.raises(WorkshopError, match=r"run\.json: no valid JSON"):
-        results.load_folder(tmp_path)
+        load_folder(tmp_path)
+    records.add(make_result(), tmp_path)
+    write(tmp_path / "runs", "{")
+    with pytest.raises(WorkshopError, match=r"run\.jsonl: line 2: no valid JSON"):
+        load_folder(tmp_path)
+
+
+def test_pytorch_alone_writes_a_record_and_reading_says_what_is_missing(tmp_path: Path) -> None:
+    """A version runs from its folder in an environment that has PyTorch and nothing else."""
+    code = f"""
+import sys
+from pathlib import Path
+sys.modules["msgspec"] = None
+from workshop import errors, records, results
+run = results.RunResult(
+    version="v1", session="s", config_name="tiny", config={SIZES}, batch_size=1, seq_len=1,
+    precision="fp32", warmup_steps=1, device={{}}, software={{}}, git_commit=None, created="",
+    status="failed")
+path = records.add(run, Path({str(tmp_path)!r}))
+try:
+    records.load(path)
+except errors.NotOnThisMachine as error:
+    print(error)
+"""
+    python = [sys.executable, "-c", code]
+    done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = "msgspec is missing: run `make setup`, or pip install msgspec\n"
+    assert done.stdout == said, done.stderr
+    (run,) = records.load(records.path_in(tmp_path, "s")).runs
+    assert run.status == "failed"
 
 
 # --- any damage ---------------------------------------------------------------------------
@@ -318,10 +392,10 @@ NASTY = [0, -1, 0.5, "", "[/red]", "a|b\n", [], {}, 5e-324, 1e308, 2**63, 10**40
 
 
 def show_or_refuse(content: object, folder: Path) -> None:
-    """What is to be done with a damaged file: WorkshopError that names it, or a table."""
+    """A damaged file gives a WorkshopError that names it, or a table."""
     path = write(folder, content)
     try:
-        damaged = results.load(path)
+        damaged = load(path)
     except WorkshopError as error:
         assert str(path) in str(error)
         return

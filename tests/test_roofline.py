@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_runs
 from browser import complaints, open_browser, requested
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +21,13 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from analysis_tools import roofline_analysis
-from workshop import results, versions
+from workshop import records, versions
 from workshop.compare.rows import ordinary, size_of
 from workshop.errors import WorkshopError
 from workshop.profilers import kernel_file
 from workshop.profilers.load import load as load_table
 from workshop.profilers.table import Kernel, KernelTable
+from workshop.results import RunResult
 from workshop.roofline import ceilings
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline import inputs as roofline_inputs
@@ -38,7 +40,7 @@ NCU = ROOT / "tests/fixtures/profilers/ncu/ncu_raw_h200.csv"
 TRACE = ROOT / "tests/fixtures/profilers/kineto/h200_small_2layer_trace.json.gz"
 H200 = ROOT / "results/reference/nvidia_h200"
 CPU_PROFILE = ROOT / "results/reference/cpu_amd_epyc/profiles/v4/pytorch_profiler"
-V1_MEDIUM = next((H200 / "runs").rglob("v1_medium_bf16_*.json"))
+MEDIUM = H200 / "runs" / "20261127-004115-594ab2.jsonl"
 HOSTILE = "\x1b[31m[bold]<b>evil</b>[/bold]<script>alert(1)</script>$x^2$"
 FILES = ["roofline.csv", "roofline.html", "roofline.json", "roofline.png"]
 
@@ -155,8 +157,8 @@ def written(tmp_path: Path) -> list[str]:
 
 
 def test_a_step_is_at_the_rate_of_its_operations_over_its_median() -> None:
-    run = results.load(V1_MEDIUM)
-    line = with_ceilings(roofline_inputs.load([V1_MEDIUM]))
+    run = next(run for run in records.load_runs(MEDIUM, RunResult) if run.version == "v1")
+    line = with_ceilings(roofline_inputs.load([MEDIUM], [run]))
     step, forward, backward, adamw = line.points
     sizes = flops.Sizes(1000, 1024, 4096, 12, 16, 8)
     work, parameters = flops.step_flops(sizes, 16, 512), flops.parameter_count(sizes)
@@ -186,18 +188,18 @@ def test_the_reference_ladder(analyse: Callable[..., Any]) -> None:
     assert "measured 783" in printed and "IMPLAUSIBLE" not in printed
     everything = analyse(H200)[2]
     assert {point["category"] for point in everything["points"]} == {"step"}
-    stored = ordinary(results.load_folder(H200))
+    stored = ordinary(records.load_folder(H200, RunResult))
     assert len(everything["points"]) == len({(r.version, size_of(r), r.precision) for r in stored})
 
 
 def test_a_figure_above_the_chip_is_flagged_and_drawn(
     analyse: Callable[..., Any], tmp_path: Path
 ) -> None:
-    record = json.loads(V1_MEDIUM.read_text())
+    record = stored_runs.reference("v1", "medium")
     for name in ("step_ms", "forward_ms", "backward_ms", "optimizer_ms"):
         record[name] = [value / 20 for value in record[name]]
-    path = tmp_path / "fast.json"
-    path.write_text(json.dumps(record))
+    path = tmp_path / "fast.jsonl"
+    path.write_text(stored_runs.lines(record))
     status, printed, content = analyse(path)
     assert status == 0 and "IMPLAUSIBLE: v1 forward: " in printed
     assert "more than the chip's bf16 989 TFLOP/s" in printed
@@ -210,10 +212,10 @@ def test_a_figure_above_the_chip_is_flagged_and_drawn(
 
 
 def test_only_the_newest_device_is_shown_and_the_other_named(tmp_path: Path) -> None:
-    record = json.loads(V1_MEDIUM.read_text())
-    (tmp_path / "old.json").write_text(json.dumps(record))
+    record = stored_runs.reference("v1", "medium")
+    (tmp_path / "old.jsonl").write_text(stored_runs.lines(record))
     record["device"]["name"], record["session"] = "Other Chip", "20991231-000000-abcdef"
-    (tmp_path / "new.json").write_text(json.dumps(record))
+    (tmp_path / "new.jsonl").write_text(stored_runs.lines(record))
     line = with_ceilings(roofline_inputs.load([tmp_path]))
     assert line.device == "Other Chip" and len(line.points) == 4
     assert any("Left out: NVIDIA H200" in note for note in line.notes)
@@ -267,7 +269,7 @@ def test_a_trace_has_the_model_s_counts_and_names_missing_counters(
     status, words, content = analyse(CPU_PROFILE)
     assert status == 0 and "run_ncu.sh on NVIDIA, run_rocprof_compute.sh" in words
     products = content["points"][0]
-    run = results.load(CPU_PROFILE / "run.json")
+    run = records.load_run(CPU_PROFILE / "run.jsonl")
     sizes = flops.Sizes(*(int(run.config[name]) for name in (
         "vocab_size", "hidden_dim", "intermediate_dim", "num_layers", "num_heads", "num_kv_heads"
     )))  # fmt: skip
@@ -457,9 +459,9 @@ def test_wrong_input_is_one_line(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(copy_gbs="fast"), "field copy_gbs should be float"),
+        (lambda content: content.update(copy_gbs="fast"), "field copy_gbs: expected `float`"),
         (lambda content: content.update(copy_gbs=0.0), "field copy_gbs is 0.0, no rate"),
-        (lambda content: content.pop("tflops"), "field tflops is missing"),
+        (lambda content: content.pop("tflops"), "missing required field `tflops`"),
         (lambda content: content["tflops"].update(bf16=-1), "field bf16 is -1"),
         (lambda content: content.update(schema_version=9), "measure them again"),
     ],

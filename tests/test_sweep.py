@@ -13,7 +13,7 @@ from test_compare import FEW_STEPS, SHRINK_PRESET, V2, copy_repository, use_vers
 from test_results import files, make_result
 
 from analysis_tools import compare_versions
-from workshop import cli, results, versions
+from workshop import cli, records, versions
 from workshop.collection import Collection
 from workshop.compare import figures, sessions, sweep, tables
 from workshop.compare.sweep import AXES, Curve, Sweep
@@ -226,13 +226,13 @@ def test_a_size_that_cannot_fit_is_not_tried(
             sessions.save_record(plan, given, SESSION, "skipped", plan.left_out)
         else:  # V1's memory grows with the square, V2's with the length
             peak = 50 + (size / 128) ** 2 * 20 if plan.version == "v1" else 50 + size / 16
-            results.save(at(plan.version, size, peak, device=HERE), tmp_path)
+            records.add(at(plan.version, size, peak, device=HERE), tmp_path)
     assert tried == [
         *(("v1", 128, False), ("v2", 128, False), ("v1", 256, False), ("v2", 256, False)),
         *(("v1", 512, False), ("v2", 512, False), ("v1", 1024, True), ("v2", 1024, False)),
         ("v2", 2048, False),
     ]
-    (one,) = sweep.build(results.load_folder(tmp_path), SEQ)
+    (one,) = sweep.build(records.load_folder(tmp_path, RunResult), SEQ)
     v1, v2 = one.curves
     assert (v1.fits, v1.measured_limit, v1.predicted_limit) == (512, None, 1024)
     assert v1.points[-1].predicted_mb == pytest.approx(50 + 64 * 20)
@@ -265,9 +265,9 @@ def test_a_version_that_was_out_of_memory_is_not_run_at_larger_sizes(tmp_path: P
             sessions.save_record(plan, given, SESSION, "failed", OUT_OF_MEMORY)
         else:
             run = at(plan.version, 128, batch_size=plan.sizes["batch_size"], device=HERE)
-            results.save(run, tmp_path)
+            records.add(run, tmp_path)
     assert tried == [("v1", 8), ("v2", 8), ("v1", 16), ("v2", 16), ("v2", 32)]
-    (one,) = sweep.build(results.load_folder(tmp_path), BATCH)
+    (one,) = sweep.build(records.load_folder(tmp_path, RunResult), BATCH)
     v1, v2 = one.curves
     assert (v1.fits, v1.measured_limit) == (8, 16)
     assert "out of memory at 16 (measured)" in tables.limits(one)[0]
@@ -317,8 +317,8 @@ def test_a_run_may_pass_the_gate_on_fewer_tokens(
     assert message in captured.err
     if not message:
         assert "at 1 x 8 tokens only" in captured.out
-        (run,) = results.load_folder(tmp_path)
-        assert (run.parity.status, run.parity.batch_size, run.parity.seq_len) == ("pass", 1, 8)
+        (run,) = records.load_folder(tmp_path, RunResult)
+        assert (run.gate.status, run.gate.batch_size, run.gate.seq_len) == ("pass", 1, 8)
 
 
 # --- from result files ------------------------------------------------------------------------
@@ -374,8 +374,8 @@ def test_a_red_gate_has_no_figures_and_fails_the_sweep() -> None:
 
 def test_every_form_has_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in [at(v, n, n * 2.0) for n in (128, 256) for v in ("v1", "v2")] + [at("v2", 512)]:
-        results.save(run, tmp_path / "in")
-    results.save(lost("v1", 512), tmp_path / "in")
+        records.add(run, tmp_path / "in")
+    records.add(lost("v1", 512), tmp_path / "in")
 
     def show(form: str, *words: str) -> str:
         given = ["--from-results", str(tmp_path / "in"), "--format", form]
@@ -487,7 +487,7 @@ def test_the_dashboard_finds_a_sweep_of_each_axis(
         name = "tiny" if size == sizes[0] else "custom"
         config = {**make_result().config, **own}
         run = make_result("v1", config=config, config_name=name, kind=sweep.KIND, **shape)
-        results.save(run, tmp_path)
+        records.add(run, tmp_path)
     collection = Collection([tmp_path])
     collection.refresh()
     snapshot = Snapshot(collection)
@@ -495,7 +495,7 @@ def test_the_dashboard_finds_a_sweep_of_each_axis(
     assert [block.title for block in blocks.view("Sweeps", snapshot, choice)] == [
         f"{what} over {axis.words}" for what in ("Step time", "Throughput", "Memory")
     ]
-    (one,) = sweep.build(results.load_folder(tmp_path), axis)
+    (one,) = sweep.build(records.load_folder(tmp_path, RunResult), axis)
     assert one.config == "tiny"
 
 
@@ -504,7 +504,7 @@ def test_the_dashboard_finds_a_sweep_of_each_axis(
 
 def test_a_report_may_be_of_a_sweep_alone(tmp_path: Path) -> None:
     for run in [at(v, n) for v in ("v1", "v2") for n in (64, 128, 256)]:
-        results.save(run, tmp_path)
+        records.add(run, tmp_path)
     collection = Collection([tmp_path])
     collection.refresh()
     report = content.build(collection, title="x")
@@ -547,7 +547,7 @@ def test_a_real_sweep_ends_where_memory_does(
     assert (v1["fits"], v2["fits"], v2["measured_limit"]) == (32, 16, 32)
     assert all(p["step_ms"] and p["peak_memory_mb"] for p in v1["points"])
     assert "\nv2: fits up to 16; out of memory at 32 (measured)" in captured.out
-    runs = results.load_folder(folder)
+    runs = records.load_folder(folder, RunResult)
     assert {run.kind for run in runs} == {sweep.KIND}
     statuses = {(run.version, run.seq_len): run.status for run in runs}
     assert statuses["v2", 32] == "failed"

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import stored_runs
 from test_compare import FEW_STEPS, NEVER_WAITS, SHRINK_PRESET, copy_repository, tool
 from test_results import make_result
 
-from workshop import results
+from workshop import records
 from workshop.compare import regression, rows, waterfall
+from workshop.results import RunResult
 from workshop.run import timing, waiting
 
 TypeCommand = Callable[..., subprocess.CompletedProcess[str]]
@@ -50,8 +52,8 @@ def test_waits_are_short_unless_the_user_says_otherwise(
     assert done.returncode == 0, done.stderr
     # The runtime prints what it has read, each time it is loaded.
     assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)[-1] == spin
-    for path in tmp_path.rglob("*.json"):
-        assert results.load(path).command == ["python", *map(str, VERSION), tmp_path.name]
+    for path in tmp_path.rglob("*.jsonl"):
+        assert records.load_run(path).command == ["python", *map(str, VERSION), tmp_path.name]
 
 
 # --- threads that wait for a processor -----------------------------------------------------------
@@ -80,9 +82,9 @@ def test_the_wait_is_that_of_the_thread_that_waited_longest(
 def test_files_from_before_it_was_measured_are_read(tmp_path: Path) -> None:
     content = dataclasses.asdict(make_result())
     del content["waited_share"]
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(content))
-    assert results.load(path) == make_result() and not make_result().disturbed
+    path = tmp_path / "run.jsonl"
+    path.write_text(stored_runs.lines(content))
+    assert records.load_run(path) == make_result() and not make_result().disturbed
 
 
 STEADY, SLOW = [100.0, 101.0, 99.0], [900.0, 905.0, 910.0]
@@ -138,13 +140,14 @@ def test_a_disturbed_run_is_measured_again_once_and_both_are_kept(
     tmp_path: Path,
 ) -> None:
     changes = {"workshop/run/presets.py": SHRINK_PRESET, "workshop/run/waiting.py": planted}
+    changes["workshop/judge/process.py"] = ("max(busy - busy_before, 0.0)", "1e9")
     code, folder = copy_repository(tmp_path / "code", changes), tmp_path / "out"
     words = tool("--config", "tiny", "--versions", "v1", *FEW_STEPS, "--output-dir", folder)
     done = type_command(*words, folder=code)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"run 1 of 1: .* disturbed: ", done.stderr)) == 1
     assert len(re.findall(r"run 1 of 1 again: ", done.stderr)) == 1
-    runs = results.load_folder(folder)
+    runs = records.load_folder(folder, RunResult)
     assert sorted(bool(run.waited_share) for run in runs) == waits
     (row,) = json.loads((folder / "comparison.json").read_text())["rows"]
     assert (row["parity"], row["note"]) == ("pass", note)

@@ -24,7 +24,7 @@ from test_versions import Recorder
 from torch import nn
 
 from analysis_tools import compare_versions
-from workshop import cli, results, versions
+from workshop import cli, records, results, versions
 from workshop.classroom import instructor
 from workshop.collection import Collection
 from workshop.compare import figures, rows, sessions, tables, waterfall
@@ -195,9 +195,9 @@ def test_switches_of_v3_are_flags_and_are_recorded(
     words += ["--device", "cpu", "--data", "synthetic", "--output-dir", str(tmp_path)]
     assert cli.main(versions.load("v3"), words) == 0
     assert f"switched off       {', '.join(names)}" in capsys.readouterr().out
-    (run,) = results.load_folder(tmp_path)
+    (run,) = records.load_folder(tmp_path, RunResult)
     assert [run.options[name] for name in names] == [False] * len(names)
-    assert run.parity.status == "pass" and rows.variant(run) == "unfused"
+    assert run.gate.status == "pass" and rows.variant(run) == "unfused"
 
 
 def test_a_version_without_its_kernels_is_one_graph_to_the_compiler() -> None:
@@ -286,7 +286,7 @@ def test_both_waterfalls_of_a_session_share_their_first_rungs() -> None:
 
 def test_a_rung_with_a_red_gate_has_no_time_and_the_next_skips_it() -> None:
     red = results.Parity(status="fail", failures=["the mask is off by one"])
-    (one,) = waterfall.build(whole("v4", SDPA={"parity": red}))
+    (one,) = waterfall.build(whole("v4", SDPA={"gate": red}))
     by_title = {step.rung.title: step for step in one.steps}
     sdpa, gqa = by_title["SDPA"], by_title["native GQA"]
     assert (sdpa.step_ms, sdpa.gain, sdpa.timed) == (None, None, False)
@@ -339,7 +339,7 @@ def look(patch: Any) -> tuple[object, ...]:
 
 def crashed(rung: Rung, **changes: object) -> RunResult:
     """The record of a process that left nothing, with those options that differ."""
-    nothing = {"step_ms": [], "losses": [], "memory_mb": {}, "parity": results.Parity()}
+    nothing = {"step_ms": [], "losses": [], "memory_mb": {}, "gate": results.Parity()}
     given = {"status": "failed", "error": "crashed", "options": dict(rung.options(on_gpu=False))}
     return run_of(rung, 1.0, **{**nothing, **given, **changes})
 
@@ -352,7 +352,7 @@ def test_a_compiled_version_that_crashed_is_a_failure_of_its_rung(tmp_path: Path
     assert one.failed
     assert [step.note for step in one.steps[-3:]] == ["crashed", NEEDS_GPU, "crashed"]
     for run in runs:
-        results.save(run, tmp_path)
+        records.add(run, tmp_path)
     assert compare_versions.main(["--waterfall", "--from-results", str(tmp_path)]) == 1
 
 
@@ -374,7 +374,7 @@ def test_a_newer_waterfall_leaves_the_ladders_figures_alone(tmp_path: Path) -> N
     runs = [dataclasses.replace(run, session="20250101", kind="run") for run in ladder]
     runs += [dataclasses.replace(run, session="20270101") for run in whole("v4")]
     for run in runs:
-        results.save(dataclasses.replace(run, config_name="small"), tmp_path)
+        records.add(dataclasses.replace(run, config_name="small"), tmp_path)
     collection = Collection([tmp_path])
     collection.refresh()
     snapshot = Snapshot(collection)
@@ -402,7 +402,7 @@ def test_the_newest_session_counts_even_if_it_was_cut_off() -> None:
 
 def test_every_form_has_every_rung(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in whole("v4", "fp32") + whole("v3", "fp32")[3:]:
-        results.save(run, tmp_path / "in")
+        records.add(run, tmp_path / "in")
 
     def show(form: str, *words: str) -> str:
         given = ["--from-results", str(tmp_path / "in"), "--format", form]
@@ -493,7 +493,7 @@ def test_a_real_waterfall_with_a_red_rung(
     assert timed == [t for t in TO_V4 if t not in ("SDPA", "torch.compile", "graph")]
     assert steps["native GQA"]["before"] == "F.rms_norm"
     assert len({steps[title]["variant"] for title in TO_V4[1:7]}) == 6
-    assert {run.kind for run in results.load_folder(folder)} == {waterfall.KIND}
+    assert {run.kind for run in records.load_folder(folder, RunResult)} == {waterfall.KIND}
     # The files alone give the same.
     words = ["--waterfall", "--from-results", str(folder), "--format", "json"]
     assert compare_versions.main(words) == 1

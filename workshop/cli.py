@@ -9,7 +9,7 @@ from types import ModuleType
 
 from torch import Tensor, nn
 
-from workshop import errors, results, versions
+from workshop import errors, records, results, versions
 from workshop.arguments import parse
 from workshop.gate import canonical, gate_size, parity, plausibility
 from workshop.judge import candidate
@@ -84,7 +84,7 @@ def _gate_train_save(request: Request) -> int:
         report = _gate(request, model)
         gate_s = time.perf_counter() - start - startup.compile_seconds()
         result.setup_s["gate"] = max(0.0, gate_s)
-        result.parity = report.record()
+        result.gate = report.record()
         if not report.passed:
             result.status = "gate failed"
             return _finish(request, result)
@@ -204,7 +204,7 @@ def _record_training(
 
 
 def _finish(request: Request, result: RunResult) -> int:
-    path = results.save(result, request.output_dir)
+    path = records.add(result, request.output_dir)
     if result.step_ms:
         _print_summary(request, result)
     print(f"Result: {path}")
@@ -222,7 +222,7 @@ def _print_summary(request: Request, result: RunResult) -> None:
         ("memory", interpreter.NOT_COMPARABLE if request.interpreted else _memory_line(result)),
         *([] if request.interpreted else [("rate", _rate_line(request, result))]),
         ("gradients", _gradients_line(result)),
-        ("gate", "pass" if result.parity.status == "pass" else "NOT RUN: figures unverified"),
+        ("gate", "pass" if result.gate.status == "pass" else "NOT RUN: figures unverified"),
         ("verdict", NOT_JUDGED),
     ]
     print(f"Summary{' of an interrupted run' if result.status == 'interrupted' else ''}")

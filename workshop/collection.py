@@ -1,8 +1,8 @@
 """All results below some folders, kept up to date while new ones are written.
 
-Result files of versions, labs and the operator bench, and the kernel tables of profilers with the
-record of what was profiled. A file is read once, and again when it has changed. One that is broken
-is listed, and harms no other.
+Runs of versions and labs, results of the operator bench, and the kernel tables of profilers with
+the record of what was profiled. A file is read once, and again when it has changed. One that is
+broken is listed, and harms no other.
 """
 
 import os
@@ -10,17 +10,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from workshop import file_kinds, labs, operators, results
+from workshop import file_kinds, operators, records, results
 from workshop.compare.rows import size_name, variant
 from workshop.errors import WorkshopError
-from workshop.file_kinds import BENCHMARK, KERNEL_TABLE, LAB, OPERATORS, RUN
+from workshop.file_kinds import BENCHMARK, KERNEL_TABLE, OPERATORS, RUNS
 from workshop.labs import LabRun
 from workshop.profilers import kernel_file
 from workshop.profilers.names import printable
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.profilers.table import KernelTable
-from workshop.results import RunResult
+from workshop.results import Run, RunResult
 from workshop.roofline import ceilings
 from workshop.versions import VERSIONS
 
@@ -29,20 +30,19 @@ RUNS_FOLDER, PROFILES_FOLDER = "runs", "profiles"
 table or of its run's record."""
 
 
-@dataclass(frozen=True)
-class StoredRun:
-    """A result file."""
-
-    path: Path
-    run: RunResult
+R = TypeVar("R", bound=Run)
 
 
 @dataclass(frozen=True)
-class StoredLab:
-    """A result file of a lab."""
+class Stored(Generic[R]):
+    """A run, and the file of its comparison."""
 
     path: Path
-    run: LabRun
+    run: R
+
+
+StoredRun = Stored[RunResult]
+StoredLab = Stored[LabRun]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StoredOperators:
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile: its folder's kernels.json, and run.json where it has one, of a version (`run`) or
+    """A profile: its folder's kernels.json, and RUN_FILE where it has one, of a version (`run`) or
     of a lab (`lab`). `version` is empty if neither the record nor the folder's name gives one of
     VERSIONS."""
 
@@ -132,7 +132,7 @@ class Broken:
     reason: str
 
 
-_Content = StoredRun | StoredLab | StoredOperators | KernelTable | Benchmark | Broken | None
+_Content = list[Run] | StoredOperators | KernelTable | Benchmark | Broken | None
 
 
 @dataclass(frozen=True)
@@ -186,44 +186,35 @@ class Collection:
             return Broken(path, str(error))
 
     def _kind(self, path: Path) -> str:
-        """The kind of a file, by its first keys or else by its place; empty for another's.
-
-        Raises:
-            WorkshopError: it has the place of a result file, and is not even JSON.
-        """
+        """The kind of a file, by its first keys or else by its place; empty for another's."""
         if kind := file_kinds.kind_of(path):
             return kind
         top = next(folder for folder in self.folders if folder in path.parents)
         within = {top.name, *path.parent.relative_to(top).parts}
         if PROFILES_FOLDER in within:
-            return {kernel_file.JSON_FILE: KERNEL_TABLE, RUN_FILE: RUN}.get(path.name, "")
-        is_run = RUNS_FOLDER in within or (
-            path.parent in self.folders and "config_name" in results.read_json(path)
-        )
-        return RUN if is_run else ""
+            return {kernel_file.JSON_FILE: KERNEL_TABLE, RUN_FILE: RUNS}.get(path.name, "")
+        is_place = RUNS_FOLDER in within or path.parent in self.folders
+        return RUNS if is_place and path.suffix == records.SUFFIX else ""
 
     def _sort(self) -> None:
         found = [(path, self._files[path].content) for path in sorted(self._files)]
-        runs = (c for p, c in found if isinstance(c, StoredRun) and p.name != RUN_FILE)
-        self.runs = sorted(runs, key=lambda one: (one.run.session, one.path))
-        of_labs = (c for p, c in found if isinstance(c, StoredLab) and p.name != RUN_FILE)
-        self.lab_runs = sorted(of_labs, key=lambda one: (one.run.session, one.path))
+        files = [(path, content) for path, content in found if isinstance(content, list)]
+        runs = [(path, run) for path, its in files if path.name != RUN_FILE for run in its]
+        runs.sort(key=lambda one: (one[1].session, one[0]))
+        self.runs = [StoredRun(p, run) for p, run in runs if isinstance(run, RunResult)]
+        self.lab_runs = [StoredLab(p, run) for p, run in runs if isinstance(run, LabRun)]
         benches = (c for _, c in found if isinstance(c, StoredOperators))
         self.operators = sorted(benches, key=lambda one: (one.bench.session, one.path))
-        records = {
-            p: c.run
-            for p, c in found
-            if isinstance(c, (StoredRun, StoredLab)) and p.name == RUN_FILE
-        }
+        profiled = {path: its[-1] for path, its in files if path.name == RUN_FILE and its}
         tables = ((path.parent, c) for path, c in found if isinstance(c, KernelTable))
-        self.profiles = [_profile(folder, table, records) for folder, table in tables]
+        self.profiles = [_profile(folder, table, profiled) for folder, table in tables]
         self.benchmarks = [c for _, c in found if isinstance(c, Benchmark)]
         self.broken = [c for _, c in found if isinstance(c, Broken)]
 
 
 def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """JSON files below a folder, with time of change and size. Names that begin with a dot are
-    unfinished files. Folders may be links, to a larger disk."""
+    """Files of JSON or JSON lines below a folder, with time of change and size. Names that begin
+    with a dot are unfinished files. Folders may be links, to a larger disk."""
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if name[0] != ".")
@@ -233,7 +224,7 @@ def _json_files(folder: Path) -> Iterator[tuple[Path, tuple[int, int]]]:
             continue
         seen.add(true_place)
         for name in names:
-            if name.endswith(".json") and name[0] != ".":
+            if name.endswith((".json", records.SUFFIX)) and name[0] != ".":
                 path = Path(place, name)
                 try:
                     status = path.stat()
@@ -254,8 +245,7 @@ def _benchmark(path: Path) -> Benchmark | None:
 
 
 _READERS: dict[str, Callable[[Path], _Content]] = {
-    RUN: lambda path: StoredRun(path, results.load(path)),
-    LAB: lambda path: StoredLab(path, labs.load(path)),
+    RUNS: lambda path: records.load(path).runs,
     OPERATORS: lambda path: StoredOperators(path, operators.load(path)),
     KERNEL_TABLE: kernel_file.read,
     BENCHMARK: _benchmark,
@@ -263,11 +253,11 @@ _READERS: dict[str, Callable[[Path], _Content]] = {
 """By kind of file; the others are passed over."""
 
 
-def _profile(folder: Path, table: KernelTable, records: dict[Path, RunResult | LabRun]) -> Profile:
-    record = records.get(folder / RUN_FILE) or records.get(folder.parent / RUN_FILE)
+def _profile(folder: Path, table: KernelTable, profiled: dict[Path, Run]) -> Profile:
+    record = profiled.get(folder / RUN_FILE) or profiled.get(folder.parent / RUN_FILE)
     if isinstance(record, LabRun):
         return Profile(folder, "", table.tool, table, None, record)
-    if record:
+    if isinstance(record, RunResult):
         return Profile(folder, record.version, table.tool, table, record)
     version = folder.parent.name if folder.parent.name in VERSIONS else ""
     return Profile(folder, version, table.tool, table, None)

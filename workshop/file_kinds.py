@@ -1,41 +1,22 @@
-"""The kinds of JSON files that the workshop's programs write, recognised by their first keys.
+"""The kinds of files that pages show, recognised by their first keys.
 
-All begin with `schema_version`, and the one or two keys after it are those of one kind alone.
-results.json_text refuses what is not listed here, so that no reader takes a new kind of file for
-another one.
+A kernel table and a benchmark may have one name, so that names don't tell. All begin with
+`schema_version`; the one or two keys after it are those of one kind alone.
 """
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from workshop.errors import WorkshopError
 
-RUN, LAB, OPERATORS = "run of a version", "run of a lab", "operator bench"
+RUNS, OPERATORS = "runs of a comparison", "operator bench"
 BENCHMARK, KERNEL_TABLE, CEILINGS = "kernels' benchmark", "kernel table", "measured ceilings"
 KINDS = {
-    ("version", "session"): RUN,
-    ("lab", "session"): LAB,
-    ("operators",): OPERATORS,
+    ("session", "device"): RUNS,
     ("session", "created"): BENCHMARK,
+    ("operators",): OPERATORS,
     ("kernel_table",): KERNEL_TABLE,
     ("ceilings",): CEILINGS,
-    # No page shows the rest: it is made from those above, or is no measurement.
-    ("version", "config_name"): "count of operations",
-    ("created", "rows"): "comparison",
-    ("created", "waterfalls"): "waterfall",
-    ("created", "sweeps"): "sweep",
-    ("created", "threshold"): "regression check",
-    ("created", "git_commit"): "regression baseline",
-    ("created", "version"): "summary of profiles",
-    ("created", "software"): "inspection of kernels",
-    ("created", "device"): "deployment exercise",
-    ("roofline",): "roofline",
-    ("advice",): "advice on profiles",
-    ("unit",): "difference of profiles",
-    ("exercises",): "progress in the exercises",
-    ("name", "checked"): "check of a machine",
-    ("stage",): "stage of the debugging exercise",
 }
 _START = re.compile(
     r'\s*\{\s*"schema_version":\s*\d+,\s*"(\w+)":(?:\s*"(?:[^"\\]|\\.)*",\s*"(\w+)":)?'
@@ -45,7 +26,7 @@ _LENGTH = 4096
 
 
 def kind_of(path: Path) -> str:
-    """One of KINDS' values; empty for a file that is not the workshop's.
+    """One of KINDS' values; empty for another file.
 
     Raises:
         WorkshopError: it can't be read.
@@ -55,16 +36,5 @@ def kind_of(path: Path) -> str:
             match = _START.match(file.read(_LENGTH))
     except OSError as error:
         raise WorkshopError(f"{path}: can't be read: {error.strerror}") from None
-    return _kind(match.groups()) if match else ""
-
-
-def check(content: Iterable[str]) -> None:
-    """Raises ValueError for a content with a schema_version whose keys are not in KINDS."""
-    first, *keys = [*content, ""][:3]
-    if first == "schema_version" and not _kind(keys):
-        raise ValueError(f"no kind of file begins with {keys}: list it in {__name__}.KINDS")
-
-
-def _kind(keys: Iterable[str | None]) -> str:
-    second, third = [*keys, None][:2]
-    return KINDS.get((second or "", third or "")) or KINDS.get((second or "",), "")
+    keys = match.groups() if match else ()
+    return KINDS.get(keys) or KINDS.get(keys[:1], "")

@@ -1,88 +1,55 @@
-"""Result files of the labs: one JSON a run, with everything needed to print its numbers again.
+"""The labs' record, and the rows of their tables.
 
 A lab measures something else than the training of a Tiny-LLaMA: a network's inference, a pipeline
 of data, a generation of text. What all have in common is here: a step that was timed, how many
-units of work it does (images, tokens), what proves that it does the work, and how much memory it
+units of work it does (images, tokens), what shows that it does the work, and how much memory it
 takes. Rows pool the processes of a session, as those of a comparison of versions do.
 """
 
 import dataclasses
 import math
 import re
-import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from workshop import results
-from workshop.errors import WorkshopError
-from workshop.results import Parity
+from workshop.results import Count, Positive, Run, Value
 from workshop.run import timing
 
-SCHEMA_VERSION = 1
-STATUSES = ("complete", "interrupted", "proof failed", "failed", "skipped", "profiled")
-Value = str | int | float | bool | None
 
-
-@dataclass
-class LabRun:
-    """One process of a lab. Times in ms, memory in MB (10^6 bytes)."""
+@dataclass(kw_only=True)
+class LabRun(Run):
+    """One process of a lab."""
 
     lab: str
     """The lab's folder, such as "inference_benchmark"."""
-    session: str
     subject: str
-    """What ran: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
+    """The work: runs of one subject may be compared, such as "resnet50, 32 x 3 x 224 x 224"."""
     variant: str
     """How it ran, such as "fp16, channels-last, compiled"."""
     unit: str
-    """What a step works on, in the plural: "images"."""
-    units_per_step: int
-    device: dict[str, Value]
-    software: dict[str, str | None]
-    git_commit: str | None
-    created: str
-    schema_version: int = SCHEMA_VERSION
+    """The units of a step's work, in the plural: "images"."""
+    units_per_step: Count
     baseline: str = ""
     """The variant of the same session whose time every speed-up is derived from, if there is
     one."""
-    status: str = "complete"
-    """One of STATUSES."""
-    error: str | None = None
-    """Why it failed or was skipped."""
-    options: dict[str, Value] = field(default_factory=dict)
-    command: list[str] = field(default_factory=list)
-    study: list[str] = field(default_factory=list, metadata=results.NEWER)
-    """The command of the study that this process is a part of; else its own."""
-    step_ms: list[float] = field(default_factory=list)
-    single_step_ms: list[float] = field(default_factory=list, metadata=results.NEWER)
+    single_step_ms: list[float] = field(default_factory=list)
     """Where `step_ms` has the means of whole epochs."""
-    setup_s: dict[str, float] = field(default_factory=dict)
-    memory_mb: dict[str, float | str] = field(default_factory=dict)
-    """`peak`, and what it is made of; `source` says how it was found."""
-    losses: list[float | None] = field(default_factory=list)
-    proof: Parity = field(default_factory=Parity)
-    """What shows that the timed steps did the work."""
     flops_per_step: float | None = None
-    peak_tflops: float | None = None
-    """The data sheet's, at the precision of the run."""
-    peak_source: str | None = None
-    ceiling_tflops: float | None = None
-    """What a large matrix product reached on this device at this precision."""
+    ceiling_tflops: Positive | None = None
+    """The rate that a large matrix product reached on this device at this precision."""
     metrics: dict[str, Value] = field(default_factory=dict)
-    """What only this lab measures."""
-    plausibility: list[str] = field(default_factory=list)
+    """Measures of this lab alone."""
 
     @property
     def failure(self) -> str:
         """In words, of a run that is not complete."""
-        return "; ".join([self.status, *self.proof.failures, *([self.error] if self.error else [])])
+        reasons = self.refused[1] if self.refused else []
+        return "; ".join([self.status, *reasons, *([self.error] if self.error else [])])
 
     @property
     def processes(self) -> int:
-        """That share a step, each on a device of its own."""
+        """The number of processes that share a step, each on another device."""
         return int(self.metrics.get("processes") or 1)
 
 
@@ -94,7 +61,7 @@ class LabRow:
     speedup: timing.Ratio | None = None
     """Units a second over the baseline's; None without one, and for the baseline."""
     of: str = ""
-    """What tells its subject from those of the rows beside it, if these have several."""
+    """The part of its subject that the rows beside it don't share, if they have several."""
 
     @property
     def first(self) -> LabRun:
@@ -114,21 +81,21 @@ class LabRow:
         return self.first.variant == self.first.baseline
 
     @property
-    def proof(self) -> str:
-        """Of all processes: "pass", "fail", or "not run" if one of them was not proven."""
-        found = {run.proof.status for run in self.runs}
+    def gate(self) -> str:
+        """The verdict on all processes: "pass", "fail", or "not run" if one of them had no gate."""
+        found = {run.gate.status for run in self.runs}
         return next((status for status in ("fail", "not run") if status in found), "pass")
 
     @property
     def failed(self) -> bool:
-        ended = any(run.status in ("proof failed", "failed") for run in self.runs)
-        return ended or self.proof == "fail"
+        ends = ("gate failed", "audit failed", "failed")
+        return any(run.refused or run.status in ends for run in self.runs)
 
     @property
     def times(self) -> list[list[float]]:
         """Step times in ms, a list for each process; none for a row that failed or is not
         proven."""
-        if self.failed or self.proof != "pass":
+        if self.failed or self.gate != "pass":
             return []
         return [run.step_ms for run in self.runs if run.step_ms]
 
@@ -153,7 +120,7 @@ class LabRow:
 
     @property
     def peak_memory_mb(self) -> float | None:
-        """Of the largest process; None for a row that failed, which has no numbers."""
+        """The largest process's; None for a row that failed, which has no numbers."""
         if self.failed:
             return None
         peaks = [run.memory_mb["peak"] for run in self.runs if "peak" in run.memory_mb]
@@ -182,7 +149,7 @@ class LabRow:
 
     @property
     def plausibility(self) -> list[str]:
-        """What contradicts the physics, in sentences."""
+        """Contradictions to the physics, in sentences."""
         return sorted({sentence for run in self.runs for sentence in run.plausibility})
 
     def percentile_ms(self, share: float) -> float | None:
@@ -191,16 +158,17 @@ class LabRow:
     def note(self) -> str:
         """Why there is no time, or nothing."""
         for run in self.runs:
-            if run.proof.status == "fail":
-                return "gate failed: " + "; ".join(run.proof.failures)
+            if run.refused:
+                check, failures = run.refused
+                return f"{check} failed: {'; '.join(failures)}"
             if run.error:
                 return run.error
         untimed = "no times" if any(run.step_ms for run in self.runs) else "no timed step"
-        return "" if self.times else f"gate {self.proof}: {untimed}"
+        return "" if self.times else f"gate {self.gate}: {untimed}"
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """Of sorted values; the smallest that `share` of them do not exceed."""
+    """The smallest of sorted values that `share` of them do not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -245,7 +213,7 @@ def _with_own_part(rows: list[LabRow]) -> list[LabRow]:
 
 
 def precisions(rows: Iterable[LabRow]) -> tuple[str, ...]:
-    """Of all rows, each once; none where a lab has none."""
+    """The precisions of all rows, each once; none where a lab has none."""
     return tuple(sorted({str(row.first.options.get("precision") or "") for row in rows} - {""}))
 
 
@@ -285,71 +253,3 @@ def implausible(record: LabRun, devices: int = 1) -> list[str]:
     if rate <= limit:
         return []
     return [f"IMPLAUSIBLE: {rate:,.0f} TFLOP/s, more than the data sheet's {limit:,.0f}"]
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def new_path(run: LabRun, folder: Path) -> Path:
-    """`folder/runs/SESSION/LAB_SUBJECT_VARIANT_ID.json`, which no other run takes."""
-    words = re.sub(r"[^A-Za-z0-9]+", "_", f"{run.lab} {run.subject} {run.variant}").strip("_")
-    return folder / "runs" / run.session / f"{words[:80]}_{uuid.uuid4().hex[:6]}.json"
-
-
-def save(run: LabRun, path: Path) -> Path:
-    """Writes a result file; its path."""
-    results.prepare_folder(path.parent)
-    content = dataclasses.asdict(run)
-    results.write_json(path, {"schema_version": content.pop("schema_version")} | content)
-    return path
-
-
-def load(path: Path) -> LabRun:
-    """Reads one result file.
-
-    Raises:
-        WorkshopError: it can't be read, has another schema, or a field is missing, has the wrong
-            type or an impossible value; the message names the file and the field.
-    """
-    content: dict[str, Any] = results.read_json(path)
-    version = content.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkshopError(
-            f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; "
-            "run it again with this checkout"
-        )
-    run = results.decode(LabRun, content, path, "")
-    for where, wrong in _senseless(run):
-        raise WorkshopError(f"{path}: field {where} {wrong}")
-    return run
-
-
-def _senseless(run: LabRun) -> Iterator[tuple[str, str]]:
-    for where, value, known in (
-        ("status", run.status, STATUSES),
-        ("proof.status", run.proof.status, results.PARITY_STATUSES),
-    ):
-        if value not in known:
-            yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
-    if run.proof.status == "fail" and not run.proof.failures:
-        yield "proof.failures", "is empty, though the gate failed"
-    if run.status == "complete" and not run.step_ms:
-        yield "step_ms", "is empty in a complete run"
-    for part, amount in run.memory_mb.items():
-        if isinstance(amount, str) != (part == "source"):
-            yield f"memory_mb.{part}", f"should be a number, and source a text: {amount!r:.40}"
-    for where, number in _bounded_numbers(run):
-        if not results.LEAST <= number <= results.MOST:
-            yield where, f"should lie between {results.LEAST:g} and {results.MOST:g}: {number!r}"
-
-
-def _bounded_numbers(run: LabRun) -> Iterator[tuple[str, float]]:
-    """Numbers that others divide by. A part of the memory may be 0."""
-    yield "units_per_step", run.units_per_step
-    yield from ((f"step_ms[{i}]", ms) for i, ms in enumerate(run.step_ms))
-    for part, amount in run.memory_mb.items():
-        if not isinstance(amount, str) and (amount or part == "peak"):
-            yield f"memory_mb.{part}", amount
-    for rate in ("peak_tflops", "ceiling_tflops"):
-        if (number := getattr(run, rate)) is not None:
-            yield rate, number

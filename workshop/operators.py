@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import results
-from workshop.errors import WorkshopError
+from workshop.results import Value
 from workshop.roofline.model import COMPUTE
-
-KEY = "operators"
-"""The second key of a file, which holds its rows."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,22 @@ class Operator:
     gbs: float | None
     tflops: float | None
     of_ceiling: float | None
-    """Of what a large copy or product reached in the same run."""
+    """The share of what a large copy or product reached in the same run."""
 
     @property
     def rate(self) -> str:
         """As in "4,100 GB/s"."""
         value, unit = (self.tflops, "TFLOP/s") if self.kind == COMPUTE else (self.gbs, "GB/s")
         return "-" if value is None else f"{value:,.4g} {unit}"
+
+
+@dataclass(frozen=True)
+class _File:
+    """The part of a file that is read."""
+
+    operators: list[Operator]
+    device: dict[str, Value]
+    session: str
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,6 @@ def load(path: Path) -> Bench:
             names both.
     """
     content = results.read_json(path)
-    names = {field.name for field in dataclasses.fields(Operator)}
-    rows = []
-    try:
-        for number, row in enumerate(content[KEY]):
-            kept = {name: value for name, value in row.items() if name in names}
-            rows.append(results.decode(Operator, kept, path, f"{KEY}[{number}]."))
-        return Bench(str(content["device"]["name"]), str(content["session"]), tuple(rows))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise WorkshopError(f"{path}: no result of TorchTensorOpsBench ({error!r})") from None
+    kept = {f.name: content[f.name] for f in dataclasses.fields(_File) if f.name in content}
+    file = results.convert(_File, kept, str(path))
+    return Bench(str(file.device.get("name")), file.session, tuple(file.operators))

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -165,7 +164,7 @@ def _add_training_flags(group: argparse._ArgumentGroup, version: Version) -> Non
         "--profile-steps",
         help=f"for a profiler: after {_WARMUP_OF_PROFILE} steps of warm-up train N steps with "
         "marker ranges, between the calls that start and stop NVIDIA's profilers; no gate, no "
-        "clock; what was profiled goes to OUTPUT_DIR/run.json (default there: "
+        "clock; what was profiled goes to OUTPUT_DIR/run.jsonl (default there: "
         f"results/profiles/{version.key}/steps)",
     )
     number(
@@ -410,14 +409,10 @@ def new_result(request: Request, data_record: dict[str, str | int]) -> RunResult
         git_commit=results.git_commit(),
         created=results.now(),
         options=options,
-        command=_command(),
+        command=results.own_command(),
+        parent_command=results.own_command(),
         data=data_record,
     )
-
-
-def _command() -> list[str]:
-    """The command line, without the folders in which this machine keeps things."""
-    return ["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]
 
 
 def print_configuration(request: Request, data_record: dict[str, str | int]) -> None:

@@ -1,7 +1,6 @@
-"""Result files: one JSON a run, with everything needed to print its numbers again.
+"""The record of one process, and the writing of files: whole or not at all.
 
-Files are written whole or not at all, under names that no second run takes. Loading checks every
-field's type, so that a broken file is named, with the field, instead of failing somewhere later.
+A record is a dataclass, which needs PyTorch alone; `convert` lets msgspec check one that was read.
 """
 
 import contextlib
@@ -14,38 +13,44 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
-import typing
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from workshop import file_kinds
+from workshop import errors
 from workshop.errors import WorkshopError
 from workshop.run import flops
 from workshop.versions import ALL, ROOT, available
 
-SCHEMA_VERSION = 1
+try:
+    from msgspec import Meta
+except ModuleNotFoundError:  # PyTorch alone runs a version and writes its record
+
+    def Meta(**_limits: float) -> None:  # type: ignore[no-redef]
+        """In place of limits, which are for records that are read."""
+
+
 MODEL_SIZES = tuple(size.name for size in dataclasses.fields(flops.Sizes))
 LEAST, MOST = 1e-9, 1e15  # no time in ms, memory in MB, rate or size lies outside
-KINDS = ("run", "waterfall rung", "sweep point")
-STATUSES = (
-    "complete", "interrupted", "gate failed", "audit failed", "failed", "skipped", "profiled",
-)  # fmt: skip
+Positive = Annotated[float, Meta(ge=LEAST, le=MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=10**15)]
+Value = str | int | float | bool | None
+Kind = Literal["run", "waterfall rung", "sweep point"]
+KINDS = get_args(Kind)
+Status = Literal[
+    "complete", "interrupted", "gate failed", "audit failed", "failed", "skipped", "profiled"
+]
 MOST_WAITED = 0.5
 DISTURBED = "disturbed: it had to wait for a processor for most of the time"
-PARITY_STATUSES = ("not run", "pass", "fail")
 PASS, NOT_AUDITED, FAIL, SKIPPED = "pass", "not audited", "FAIL", "skipped"
 """The verdicts on a row of the ladder, a lab or a benchmark: all checks passed; the timed run was
 not compared with V1's; a check failed, or the run did; this machine can't run it."""
 DEFAULT_FOLDER = (ROOT if available() else Path()) / "results"
 """In the checkout; without one, in the working folder, as ROOT is where pip installs packages."""
-
-NEWER = {"newer": True}
-"""Marks a field that older files don't have."""
 
 T = TypeVar("T")
 
@@ -64,12 +69,16 @@ class Gradients:
 class Parity:
     """The gate's verdict; `failures` are sentences, `measures` the errors behind it."""
 
-    status: str = "not run"  # or "pass", "fail"
+    status: Literal["not run", "pass", "fail"] = "not run"
     failures: list[str] = field(default_factory=list)
     batch_size: int | None = None
     seq_len: int | None = None
     reference: str | None = None
     measures: dict[str, dict[str, float | str | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.status == "fail" and not self.failures:
+            raise ValueError("failures is empty, though the check failed")
 
     def closest(self) -> tuple[str, float, float] | None:
         """The measure nearest to its limit: name, error, limit. A file's null is an infinite error.
@@ -95,74 +104,110 @@ class Audit(Parity):
     """Why a run was not audited."""
 
 
-@dataclass
-class RunResult:
-    """One training run of one version. Times in ms, memory in MB (10^6 bytes).
+@dataclass(kw_only=True)
+class Run:
+    """One process: what every part of the workshop records. Times in ms, memory in MB (10^6 bytes).
 
-    The defaults are for a run that has not measured yet. A file has every field; only those marked
-    NEWER may be missing.
+    The defaults are for a run that has not measured yet.
     """
 
-    version: str
     session: str
-    config_name: str
-    config: dict[str, int | float]
-    batch_size: int
-    seq_len: int
-    precision: str
-    warmup_steps: int
-    device: dict[str, str | int | float | None]
+    """The comparison that it is a part of."""
+    device: dict[str, Value]
     software: dict[str, str | None]
     git_commit: str | None
     created: str
-    schema_version: int = SCHEMA_VERSION
-    kind: str = field(default="run", metadata=NEWER)
-    """One of KINDS: a run of a whole version, a rung of a waterfall, or a point of a sweep."""
-    status: str = "complete"
-    """One of STATUSES; "interrupted" has fewer steps than requested, "skipped" could not run on
-    this machine, "profiled" ran under a profiler and was not timed."""
+    parent_command: list[str] = field(default_factory=list)
+    """The command of the comparison; empty where that was not recorded."""
+    command: list[str] = field(default_factory=list)
+    options: dict[str, Value] = field(default_factory=dict)
+    status: Status = "complete"
+    """An "interrupted" run has fewer steps than requested, a "skipped" one could not run on this
+    machine, a "profiled" one ran under a profiler and was not timed."""
     error: str | None = None
     """Why a run failed or was skipped."""
-    options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
-    command: list[str] = field(default_factory=list)
+    step_ms: list[Positive] = field(default_factory=list)
+    """Each timed step, by the process's own clock on the device."""
+    judge_ms: Positive | None = None
+    """The judge's time for a step; None where no judge timed the run."""
+    setup_s: dict[str, NotNegative] = field(default_factory=dict)
+    """Seconds before the first timed step, by part."""
+    memory_mb: dict[str, NotNegative | str] = field(default_factory=dict)
+    """`peak`, and what it is made of; `source` says how it was found."""
+    losses: list[float | None] = field(default_factory=list)
+    """null where one was not finite."""
+    gate: Parity = field(default_factory=Parity)
+    """The check that the timed steps do the work."""
+    audit: Audit = field(default_factory=Audit)
+    plausibility: list[str] = field(default_factory=list)
+    peak_tflops: Positive | None = None
+    """At the precision of the run."""
+    peak_source: str | None = None
+
+    @property
+    def refused(self) -> tuple[str, list[str]] | None:
+        """The check that failed, "gate" or "audit", with its reasons."""
+        for check, verdict in (("gate", self.gate), ("audit", self.audit)):
+            if verdict.status == "fail":
+                return check, verdict.failures
+        return None
+
+    def wrong(self) -> Iterator[str]:
+        """Contradictions in a finished run whose fields are right alone. Readers take medians and
+        divide without another check."""
+        if self.status == "complete" and not self.step_ms:
+            yield "step_ms is empty in a complete run"
+        for part, amount in self.memory_mb.items():
+            if isinstance(amount, str) != (part == "source"):
+                yield f"memory_mb.{part} should be a number, and source a text: {amount!r:.40}"
+        if float(self.memory_mb.get("peak", LEAST)) < LEAST:
+            yield f"memory_mb.peak is {self.memory_mb['peak']}"
+
+
+@dataclass(kw_only=True)
+class RunResult(Run):
+    """One training run of one version.
+
+    `losses` are those of all steps, from step 1, the first of the warm-up, to the last timed one.
+    `setup_s` has `gate` and `warm_up`, without `compile` (in both) and `capture` (of the graph).
+    """
+
+    version: str
+    config_name: str
+    config: dict[str, int | float]
+    batch_size: Count
+    seq_len: Count
+    precision: str
+    warmup_steps: int
+    kind: Kind = "run"
+    """A run of a whole version, a rung of a waterfall, or a point of a sweep."""
     data: dict[str, str | int] = field(default_factory=dict)
-    step_ms: list[float] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
     optimizer_ms: list[float] = field(default_factory=list)
-    setup_s: dict[str, float] = field(default_factory=dict)
-    """Seconds before the first timed step: `gate` and `warm_up`, without `compile` (in both) and
-    `capture` (of the graph). Older files have `warm_up` alone."""
-    prepared_beside: int = field(default=0, metadata=NEWER)
+    prepared_beside: int = 0
     """Other processes that prepared at the same time, which lengthens `setup_s`."""
-    memory_mb: dict[str, float | str] = field(default_factory=dict)
-    losses: list[float | None] = field(default_factory=list)
-    """Losses of all steps, from step 1, the first of the warm-up, to the last timed one; null where
-    one was not finite."""
     gradients: Gradients | None = None
-    parity: Parity = field(default_factory=Parity)
-    audit: Audit = field(default_factory=Audit, metadata=NEWER)
-    plausibility: list[str] = field(default_factory=list)
-    peak_tflops: float | None = None
-    peak_source: str | None = None
-    judge_ms: float | None = field(default=None, metadata=NEWER)
-    """The time of a step by the judge's clock, which `step_ms` must agree with."""
-    waited_share: float | None = field(default=None, metadata=NEWER)
+    waited_share: NotNegative | None = None
     """The share of the timed steps in which the thread that waited longest was ready to run but
     had no processor; None where the system doesn't count that."""
+
+    def wrong(self) -> Iterator[str]:
+        yield from super().wrong()
+        if self.version not in ALL:
+            yield f"version is {self.version!r:.40}, not one of {', '.join(ALL)}"
+        if self.memory_mb and "peak" not in self.memory_mb:
+            yield "memory_mb.peak is missing"
+        if len(self.losses) < len(self.step_ms):
+            yield "losses is shorter than step_ms"
+        for name in MODEL_SIZES:
+            if not 1 <= self.config.get(name, 0) <= MOST:
+                yield f"config.{name} is not a size: {self.config.get(name)!r:.40}"
 
     @property
     def disturbed(self) -> bool:
         """Whether other programs took the processor for most of the timed steps."""
         return self.waited_share is not None and self.waited_share > MOST_WAITED
-
-    @property
-    def refused(self) -> tuple[str, list[str]] | None:
-        """The check that failed, "gate" or "audit", with its reasons."""
-        for check, verdict in (("gate", self.parity), ("audit", self.audit)):
-            if verdict.status == "fail":
-                return check, verdict.failures
-        return None
 
     @property
     def interpreted(self) -> bool:
@@ -225,6 +270,11 @@ def git_commit() -> str | None:
     return answer.stdout.strip()
 
 
+def own_command() -> list[str]:
+    """The command line, without the folders in which this machine keeps things."""
+    return ["python", *(Path(word).name if word.startswith("/") else word for word in sys.argv)]
+
+
 # --- writing ------------------------------------------------------------------------------
 
 
@@ -268,7 +318,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
             shutil.rmtree(target)
         temporary.replace(target)
     except OSError as error:
-        why = error.strerror or error  # the libraries that draw have errors of their own
+        why = error.strerror or error  # the libraries that draw have other errors
         raise WorkshopError(f"{target} can't be written: {why}") from None
     finally:
         if temporary.is_dir():
@@ -311,118 +361,10 @@ def write_json(target: Path, content: dict[str, Any]) -> None:
 
 def json_text(content: dict[str, Any]) -> str:
     """As `write_json` writes it."""
-    file_kinds.check(content)
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def new_path(folder: Path, session: str, version: str, config_name: str, precision: str) -> Path:
-    """`folder/runs/SESSION/VERSION_CONFIG_PRECISION_ID.json`, which no other run takes."""
-    name = f"{version}_{config_name}_{precision}_{uuid.uuid4().hex[:6]}.json"
-    return folder / "runs" / session / name
-
-
-def save(result: RunResult, folder: Path) -> Path:
-    """Writes a result file at a new path below the folder; its path."""
-    r = result
-    return save_as(new_path(folder, r.session, r.version, r.config_name, r.precision), result)
-
-
-def save_as(target: Path, result: RunResult) -> Path:
-    """Writes one result file; its path."""
-    prepare_folder(target.parent)
-    write_json(target, {"schema_version": result.schema_version} | dataclasses.asdict(result))
-    return target
-
-
 # --- reading ------------------------------------------------------------------------------
-
-
-def load(path: Path) -> RunResult:
-    """Reads one result file.
-
-    Raises:
-        WorkshopError: it can't be read, is no JSON, has another schema, or a field is missing, has
-            the wrong type or an impossible value; the message names the file and the field.
-    """
-    content = read_json(path)
-    version = content.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise WorkshopError(
-            f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; "
-            "run it again with this checkout"
-        )
-    result = decode(RunResult, content, path, "")
-    for where, wrong in senseless(result):
-        raise WorkshopError(f"{path}: field {where} {wrong}")
-    return result
-
-
-def senseless(run: RunResult) -> Iterator[tuple[str, str]]:
-    """Fields of the right type with impossible values, and what is wrong with them. Readers of a
-    result divide by its values and take medians without another check."""
-    choices: tuple[tuple[str, str, Collection[str]], ...] = (
-        ("version", run.version, ALL),
-        ("kind", run.kind, KINDS),
-        ("status", run.status, STATUSES),
-        ("parity.status", run.parity.status, PARITY_STATUSES),
-        ("audit.status", run.audit.status, PARITY_STATUSES),
-    )
-    for where, value, known in choices:
-        if value not in known:
-            yield where, f"is {value!r:.40}, not one of {', '.join(known)}"
-    for where, check, verdict in (("parity", "gate", run.parity), ("audit", "audit", run.audit)):
-        if verdict.status == "fail" and not verdict.failures:
-            yield f"{where}.failures", f"is empty, though the {check} failed"
-    if run.status == "complete" and not run.step_ms:
-        yield "step_ms", "is empty in a complete run"
-    if len(run.losses) < len(run.step_ms):
-        yield "losses", "is shorter than step_ms"
-    if "peak" not in run.memory_mb and (run.memory_mb or run.status == "complete"):
-        yield "memory_mb.peak", "is missing"
-    for part, amount in run.memory_mb.items():
-        if isinstance(amount, str) != (part == "source"):
-            wrong = f"should be a number (and source a text), found {amount!r:.40}"
-            yield f"memory_mb.{part}", wrong
-    for where, number, least in _bounded_numbers(run):
-        if not isinstance(number, (int, float)) or not least <= number <= MOST:
-            yield where, f"should lie between {least:g} and {MOST:g}, found {number!r:.40}"
-
-
-def _bounded_numbers(run: RunResult) -> Iterator[tuple[str, object, float]]:
-    """Numbers that others divide by, and the least that each can be."""
-    yield from (("batch_size", run.batch_size, 1), ("seq_len", run.seq_len, 1))
-    yield from ((f"config.{name}", run.config.get(name), 1) for name in MODEL_SIZES)
-    yield from ((f"step_ms[{i}]", time, LEAST) for i, time in enumerate(run.step_ms))
-    yield from ((f"setup_s.{part}", seconds, 0) for part, seconds in run.setup_s.items())
-    if "peak" in run.memory_mb:
-        yield "memory_mb.peak", run.memory_mb["peak"], LEAST
-    if run.peak_tflops is not None:
-        yield "peak_tflops", run.peak_tflops, LEAST
-    if run.waited_share is not None:
-        yield "waited_share", run.waited_share, 0
-
-
-def load_folder(folder: Path) -> list[RunResult]:
-    """All runs of a folder, oldest session first: `folder/*.json` and what lies in any `runs`
-    folder below it. Other files of the workshop are passed over.
-
-    Raises:
-        WorkshopError: there is none, or one of them is broken.
-    """
-    if folder.is_file():
-        return [load(folder)]
-    if not folder.is_dir():
-        raise WorkshopError(f"results {folder}: no such folder")
-    found = set(folder.glob("*.json"))
-    for runs in [folder] if folder.name == "runs" else folder.rglob("runs"):
-        found |= set(runs.rglob("*.json"))
-    named = (path for path in sorted(found) if path.name[0] != ".")
-    paths = [path for path in named if file_kinds.kind_of(path) in (file_kinds.RUN, "")]
-    if not paths:
-        raise WorkshopError(
-            f"results {folder}: no result files (*.json, runs/SESSION/*.json) in it"
-        )
-    return sorted(map(load, paths), key=lambda result: result.session)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -452,52 +394,25 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def decode(kind: type[T], content: Any, path: Path, where: str) -> T:
-    """Builds the dataclass `kind` from parsed JSON, checking every field's type. Only those marked
-    NEWER may be missing."""
-    if not isinstance(content, dict):
-        raise WorkshopError(f"{path}: field {where.rstrip('.')} should be an object")
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}
-    missing = [n for n, f in fields.items() if n not in content and not f.metadata.get("newer")]
-    if missing:
-        raise WorkshopError(f"{path}: field {where}{missing[0]} is missing")
-    unknown = sorted(content.keys() - fields.keys())
-    if unknown:
-        raise WorkshopError(f"{path}: field {where}{unknown[0]} is unknown")
-    values = {
-        name: _check(hints[name], content[name], path, where + name)
-        for name in fields
-        if name in content
-    }
-    return kind(**values)
+def convert(kind: type[T], content: Any, where: str) -> T:
+    """Builds a dataclass from parsed JSON, checking the type and the limits of each field.
 
+    Args:
+        where: begins the message, such as a file and a line.
 
-def _check(hint: Any, value: Any, path: Path, where: str) -> Any:
-    """The value, decoded as the type hint says; WorkshopError where it does not fit."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return decode(typing.cast(Any, hint), value, path, f"{where}.")
-    if origin in (types.UnionType, typing.Union):
-        dataclass_options = [a for a in arguments if dataclasses.is_dataclass(a)]
-        if dataclass_options and isinstance(value, dict):
-            return _check(dataclass_options[0], value, path, where)
-        if any(_fits(option, value) for option in arguments):
-            return value
-    elif origin is list and isinstance(value, list):
-        return [_check(arguments[0], v, path, f"{where}[{i}]") for i, v in enumerate(value)]
-    elif origin is dict and isinstance(value, dict):
-        return {k: _check(arguments[1], v, path, f"{where}.{k}") for k, v in value.items()}
-    elif _fits(hint, value):
-        return value
-    wanted = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
-    raise WorkshopError(f"{path}: field {where} should be {wanted}, found {value!r:.40}")
+    Raises:
+        WorkshopError: a field is missing, has the wrong type or an impossible value.
+        NotOnThisMachine: msgspec is not installed.
+    """
+    errors.require("msgspec")
+    import msgspec
 
-
-def _fits(hint: Any, value: Any) -> bool:
-    if hint is float:  # JSON writes 2.0 as 2; a bool is an int to Python, and neither here
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and abs(value) <= sys.float_info.max  # 1e999 reads as infinity
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint) if isinstance(hint, type) else False
+    names = {field_.name for field_ in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if isinstance(content, dict) and (unknown := sorted(content.keys() - names)):
+        raise WorkshopError(f"{where}: field {unknown[0]} is unknown")
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        field_ = f"field {place.strip('.`')}: " if place else ""
+        raise WorkshopError(f"{where}: {field_}{what[0].lower()}{what[1:]}") from None

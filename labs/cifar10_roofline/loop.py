@@ -20,7 +20,7 @@ from labs.cifar10_roofline import checkpoints, curves, data, networks, proof, re
 from labs.cifar10_roofline.batches import Batches
 from labs.cifar10_roofline.data import Dataset
 from labs.cifar10_roofline.step import Problem, Schedule, Training, Variant
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
 from workshop.run import hardware, lab_record, markers, memory, startup, trainer, turns
@@ -294,14 +294,15 @@ def _finish(ready: Run, first: proof.First, epochs: list[list[float]], losses: l
         "epochs": ready.epoch,
         "images_per_s_last_epoch": ready.history[-1]["images_per_s"],
     }
-    record.proof = proof.of_training(ready.model, training, first, losses)
+    record.gate = proof.of_training(ready.model, training, first, losses)
     dtype = PRECISIONS[training.variant.precision].autocast_dtype
     record.ceiling_tflops = hardware.measure_matmul_tflops(device, dtype)
     record.plausibility = labs.implausible(record)
-    passed = record.proof.status == "pass"
-    record.status = "complete" if passed else "proof failed"
-    path = ready.arguments.result_file or labs.new_path(record, ready.arguments.output_dir)
-    labs.save(record, path)
+    passed = record.gate.status == "pass"
+    record.status = "complete" if passed else "gate failed"
+    own = records.path_in(ready.arguments.output_dir, record.session)
+    path = ready.arguments.result_file or own
+    records.save(record, path)
     if ready.arguments.wait_turn:
         turns.end_turn()
     _summary(ready, path)
@@ -322,12 +323,12 @@ def _time(record: LabRun, first: proof.First, epochs: list[list[float]]) -> None
 
 def _summary(ready: Run, path: Path) -> None:
     record = ready.record
-    if record.proof.status == "fail":
-        print(f"FAIL: {'; '.join(record.proof.failures)}")
+    if record.gate.status == "fail":
+        print(f"FAIL: {'; '.join(record.gate.failures)}")
     else:
         ms = median(record.step_ms)
         print(
-            f"pass (against {record.proof.reference}); {ms:.2f} ms a step: "
+            f"pass (against {record.gate.reference}); {ms:.2f} ms a step: "
             f"{record.units_per_step / ms * 1e3:,.0f} images/s, "
             f"{(record.flops_per_step or 0) / ms / 1e9:.2f} TFLOP/s, data loading included"
         )
@@ -376,7 +377,7 @@ def profile(ready: Run) -> int:
         raise WorkshopError(f"the loss is {float(loss)}: take a smaller --lr")
     ready.record.status = "profiled"
     ready.record.losses = results.finite([float(loss)])
-    path = labs.save(ready.record, labs.new_path(ready.record, arguments.output_dir))
+    path = records.add(ready.record, arguments.output_dir)
     print(
         f"Profiled iteration {wanted}, in the range {STEP}: {arguments.batch_size} images, loss "
         f"{float(loss):.4f}.\nWritten: {path}"

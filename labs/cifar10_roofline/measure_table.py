@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch
 
 from labs.cifar10_roofline import data, loop, request
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.labs import LabRun
@@ -121,16 +121,15 @@ def _record(flags: list[str] | Flags, device: torch.device) -> LabRun:
 
 def _plan(flags: Flags, device: torch.device, folder: Path, scratch: str) -> turns.Plan:
     record = _record(flags, device)
-    path = labs.new_path(record, folder)
-    files = ["--result-file", str(path), "--out-dir", tempfile.mkdtemp(dir=scratch)]
-    return turns.Plan([sys.executable, str(PROGRAM), *flags, *files], record, path)
+    files = ["--out-dir", tempfile.mkdtemp(dir=scratch)]
+    return turns.Plan([sys.executable, str(PROGRAM), *flags, *files], record, folder)
 
 
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s; gate {run.proof.status}"
+    return f"{rate:,.0f} images/s; gate {run.gate.status}"
 
 
 def _show(runs: list[LabRun], folder: Path) -> int:
@@ -139,7 +138,7 @@ def _show(runs: list[LabRun], folder: Path) -> int:
     report.show("table")
     path = folder / "training.md"
     results.write_text(path, tables.markdown(report.tables))
-    print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
+    print(f"Written: {path}\nResult file: {records.path_in(folder, runs[0].session)}")
     failed = any(row.failed for group in groups for row in group)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 

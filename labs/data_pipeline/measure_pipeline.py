@@ -29,7 +29,7 @@ from labs.data_pipeline import make_dataset, measure_rung, profiling, rates, run
 from labs.data_pipeline.formats import FORMATS, MANIFEST, PACKED, BadData, Folder, how_to_make
 from labs.data_pipeline.loop import Loop
 from labs.data_pipeline.measure_rung import LAB, cores
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
@@ -278,7 +278,7 @@ def _skipped(
 ) -> LabRun:
     record = measure_rung.new_run(arguments, name, _folder_name(arguments, name), device)
     record.status, record.error = "skipped", reason
-    labs.save(record, labs.new_path(record, folder))
+    records.add(record, folder)
     print(f"{name}: skipped: {reason}")
     return record
 
@@ -299,9 +299,8 @@ def _plan(
     more: Sequence[str],
 ) -> turns.Plan:
     record = measure_rung.new_run(arguments, name, folder, device)
-    path = labs.new_path(record, arguments.output_dir)
     flags = {
-        "steps": name, "rung": name, "folder": folder, "result-file": path,
+        "steps": name, "rung": name, "folder": folder,
         "workers": arguments.workers, "batch-size": arguments.batch_size,
         "resnet-batch-size": arguments.resnet_batch_size, "epochs": arguments.epochs,
         "seed": arguments.seed, "device": device, "open-ms": arguments.open_ms,
@@ -310,14 +309,14 @@ def _plan(
     if arguments.iterations:
         flags["iterations"] = arguments.iterations
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return turns.Plan([sys.executable, __file__, *words, *more], record, path)
+    return turns.Plan([sys.executable, __file__, *words, *more], record, arguments.output_dir)
 
 
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
     rate = run.units_per_step / timing.median(run.step_ms) * 1e3
-    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; gate {run.proof.status}"
+    return f"{rate:,.0f} images/s, waits {run.metrics['wait_share']:.0%}; gate {run.gate.status}"
 
 
 # --- what is printed -----------------------------------------------------------------------------
@@ -331,7 +330,7 @@ def _show(runs: list[LabRun], names: list[str], folder: Path, profiles: Path) ->
     path = folder / "pipeline.md"
     results.write_text(path, tables.markdown(shown) + "\n")
     _show_profiles([row for group in groups for row in group], folder, profiles)
-    print(f"Written: {path}\nResult files: {folder / 'runs' / runs[0].session}")
+    print(f"Written: {path}\nResult file: {records.path_in(folder, runs[0].session)}")
     failed = any(row.failed for group in groups for row in group)
     return errors.ANSWER_IS_NO if failed else errors.DONE
 

@@ -19,7 +19,7 @@ from labs.data_pipeline import peers, profiling, proof, rates, rungs
 from labs.data_pipeline.formats import FORMATS, Images
 from labs.data_pipeline.loop import Batch, Loop, Settings, Source
 from labs.data_pipeline.slow import SlowOpens
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.errors import NotOnThisMachine, OutOfMemory, WorkshopError
 from workshop.labs import LabRun
 from workshop.profilers.runner_files import RUN_FILE
@@ -55,14 +55,14 @@ def measure(arguments: argparse.Namespace, name: str, folder: Path) -> int:
         record.metrics["model_per_s"] = rates.model_rate(loop)
         if arguments.profile_dir:
             profiling.profile_rung(loop, arguments.epochs + 1, record, arguments.profile_dir)
-        record.proof = proof.of_run(seen, folder)
+        record.gate = proof.of_run(seen, folder)
     record.flops_per_step = size * flops_per_image(loop.model, loop.order.size)
     record.plausibility = labs.implausible(record)
-    passed = record.proof.status == "pass"
-    record.status = "complete" if passed else "proof failed"
-    labs.save(record, arguments.result_file)
+    passed = record.gate.status == "pass"
+    record.status = "complete" if passed else "gate failed"
+    records.save(record, arguments.result_file)
     if arguments.profile_dir:
-        labs.save(record, arguments.profile_dir / RUN_FILE)
+        records.write(record, arguments.profile_dir / RUN_FILE)
     if arguments.wait_turn:
         turns.end_turn()
     return errors.DONE if passed else errors.ANSWER_IS_NO

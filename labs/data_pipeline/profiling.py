@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from labs.data_pipeline.loop import Loop
-from workshop import labs, results
+from workshop import records, results
 from workshop.labs import LabRow, LabRun
 from workshop.profilers import advisor, kernel_file, step_pictures, step_time
 from workshop.profilers.load import load
@@ -63,7 +63,8 @@ def _record_trace(loop: Loop, epoch: int, skipped: int, target: Path) -> None:
 
 def advice(folder: Path) -> str:
     """What bounds a rung, in a sentence: its wait for data, if there is one."""
-    table, record = kernel_file.read(folder / kernel_file.JSON_FILE), labs.load(folder / RUN_FILE)
+    table = kernel_file.read(folder / kernel_file.JSON_FILE)
+    record = records.load_run(folder / RUN_FILE)
     found = advisor.advise(table, record)
     first = next((one for one in found if one.finding == "data"), advisor.headline(found))
     return first.sentence if first else ""

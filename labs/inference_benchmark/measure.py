@@ -190,7 +190,7 @@ def measure_inference(
     measured.losses = [math.nan] * warmup + inference.losses(done)
     timed = inference.timed_samples(done)  # before another iteration takes the place of one
     run.memory_mb = memory_of(bench, inference, inference.weights_bytes, inference.live_bytes)
-    run.proof, run.metrics["top1_agreement"] = proof.of_all(bench.variant, truth, timed)
+    run.gate, run.metrics["top1_agreement"] = proof.of_all(bench.variant, truth, timed)
     bench.iteration = inference
     return measured
 
@@ -231,7 +231,7 @@ def measure_training(
     weights = memory.tensor_bytes([*model.parameters(), *model.buffers()])
     live = partial(_training_bytes, training)
     run.memory_mb = memory_of(bench, iteration, weights, live, training, copies=1)
-    run.proof = proof.of_training(
+    run.gate = proof.of_training(
         bench.model, bench.variant, setting, images, targets, measured.losses, stayed
     )
     bench.iteration = iteration

@@ -105,7 +105,7 @@ def profiles(results: Path, runs: Sequence[LabRun]) -> Iterator[Profile]:
 def plain_runs(work: Work, **options: Any) -> list[LabRun]:
     """Proven runs of inference in eager mode on one device, newest first."""
     runs = work.lab_runs(LAB, mode="inference", **options)
-    return [run for run in runs if run.proof.status == "pass" and _switches_nothing_on(run)]
+    return [run for run in runs if run.gate.status == "pass" and _switches_nothing_on(run)]
 
 
 def newest(runs: Sequence[LabRun], what: str, flags: str) -> LabRun:

@@ -107,6 +107,6 @@ def _prove(bench: Bench, measured: Measured, truth: proof.Truth, output: Tensor)
     others = len(measured.warmup_ms) + len(measured.step_ms) - 1
     measured.losses = [math.nan] * others + [loss]
     chosen = measure.sample_of(bench).to(setting.device)
-    run.proof, run.metrics["top1_agreement"] = proof.of_inference(
+    run.gate, run.metrics["top1_agreement"] = proof.of_inference(
         bench.variant, truth, output[chosen]
     )

@@ -17,7 +17,7 @@ from labs.inference_benchmark import measure
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench
 from labs.inference_benchmark.show import RULE, Say
-from workshop import labs, results
+from workshop import records, results
 from workshop.profilers.names import display_name
 from workshop.profilers.runner_files import RUN_FILE
 from workshop.run import timing
@@ -138,7 +138,7 @@ def _save_record(bench: Bench, path: Path) -> None:
     record = dataclasses.replace(
         run, status="profiled", units_per_step=batch, flops_per_step=flops, step_ms=[]
     )
-    labs.save(record, path)
+    records.write(record, path)
 
 
 # --- operations ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _report(
         "fwd latency": f"{whole_ms:.2f} ms",
         "fwd FLOPS per GPU = fwd FLOPs per GPU / fwd latency": f"{_si(rate)}FLOPS",
     }
-    if bench.run.proof.status == "pass":
+    if bench.run.gate.status == "pass":
         ms = timing.median(bench.run.step_ms)
         what = "fwd+bwd" if training else "fwd"
         flops = total * (3 if training else 1)

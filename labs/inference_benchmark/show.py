@@ -74,7 +74,7 @@ def summary(say: Say, bench: Bench, measured: Measured, group: Group) -> None:
     say(RULE)
     for line in (*_identity(run, bench, measured, group), "", *_proof(run)):
         say(line)
-    if run.proof.status == "pass":
+    if run.gate.status == "pass":
         for line in ("", *_speed(run, group), "", *_memory(run), "", *_work(run, bench)):
             say(line)
     for sentence in run.plausibility:
@@ -99,15 +99,15 @@ def _identity(run: LabRun, bench: Bench, measured: Measured, group: Group) -> li
 
 
 def _proof(run: LabRun) -> list[str]:
-    closest = run.proof.closest()
-    words = f"Gate: {run.proof.status}"
+    closest = run.gate.closest()
+    words = f"Gate: {run.gate.status}"
     if closest is not None:
         name, error, allowed = closest
-        words += f"; {name}: error {error:.1e} of {allowed:.1e} allowed ({run.proof.reference})"
-    for name, measure in run.proof.measures.items():
+        words += f"; {name}: error {error:.1e} of {allowed:.1e} allowed ({run.gate.reference})"
+    for name, measure in run.gate.measures.items():
         if measure["allowed"] == 0:  # a count
             words += f"; {name}: {measure['error']}"
-    lines = [words, *(f"FAIL, no throughput: {why}" for why in run.proof.failures)]
+    lines = [words, *(f"FAIL, no throughput: {why}" for why in run.gate.failures)]
     if "top1_agreement" in run.metrics:
         lines.append(f"Top-1 agreement with fp32: {run.metrics['top1_agreement']:.1%}")
     return lines

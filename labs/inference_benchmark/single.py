@@ -17,7 +17,7 @@ from labs.inference_benchmark import measure, modes, networks, peer_timm, reques
 from labs.inference_benchmark.group import Group
 from labs.inference_benchmark.measure import Bench, Measured
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory, WorkshopError
 from workshop.labs import LabRun
 from workshop.roofline import ceilings
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = new_run(arguments, network, variant, device)
     if setting.gpus:
         record.variant += f", {len(setting.gpus)} GPUs of one process"
-    path = arguments.result_file or labs.new_path(record, folder)
+    path = arguments.result_file or records.path_in(folder, record.session)
     groups.join(group, device, arguments.dist_backend)
     record.session = groups.of_first(group, record.session)
     try:
@@ -217,16 +217,16 @@ def _measure(
     record.step_ms = measured.step_ms
     record.losses = results.finite(measured.losses)
     show.iterations(say, measured)
-    if not groups.all_pass(group, record.proof.status == "pass"):
-        record.status = "proof failed"
-        if record.proof.status == "pass":  # another process's is not
-            record.proof.status = "fail"
-            record.proof.failures.append("the gate of another process failed")
+    if not groups.all_pass(group, record.gate.status == "pass"):
+        record.status = "gate failed"
+        if record.gate.status == "pass":  # another process's is not
+            record.gate.status = "fail"
+            record.gate.failures.append("the gate of another process failed")
     elif measured.interrupted:
         record.status = "interrupted"
     _finish(bench, measured, group, arguments, training)
     if group.is_first:
-        labs.save(record, path)
+        records.save(record, path)
         if wait_turn:
             turns.end_turn()
         show.summary(say, bench, measured, group)
@@ -238,7 +238,7 @@ def _measure(
     groups.meet(group)  # torchrun ends the others when one has gone with an error
     return {
         "complete": errors.DONE,
-        "proof failed": errors.ANSWER_IS_NO,
+        "gate failed": errors.ANSWER_IS_NO,
         "interrupted": errors.INTERRUPTED,
     }[record.status]
 

@@ -13,7 +13,7 @@ import torch
 from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, modes, networks, request, single
 from labs.inference_benchmark.modes import Setting, Variant
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.compare import lab_table, tables
 from workshop.errors import WorkshopError
 from workshop.labs import LabRow, LabRun
@@ -226,7 +226,7 @@ def _in_turns(
 
 def _outcome(run: LabRun) -> str:
     if run.status == "complete":
-        return f"{timing.median(run.step_ms):.3f} ms an iteration; gate {run.proof.status}"
+        return f"{timing.median(run.step_ms):.3f} ms an iteration; gate {run.gate.status}"
     return run.failure
 
 
@@ -240,9 +240,7 @@ def _common_flags(arguments: argparse.Namespace, session: str) -> list[str]:
 
 def _plan(flags: list[str], folder: Path) -> turns.Plan:
     planned = single.planned(flags)
-    path = labs.new_path(planned, folder)
-    command = [sys.executable, str(PROGRAM), *flags, "--result-file", str(path)]
-    return turns.Plan(command, planned, path)
+    return turns.Plan([sys.executable, str(PROGRAM), *flags], planned, folder)
 
 
 def _write(rows: list[LabRow], folder: Path, name: str) -> None:
@@ -256,7 +254,7 @@ def _write(rows: list[LabRow], folder: Path, name: str) -> None:
         }
     )
     print(f"Written: {', '.join(str(folder / f'{name}.{end}') for end in ('md', 'json', 'png'))}")
-    print(f"Result files: {folder / 'runs' / rows[0].first.session}")
+    print(f"Result file: {records.path_in(folder, rows[0].first.session)}")
 
 
 def draw(rows: list[LabRow], target: Path) -> None:
@@ -353,26 +351,30 @@ def _resumed(
     wanted = {"batch_size": arguments.batch_size, "mode": arguments.mode,
               "precision": _half(device)}  # fmt: skip
     alike = [
-        (path, run)
-        for path in sorted(folder.glob(f"runs/*/{request.LAB}_*.json"))
-        if (run := labs.load(path)).subject.endswith(f", {arguments.study}")
+        run
+        for path in sorted(folder.glob("runs/*.jsonl"))
+        for run in records.load_runs(path, LabRun)
+        if run.subject.endswith(f", {arguments.study}")
         and wanted.items() <= run.options.items()
         and run.device["name"] == hardware.device_name(device)
         and run.software == results.describe_software()
     ]
-    session = max((run.session for _, run in alike), default=session)
-    by_network: dict[str, list[tuple[Path, LabRun]]] = {}
-    for path, run in alike:
+    if not alike:
+        return session, {}
+    session = max(run.session for run in alike)
+    by_network: dict[str, list[LabRun]] = {}
+    for run in alike:
         if run.session == session:
-            by_network.setdefault(str(run.options["network"]), []).append((path, run))
-    complete = {}
-    for name, stored in by_network.items():
-        if [run.status for _, run in stored] == ["complete", "complete"]:
-            both = [run for _, run in stored]
-            complete[name] = sorted(both, key=lambda run: run.options["compile"] is not None)
-        else:
-            for path, _ in stored:
-                path.unlink()
+            by_network.setdefault(str(run.options["network"]), []).append(run)
+    complete = {
+        name: sorted(runs, key=lambda run: run.options["compile"] is not None)
+        for name, runs in by_network.items()
+        if [run.status for run in runs] == ["complete", "complete"]
+    }
+    stored = records.path_in(folder, session)
+    comparison = records.load(stored)
+    comparison.runs = [run for runs in complete.values() for run in runs]
+    comparison.write(stored)
     return session, complete
 
 

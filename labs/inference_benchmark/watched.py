@@ -16,7 +16,7 @@ from labs.inference_benchmark import group as groups
 from labs.inference_benchmark import measure, networks, request, show, single
 from labs.inference_benchmark.measure import Bench, Inference
 from labs.inference_benchmark.modes import Setting
-from workshop import labs, results
+from workshop import records, results
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
@@ -67,7 +67,7 @@ class Watched:
         return nullcontext()
 
     def save_record(self, folder: Path) -> Path:
-        return labs.save(self.record, folder / RUN_FILE)
+        return records.write(self.record, folder / RUN_FILE)
 
     def verdict(self) -> str:
         return "what it computes was not compared: the benchmark does that, without --profile-steps"

@@ -30,7 +30,7 @@ from torch import Tensor
 from labs.scale_out import group as groups
 from labs.scale_out.group import Group
 from labs.scale_out.request import LAB
-from workshop import errors, labs, results
+from workshop import errors, records, results
 from workshop.arguments import count, parse
 from workshop.compare.tables import Line, Table, number
 from workshop.labs import LabRow, LabRun
@@ -137,8 +137,8 @@ def measure(record: LabRun, device: torch.device, group: Group, iterations: int)
     wrong = [
         f"{name}: rank {rank} has a wrong result" for rank, ok in enumerate(verdicts) if not ok
     ]
-    record.proof.status, record.proof.failures = "fail" if wrong else "pass", wrong
-    record.status = "proof failed" if wrong else "complete"
+    record.gate.status, record.gate.failures = "fail" if wrong else "pass", wrong
+    record.status = "gate failed" if wrong else "complete"
     record.step_ms = max(times, key=median)
 
 
@@ -221,7 +221,7 @@ def _measure_all(arguments: argparse.Namespace) -> int:
                 status = errors.ANSWER_IS_NO
             if group.is_first:
                 own = arguments.result_file if place == len(todo) else None
-                labs.save(record, own or labs.new_path(record, arguments.output_dir))
+                records.save(record, own or records.path_in(arguments.output_dir, record.session))
                 rate = record.units_per_step / median(record.step_ms) / 1e6
                 said = f"{rate:9.2f} GB/s" if record.status == "complete" else record.failure
                 print(f"{record.variant:<24} {said}", flush=True)

@@ -20,7 +20,7 @@ from labs.scale_out import request as requests
 from labs.scale_out.checkpoints import Checkpoint
 from labs.scale_out.request import Job
 from labs.scale_out.strategies import Strategy
-from workshop import errors, labs, request, results
+from workshop import errors, labs, records, request, results
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
 from workshop.labs import LabRun
@@ -104,11 +104,11 @@ def _prove(job: Job, record: LabRun) -> bool:
     print("gate: comparing with V1 in one process ...", flush=True)
     begin = time.perf_counter()
     report = proof.check(job)
-    record.setup_s["proof"] = time.perf_counter() - begin
-    record.proof = report.record()
+    record.setup_s["gate"] = time.perf_counter() - begin
+    record.gate = report.record()
     print("\n  ".join([f"gate: {report.summary()}", *report.failures]))
     if not report.passed:
-        record.status = "proof failed"
+        record.status = "gate failed"
     return report.passed
 
 
@@ -377,14 +377,14 @@ def _look_inside(job: Job, record: LabRun, training: Training) -> None:
 def _finish(job: Job, record: LabRun) -> int:
     arguments = job.arguments
     if job.group.is_first:
-        path = arguments.result_file or labs.new_path(record, arguments.output_dir)
-        labs.save(record, path)
+        path = arguments.result_file or records.path_in(arguments.output_dir, record.session)
+        records.save(record, path)
         if record.step_ms:
             _print_summary(record)
         print(f"Result: {path}")
         if arguments.wait_turn:
             turns.end_turn()
-    return errors.ANSWER_IS_NO if record.status == "proof failed" else errors.DONE
+    return errors.ANSWER_IS_NO if record.status == "gate failed" else errors.DONE
 
 
 def _print_summary(record: LabRun) -> None:
@@ -394,7 +394,7 @@ def _print_summary(record: LabRun) -> None:
         ("step", f"{ms:.2f} ms (median of {len(record.step_ms)}, half within "
                  f"{spread(record.step_ms):.1%})"),
         ("loss", f"{request.first_and_last(record.losses)}, of all processes"),
-        ("gate", "pass" if record.proof.status == "pass" else "NOT RUN: figures unverified"),
+        ("gate", "pass" if record.gate.status == "pass" else "NOT RUN: figures unverified"),
     ]  # fmt: skip
     if record.memory_mb:
         rows.insert(3, ("memory", f"{record.memory_mb['peak']:,.0f} MB peak a GPU"))

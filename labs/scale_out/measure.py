@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import torch
 
 from labs.scale_out import collectives, loop, prediction, request, scaling, strategies
-from workshop import errors, labs, results, versions
+from workshop import errors, labs, records, results, versions
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.errors import NotOnThisMachine, WorkshopError
@@ -180,8 +180,9 @@ def measure(arguments: argparse.Namespace) -> int:
     asked = _parse_flags(arguments.flags)
     folder = results.prepare_folder(arguments.output_dir)
     session = arguments.session or results.new_session()
-    if arguments.session and session not in [path.name for path in (folder / "runs").glob("*")]:
-        raise WorkshopError(f"--session {session}: there is no such folder in {folder / 'runs'}")
+    stored = records.path_in(folder, session)
+    if arguments.session and not stored.exists():
+        raise WorkshopError(f"--session {session}: there is no {stored}")
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch:
         study = Study(device, session, folder, Path(scratch), arguments.flags, asked)
@@ -191,7 +192,7 @@ def measure(arguments: argparse.Namespace) -> int:
                 print(f"{run.subject}, {run.variant}: {_outcome(run)}", flush=True)
         except KeyboardInterrupt:
             interrupted = True
-    runs = [labs.load(path) for path in sorted((folder / "runs" / session).glob("*.json"))]
+    runs = records.load_runs(stored, LabRun)
     if interrupted and not runs:
         raise KeyboardInterrupt
     status = show(runs, folder)
@@ -267,6 +268,7 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
     """Yields each run when it ends; a case that did not complete is not repeated."""
     sizes = sorted({case.size for case in left} - {1})
     alone: dict[tuple[str, Training], str] = {}
+    stored = records.path_in(study.folder, study.session)
     for case in [*left]:
         if reason := missing(case.training, study.device):
             left.remove(case)
@@ -276,15 +278,15 @@ def _runs(arguments: argparse.Namespace, study: Study, left: list[Case]) -> Iter
             yield from turns.in_turns([_plan_collectives(study, n) for n in sizes], 1)
         ordered = left[:: 1 - 2 * (repeat % 2)]
         plans = [_plan(study, case) for case in ordered]
-        for case, plan, run in zip(
-            ordered, plans, turns.in_turns(plans, arguments.jobs), strict=True
-        ):
+        for case, run in zip(ordered, turns.in_turns(plans, arguments.jobs), strict=True):
             if run.status != "complete":
                 left.remove(case)
             elif case.size == 1:
                 alone.setdefault(_of(case), run.variant)
             run.baseline = alone.get(_of(case), "")
-            labs.save(run, plan.path)
+            comparison = records.load(stored)
+            comparison.runs[-1] = run
+            comparison.write(stored)
             yield run
 
 
@@ -308,7 +310,7 @@ def missing(training: Training, device: torch.device) -> str:
 def _skipped(study: Study, case: Case, reason: str) -> LabRun:
     plan = _plan(study, case)
     plan.planned.status, plan.planned.error = "skipped", reason
-    labs.save(plan.planned, plan.path)
+    records.add(plan.planned, plan.folder)
     return plan.planned
 
 
@@ -327,12 +329,11 @@ def _plan(study: Study, case: Case) -> turns.Plan:
                  "precision": precision, "cuda_graph": graph},
         metrics={"processes": size, "sequences": case.share},
     )  # fmt: skip
-    path = labs.new_path(planned, study.folder)
     flags = {
         "--version": version, "--strategy": strategy, "--config": case.config,
         "--batch-size": size * case.share, "--device": study.device.type,
-        "--session": study.session, "--result-file": path,
-        "--trace": study.scratch / f"{path.stem}.json.gz",
+        "--session": study.session,
+        "--trace": study.scratch / f"{results.new_session()}.json.gz",
     }  # fmt: skip
     if strategy == "zero3" and not study.asked.compile:
         flags["--compile"] = "none"
@@ -343,7 +344,8 @@ def _plan(study: Study, case: Case) -> turns.Plan:
     ]
     # accelerate shards nothing in a process without a launcher.
     launched = size > 1 or strategy == "accelerate-fsdp"
-    return turns.Plan([*launcher(size if launched else 0), str(PROGRAM), *words], planned, path)
+    return turns.Plan([*launcher(size if launched else 0), str(PROGRAM), *words],
+                      planned, study.folder)  # fmt: skip
 
 
 def launcher(size: int) -> list[str]:
@@ -356,16 +358,15 @@ def _plan_collectives(study: Study, size: int) -> turns.Plan:
     """The program writes a file for each collective and message size; the plan's is the last."""
     largest = collectives.SIZES[study.device.type][-1]
     planned = collectives.new_record(study.device, study.session, size, "all-reduce", largest)
-    path = labs.new_path(planned, study.folder)
     words = ["--device", study.device.type, "--session", study.session,
-             "--output-dir", str(study.folder), "--result-file", str(path)]  # fmt: skip
-    return turns.Plan([*launcher(size), collectives.__file__, *words], planned, path)
+             "--output-dir", str(study.folder)]  # fmt: skip
+    return turns.Plan([*launcher(size), collectives.__file__, *words], planned, study.folder)
 
 
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
-    return f"{timing.median(run.step_ms):.2f} ms; gate {run.proof.status}"
+    return f"{timing.median(run.step_ms):.2f} ms; gate {run.gate.status}"
 
 
 def show(runs: Sequence[LabRun], folder: Path) -> int:
@@ -376,13 +377,13 @@ def show(runs: Sequence[LabRun], folder: Path) -> int:
     tables.print_tables(shown)
     results.write_text(folder / "scaling.md", tables.markdown(shown))
     written = [folder / "scaling.md"]
-    stored = (labs.load(path) for path in (folder / "runs").glob("*/*.json"))
+    stored = records.load_folder(folder, LabRun)
     drawn = [row for session in scaling.sessions(stored)[rows[0].device] for row in session]
     for name, draw in (("collectives", collectives.draw), ("prediction", prediction.draw)):
         if draw(drawn, folder / f"{name}.png"):
             written.append(folder / f"{name}.png")
     print(f"Written: {', '.join(map(str, written))}")
-    print(f"Result files: {folder / 'runs' / runs[0].session}")
+    print(f"Result file: {records.path_in(folder, runs[0].session)}")
     for alarm in lab_table.alarms(rows):
         print(alarm, file=sys.stderr)
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE

@@ -30,7 +30,7 @@ def sessions(runs: Iterable[LabRun]) -> dict[str, list[list[LabRow]]]:
     """The rows of measure.py and collectives.py, by device: a list for each session, in order."""
     by_session = defaultdict(list)
     for run in runs:
-        if run.lab == LAB and run.study[:1] != [TRAIN]:  # one alone is not part of a study
+        if run.lab == LAB and run.parent_command[:1] != [TRAIN]:  # one alone is not part of a study
             by_session[run.session].append(run)
     found = defaultdict(list)
     for session in sorted(by_session):

@@ -18,7 +18,7 @@ from labs.text_generation import models, prompts, proof, request
 from labs.text_generation.engines import Answer, Engine, OnTokens
 from labs.text_generation.models import Loaded
 from labs.text_generation.prompts import Batch
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.errors import OutOfMemory
 from workshop.labs import LabRun
 from workshop.run import hardware, lab_record, memory, startup, trainer, turns
@@ -130,7 +130,7 @@ def prepare(
         metrics={"processes": processes},
     )
     record.command = [word for word in record.command if word not in arguments.words[:3]]
-    record.study = record.command
+    record.parent_command = record.command
     for package in ("transformers", "deepspeed", "vllm"):
         if module := sys.modules.get(package):
             record.software[package] = module.__version__
@@ -173,7 +173,7 @@ def generate(ready: Run) -> int:
     peak = torch.cuda.max_memory_allocated(loaded.device) if loaded.device.type == "cuda" else 0
     if record.status != "interrupted":
         plain = arguments.engine == "hf" and not _has_its_own(arguments)
-        record.proof, found = proof.of_tokens(
+        record.gate, found = proof.of_tokens(
             loaded, ready.precision, _greedy(ready), plain_loop=plain
         )
     _measure(ready, found, peak)
@@ -333,12 +333,12 @@ def _implausible(record: LabRun) -> list[str]:
 def _finish(ready: Run) -> int:
     """Prints what was measured and writes the result; the exit status."""
     arguments, record = ready.arguments, ready.record
-    if record.proof.status == "fail":
-        record.status = "proof failed"
+    if record.gate.status == "fail":
+        record.status = "gate failed"
     path = None
     if record.step_ms and arguments.output_dir:  # of one token there is no step after the first
-        path = arguments.result_file or labs.new_path(record, arguments.output_dir)
-        labs.save(record, path)
+        path = arguments.result_file or records.path_in(arguments.output_dir, record.session)
+        records.save(record, path)
     if arguments.wait_turn:
         turns.end_turn()
     print("\n".join(summary(ready)))
@@ -354,7 +354,7 @@ def _finish(ready: Run) -> int:
             file=sys.stderr,
         )
         return errors.INTERRUPTED
-    return errors.ANSWER_IS_NO if record.proof.status == "fail" else errors.DONE
+    return errors.ANSWER_IS_NO if record.gate.status == "fail" else errors.DONE
 
 
 def summary(ready: Run) -> list[str]:
@@ -369,13 +369,13 @@ def summary(ready: Run) -> list[str]:
     ]
     if "kv_cache" in record.memory_mb:
         lines.append(f"KV cache: {float(record.memory_mb['kv_cache']):,.3f} MB at the end")
-    if record.proof.status == "fail":
-        return [*lines, f"FAIL, so no speed: {'; '.join(record.proof.failures)}"]
-    if record.proof.status != "pass":
+    if record.gate.status == "fail":
+        return [*lines, f"FAIL, so no speed: {'; '.join(record.gate.failures)}"]
+    if record.gate.status != "pass":
         return [*lines, "not proven, so no speed: it was interrupted"]
-    compared = record.proof.batch_size or 0
+    compared = record.gate.batch_size or 0
     lines += [
-        f"pass: {compared} prompt{'s' * (compared > 1)} against {record.proof.reference}",
+        f"pass: {compared} prompt{'s' * (compared > 1)} against {record.gate.reference}",
         f"first token after {m['first_token_ms']:.2f} ms, the prompts' pass: "
         f"{m['prefill_tflops']:,.3g} TFLOP/s",
     ]

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import torch
 
 from labs.text_generation import export, request
-from workshop import errors, labs, results
+from workshop import errors, labs, records, results
 from workshop.arguments import count, parse
 from workshop.compare import lab_table, tables
 from workshop.compare.tables import Line, Table, number
@@ -232,7 +232,7 @@ def _missing(engine: str) -> str:
 def _skipped(study: Study, shape: Shape, kind: Kind, reason: str) -> LabRun:
     plan = _plan(study, shape, kind)
     plan.planned.status, plan.planned.error = "skipped", reason
-    labs.save(plan.planned, plan.path)
+    records.add(plan.planned, plan.folder)
     return plan.planned
 
 
@@ -282,19 +282,18 @@ def _plan(study: Study, shape: Shape, kind: Kind) -> turns.Plan:
         variant=variant + f", {processes} processes" * (processes > 1),
         unit="tokens", units_per_step=batch, baseline=first,
     )  # fmt: skip
-    path = labs.new_path(planned, study.folder)
     flags = {
         "--model_path": model, "--input_file": prompts, "--batch_size": batch,
         "--num_tokens": new, "--device": study.device.type, "--session": study.session,
-        "--baseline": first, "--output_file": model.parent / f"{path.stem}.txt",
-        "--result-file": path, "--copy-gbs": study.copy_gbs,
+        "--baseline": first, "--output_file": model.parent / f"{results.new_session()}.txt",
+        "--copy-gbs": study.copy_gbs,
     }  # fmt: skip
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [str(PROGRAM), *ENGINES[engine]]
     return turns.Plan([*command, *(str(word) for pair in flags.items() for word in pair)],
-                      planned, path)  # fmt: skip
+                      planned, study.folder)  # fmt: skip
 
 
 def _tokens(prompt: int, new: int) -> str:
@@ -305,7 +304,7 @@ def _tokens(prompt: int, new: int) -> str:
 def _outcome(run: LabRun) -> str:
     if run.status != "complete":
         return run.failure
-    return f"{timing.median(run.step_ms):.3f} ms a token; gate {run.proof.status}"
+    return f"{timing.median(run.step_ms):.3f} ms a token; gate {run.gate.status}"
 
 
 def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:
@@ -318,7 +317,7 @@ def _show(runs: list[LabRun], folder: Path, drawn: str) -> int:
     path = folder / "engines.md"
     results.write_text(path, tables.markdown(shown))
     print(f"Written: {path}, {path.with_suffix('.png')}")
-    print(f"Result files: {folder / 'runs' / runs[0].session}")
+    print(f"Result file: {records.path_in(folder, runs[0].session)}")
     return errors.ANSWER_IS_NO if any(row.failed for row in rows) else errors.DONE
 
 

@@ -103,7 +103,7 @@ run_profiler() {
 keep() {
   if [[ -f $1/kernels.json ]]; then
     mkdir -p "$2"
-    cp "$1/kernels.json" "$1/run.json" "$2/"
+    cp "$1/kernels.json" "$1/run.jsonl" "$2/"
   fi
 }
 

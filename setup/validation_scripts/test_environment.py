@@ -23,6 +23,7 @@ PYTHON_MINIMUM = (3, 10)
 TORCH_MINIMUM = (2, 6)
 PACKAGES = {
     "rich": "progress and tables",
+    "msgspec": "reading of result files",
     "matplotlib": "plots",
     "numpy": "arrays for plots, statistics and V3's interpreter",
 }

@@ -63,7 +63,7 @@ def _steps(recorded: Collection) -> Iterator[tuple[str, ...]]:
                 "-" if row.peak_memory_mb is None else f"{row.peak_memory_mb:,.0f}",
                 f"{rest:,.0f}" if isinstance(rest, (int, float)) else "-",
                 "-" if row.peak_share is None else f"{row.peak_share:.1%}",
-                _link(stored[0].path.parent),
+                _link(stored[0].path),
             )
 
 

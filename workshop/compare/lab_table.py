@@ -79,15 +79,16 @@ def verdict(row: LabRow) -> str:
         return FAIL
     if any(run.status == "skipped" for run in row.runs):
         return SKIPPED
-    return PASS if row.proof == "pass" else NOT_AUDITED
+    return PASS if row.gate == "pass" else NOT_AUDITED
 
 
 def source(rows: Sequence[LabRow], command: str = "") -> str:
     """Where rows come from, Markdown: "NVIDIA H200, PyTorch 2.13.0, commit 0123456: `...`".
     Without a command it is that of their study, or a list of all, oldest first."""
     runs = sorted((run for row in rows for run in row.runs), key=lambda run: run.created)
-    studies = dict.fromkeys(f"python {shlex.join(run.study)}" for run in runs if run.study)
-    commands = [f"`{each}`" for each in ([command] if command else studies)]
+    parents = [shlex.join(run.parent_command) for run in runs if run.parent_command]
+    shown = [command] if command else [f"python {parent}" for parent in dict.fromkeys(parents)]
+    commands = [f"`{each}`" for each in shown]
     listed = f" {commands[0]}" if len(commands) == 1 else "\n\n- " + "\n- ".join(commands)
     commits = sorted({run.git_commit[:7] for run in runs if run.git_commit})
     versions = sorted({str(run.software.get("torch")) for run in runs})

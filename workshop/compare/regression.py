@@ -32,7 +32,7 @@ from workshop.results import RunResult
 from workshop.run import timing
 from workshop.versions import ALL
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FALSE_ALARMS = 0.005
 """The share of checks of unchanged code with a "slower" among the verdicts, if processes scatter
 normally. They do not, and it may reach 0.01."""
@@ -227,12 +227,12 @@ def load_baseline(path: Path) -> Baseline:
             f"{path}: no baseline of schema_version {SCHEMA_VERSION}: make one with "
             "`regression_tester.py baseline save`"
         )
-    baseline = results.decode(Baseline, content, path, "")
+    baseline = results.convert(Baseline, content, str(path))
     if not baseline.runs:
         raise WorkshopError(f"{path}: field runs is empty")
     for index, run in enumerate(baseline.runs):
-        for where, wrong in results.senseless(run):
-            raise WorkshopError(f"{path}: field runs[{index}].{where} {wrong}")
+        for wrong in run.wrong():
+            raise WorkshopError(f"{path}: field runs[{index}].{wrong}")
     return baseline
 
 
@@ -351,7 +351,7 @@ def _fitness(runs: list[RunResult]) -> tuple[str | None, str]:
             return NOT_TIMED, f"skipped: {run.error}"
         if run.error:
             return FAILED, run.error
-    if all(run.parity.status != "pass" for run in runs):
+    if all(run.gate.status != "pass" for run in runs):
         return FAILED, "gate not run: a time without a verdict"
     if any(run.interpreted for run in runs):
         return NOT_TIMED, "interpreted: Triton's interpreter ran its kernels"

@@ -285,7 +285,7 @@ def build_row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         baseline: what its speed-up is over; none is given without any.
     """
     first = runs[0]
-    shapes = ((run.parity.batch_size, run.parity.seq_len) for run in runs)
+    shapes = ((run.gate.batch_size, run.gate.seq_len) for run in runs)
     row = Row(
         version=first.version,
         variant=variant(first),
@@ -342,7 +342,7 @@ def steady(runs: list[RunResult]) -> list[RunResult]:
 
 
 def _parity(runs: list[RunResult]) -> str:
-    return _worst((run.parity.status for run in runs), "fail", "pass")
+    return _worst((run.gate.status for run in runs), "fail", "pass")
 
 
 def _audit(runs: list[RunResult]) -> str:

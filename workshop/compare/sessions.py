@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from workshop import results, versions
+from workshop import records, results, versions
 from workshop.errors import WorkshopError
 from workshop.gate.parity import Setting
 from workshop.judge.cases import Case, Round
@@ -144,7 +144,7 @@ def _batches(plans: Iterable[Plan], jobs: int) -> Iterator[list[Plan]]:
 
 def load_session(output_dir: Path, session: str) -> list[RunResult]:
     """The results of a session so far."""
-    return [results.load(path) for path in sorted((output_dir / "runs" / session).glob("*.json"))]
+    return records.load_runs(records.path_in(output_dir, session), RunResult)
 
 
 def _announce(keys: Iterable[str], arguments: argparse.Namespace, say: Say) -> dict[str, str]:
@@ -181,8 +181,10 @@ class _Session:
         self._source = data.Source(arguments.data)
         self._cases: dict[str, Case] = {}
         """By size and precision; no more than one has a process."""
-        self._waiting: list[tuple[Candidate, Path]] = []
-        """Those whose reference, V1's own run, comes later in their repeat, and their records."""
+        self._waiting: list[Candidate] = []
+        """Those whose reference, V1's own run, comes later in their repeat."""
+        self._path = records.path_in(arguments.output_dir, name)
+        self._stored: records.Comparison | None = None
 
     def __enter__(self) -> "_Session":
         return self
@@ -273,35 +275,28 @@ class _Session:
         if one.leads:
             one.case.lead(one.round, one.course)
         one.judge()
-        path = self._save(one.plan, one.result, one.stderr)
+        self._save(one.plan, one.result, one.stderr)
         self._tell(one.plan, one.line())
         if one.waits:
-            self._waiting.append((one, path))
+            self._waiting.append(one)
         if one.leads:
-            for waiting in [each for each in self._waiting if each[0].round is one.round]:
-                self._waiting.remove(waiting)
-                other, path = waiting
+            for other in [other for other in self._waiting if other.round is one.round]:
+                self._waiting.remove(other)
                 other.judge()
-                self._save(other.plan, other.result, path=path)
+                self._save(other.plan, other.result)
                 self._tell(other.plan, other.verdict())
 
-    def _save(
-        self, plan: Plan, result: RunResult, stderr: Iterable[str] = (), path: Path | None = None
-    ) -> Path:
-        """Writes a record, into `path` if it is there already; its path."""
-        path = path or self._new_path(result)
-        results.save_as(path, result)
+    def _save(self, plan: Plan, result: RunResult, stderr: Iterable[str] = ()) -> None:
+        if self._stored is None:
+            self._stored = records.Comparison.of(result)
+        self._stored.add(result, self._path)
         if result.status != "complete":
             self.failed.add(plan.label)
         if result.status == "failed":
             name = re.sub(r"\W+", "_", plan.label)
-            log = path.with_name(f"{name}_{plan.repeat + 1}.log")
+            log = self._path.with_suffix("") / f"{name}_{plan.repeat + 1}.log"
+            results.prepare_folder(log.parent)
             results.write_text(log, "\n".join(stderr) + "\n")
-        return path
-
-    def _new_path(self, result: RunResult) -> Path:
-        folder, name = self.arguments.output_dir, result.config_name
-        return results.new_path(folder, self.name, result.version, name, result.precision)
 
     def _tell(self, plan: Plan, what: str) -> None:
         repeats = 1 if plan.interpreted else self.arguments.repeats

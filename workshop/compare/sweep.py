@@ -21,12 +21,12 @@ from workshop.compare.rows import Row
 from workshop.compare.sessions import Plan
 from workshop.errors import NotOnThisMachine, WorkshopError, printable
 from workshop.gate import gate_size
-from workshop.results import MODEL_SIZES, MOST, RunResult, model_sizes
+from workshop.results import MODEL_SIZES, MOST, Kind, RunResult, model_sizes
 from workshop.run import flops, hardware, interpreter, presets
 from workshop.run.memory import MB
 from workshop.run.presets import PRESETS, Preset
 
-KIND = "sweep point"
+KIND: Kind = "sweep point"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from workshop.compare import rows, sessions
 from workshop.compare.rows import Row
 from workshop.compare.sessions import Options, Plan
 from workshop.errors import WorkshopError, printable
-from workshop.results import RunResult
+from workshop.results import Kind, RunResult
 from workshop.run import interpreter, presets, timing, trainer
 from workshop.run.precision import FLOAT8
 from workshop.versions import BASELINE, VERSIONS
 
-KIND = "waterfall rung"
+KIND: Kind = "waterfall rung"
 TARGETS = tuple(key for key, version in reversed(VERSIONS.items()) if version.rungs)
 Requested = Sequence[tuple[str, str]]
 """Versions at the end of a waterfall, each with a precision."""

@@ -22,7 +22,7 @@ from workshop.profilers.names import display_name, printable
 from workshop.profilers.picture import COLOURS as CATEGORY_COLOURS
 from workshop.profilers.show import summary
 from workshop.profilers.table import Kernel, KernelTable
-from workshop.results import FAIL, PASS
+from workshop.results import FAIL, PASS, RunResult
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline.model import Roofline, flags, sentences
 from workshop.run import precision, presets
@@ -226,8 +226,8 @@ _PROOF_HEADER = ("version", "verdict", "closest to its limit", "error", "allowed
 
 def _proof_cells(snapshot: Snapshot, group: Group, row: Row, proof: Sequence[str]) -> Cells:
     runs = [stored.run for stored in snapshot.stored(group, row)]
-    gated = next((run for run in runs if run.parity.status != "not run"), runs[0])
-    name, error, allowed = gated.parity.closest() or ("-", None, None)
+    gated = next((run for run in runs if run.gate.status != "not run"), runs[0])
+    name, error, allowed = gated.gate.closest() or ("-", None, None)
     refused = next((run.refused for run in runs if run.refused), ("", []))
     cell = _verdict(row)
     return [
@@ -336,8 +336,8 @@ def _roofline(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
     stored = [s for row in rows if row.step_ms for s in snapshot.stored(choice.group, row)]
     blocks = []
     if stored:
-        paths = [s.path for s in stored]
-        blocks.append(_one_roofline("steps", "Whole steps and their parts", snapshot, paths))
+        paths, runs = [s.path for s in stored], [s.run for s in stored]
+        blocks.append(_one_roofline("steps", "Whole steps and their parts", snapshot, paths, runs))
     profile = snapshot.profiles_of(choice.device).get(choice.profile)
     if profile:
         title = f"Kernels of {snapshot.profile_labels[choice.profile]}"
@@ -350,9 +350,11 @@ def _roofline(snapshot: Snapshot, choice: Choice, rows: list[Row]) -> list[Block
     return blocks or [_note("roofline", "Roofline", "No timed run is chosen.")]
 
 
-def _one_roofline(key: str, title: str, snapshot: Snapshot, paths: Sequence[Path]) -> Block:
+def _one_roofline(
+    key: str, title: str, snapshot: Snapshot, paths: Sequence[Path], runs: Sequence[RunResult] = ()
+) -> Block:
     try:
-        roofline = snapshot.roofline(paths)
+        roofline = snapshot.roofline(paths, runs)
     except WorkshopError as error:
         return _note(f"roofline-{key}", title, printable(str(error)))
     figure = figures.fit_for_both_themes(roofline_figures.plotly_figure(roofline))

@@ -71,7 +71,7 @@ class Snapshot:
         self._lab_files = {id(stored.run): stored for stored in collection.lab_runs}
         self._peaks = compared.session_peaks(stored.run for stored in collection.runs)
         self._rows: dict[Group, list[Row]] = {}
-        self._rooflines: dict[tuple[Path, ...], Roofline] = {}
+        self._rooflines: dict[tuple[object, ...], Roofline] = {}
 
     def rows(self, group: Group) -> list[Row]:
         """The group's rows, in the ladder's order; none for an unknown group."""
@@ -83,16 +83,16 @@ class Snapshot:
     def chosen(self, choice: Choice) -> list[Row]:
         return [row for row in self.rows(choice.group) if row.label in choice.versions]
 
-    def roofline(self, paths: Sequence[Path]) -> Roofline:
-        """Of result files, a profile's folder or a benchmark, with all known ceilings.
+    def roofline(self, paths: Sequence[Path], runs: Sequence[RunResult] = ()) -> Roofline:
+        """Of some runs in result files, a profile's folder or a benchmark, with all known ceilings.
 
         Raises:
             WorkshopError: nothing in them has a place on a roofline.
         """
-        key = tuple(paths)
+        key = (*paths, *map(id, runs))
         if key not in self._rooflines:
-            roofline = roofline_inputs.load(key)
-            own = next((folder for folder in self.folders if folder in key[0].parents), None)
+            roofline = roofline_inputs.load(paths, runs)
+            own = next((folder for folder in self.folders if folder in paths[0].parents), None)
             ceilings.attach(roofline, folder=own)
             self._rooflines[key] = roofline
         return self._rooflines[key]
@@ -300,7 +300,7 @@ def sources(snapshot: Snapshot, group: Group, rows: Iterable[Row]) -> list[str]:
 
 def files_in_words(paths: Iterable[Path]) -> list[str]:
     """A sentence for each folder of some result files."""
-    files = Counter(path.parent for path in paths)
+    files = Counter(path.parent for path in dict.fromkeys(paths))
     return [
         f"From {count} result file{'s' if count > 1 else ''} in {shown_path(folder)}."
         for folder, count in files.items()

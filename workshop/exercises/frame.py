@@ -168,14 +168,15 @@ class Work:
             options: entries of LabRun.options and the values that they must have, such as
                 precision="fp32".
         """
-        from workshop import labs
+        from workshop import labs, records
 
-        found = []
-        for path in (self.results / lab / "runs").glob("*/*.json"):
+        found: list[LabRun] = []
+        for path in (self.results / lab / "runs").glob("*.jsonl"):
             with contextlib.suppress(WorkshopError):
-                run = labs.load(path)
-                if run.status == status and options.items() <= run.options.items():
-                    found.append(run)
+                found += records.load_runs(path, labs.LabRun)
+        found = [
+            run for run in found if run.status == status and options.items() <= run.options.items()
+        ]
         return sorted(found, key=lambda run: (run.created, run.session), reverse=True)
 
     def profile(

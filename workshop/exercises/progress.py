@@ -68,6 +68,6 @@ class Progress:
 
 def _read(path: Path) -> dict[str, State]:
     try:
-        return results.decode(_Stored, results.read_json(path), path, "").exercises
+        return results.convert(_Stored, results.read_json(path), str(path)).exercises
     except WorkshopError as error:
         raise WorkshopError(f"{error}; delete the file to start again") from None

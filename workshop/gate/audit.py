@@ -248,15 +248,15 @@ def judge(found: Course, reference: Reference, setting: Setting) -> results.Audi
             allowed = min(allowed + noise, MOST)
         error = _distance(found.distance.get(name), true)
         measures[f"movement of {name}"] = Measure(error, allowed, own["movement"])
-    for name, true in course.moved.items():
+    for name, movement in course.moved.items():
         allowed = (MULTIPLE + of_v1) * own["direction"] + floor
-        error = _distance(found.moved.get(name), true)
+        error = _distance(found.moved.get(name), movement)
         measures[f"direction of {name}"] = Measure(error, allowed, own["direction"])
-    for name, true in course.gradients.items():
+    for name, gradient in course.gradients.items():
         scores = name.endswith(("q_proj.weight", "k_proj.weight"))
         multiple = SCORES_MULTIPLE if scores else _multiple(setting)
         allowed = (multiple + of_v1) * own["gradient"] + floor
-        error = _distance(found.gradients.get(name), true)
+        error = _distance(found.gradients.get(name), gradient)
         measures[f"gradient of {name}"] = Measure(error, allowed, own["gradient"])
     red = {name: measure for name, measure in measures.items() if not measure.passed}
     worst = max(measures, key=lambda name: parity.badness(measures[name]))

@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from workshop import errors
@@ -204,14 +204,8 @@ def read_claims(path: Path) -> list[Claim]:
     entries = results.parse_json(path)
     if not isinstance(entries, list) or not entries:
         raise WorkshopError(f"{path}: expected a list of claims, each an object")
-    defaults = {
-        field.name: field.default for field in fields(Claim) if field.default is not MISSING
-    }
-    claims = []
-    for i, entry in enumerate(entries, start=1):
-        whole = defaults | entry if isinstance(entry, dict) else entry
-        claims.append(results.decode(Claim, whole, path, f"claim {i}."))
-    return claims
+    numbered = enumerate(entries, start=1)
+    return [results.convert(Claim, entry, f"{path}: claim {i}") for i, entry in numbered]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -61,7 +61,7 @@ class Case:
         self._source, self._warmup, self._environment = source, warmup, environment
         self._v1_is_timed = v1_is_timed
         self._process: Process | None = None
-        self._gate: dict[tuple[int, int, int], tuple[Outcome, Outcome]] = {}
+        self._gate: dict[tuple[tuple[int, int], int], tuple[Outcome, Outcome]] = {}
         self._rounds: dict[tuple[int, int], Round] = {}
         self._own_errors: Mapping[str, float] | None = None
         self.gate_seed = secrets.randbits(62)
@@ -156,7 +156,8 @@ class Case:
             WorkshopError: it can't.
         """
         for part in range(len(self.parts(shape))):
-            if (*shape, part) not in self._gate:
+            key = shape, part
+            if key not in self._gate:
                 with self._v1() as process:
                     values = {"part": part, "sketch_seed": self.gate_seed}
                     process.ask("gate", batch_size=shape[0], seq_len=shape[1], **values)
@@ -164,11 +165,11 @@ class Case:
                     if truth.kind == "no memory":
                         raise WorkshopError("out of memory: the gate trains V1, too, in fp32")
                     own = process.answer("outcome")
-                    self._gate[(*shape, part)] = wire.to_outcome(truth), wire.to_outcome(own)
+                    self._gate[key] = wire.to_outcome(truth), wire.to_outcome(own)
 
     def gate_answers(self, shape: tuple[int, int], part: int) -> tuple[Outcome, Outcome]:
         """V1's in higher precision and at the candidates'."""
-        return self._gate[(*shape, part)]
+        return self._gate[shape, part]
 
     # --- the timed runs ---
 

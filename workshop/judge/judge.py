@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workshop import errors, results, versions
+from workshop.errors import WorkshopError
 from workshop.gate import audit, parity, plausibility
 from workshop.gate.audit import Course
 from workshop.judge import wire
@@ -109,7 +110,7 @@ class Candidate:
             if not report.passed:
                 self.result.status = "gate failed"
                 break
-        self.result.parity = report.record()
+        self.result.gate = report.record()
         self._summary = report.summary()
 
     def _warm_up(self) -> None:
@@ -177,8 +178,12 @@ class Candidate:
             params_with_grad=sum(sizes[name] for name in reached),
         )
         result.peak_tflops, result.peak_source = self.case.peak
-        for where, wrong in results.senseless(result):
-            raise Closed(f"the process told nonsense: {where} {wrong}")
+        try:
+            results.convert(RunResult, dataclasses.asdict(result), "the process told nonsense")
+        except WorkshopError as error:
+            raise Closed(str(error)) from None
+        for wrong in result.wrong():
+            raise Closed(f"the process told nonsense: {wrong}")
 
     def _fail(self, closed: Closed) -> None:
         """Records why a process ended, or was ended, before its last answer."""
@@ -238,7 +243,7 @@ class Candidate:
         if result.error:
             return f"skipped: {result.error}" if result.status == "skipped" else result.error
         if result.status == "gate failed":
-            return "\n  ".join([f"gate: {self._summary}", *result.parity.failures])
+            return "\n  ".join([f"gate: {self._summary}", *result.gate.failures])
         if result.interpreted:
             return f"{interpreter.NOT_COMPARABLE}; gate: {self._summary}"
         line = f"{timing.median(result.step_ms):.2f} ms a step; {self.verdict()}"

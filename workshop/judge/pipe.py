@@ -62,7 +62,7 @@ class Pipe:
         try:
             self._write.write(head.encode() + b"\n")
             for tensor in plain.values():
-                self._write.write(memoryview(tensor.flatten().numpy()).cast("B"))
+                self._write.write(tensor.flatten().numpy().tobytes())
             self._write.flush()
         except (BrokenPipeError, ValueError) as error:
             raise Closed(f"the process no longer listens ({error})") from None

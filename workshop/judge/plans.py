@@ -25,8 +25,7 @@ class Plan:
     config: str
     precision: str
     repeat: int = 0
-    kind: str = "run"
-    """One of results.KINDS."""
+    kind: results.Kind = "run"
     interpreted: bool = False
     """Triton's interpreter runs it: one process, which times a single step."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -127,6 +126,7 @@ def record(plan: Plan, arguments: argparse.Namespace, session: str, beside: int 
         kind=plan.kind,
         options=options,
         prepared_beside=beside,
+        parent_command=results.own_command(),
         command=["python", version.path.name, *plan.flags()],
     )
 

@@ -88,8 +88,9 @@ class Process:
         self, kind: str, tensors: Mapping[str, Tensor], answer: str, /, **values: Any
     ) -> tuple[Message, float, float | None]:
         """Asks and takes the answer; it, the seconds from one to the other, and for how many of
-        them the thread that waited longest, of the process or of the judge, had no processor."""
+        them other programs kept a thread, of the process or of the judge, from a processor."""
         pids = (self._process.pid, os.getpid())
+        busy_before = waiting.busy_seconds(self._process.pid)
         before = [waiting.seconds_without_processor(pid) for pid in pids]
         start = time.perf_counter()
         self.ask(kind, tensors, **values)
@@ -99,7 +100,11 @@ class Process:
             waiting.longest_wait(then, waiting.seconds_without_processor(pid))
             for pid, then in zip(pids, before, strict=True)
         ]
-        return message, seconds, None if waited[0] is None else sum(filter(None, waited))
+        busy = waiting.busy_seconds(self._process.pid)
+        if waited[0] is None or busy is None or busy_before is None:
+            return message, seconds, None
+        # A process can also keep itself waiting, with more threads than there are processors.
+        return message, seconds, min(sum(filter(None, waited)), max(busy - busy_before, 0.0))
 
     def end(self) -> int:
         """Tells the process that there are no more questions, and waits; its exit status."""

@@ -25,15 +25,14 @@ def sketched(outcome: Outcome, seed: int) -> Outcome:
     }
     # A direction is a change of the logits, and the others are changes of weights: each has the
     # sketch of what it is compared with.
-    groups = {
-        kind: {
-            name: sketch(tensor, "logits" if kind == "directions" else name, seed)
-            for name, tensor in getattr(outcome, kind).items()
-        }
-        for kind in _KINDS
-    }
-    logits = sketch(outcome.logits, "logits", seed)
-    return dataclasses.replace(outcome, logits=logits, gradients=gradients, **groups)
+    return dataclasses.replace(
+        outcome,
+        logits=sketch(outcome.logits, "logits", seed),
+        gradients=gradients,
+        updates={name: sketch(one, name, seed) for name, one in outcome.updates.items()},
+        initial={name: sketch(one, name, seed) for name, one in outcome.initial.items()},
+        directions={n: sketch(one, "logits", seed) for n, one in outcome.directions.items()},
+    )
 
 
 Sent = tuple[dict[str, Tensor], dict[str, Any]]

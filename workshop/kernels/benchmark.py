@@ -446,10 +446,10 @@ def load(path: Path) -> tuple[list[Row], Run]:
             # JSON has null for an error that was no number or infinite.
             infinite = [name for name, error in record["errors"].items() if error is None]
             record["errors"] = {k: v for k, v in record["errors"].items() if v is not None}
-        row = results.decode(Row, record, path, f"rows[{index}].")
+        row = results.convert(Row, record, f"{path}: rows[{index}]")
         row.errors |= dict.fromkeys(infinite, math.nan)
         rows.append(row)
-    return rows, results.decode(Run, content, path, "")
+    return rows, results.convert(Run, content, str(path))
 
 
 if __name__ == "__main__":

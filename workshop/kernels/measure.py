@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workshop import results
 from workshop.gate import plausibility
 from workshop.kernels.cases import (
     BACKWARD,
@@ -97,7 +96,7 @@ class Row:
     samples: dict[str, list[float]] = field(default_factory=dict)
     peak_mb: float | None = None
     """What a forward and backward pass needed at most, beyond its arguments."""
-    host_us: list[float] = field(default_factory=list, metadata=results.NEWER)
+    host_us: list[float] = field(default_factory=list)
     """Samples of the host's time for a forward and backward pass, launched from Python."""
 
     @property

@@ -62,7 +62,7 @@ def read(path: Path) -> KernelTable:
     for kernel in kernels if isinstance(kernels, list) else []:
         for name in _DERIVED if isinstance(kernel, dict) else []:
             kernel.pop(name, None)
-    table = results.decode(KernelTable, fields | {"path": path}, path, "")
+    table = results.convert(KernelTable, fields | {"path": path}, str(path))
     for index, kernel in enumerate(table.kernels):
         if kernel.calls < 1 or kernel.total_ns < 0 or kernel.category not in CATEGORIES:
             raise WorkshopError(f"{path}: field kernels[{index}] has no calls, time or category")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
-from workshop import file_kinds, labs, results
+from workshop import records
 from workshop.errors import WorkshopError
 from workshop.labs import LabRun
 from workshop.profilers import (
@@ -90,8 +90,7 @@ def recorded(path: Path) -> RunResult | LabRun | None:
     record = folder / RUN_FILE
     if not record.is_file():
         return None
-    of_a_lab = file_kinds.kind_of(record) == file_kinds.LAB
-    return labs.load(record) if of_a_lab else results.load(record)
+    return records.load_run(record)
 
 
 def recorded_run(path: Path) -> RunResult | None:

@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from workshop import errors, results, versions
+from workshop import errors, records, results, versions
 from workshop.arguments import count, parse
 from workshop.errors import WorkshopError
 from workshop.gate import canonical
@@ -136,7 +136,7 @@ class ProfileRun:
         self.runner.wait()
         self.record.gradients = canonical.count_gradients(self.model)
         self.record.losses = []
-        return results.save_as(folder / RUN_FILE, self.record)
+        return records.write(self.record, folder / RUN_FILE)
 
 
 def plan(program: Program, flags: list[str], steps: int) -> Plan[Prepare]:

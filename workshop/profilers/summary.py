@@ -30,7 +30,7 @@ _MARK = "<!-- the versions' profiles -->"
 _KINDS = (
     ("kernels.csv", "the kernel table", "a spreadsheet", ""),
     ("kernels.json", "the kernel table, for programs", "", ""),
-    ("run.json", "what was profiled", "", ""),
+    ("run.jsonl", "what was profiled", "", ""),
     ("command.txt", "the commands that were run", "", ""),
     ("output.txt", "what they printed", "", ""),
     ("*.pt.trace.json*", "timeline of a few steps", "Perfetto", "https://ui.perfetto.dev"),

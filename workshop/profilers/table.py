@@ -11,7 +11,6 @@ from pathlib import Path
 from workshop.profilers.categories import categorize
 from workshop.profilers.names import printable
 from workshop.profilers.step_time import StepTime
-from workshop.results import NEWER
 
 STEP = "step"
 PHASES = ("forward", "backward", "optimizer")
@@ -49,7 +48,7 @@ class Timeline:
     """From the first start to the last end."""
     busy_ns: float
     """Time in which at least one of them ran: those that overlap count once."""
-    calls: int | None = field(default=None, metadata=NEWER)
+    calls: int | None = None
     """Kernels and copies that this GPU ran."""
 
     @property
@@ -111,9 +110,9 @@ class KernelTable:
     "forward", "backward", "optimizer"."""
     host_calls: dict[str, HostCall] = field(default_factory=dict)
     """By the runtime function's name, such as cudaLaunchKernel or hipStreamSynchronize."""
-    loading: Loading | None = field(default=None, metadata=NEWER)
+    loading: Loading | None = None
     """None where the tool does not see it, or no batch came from a DataLoader."""
-    step_times: list[StepTime] = field(default_factory=list, metadata=NEWER)
+    step_times: list[StepTime] = field(default_factory=list)
     """One entry a step, where the tool has the start and end of what host and GPU did in it."""
     warnings: list[str] = field(default_factory=list)
     """Sentences: what could not be read, what the figures leave out."""

@@ -43,7 +43,7 @@ class Group:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return tuple(stored.path for runs in self.runs for stored in runs)
+        return tuple(dict.fromkeys(stored.path for runs in self.runs for stored in runs))
 
     def pairs(self) -> Iterator[tuple[Row, list[StoredRun]]]:
         return zip(self.rows, self.runs, strict=True)
@@ -95,9 +95,10 @@ def section(group: Group, folder: Path) -> Section:
     for row, stored in group.pairs():
         where = f"{row.label} {group.size}, {row.device}"
         part.alarms += alarms(row, where, parts.links(stored))
-    timed = [one.path for row, stored in group.pairs() if row.step_ms for one in stored]
+    timed = [one for row, stored in group.pairs() if row.step_ms for one in stored]
     if timed:
-        add_roofline(part, group.size, timed, folder)
+        files = dict.fromkeys(one.path for one in timed)
+        add_roofline(part, group.size, [*files], folder, [one.run for one in timed])
     return part
 
 
@@ -124,7 +125,7 @@ def tables(group: Group) -> Section:
 
 def _worst(stored: Sequence[StoredRun]) -> Cell:
     """The largest of the gate's errors, as a share of what is allowed."""
-    closest = [found for one in stored if (found := one.run.parity.closest())]
+    closest = [found for one in stored if (found := one.run.gate.closest())]
     share = max((error / allowed for _, error, allowed in closest), default=None)
     if share is None:
         return Cell("-")

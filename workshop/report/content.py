@@ -83,8 +83,8 @@ def build(
 def _counts(
     collection: Collection, groups: list[Group], of_studies: int, others: int, broken: int
 ) -> list[str]:
-    older = len(collection.runs) - of_studies - sum(len(group.files) for group in groups)
-    counts = [count(len(collection.runs), "result file")]
+    older = len(collection.runs) - of_studies - len(_runs(groups))
+    counts = [count(len(collection.runs), "run")]
     counts += [f"{older} of them older than another of their kind, and not shown"] if older else []
     kinds = (
         (len(collection.lab_runs), "lab run"),
@@ -173,7 +173,7 @@ def _commands(groups: Sequence[Group]) -> Table:
     lines = []
     for group in groups:
         for row, stored in group.pairs():
-            gated = next((one for one in stored if one.run.parity.status != "not run"), stored[0])
+            gated = next((one for one in stored if one.run.gate.status != "not run"), stored[0])
             command = printable(" ".join(gated.run.command)) or "-"
             link = Link("result file", gated.path)
             what = cells(f"{row.label} {group.size}")

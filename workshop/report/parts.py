@@ -15,7 +15,7 @@ from workshop.compare.rows import Row
 from workshop.labs import LabRow
 from workshop.profilers.names import printable
 from workshop.report.pictures import Picture, read_roofline, roofline_picture
-from workshop.results import FAIL
+from workshop.results import FAIL, RunResult
 from workshop.roofline.inputs import STEP
 from workshop.roofline.model import flags, sentences
 
@@ -168,7 +168,8 @@ def cells(*texts: str) -> list[Cell]:
 
 
 def links(stored: Iterable[StoredRun | StoredLab]) -> tuple[Link, ...]:
-    return tuple(Link(str(i), one.path) for i, one in enumerate(stored, 1))
+    paths = dict.fromkeys(one.path for one in stored)
+    return tuple(Link(str(i), path) for i, path in enumerate(paths, 1))
 
 
 def with_column(caption: str, table: tables.Table, name: str, last: Sequence[Cell]) -> Table:
@@ -188,15 +189,22 @@ def alarms(row: Row, where: str, files: tuple[Link, ...]) -> Iterator[Alarm]:
 
 
 def add_roofline(
-    section: Section, title: str, files: Sequence[Path], folder: Path, *, in_words: bool = True
+    section: Section,
+    title: str,
+    files: Sequence[Path],
+    folder: Path,
+    runs: Sequence[RunResult] = (),
+    *,
+    in_words: bool = True,
 ) -> None:
     """Adds what bounds the whole steps, or the longest kernels, in words, and a picture of several
     points; the parts of a step are in the picture alone.
 
     Args:
         folder: of results, with measured ceilings.
+        runs: those of the files that are shown; without them all.
     """
-    roofline = read_roofline(files, title=title, results_folder=folder)
+    roofline = read_roofline(files, runs, title=title, results_folder=folder)
     if roofline is None:
         return
     steps = sum(point.category == STEP for point in roofline.points)

@@ -15,6 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from workshop.errors import WorkshopError
+from workshop.results import RunResult
 from workshop.roofline import ceilings
 from workshop.roofline import figures as roofline_figures
 from workshop.roofline import inputs as roofline_inputs
@@ -125,11 +126,14 @@ def roofline_picture(name: str, roofline: Roofline, files: tuple[Path, ...]) -> 
     return DrawnPicture(name, "How far from the chip's limits", alt, files, draw)
 
 
-def read_roofline(paths: Sequence[Path], *, title: str, results_folder: Path) -> Roofline | None:
-    """The roofline of some files, with all known ceilings of their device, measured ones from the
-    results' folder; None if nothing in them has a place on one, or no ceiling is known."""
+def read_roofline(
+    paths: Sequence[Path], runs: Sequence[RunResult], *, title: str, results_folder: Path
+) -> Roofline | None:
+    """The roofline of some files, or of some runs in them, with all known ceilings of their device,
+    measured ones from the results' folder; None if nothing in them has a place on one, or no
+    ceiling is known."""
     try:
-        roofline = roofline_inputs.load(paths)
+        roofline = roofline_inputs.load(paths, runs)
     except WorkshopError:  # broken files are listed anyway
         return None
     ceilings.attach(roofline, folder=results_folder)

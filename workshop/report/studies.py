@@ -87,7 +87,7 @@ def _add_table(
 def _add_picture(
     section: Section, title: str, words: str, own: Sequence[StoredRun], draw: Callable[[Path], None]
 ) -> None:
-    files = tuple(s.path for s in own)
+    files = tuple(dict.fromkeys(s.path for s in own))
     name = f"{section.anchor}-picture"
     section.pictures.append(DrawnPicture(name, title, printable(words), files, draw))
 

@@ -141,7 +141,7 @@ def load(path: Path) -> Measurement:
         raise WorkshopError(
             f"{path}: no measured ceilings; measure them again (roofline_analysis.py --measure)"
         )
-    measurement = results.decode(Measurement, content, path, "")
+    measurement = results.convert(Measurement, content, str(path))
     for where, rate in (("copy_gbs", measurement.copy_gbs), *measurement.tflops.items()):
         if not results.LEAST <= rate <= results.MOST:
             raise WorkshopError(f"{path}: field {where} is {rate!r:.40}, no rate of a machine")

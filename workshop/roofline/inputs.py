@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop import file_kinds, results
+from workshop import file_kinds, records, results
 from workshop.compare.rows import Row, build_rows, preferred
 from workshop.errors import WorkshopError
 from workshop.gate import plausibility
@@ -81,11 +81,16 @@ class Inputs:
 
 
 def load(
-    paths: Sequence[Path], *, precision: str | None = None, config: str | None = None
+    paths: Sequence[Path],
+    runs: Sequence[RunResult] = (),
+    *,
+    precision: str | None = None,
+    config: str | None = None,
 ) -> Roofline:
     """The roofline of files and folders, each recognised by its content.
 
     Args:
+        runs: those to show of the files, which are not read then.
         precision: of runs, only those of it; of kernels, that of the products where none is
             recorded.
         config: of runs, only those of this preset.
@@ -93,8 +98,8 @@ def load(
     Raises:
         WorkshopError: nothing in them can be read, or nothing in them has a place on a roofline.
     """
-    found = Inputs()
-    for path in paths:
+    found = Inputs(list(runs))
+    for path in () if runs else paths:
         _collect(path, found)
     roofline = Roofline(", ".join(printable(str(path)) for path in paths), None, [])
     roofline.notes.append(model.RULE)
@@ -178,8 +183,8 @@ def _check(flag: str, value: float) -> float:
 
 def _collect(path: Path, found: Inputs) -> None:
     kind = _kind(path)
-    if kind == file_kinds.RUN:
-        found.runs += results.load_folder(path)
+    if kind == file_kinds.RUNS:
+        found.runs += records.load_folder(path, RunResult)
     elif kind == file_kinds.BENCHMARK:
         found.benchmarks.append(path / BENCHMARK_FILE if path.is_dir() else path)
     elif kind == file_kinds.CEILINGS:
@@ -201,9 +206,7 @@ def _kind(path: Path) -> str:
         return ""
     if table.is_file() and file_kinds.kind_of(table) == file_kinds.BENCHMARK:
         return file_kinds.BENCHMARK
-    files = (*path.glob("*.json"), *path.rglob("runs/**/*.json"))
-    kinds = map(file_kinds.kind_of, files)
-    return file_kinds.RUN if file_kinds.RUN in kinds else ""
+    return file_kinds.RUNS if any(records.files_in(path)) else ""
 
 
 def _rocprof_ceilings(path: Path, found: list[rocprof_compute.Ceilings]) -> list[Ceiling]:

@@ -31,7 +31,7 @@ def begin(
         git_commit=results.git_commit(),
         created=results.now(),
         command=command,
-        study=command,
+        parent_command=command,
         **fields,
     )
     if sheet := hardware.peaks(device):

@@ -1,4 +1,4 @@
-"""Processes that prepare beside each other and are timed in turns.
+"""Processes that prepare in parallel and are timed one at a time.
 
 To import, build and compile takes a minute of one core, the timed iterations a second of the whole
 device. A process says on stdout that it is ready, and waits for a line on stdin.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workshop import errors, labs, results
+from workshop import errors, records, results
 from workshop.labs import LabRun
 from workshop.run import processes
 
@@ -44,14 +44,15 @@ class Plan:
     """A process that measures one variant."""
 
     command: list[str]
-    """Leaves its result in `path`."""
+    """Takes --result-file, where it leaves its result."""
     planned: LabRun
     """The record for a process that leaves none."""
-    path: Path
+    folder: Path
+    """The folder of results in which the comparison has its file."""
 
 
 def share_of_compilers(number: int) -> dict[str, str]:
-    """What to add to the environment of so many processes that prepare at the same time: by default
+    """Additions to the environment of `number` processes that prepare at the same time: by default
     each has a compiler for every core. Every second one compiles."""
     threads = max(1, 2 * (os.cpu_count() or 1) // number)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
@@ -64,11 +65,13 @@ class Child:
         self.plan = plan
         self._late = False
         self._heard = b""
+        self._scratch = tempfile.TemporaryDirectory()
+        self._result = Path(self._scratch.name, "result.jsonl")
         # No pipe, which may be full while it is not read.
         self._complaint = tempfile.TemporaryFile()  # noqa: SIM115
         # A session of its own: a Ctrl-C at the terminal reaches us alone.
         self.process = subprocess.Popen(
-            plan.command,
+            [*plan.command, "--result-file", str(self._result)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaint,
@@ -97,12 +100,9 @@ class Child:
             self.process.stdin.close()
         while not self.hear(DONE):
             pass
-        run, path = self.plan.planned, self.plan.path
-        if path.exists():
-            study, run = run.study, labs.load(path)
-            run.study = study  # the planned record's, which is of the program that gives the turns
-            labs.save(run, path)
-            return run
+        if left := self.take():
+            return left
+        run = self.plan.planned
         run.created = results.now()
         code = self.process.wait()
         self._complaint.seek(0)
@@ -113,13 +113,22 @@ class Child:
             run.error = f"not ready to be timed after {READY_WITHIN_S:,} s, and ended"
         elif code < 0:
             run.error = f"ended by {signal.Signals(-code).name}"
-        labs.save(run, path)
+        records.add(run, self.plan.folder)
         return run
+
+    def take(self) -> LabRun | None:
+        """Moves the result that the process left to the comparison's file; None without one."""
+        for run in records.load_runs(self._result, LabRun):
+            run.parent_command = self.plan.planned.parent_command
+            records.add(run, self.plan.folder)
+            self._result.unlink()
+            return run
+        return None
 
 
 def _message(text: str) -> str:
-    """What a failed process says on stderr: our line, or a traceback's, after which PyTorch has
-    lines of advice. Of several processes their launcher has more to say than they."""
+    """The message of a failed process on stderr: our line, or a traceback's, after which PyTorch
+    has lines of advice. Of several processes their launcher has more to say than they."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no message"]
     own = [line for line in lines if line.startswith("error: ")]
     # PyTorch may write [rank0]: before it; torchrun's own error, the last, has no words.
@@ -129,8 +138,8 @@ def _message(text: str) -> str:
 
 
 def in_turns(plans: Sequence[Plan], jobs: int) -> Iterator[LabRun]:
-    """The run of each plan. So many processes as `jobs` prepare beside each other, with
-    --wait-turn; each is timed alone."""
+    """The run of each plan. Up to `jobs` processes prepare in parallel, with --wait-turn; each is
+    timed alone."""
     if jobs == 1:
         yield from map(_alone, plans)
         return
@@ -153,6 +162,7 @@ def _alone(plan: Plan) -> LabRun:
             return run
         except KeyboardInterrupt:
             processes.stop(child.process, SECONDS_TO_STOP)
+            child.take()
             raise
 
 
@@ -199,3 +209,4 @@ def _end(children: list[Child]) -> None:
             child.process.wait(max(0.0, deadline - time.monotonic()))
     for child in children:
         processes.kill_group(child.process)
+        child.take()

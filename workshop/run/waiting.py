@@ -39,6 +39,23 @@ def longest_wait(before: dict[str, float] | None, now: dict[str, float] | None) 
     return max(waited - before.get(thread, 0.0) for thread, waited in now.items())
 
 
+def busy_seconds(session: int) -> float | None:
+    """Processor time so far of this machine without that of this process and of a session's
+    processes; None where the system doesn't count that."""
+    try:
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        user, nice, system, _, _, irq, softirq = map(int, words[1:8])
+    except (OSError, ValueError):
+        return None
+    own = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()  # from the state on
+            if int(fields[3]) == session or int(stat.parent.name) == os.getpid():
+                own += sum(map(int, fields[11:15]))
+    return (user + nice + system + irq + softirq - own) / os.sysconf("SC_CLK_TCK")
+
+
 def longest_share(before: dict[str, float] | None, seconds: float) -> float | None:
     """The share of the last `seconds` in which the thread of this process that waited longest had
     no processor.

@@ -40,7 +40,7 @@ import tensor_ops  # noqa: E402
 import torch  # noqa: E402
 from tensor_ops import COPY, DEFAULT_DIM, KINDS, MATRIX, MODEL_OPS, OPS, PREDEFINED, Amounts, Case  # noqa: E402
 
-from workshop import errors, operators, results  # noqa: E402
+from workshop import errors, results  # noqa: E402
 from workshop.arguments import count, parse  # noqa: E402
 from workshop.errors import WorkshopError  # noqa: E402
 from workshop.gate import plausibility  # noqa: E402
@@ -356,7 +356,7 @@ class Report:
         command += [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         return {
             "schema_version": SCHEMA_VERSION,
-            operators.KEY: records,
+            "operators": records,
             "command": command,
             "cache_bytes": self.cache,
         } | dataclasses.asdict(self.measurement)

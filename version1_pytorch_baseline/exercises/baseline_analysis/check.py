@@ -176,7 +176,7 @@ def _runs(work: Work) -> Iterator[Item]:
     what = f"{run.config_name}, {run.precision}, {run.device.get('name')}"
     yield Item(True, f"your three runs: {what}", note)
     three = (m.later, m.earlier, m.doubled)
-    gate = all(one.parity.status == "pass" for one in three)
+    gate = all(one.gate.status == "pass" for one in three)
     doubts = [sentence for one in three for sentence in one.plausibility]
     yield Item(
         gate and not doubts,
@@ -191,7 +191,7 @@ def _runs(work: Work) -> Iterator[Item]:
 def measured(work: Work) -> Measured:
     """Raises Missing: a run is not there."""
     # A comparison's repeats of the same code skip the gate: they have no verdict of their own.
-    gated = [one for one in work.stored_runs("v1") if one.run.parity.status != "not run"]
+    gated = [one for one in work.stored_runs("v1") if one.run.gate.status != "not run"]
     alike = [stored for stored in gated if _is_base(stored.run)]
     if not alike:
         raise Missing("no run of V1 with its gate yet; twice:", f"{RUN} --num-steps 20")

@@ -12,7 +12,7 @@ from workshop.results import RunResult
 from workshop.run import timing
 
 FOLDER = results.DEFAULT_FOLDER / "performance_debugging"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEALTHY = "stage6"
 
 METRICS = {
@@ -136,9 +136,9 @@ def load(path: Path) -> StageResult:
             f"{path}: schema_version is {version!r}, this workshop reads {SCHEMA_VERSION}; run "
             "the stage again"
         )
-    result = results.decode(StageResult, content, path, "")
-    for where, wrong in results.senseless(result.run):
-        raise WorkshopError(f"{path}: field run.{where} {wrong}")
+    result = results.convert(StageResult, content, str(path))
+    for wrong in result.run.wrong():
+        raise WorkshopError(f"{path}: field run.{wrong}")
     if not result.loop_ms > 0:
         raise WorkshopError(f"{path}: field loop_ms should be positive, found {result.loop_ms}")
     return result

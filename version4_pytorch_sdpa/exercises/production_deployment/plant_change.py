@@ -13,9 +13,10 @@ if __name__ == "__main__":
 
     import_torch()
 
-from workshop import errors, results
+from workshop import errors, records, results
 from workshop.arguments import parse
 from workshop.errors import WorkshopError
+from workshop.results import RunResult
 
 MOST_PERCENT = 10**6
 
@@ -27,7 +28,7 @@ def plant(source: Path, target: Path, *, percent: float, device: str | None) -> 
         percent: by which each timed step becomes longer.
         device: another device's name, if it is to be one.
     """
-    runs = [run for run in results.load_folder(source) if run.version == "v4"]
+    runs = [run for run in records.load_folder(source, RunResult) if run.version == "v4"]
     if not runs:
         raise WorkshopError(f"{source}: no results of V4 in it")
     results.prepare_folder(target)
@@ -37,7 +38,7 @@ def plant(source: Path, target: Path, *, percent: float, device: str | None) -> 
             step_ms=[time * (1 + percent / 100) for time in run.step_ms],
             device=run.device | ({"name": device} if device else {}),
         )
-        results.save_as(target / f"planted_{number}.json", changed)
+        records.save(changed, target / f"planted_{number}.jsonl")
     return len(runs)
 
 

@@ -75,7 +75,7 @@ class Measured:
 
 def error(run: LabRun) -> float:
     """Of the logits, relative to their spread."""
-    return float(run.proof.measures["logits"]["error"] or math.inf)
+    return float(run.gate.measures["logits"]["error"] or math.inf)
 
 
 def measured(work: Work) -> Measured:
@@ -175,7 +175,7 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found(
         "found.error_ratio", "the error of half over that of fp32", "x",
         lambda m: m.error_ratio,
-        "`error` under `proof` in the two result files: half's over fp32's.", within=0.1,
+        "`error` under `gate` of the two runs: half's over fp32's.", within=0.1,
         note=lambda m: "of unit roundings {:,.0f}, of logits {:,.0f}".format(
             UNIT_ROUNDING[own_runs.text_option(m.half.first, "precision")] / UNIT_ROUNDING["fp32"],
             m.error_ratio,
@@ -184,11 +184,11 @@ QUESTIONS: tuple[Question[Measured], ...] = (
     Found(
         "found.top1_percent", "top-1 agreement of half", "%",
         lambda m: 100 * float(m.half.first.metrics["top1_agreement"] or 0),
-        "`top1_agreement` under `metrics` in the result file of half, in percent.",
+        "`top1_agreement` under `metrics` of the run of half, in percent.",
     ),
     Found(
         "found.loss_percent", "the difference of the losses", "%", lambda m: m.loss_percent,
-        "The last entries of `losses` in the two result files: the difference over fp32's, in "
+        "The last entries of `losses` of the two runs: the difference over fp32's, in "
         "percent.", within=0.1,
     ),
     Found(
