@@ -472,7 +472,7 @@ def configure_optimizer(model, learning_rate, real=configure_optimizer):
 ''',
     ),
     # --- detection ---------------------------------------------------------------------------
-    Trick("detects-step-count", "other behaviour when tested", "", quick=True),
+    Trick("detects-step-count", "other behaviour when tested", ""),
     Trick(
         "detects-text",
         "other behaviour when tested",
@@ -747,7 +747,6 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
     with torch.no_grad():
         return model(tokens, targets)
 """,
-        quick=True,
     ),
     Trick(
         "frozen-layer",
