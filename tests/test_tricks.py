@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tricks import TRICKS, Trick, add_versions, copy_checkout
+from tricks import ROOT, TRICKS, Trick, add_versions, copy_checkout
 
 FORGED = "feedc0de"
 """Text that the tricks write where they forge a record."""
@@ -94,3 +95,11 @@ def test_a_trick_earns_nothing(trick: Trick, compare: Compare) -> None:
     assert not (found.folder / "code" / "tricks" / trick.file).with_suffix(".acted").exists()
     written = [path.read_text() for path in (found.folder / "out").rglob("*.json*")]
     assert written and not any(FORGED in text for text in written)
+
+
+def test_the_document_has_a_line_for_each_kind_of_trick() -> None:
+    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| (?!trick|---)(.*?) \|", page, re.MULTILINE)
+    kinds = {trick.kind for trick in TRICKS}
+    assert len(lines) == len(kinds)
+    assert all(any(line.startswith(kind) for line in lines) for kind in kinds)
