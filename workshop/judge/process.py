@@ -107,11 +107,16 @@ class Process:
         return message, seconds, min(sum(filter(None, waited)), max(busy - busy_before, 0.0))
 
     def end(self) -> int:
-        """Tells the process that there are no more questions, and waits; its exit status."""
+        """Tells the process that there are no more questions, and waits; its exit status. One that
+        goes on all the same is ended."""
         with contextlib.suppress(Closed):
             self.ask("end")
         self._pipe.close()
-        status = self._process.wait()
+        try:
+            status = self._process.wait(timeout=SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            processes.kill_group(self._process)
+            status = self._process.wait()
         self._watch.close()
         for reader in self._readers:
             reader.join(timeout=SECONDS_TO_STOP)
