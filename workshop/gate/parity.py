@@ -692,9 +692,9 @@ def _compare_outputs(report: ParityReport, setting: Setting, runs: Runs) -> None
     if setting.precision.name != "fp32":
         averaged = max(ALONG, 2 / math.sqrt(setting.batch_size * setting.seq_len))
         for name, direction in {"their own scale": true, **runs.truth.directions}.items():
-            error, along_v1 = (_along(logits, true, direction) for logits in (found, of_v1))
+            error, own_error = (_along(logits, true, direction) for logits in (found, of_v1))
             floor = averaged * own + (direction is true) * setting.precision.unit_roundoff
-            _judge(report, f"logits along {name}", error, along_v1, floor)
+            _judge(report, f"logits along {name}", error, own_error, floor)
     # The loss is a mean over tokens: of independent errors as large as those of the logits,
     # 1 / sqrt(tokens) remains. V1's own error of a single number may be small by luck.
     of_a_mean = own / math.sqrt(setting.batch_size * setting.seq_len)
@@ -761,11 +761,11 @@ def _compare_updates(report: ParityReport, runs: Runs) -> None:
     _judge(report, "direction of all movements", typical, of_v1, DIRECTION_FLOOR)
     for name, true in truth.items():
         _judge(report, f"direction of {name}", found[name], max(own.values()), UPDATE_FLOOR)
-        error, along_v1 = (
+        error, own_error = (
             _along(run.updates[name], true, runs.truth.initial[name])
             for run in (runs.candidate, runs.baseline)
         )
-        _judge(report, f"decay of {name}", error, along_v1, DECAY_FLOOR)
+        _judge(report, f"decay of {name}", error, own_error, DECAY_FLOOR)
 
 
 def _compare_movements(report: ParityReport, setting: Setting, runs: Runs) -> None:
