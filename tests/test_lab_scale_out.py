@@ -29,6 +29,7 @@ from workshop.errors import WorkshopError
 from workshop.gate import audit as gate_audit
 from workshop.gate import gate_size
 from workshop.labs import LabRun
+from workshop.results import RunResult
 from workshop.run import trainer
 
 TESTS = Path(__file__).resolve().parent
@@ -211,11 +212,12 @@ LOSS_LINE = re.compile(r"^  loss +([\d.]+ in step 1, [\d.]+ in step \d+)", re.M)
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
     """The losses of one process, which is the version's own program, and what it printed."""
-    target, said = tmp_path_factory.mktemp("alone") / "run.jsonl", io.StringIO()
-    words = [*RUN, *of_steps(STEPS), "--result-file", str(target)]
+    folder, said = tmp_path_factory.mktemp("alone"), io.StringIO()
+    words = [*RUN, *of_steps(STEPS), "--output-dir", str(folder)]
     with contextlib.redirect_stdout(said):
         assert cli.main(versions.load("v2"), words) == 0
-    return [loss for loss in records.load_run(target).losses if loss is not None], said.getvalue()
+    (run,) = records.load_folder(folder, RunResult)
+    return [loss for loss in run.losses if loss is not None], said.getvalue()
 
 
 @pytest.fixture

@@ -410,9 +410,6 @@ def check_model(
     """
     optimizer = configure_optimizer or versions.load(versions.BASELINE).configure_optimizer
     report = new_report(setting)
-    report.failures += differing_defaults(setting.config)
-    if report.failures:  # a baseline with the same numbers would show nothing
-        return report
     for part in parts(setting):
         if part.where and build is None:
             continue
@@ -457,9 +454,11 @@ def answer(
     *,
     cuda_graph: bool = False,
     notify: trainer.Notify = lambda _: None,
-) -> Outcome | str:
-    """What a candidate does in a part of the gate, or why it can't take V1's weights."""
+) -> Outcome | list[str]:
+    """What a candidate does in a part of the gate, or in sentences why it is another model."""
     setting = part.setting
+    if differing := differing_defaults(setting.config):
+        return differing  # a baseline with the same numbers would show nothing
     counted: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if part.where:
         assert build is not None
@@ -469,7 +468,7 @@ def answer(
     try:
         load_canonical(model, setting.random_weights)
     except ValueError as error:
-        return f"V1's weights can't be loaded: {error}"
+        return [f"V1's weights can't be loaded: {error}"]
     with kept_matmul_mode(), counted:
         found = _run(
             model,
@@ -486,19 +485,19 @@ def answer(
 
 
 def add(
-    report: ParityReport, part: Part, found: Outcome | str, truth: Outcome, baseline: Outcome
+    report: ParityReport, part: Part, found: Outcome | list[str], truth: Outcome, baseline: Outcome
 ) -> None:
     """Adds a part's measures and failures to the report."""
     of_part = new_report(part.setting)
-    if isinstance(found, str):
-        of_part.failures.append(found)
-    else:
-        compare(of_part, part.setting, Runs(truth, baseline, found))
-        if of_part.passed and found.float8_share < 1:
-            of_part.failures.append(
-                f"{found.float8_share:.1%} of the operations of the layers' products run in fp8: "
-                "the others are in a higher precision"
-            )
+    if isinstance(found, list):
+        report.failures += found
+        return
+    compare(of_part, part.setting, Runs(truth, baseline, found))
+    if of_part.passed and found.float8_share < 1:
+        of_part.failures.append(
+            f"{found.float8_share:.1%} of the operations of the layers' products run in fp8: "
+            "the others are in a higher precision"
+        )
     where = part.where.partition(",")[0]
     report.measures |= {
         f"{name} in {where}" if where else name: one for name, one in of_part.measures.items()

@@ -76,7 +76,7 @@ def _answer_gate(
     setup_s["gate"] += max(0.0, took)
     pipe.send("answered")
     seed = pipe.receive().values["seed"]
-    if isinstance(found, str):
+    if isinstance(found, list):
         pipe.send("refused", why=found)
     else:
         tensors, values = wire.of_outcome(wire.sketched(found, seed))

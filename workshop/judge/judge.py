@@ -104,9 +104,11 @@ class Candidate:
             self._process.answer("answered")
             self._process.ask("sketch", seed=case.gate_seed)
             answer = self._process.answer("outcome", "refused")
-            refused = answer.kind == "refused"
-            found = str(answer.values.get("why")) if refused else wire.to_outcome(answer)
-            parity.add(report, where, found, *case.gate_answers(shape, part))
+            if answer.kind == "refused":
+                report.failures += map(str, answer.values.get("why") or ["it gives no reason"])
+            else:
+                found = wire.to_outcome(answer)
+                parity.add(report, where, found, *case.gate_answers(shape, part))
             if not report.passed:
                 self.result.status = "gate failed"
                 break
