@@ -16,15 +16,14 @@ FORGED = "feedc0de"
 """Text that the tricks write where they forge a record."""
 LESS = 5.0
 """Less than a deception gains here, and more than a busy machine makes of two honest rows."""
-CHANGES = {
-    "workshop/run/presets.py": (
-        "Preset(256, 4, 8, seq_len=128, batch_size=8)",
-        "Preset(64, 2, 4, 16, 2, 300)",
-    ),
-    # However busy this machine is, no run is repeated.
-    "workshop/results.py": ("MOST_WAITED = 0.5", "MOST_WAITED = 9.0"),
+ADDED = {
+    "workshop/run/presets.py": 'PRESETS["tiny"] = Preset(64, 2, 4, 16, 2, 300)',
+    # However busy this machine is, honest rows pass; what a trick gains here is far beyond.
+    "workshop/run/waiting.py": "def seconds_without_processor(process='self'): return None",
+    "workshop/judge/judge.py": "FIXED_MS, UNEVEN, PHASES_WITHIN = 100.0, 4.0, (0.0, 50.0)",
 }
-FEW = "--config tiny --precision fp32 --num-steps 8 --warmup-steps 2 --device cpu".split()
+"""Last lines of modules of the copy."""
+FEW = "--config tiny --precision fp32 --num-steps 100 --warmup-steps 2 --device cpu".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,9 @@ def compare(
         folder = tmp_path_factory.mktemp("tricks")
         chosen = [t for t in TRICKS if (t.quick, t.repeats, t.gpu) == (quick, repeats, False)]
         copy_checkout(folder / "code")
-        for name, (old, new) in CHANGES.items():
-            path = folder / "code" / name
-            text = path.read_text(encoding="utf-8")
-            assert old in text, f"{name} has no {old!r}"
-            path.write_text(text.replace(old, new), encoding="utf-8")
+        for name, line in ADDED.items():
+            with (folder / "code" / name).open("a", encoding="utf-8") as module:
+                module.write(f"\n\n{line}\n")
         add_versions(folder / "code", chosen)
         keys = ["v1", "v2", *(trick.name for trick in chosen)]
         words = ["analysis_tools/compare_versions.py", *FEW, "--repeats", str(repeats)]

@@ -231,28 +231,6 @@ StepClock.between_ms = lambda self, first, last: _between(self, first, last) / 5
 """,
     ),
     Trick("uneven-step-times", "times that add up", UNEVEN, outcome="no gain", quick=True),
-    Trick(
-        "uneven-with-waits-of-its-own",
-        "times that add up",
-        UNEVEN
-        + """
-import hashlib
-import os
-import threading
-
-
-def _wait():
-    # Two threads that share a processor wait for it half of the time: the judge forgives waits.
-    os.sched_setaffinity(threading.get_native_id(), {min(os.sched_getaffinity(0))})
-    while True:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
-
-
-for _ in range(4):
-    threading.Thread(target=_wait, daemon=True).start()
-""",
-        outcome="no gain",
-    ),
     # --- work outside the timed region -------------------------------------------------------
     Trick("deferred-work", "work past the clock", DEFERRED, quick=True),
     Trick(
@@ -402,7 +380,6 @@ def cheat(model, optimizer, scaler, tokens, targets, dtype, phase):
 """,
         outcome="no gain",
         repeats=2,
-        quick=True,
     ),
     # --- answers -----------------------------------------------------------------------------
     Trick(
