@@ -129,14 +129,21 @@ PHASES: dict[str, list[float]] = {
         ({}, 402.0, 0.0, ""),
         ({}, 430.0, 0.0, ""),
         ({}, 900.0, 500.0, ""),  # another program had the processor
+        ({"step_ms": [1.0] * 4}, 900.0, 500.0, ""),
+        ({"step_ms": STEPS[:3]}, 900.0, 500.0, "3 step times, of 4 steps"),
         ({}, 500.0, 0.0, "its 4 step times add up to 400.0 ms, the judge's clock says 500.0 ms"),
         ({"step_ms": [20.0] * 4}, 402.0, 0.0, "add up to 80.0 ms"),
         ({"step_ms": [200.0] * 4}, 402.0, 0.0, "add up to 800.0 ms"),
-        ({"step_ms": [10.0, 10.0, 10.0, 370.0]}, 402.0, 0.0, "their median to 40.0 ms"),
+        (
+            {"step_ms": [10.0, 10.0, 10.0, 370.0]},
+            402.0,
+            0.0,
+            "of its median are 40.0 ms, the judge",
+        ),
         ({"step_ms": STEPS[:3]}, 302.0, 0.0, "3 step times, of 4 steps"),
         ({"step_ms": [*STEPS[:3], -1.0]}, 302.0, 0.0, "4 step times, of 4 steps"),
         ({"step_ms": [*STEPS[:3], float("nan")]}, 402.0, 0.0, "4 step times, of 4 steps"),
-        ({"backward_ms": [-10.0]}, 402.0, 0.0, "take 30.00 ms together"),
+        ({"backward_ms": [-25.0]}, 402.0, 0.0, "take 15.00 ms together"),
         ({"forward_ms": [900.0]}, 402.0, 0.0, "take 970.00 ms together"),
     ],
 )
@@ -144,8 +151,10 @@ def test_a_candidates_times_add_up_to_the_judges(
     told: dict[str, list[float]], judge_ms: float, waited_ms: float, wrong: str
 ) -> None:
     run = dataclasses.replace(make_result(), **{"step_ms": STEPS, **PHASES, **told})  # type: ignore[arg-type]
-    found = judge.wrong_times(run, judge_ms, 4, waited_ms)
+    found = judge.settle_times(run, judge_ms, 4, waited_ms)
     assert wrong in found[0] if wrong else found == []
+    if waited_ms and not wrong:  # then the judge's own time counts
+        assert run.step_ms == [judge_ms / 4] * 4
 
 
 def arguments(folder: Path) -> types.SimpleNamespace:

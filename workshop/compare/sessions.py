@@ -183,6 +183,8 @@ class _Session:
         """By size and precision; no more than one has a process."""
         self._waiting: list[Candidate] = []
         """Those whose reference, V1's own run, comes later in their repeat."""
+        self._gates: dict[str, results.Parity] = {}
+        """Verdicts of runs that are measured again in the place of the first time."""
         self._path = records.path_in(arguments.output_dir, name)
         self._stored: records.Comparison | None = None
 
@@ -248,11 +250,18 @@ class _Session:
             for one in candidates:
                 one.measure()
                 self._finish(one)
-        return [one.plan for one in candidates if one.result.disturbed]
+        return [one.plan for one in candidates if one.result.disturbed or self._doubts(one)]
+
+    @staticmethod
+    def _doubts(one: Candidate) -> bool:
+        """Whether a run's times contradict the judge's for the first time: that may be luck."""
+        return bool(one.wrong_times) and not one.plan.again
 
     def _start(self, plan: Plan, beside: int) -> Candidate:
         """Starts a process, when V1 has answered what it needs. Raises _Failed: V1 could not."""
         result = record(plan, self.arguments, self.name, beside)
+        if plan.again:
+            result.gate = self._gates.pop(plan.label, result.gate)
         try:
             case = self._case_of(plan, result)
             if plan.interpreted:
@@ -275,10 +284,14 @@ class _Session:
         if one.leads:
             one.case.lead(one.round, one.course)
         one.judge()
-        self._save(one.plan, one.result, one.stderr)
-        self._tell(one.plan, one.line())
-        if one.waits:
-            self._waiting.append(one)
+        if self._doubts(one):
+            self._gates[one.plan.label] = one.result.gate
+            self._tell(one.plan, f"{one.wrong_times[0]}; it is measured again")
+        else:
+            self._save(one.plan, one.result, one.stderr)
+            self._tell(one.plan, one.line())
+            if one.waits:
+                self._waiting.append(one)
         if one.leads:
             for other in [other for other in self._waiting if other.round is one.round]:
                 self._waiting.remove(other)
