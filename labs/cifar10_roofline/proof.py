@@ -109,8 +109,9 @@ def resnet(tensors: Tensors, x: Tensor, *, training: bool) -> Tensor:
     running statistics among them."""
 
     def norm(x: Tensor, name: str) -> Tensor:
-        parts = ("running_mean", "running_var", "weight", "bias")
-        return F.batch_norm(x, *(tensors[f"{name}.{part}"] for part in parts), training=training)
+        mean, variance = tensors[f"{name}.running_mean"], tensors[f"{name}.running_var"]
+        weight, bias = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+        return F.batch_norm(x, mean, variance, weight, bias, training)
 
     x = norm(F.conv2d(x, tensors["conv1.weight"], padding=1), "bn1").relu()
     for block in dict.fromkeys(name[:8] for name in tensors if name.startswith("layer")):
