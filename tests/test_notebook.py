@@ -27,7 +27,7 @@ from workshop.labs import LabRun
 from workshop.profilers.advisor import advise, headline
 from workshop.profilers.load import load, recorded_run
 from workshop.report.pictures import Chart
-from workshop.results import RunResult, load_folder
+from workshop.results import RunResult
 
 ROOT = Path(__file__).resolve().parents[1]
 TOUR = ROOT / "exercises" / "notebooks" / "workshop_tour.ipynb"
@@ -232,7 +232,9 @@ def test_the_gates_picture_has_a_dot_for_each_measure(monkeypatch: pytest.Monkey
 def test_pictures_of_a_folder_have_names_of_their_own() -> None:
     folder = ROOT / "results" / "reference" / "nvidia_h200"
     shown = [one.html for one in notebook.pictures(folder)]
-    sizes = {(size_of(run), run.precision) for run in ordinary(load_folder(folder))}
+    sizes = {
+        (size_of(run), run.precision) for run in ordinary(records.load_folder(folder, RunResult))
+    }
     # All speed-ups, and for each size time, memory and losses.
     assert len(shown) == 1 + 3 * len(sizes) > 1
     identifiers = [name for one in shown for name in re.findall(r' id="([^"]+)"', one)]

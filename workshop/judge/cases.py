@@ -74,7 +74,9 @@ class Case:
     def _v1(self) -> Iterator[Process]:
         """V1's process, started if it has to be. Raises WorkshopError: it has ended."""
         if self._process is None:
-            command = [sys.executable, "-m", "workshop.judge.reference", "{pipe}"]
+            program = "import sys; from workshop.judge import reference as v1; "
+            program += "sys.exit(v1.main(sys.argv[1]))"
+            command = [sys.executable, "-c", program, "{pipe}"]
             # From this checkout, which need not be installed.
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             self._process = Process(command, {**self._environment, "PYTHONPATH": path})

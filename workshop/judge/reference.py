@@ -1,13 +1,10 @@
 """A process in which V1 answers for the judge what others are compared with.
 
-    python -m workshop.judge.reference READ,WRITE
-
 It answers the gate's and the audit's questions for V1 in higher precision and at the precision in
 use, before any candidate starts, so that a device's memory holds either it or a candidate.
 """
 
 import dataclasses
-import sys
 from typing import Any
 
 import torch
@@ -20,8 +17,9 @@ from workshop.run import hardware, trainer
 from workshop.run.precision import LADDER, get_precision
 
 
-def main(argv: list[str] | None = None) -> int:
-    read, write = map(int, (argv or sys.argv[1:])[0].split(","))
+def main(pipe: str) -> int:
+    """Answers over a pipe, given as READ,WRITE; the exit status."""
+    read, write = map(int, pipe.split(","))
     return errors.exit_status(lambda: _serve(Pipe(read, write)), interrupted="interrupted")
 
 
@@ -87,7 +85,3 @@ def _train(pipe: Pipe, setting: parity.Setting, asked: Message) -> None:
     )
     tensors, of_course = wire.of_course(course)
     pipe.send("course", tensors, **of_course)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

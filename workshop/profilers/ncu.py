@@ -216,7 +216,8 @@ def _raw_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
     process, gpu = table.columns.get(_PROCESS), table.columns.get(_GPU)
     columns = {metric: i for metric, i in table.columns.items() if _is_wanted(metric)}
     units = dict.fromkeys(columns, "")
-    for index, (row, fields) in enumerate(_rows(table, problems)):
+    read = [name, *columns.values(), *(i for i in (process, gpu) if i is not None)]
+    for index, (row, fields) in enumerate(_rows(table, problems, at_least=1 + max(read))):
         if fields[0]:
             values = {metric: fields[i] for metric, i in columns.items()}
             launched_by = "" if process is None else fields[process]
@@ -233,7 +234,8 @@ def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
     name, metric = table.index(_NAME), table.index("Metric Name")
     unit, value = table.index("Metric Unit"), table.index("Metric Value")
     process, gpu = table.index(_PROCESS), table.columns.get(_GPU)
-    rows = _rows(table, problems)
+    at_least = 1 + max(name, metric, unit, value, process, gpu or 0)
+    rows = _rows(table, problems, at_least)
     for _, group in groupby(rows, key=lambda row: (row[1][process], row[1][0])):
         row, fields = first = next(group)
         if not fields[0]:
@@ -248,15 +250,14 @@ def _details_launches(table: CsvTable, problems: Problems) -> Iterator[Launch]:
         yield launch
 
 
-def _rows(table: CsvTable, problems: Problems) -> Iterator[tuple[int, list[str]]]:
-    """The rows of launches, and of units, which have no ID, with a field in every column; what ncu
-    and the program print between them is no row."""
-    width = 1 + max(table.columns.values())
+def _rows(table: CsvTable, problems: Problems, at_least: int) -> Iterator[tuple[int, list[str]]]:
+    """The rows of launches, and of units, which have no ID; what ncu and the program print between
+    them is no row."""
     for row, fields in table.rows():
         first = fields[0]
         if first.startswith("=="):  # "==PROF== Disconnected from process 4711"
             continue
-        if len(fields) < width:
+        if len(fields) < at_least:
             problems.add(row, f"has only {len(fields)} fields")
         elif first.isdigit() or not first:
             yield row, fields
