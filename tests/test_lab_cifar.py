@@ -507,7 +507,7 @@ UNSEEN_IN_BF16 = ("no weight decay",)
 """Smaller than what a plain step in bf16 loses."""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_training_that_does_other_work_is_red(
     fault: str | None, precision: str, train: Callable[..., tuple[int, str]],

@@ -409,7 +409,7 @@ TRAINING_FAULTS: dict[str, Callable[[modes.Training], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", TRAINING_FAULTS)
 def test_training_that_does_other_work_is_red(
     fault: str, precision: str, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import io
 import json
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,19 +113,36 @@ def failures(processes: Processes, size: int, names: list[str]) -> dict[str, lis
     return found
 
 
+GROUPS = (FAULTS, LATE_FAULTS, TRUE)
+QUICK = [name for group in GROUPS for name in [*group][::3]]
+"""A third of the cases: the others are slow."""
+Found = Callable[[str], list[str]]
+
+
 @pytest.fixture(scope="module")
-def found(processes: Processes) -> dict[str, list[str]]:
-    return failures(processes, 2, [*FAULTS, *LATE_FAULTS, *TRUE])
+def found(processes: Processes) -> Found:
+    """The failures of a case; all that are as quick are run together."""
+
+    @functools.cache
+    def run(quick: bool) -> dict[str, list[str]]:
+        names = [name for group in GROUPS for name in group if (name in QUICK) == quick]
+        return failures(processes, 2, names)
+
+    return lambda name: run(name in QUICK)[name]
 
 
-@pytest.mark.parametrize("name", TRUE)
-def test_two_processes_train_the_model_of_one(name: str, found: dict[str, list[str]]) -> None:
-    assert not found[name]
+def cases(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
-@pytest.mark.parametrize("name", [*FAULTS, *LATE_FAULTS])
-def test_a_fault_between_processes_is_red(name: str, found: dict[str, list[str]]) -> None:
-    assert found[name]
+@pytest.mark.parametrize("name", cases(*TRUE))
+def test_two_processes_train_the_model_of_one(name: str, found: Found) -> None:
+    assert not found(name)
+
+
+@pytest.mark.parametrize("name", cases(*FAULTS, *LATE_FAULTS))
+def test_a_fault_between_processes_is_red(name: str, found: Found) -> None:
+    assert found(name)
 
 
 def test_the_harness_takes_the_lab_s_own_step() -> None:
