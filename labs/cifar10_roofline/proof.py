@@ -30,6 +30,7 @@ CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """As published with many networks: of the 50,000 images, each colour of 0 to 1."""
 WEIGHTS = {"resnet18": 11_173_962, "resnet34": 21_282_122}
 """The numbers that each network has, with the first convolution of 3 x 3 and ten classes."""
+WEIGHT_DECAY = 5e-4
 Tensors = dict[str, Tensor]
 
 
@@ -50,7 +51,7 @@ class Reference:
     label_smoothing: float
 
     def sgd(self) -> steps.Sgd:
-        return steps.Sgd(0.9, self.learning_rate, weight_decay=5e-4, nesterov=True)
+        return steps.Sgd(0.9, self.learning_rate, WEIGHT_DECAY, nesterov=True)
 
     def learning_rate(self, number: int) -> float:
         if number < self.warmup:
@@ -135,7 +136,8 @@ def of_training(
         logits: of all test images, after the last epoch, (N, 10).
         accuracy: what the run makes of them.
     """
-    verdict = steps.audit(watch.steps, reference.step, precision, reference.batch_size)
+    batch_size = reference.batch_size
+    verdict = steps.audit(watch.steps, reference.step, precision, batch_size, WEIGHT_DECAY)
     count = sum(weight.numel() for weight in watch.now.weights.values())
     if count != WEIGHTS[reference.model]:
         verdict.failures.append(
