@@ -250,7 +250,8 @@ class _Session:
             for one in candidates:
                 one.measure()
                 self._finish(one)
-        return [one.plan for one in candidates if one.result.disturbed or self._doubts(one)]
+        disturbed = [one for one in candidates if one.result.disturbed or self._doubts(one)]
+        return [one.plan for one in disturbed if one.plan.label not in self.failed]
 
     @staticmethod
     def _doubts(one: Candidate) -> bool:

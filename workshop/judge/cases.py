@@ -1,4 +1,4 @@
-"""What V1 answers, for all candidates of one size and precision; and what they are timed on."""
+"""V1's answers for all candidates of one size and precision, and the batches that are timed."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ class Case:
         self._rounds: dict[tuple[int, int], Round] = {}
         self._own_errors: Mapping[str, float] | None = None
         self.gate_seed = secrets.randbits(62)
-        """Of the gate's sketches."""
+        """The seed of the gate's sketches."""
         self._described: dict[str, Any] = {}
 
     # --- V1's process ---
@@ -148,7 +148,7 @@ class Case:
         return dataclasses.replace(self.setting, batch_size=shape[0], seq_len=shape[1])
 
     def report(self, shape: tuple[int, int]) -> ParityReport:
-        """Of a gate in which nothing has been compared yet."""
+        """An empty report, before anything has been compared."""
         return parity.new_report(self._of_shape(shape))
 
     def prepare_gate(self, shape: tuple[int, int]) -> None:
@@ -235,7 +235,7 @@ class Case:
             self._own_errors = audit.errors_of(own, made.truth)
 
     def reference(self, made: Round) -> Reference | None:
-        """What a round's runs are compared with, if it is there yet."""
+        """The reference of a round's runs; None as long as there is none."""
         if self._own_errors is None:
             return None
         if made.truth is not None:

@@ -241,7 +241,7 @@ class Candidate:
         ]
 
     def line(self) -> str:
-        """What became of it, in a line."""
+        """The outcome in a line."""
         result = self.result
         if result.error:
             return f"skipped: {result.error}" if result.status == "skipped" else result.error
@@ -291,7 +291,7 @@ def settle_times(result: RunResult, judge_ms: float, steps: int, waited_ms: floa
 
 
 def wrong_times(result: RunResult, judge_ms: float, steps: int) -> list[str]:
-    """What is wrong with the times that a candidate tells, in sentences."""
+    """Contradictions in the times that a candidate tells, in sentences."""
     told = sum(result.step_ms)
     if len(result.step_ms) != steps or not all(0 < ms < math.inf for ms in result.step_ms):
         return [f"timed run: {len(result.step_ms)} step times, of {steps} steps"]

@@ -31,7 +31,7 @@ class Closed(WorkshopError):
 
 @dataclass(frozen=True)
 class Message:
-    """What is asked or answered: its kind, plain values, and tensors on the CPU."""
+    """A question or an answer: its kind, plain values, and tensors on the CPU."""
 
     kind: str
     values: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the judge runs: one process of a version, and the record that it begins with."""
+"""Plans of single processes, and the records that they begin with."""
 
 import argparse
 import dataclasses

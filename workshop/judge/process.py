@@ -51,7 +51,7 @@ class Process:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            # What it prints is read here as UTF-8, in any locale.
+            # Its output is read here as UTF-8, in any locale.
             env={**environment, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
             start_new_session=True,
             pass_fds=(asked, answered),

@@ -1,4 +1,4 @@
-"""What a process answers with, as messages: the gate's outcomes and the audit's courses."""
+"""The gate's outcomes and the audit's courses as messages."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ Sent = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def of_outcome(outcome: Outcome) -> Sent:
-    """What to send of an outcome that is sketched."""
+    """The message of a sketched outcome."""
     missing = [name for name, gradient in outcome.gradients.items() if gradient is None]
     tensors = {"logits": outcome.logits, "loss": outcome.loss.double()}
     tensors["curve"] = outcome.curve.double()
