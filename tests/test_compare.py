@@ -1,5 +1,6 @@
 """The comparison: which runs may be compared, and what it says of those that may not."""
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -823,7 +824,8 @@ def test_ctrl_c_or_sigterm_keeps_what_was_completed(how: str, tmp_path: Path) ->
             os.killpg(tool_process.pid, signal.SIGINT)
         else:  # a batch system's to all processes of the job
             for pid in pids:
-                os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         shown += tool_process.communicate(timeout=HANGS_S)[0]
     finally:
         tool_process.kill()

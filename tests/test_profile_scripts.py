@@ -845,7 +845,7 @@ def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its exit status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while the file is open
         return False
 
 
